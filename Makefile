@@ -1,0 +1,60 @@
+# make test                      the suite, in a fresh .venv
+# make test ARGS="-k conv -x"    the same with arguments for pytest
+# make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
+# make globe                     the example, on two processes; writes globe.png
+# make lint | bench | clean
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ARGS ?=
+VENV := .venv
+PIP_FLAGS := -qq --disable-pip-version-check --no-input
+PIP := $(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt
+PINNED := pyproject.toml constraints.txt
+
+# One thread per process: with several ranks on few cores more threads only fight for them.
+export OMP_NUM_THREADS := 1
+
+.PHONY: test test-torch globe bench lint clean
+
+test: $(VENV)/.installed-test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+globe: $(VENV)/.installed-examples
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py
+
+# Each benchmark starts the processes that it needs.
+bench: $(VENV)/.installed-test
+	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(VENV)/bin/python $$script || exit 1; done
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps make a second run start at once; a changed pin or dependency makes them stale.
+$(VENV)/.installed-test: $(PINNED) | $(VENV)/bin/python
+	$(PIP) -e '.[test]'
+	$(PIP) --no-build-isolation natten
+	@touch $@
+
+$(VENV)/.installed-examples: $(PINNED) | $(VENV)/bin/python
+	$(PIP) -e '.[examples]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
+	$(PIP) -e '.[test,dev]'
+	@touch $@
+
+# The pins of torch and of the build tool give way to what this torch asks for.
+test-torch:
+	@test -n "$(TORCH)" || { echo "usage: make test-torch TORCH=2.11.0"; exit 2; }
+	@test -x .venv-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-$(TORCH)
+	@grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-$(TORCH)/constraints.txt
+	@echo 'torch==$(TORCH)' >> .venv-$(TORCH)/constraints.txt
+	.venv-$(TORCH)/bin/python -m pip install $(PIP_FLAGS) -c .venv-$(TORCH)/constraints.txt -e '.[test]' 'setuptools>=77'
+	.venv-$(TORCH)/bin/python -m pip install $(PIP_FLAGS) -c .venv-$(TORCH)/constraints.txt --no-build-isolation natten
+	.venv-$(TORCH)/bin/python -m pytest $(ARGS)
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

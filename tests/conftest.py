@@ -1,0 +1,17 @@
+"""Set-up shared by the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: several ranks share few cores, and one thread each is fastest then.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+
+# No deadline: a first example pays for imports and caches. Derandomized: a red run must be red again when it is repeated.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("suite")

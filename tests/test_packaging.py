@@ -1,0 +1,28 @@
+"""What an installation promises: few hard dependencies, types, and an import that stays light."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata, resources
+
+import pytest
+
+
+def requirements() -> list[str]:
+    try:
+        return metadata.requires("shardtensor") or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("shardtensor is used from its source tree, not installed")
+
+
+def test_torch_and_wrapt_are_the_only_hard_dependencies():
+    hard = {re.split(r"[<>=!~ ;\[]", line)[0] for line in requirements() if "extra ==" not in line}
+    assert hard == {"torch", "wrapt"}
+
+
+def test_natten_is_an_extra_with_an_exact_version():
+    assert [line for line in requirements() if line.startswith("natten")] == ['natten==0.21.7; extra == "natten"']
+
+
+def test_types_are_shipped():
+    assert resources.files("shardtensor").joinpath("py.typed").is_file()
