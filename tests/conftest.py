@@ -12,6 +12,6 @@ import torch
 
 torch.set_num_threads(1)
 
-# No deadline: a first example pays for imports and caches. Derandomized: a red run must be red again when it is repeated.
+# No deadline: a first example pays for imports and caches. Derandomized: a red run must be red again when repeated.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
