@@ -1,0 +1,133 @@
+"""One rank of a pool: the program that :mod:`shardtensor.testing.pool` starts, by path and not by module name.
+
+It imports torch and nothing of shardtensor, so that a pool is ready as soon as possible; the functions that it is sent
+import what they need. It leaves by ``os._exit`` only: gloo's threads now and then abort the interpreter's orderly end,
+after right results.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import queue
+import random
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+
+def listen(connection: Connection, requests: queue.SimpleQueue) -> None:
+    """Hand requests to the main thread, and leave when the parent has gone, whatever the main thread is doing."""
+    folder = os.path.dirname(sys.argv[6])
+    try:
+        while True:
+            requests.put(pickle.loads(connection.recv_bytes()))
+    except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)  # a killed parent has not done it
+        os._exit(0)
+
+
+def fresh_state() -> None:
+    """Undo what an earlier call may have left behind, and seed."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+
+
+def call(path: list[str], payload: bytes) -> tuple[str, object]:
+    """Run one pickled ``(fn, args, kwargs)``: ``("returned", pickled result)`` or ``("raised", description)``."""
+    try:
+        sys.path[:] = path
+        fn, args, kwargs = pickle.loads(payload)
+        fresh_state()
+        result = fn(*args, **kwargs)
+        try:
+            return "returned", pickle.dumps(result)
+        except Exception as error:
+            raise TypeError(f"the result, a {type(result).__name__}, cannot be pickled: {error}") from error
+    except BaseException as error:
+        return "raised", describe(error)
+
+
+def describe(error: BaseException) -> dict[str, object]:
+    """What the parent needs to know of ``error``; ``"pickled"`` is None where it would not survive the journey."""
+    # The first frame is this file's and says nothing to the reader.
+    trace = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return {"type": type(error).__qualname__, "text": str(error), "traceback": text, "pickled": pickled}
+
+
+def check(seconds: float) -> tuple[str, object]:
+    """Whether all ranks still agree, after a call that failed: in every group, the next collectives must meet."""
+    import torch.distributed as dist
+
+    try:
+        limit = timedelta(seconds=seconds)
+        dist.monitored_barrier(timeout=limit)
+        meshes = sys.modules.get("shardtensor.testing.mesh")
+        cached = meshes.cached_meshes() if meshes else {}
+        names: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, list(cached))
+        if any(other != names[0] for other in names):
+            return "unhealthy", f"ranks have different meshes: {names}"
+        for mesh in cached.values():
+            if mesh.get_coordinate() is not None:
+                for group in mesh.get_all_groups():
+                    dist.monitored_barrier(group, timeout=limit)
+        return "healthy", None
+    except BaseException as error:
+        return "unhealthy", str(error)
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    rank, world_size, port = (int(argument) for argument in sys.argv[2:5])
+    collective_timeout, stacks_path = float(sys.argv[5]), sys.argv[6]
+    os.set_inheritable(connection.fileno(), False)
+    # Ctrl-C is the parent's business; it closes the pipes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stacks = open(stacks_path, "a")  # noqa: SIM115  (faulthandler keeps it for the life of the process)
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    requests: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(connection, requests), daemon=True).start()
+
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        limit = timedelta(seconds=collective_timeout)
+        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    except BaseException as error:
+        connection.send(("raised", describe(error)))
+        os._exit(1)
+    connection.send(("ready", None))
+
+    while True:
+        kind, *rest = requests.get()
+        reply = call(*rest) if kind == "call" else check(*rest)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send(reply)
+
+
+if __name__ == "__main__":
+    main()

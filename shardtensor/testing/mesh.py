@@ -1,0 +1,42 @@
+"""Meshes that tests share."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...] | None], DeviceMesh] = {}
+_owner: dist.ProcessGroup | None = None
+
+
+def shared_mesh(
+    shape: int | tuple[int, ...], names: str | tuple[str, ...] | None = None, *, device_type: str = "cpu"
+) -> DeviceMesh:
+    """The mesh of this shape over the running process group; the same object each time.
+
+    A new mesh makes new process groups, which live as long as the worker. A suite of a thousand tests, each with a mesh
+    of its own, would collect thousands. Every rank of the world must call this, in the same order, as for
+    ``init_device_mesh``.
+
+    >>> def halves():
+    ...     mesh = shared_mesh((2, 2), ("data", "domain"))
+    ...     return mesh["domain"].size()
+    >>> run_distributed(halves, 4)  # doctest: +SKIP
+    [2, 2, 2, 2]
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    names = (names,) if isinstance(names, str) else None if names is None else tuple(names)
+    cache, key = cached_meshes(), (device_type, shape, names)
+    if key not in cache:
+        cache[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return cache[key]
+
+
+def cached_meshes() -> dict[tuple[str, tuple[int, ...], tuple[str, ...] | None], DeviceMesh]:
+    """The meshes made so far in the running process group, oldest first."""
+    global _owner
+    # simulate_ranks makes one process group after another; a mesh of the last one is of no use in the next.
+    if _owner is not dist.group.WORLD:
+        _meshes.clear()
+        _owner = dist.group.WORLD
+    return _meshes

@@ -1,0 +1,236 @@
+"""Run a function on every rank of a small world of processes, from an ordinary test.
+
+Starting processes costs seconds, a call to running ones milliseconds. So there is one pool of workers per world size;
+it is started by the first call that needs it, serves all later ones, and ends with the interpreter. A hang or a crash
+costs that pool alone: its ranks' stacks go into the error, and the next call gets a new pool.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .failures import DistributedFailure, Outcome, failure, own_threads
+
+START_TIMEOUT = 180.0
+COLLECTIVE_TIMEOUT = 30.0  # gloo's own; shorter than a call's default, so that a lone collective names itself
+GRACE = 5.0  # how long the others may still take once one rank has failed
+HEALTH_TIMEOUT = 3.0
+
+_WORKER = Path(__file__).with_name("_worker.py")
+_pools: dict[int, Pool] = {}
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on each of ``world_size`` ranks and return the results, one per rank.
+
+    Each rank is a process with a running gloo process group, one thread and the seed 0. ``fn`` must be importable there
+    (a function at the top level of a module, not of the main script), and arguments and results must be picklable.
+
+    >>> from operator import add
+    >>> run_distributed(add, 2, 1, 2)
+    [3, 3]
+
+    Args:
+        timeout: seconds after which ranks that have not returned count as hung.
+
+    Raises:
+        DistributedFailure: a rank raised, hung or died. Its text holds the traceback or stack of each.
+    """
+    outcomes, waited = _call(fn, world_size, args, kwargs, timeout, GRACE)
+    if any(outcome.kind != "returned" for outcome in outcomes):
+        raise failure(_name(fn), outcomes, waited)
+    for rank, outcome in enumerate(outcomes):
+        for line in outcome.printed.splitlines():
+            print(f"[rank {rank}] {line}")
+    return [pickle.loads(outcome.value) for outcome in outcomes]  # type: ignore[arg-type]
+
+
+def run_expecting_errors(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[BaseException | None]:
+    """Like :func:`run_distributed`, for functions that should raise: each rank's exception, or None where it returned.
+
+    The exceptions are the workers' own where they can be pickled, :class:`RemoteError` otherwise, with the traceback as
+    ``remote_traceback``. Ranks that hang or die are not an expected error: they raise :class:`DistributedFailure` too.
+
+    >>> from operator import truediv
+    >>> run_expecting_errors(truediv, 2, 1, 0)
+    [ZeroDivisionError('division by zero'), ZeroDivisionError('division by zero')]
+    """
+    outcomes, waited = _call(fn, world_size, args, kwargs, timeout, timeout)
+    if any(outcome.kind in ("running", "dead") for outcome in outcomes):
+        raise failure(_name(fn), outcomes, waited)
+    return [outcome.exception() for outcome in outcomes]
+
+
+def shutdown_pools() -> None:
+    """End all workers. Called at the interpreter's exit; of use before a test that measures memory, for example."""
+    for size in list(_pools):
+        _pools.pop(size).close()
+
+
+atexit.register(shutdown_pools)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
+
+
+def _call(
+    fn: Callable[..., Any], world_size: int, args: tuple, kwargs: dict, timeout: float, grace: float
+) -> tuple[list[Outcome], float]:
+    if getattr(fn, "__module__", None) == "__main__":
+        raise ValueError(f"{_name(fn)} is defined in the main script, which workers do not import; move it to a module")
+    try:
+        payload = pickle.dumps((fn, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{_name(fn)} and its arguments must be picklable; define functions at the top level of a module ({error})"
+        ) from error
+    if world_size not in _pools:
+        _pools[world_size] = Pool(world_size)
+    pool = _pools[world_size]
+    keep = False
+    try:
+        start = time.monotonic()
+        outcomes = pool.run(("call", list(sys.path), payload), timeout, grace)
+        waited = time.monotonic() - start
+        kinds = {outcome.kind for outcome in outcomes}
+        keep = kinds == {"returned"} or (kinds <= {"returned", "raised"} and pool.healthy())
+    finally:  # also after Ctrl-C
+        if not keep:
+            del _pools[world_size]
+            pool.close(at_once=True)
+    return outcomes, waited
+
+
+class Pool:
+    """``world_size`` worker processes in one gloo process group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="shardtensor-pool-"))
+        self.connections: list[Connection] = []
+        self.processes: list[subprocess.Popen] = []
+        # The parent holds the store, on a port of the system's choice: no port can be taken twice, and the death of
+        # rank 0 is like that of any other.
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT)
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world_size), "PYTHONUNBUFFERED": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+        if sys.platform == "linux":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            for rank in range(world_size):
+                ours, theirs = Pipe()
+                arguments = [theirs.fileno(), rank, world_size, self.store.port, COLLECTIVE_TIMEOUT, self.stacks(rank)]
+                with open(self.log(rank), "w") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, str(_WORKER), *map(str, arguments)],
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=[theirs.fileno()],
+                    )
+                theirs.close()
+                self.connections.append(ours)
+                self.processes.append(process)
+            outcomes = self.collect(START_TIMEOUT, GRACE)
+            if any(outcome.kind != "ready" for outcome in outcomes):
+                raise failure(f"the start of a pool of {world_size}", outcomes, START_TIMEOUT)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        return self.folder / f"{rank}.stacks"
+
+    def run(self, request: tuple, timeout: float, grace: float) -> list[Outcome]:
+        """Send ``request`` to every rank and collect how it ended."""
+        printed = [self.log(rank).stat().st_size for rank in range(len(self.processes))]
+        message = pickle.dumps(request)
+        for connection in self.connections:
+            with contextlib.suppress(OSError):  # a dead worker is found by collect
+                connection.send_bytes(message)
+        outcomes = self.collect(timeout, grace)
+        for rank, outcome in enumerate(outcomes):
+            outcome.printed = self.log(rank).read_bytes()[printed[rank] :].decode(errors="replace")
+        return outcomes
+
+    def collect(self, timeout: float, grace: float) -> list[Outcome]:
+        """Wait for one reply per rank; after the first failure, for ``grace`` seconds more."""
+        outcomes = [Outcome() for _ in self.processes]
+        waiting = {connection: rank for rank, connection in enumerate(self.connections)}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    kind, value = connection.recv()
+                except (EOFError, OSError):
+                    # Its pipe closes a moment before the process has ended.
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.processes[rank].wait(5)
+                    kind, value = "dead", self.processes[rank].returncode
+                outcomes[rank].kind, outcomes[rank].value = kind, value
+                if kind in ("raised", "dead", "unhealthy"):
+                    deadline = min(deadline, time.monotonic() + grace)
+        self.add_stacks(outcomes, list(waiting.values()))
+        return outcomes
+
+    def add_stacks(self, outcomes: list[Outcome], hanging: list[int]) -> None:
+        """Fill in where the hanging ranks are, and where the dead ones were."""
+        for rank in hanging:
+            self.processes[rank].send_signal(signal.SIGUSR1)
+        if hanging:
+            time.sleep(0.3)  # the dump is written by a signal handler, which does not say when it is done
+        for rank, outcome in enumerate(outcomes):
+            if outcome.kind in ("running", "dead") and self.stacks(rank).exists():
+                outcome.stack = own_threads(self.stacks(rank).read_text(errors="replace"))
+
+    def healthy(self) -> bool:
+        """Whether all ranks still meet in a collective: after a failure some may have sent what nobody received."""
+        outcomes = self.run(("check", HEALTH_TIMEOUT), 4 * HEALTH_TIMEOUT, HEALTH_TIMEOUT)
+        return all(outcome.kind == "healthy" for outcome in outcomes)
+
+    def close(self, at_once: bool = False) -> None:
+        """End the workers: by closing their pipes, or by killing them."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            if at_once:
+                process.kill()
+        for process in self.processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+__all__ = ["DistributedFailure", "Pool", "run_distributed", "run_expecting_errors", "shutdown_pools"]
