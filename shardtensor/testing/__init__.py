@@ -1,17 +1,32 @@
 """Tools to test distributed operators, ours and users' own.
 
-- :func:`run_distributed` calls a function on every rank of a pool of processes.
+- :func:`run_distributed` and :func:`run_expecting_errors` call a function on every rank of a pool of processes;
+  :func:`shared_mesh` gives it a mesh there.
+- :func:`assert_matches_unsharded` compares a function on shards with the same on whole tensors, gradients included;
+  :func:`shard` cuts a tensor for it.
+- :func:`count_communication` counts messages, bytes and collectives.
+- :func:`simulate_ranks` is every rank of a huge world in turn, without processes.
+
+``import shardtensor`` does not import this.
 """
 
+from .counting import Communication, count_communication
 from .failures import DistributedFailure, RemoteError
 from .mesh import shared_mesh
+from .oracle import assert_matches_unsharded, shard
 from .pool import run_distributed, run_expecting_errors, shutdown_pools
+from .simulate import simulate_ranks
 
 __all__ = [
+    "Communication",
     "DistributedFailure",
     "RemoteError",
+    "assert_matches_unsharded",
+    "count_communication",
     "run_distributed",
     "run_expecting_errors",
+    "shard",
     "shared_mesh",
     "shutdown_pools",
+    "simulate_ranks",
 ]

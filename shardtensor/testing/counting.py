@@ -1,0 +1,170 @@
+"""Count what this rank sends and receives, point-to-point messages included."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ._compat import TorchDispatchMode, group_of
+
+# What c10d and its functional twin call the same thing; anything not named here keeps its name.
+_NAMES = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "monitored_barrier_": "barrier",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+}
+_NO_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+_ANY_SOURCE = -1
+
+
+@dataclass
+class Communication:
+    """What one rank communicated while it was counted.
+
+    Attributes:
+        messages: point-to-point messages sent: sends, and the non-empty pieces of an all-to-all for other ranks.
+        bytes_sent: their bytes.
+        received_messages: messages received, counted alike.
+        bytes_received: their bytes.
+        sent_to: global rank -> bytes sent to it.
+        received_from: global rank -> bytes received from it (-1: a receive from any source).
+        collectives: name (``all_reduce``, ``all_gather``, ``all_to_all``, ...) -> number of calls.
+        collective_bytes: bytes of this rank's operands of the collectives, except all-to-all: its bytes are messages.
+    """
+
+    messages: int = 0
+    bytes_sent: int = 0
+    received_messages: int = 0
+    bytes_received: int = 0
+    sent_to: Counter[int] = field(default_factory=Counter)
+    received_from: Counter[int] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
+    collective_bytes: int = 0
+
+    def sent(self, group: dist.ProcessGroup, peer: int, size: int) -> None:
+        """Add a message of ``size`` bytes to rank ``peer`` of ``group``."""
+        if size and peer != group.rank():
+            self.messages += 1
+            self.bytes_sent += size
+            self.sent_to[dist.get_global_rank(group, peer)] += size
+
+    def received(self, group: dist.ProcessGroup, peer: int, size: int) -> None:
+        """Add a message of ``size`` bytes from rank ``peer`` of ``group``."""
+        if size and peer != group.rank():
+            self.received_messages += 1
+            self.bytes_received += size
+            self.received_from[peer if peer == _ANY_SOURCE else dist.get_global_rank(group, peer)] += size
+
+    def add(self, namespace: str, name: str, args: Sequence[Any]) -> None:
+        """Add one call of a c10d operator."""
+        if name in ("send", "isend"):
+            tensors, group, peer = (args[0], args[1], args[2]) if name == "send" else (args[0], args[3], args[1])
+            self.sent(group_of(group), peer, _bytes(tensors))
+        elif name in ("recv_", "irecv"):
+            tensors, group, peer = (args[0], args[1], args[2]) if name == "recv_" else (args[0], args[3], args[1])
+            self.received(group_of(group), peer, _bytes(tensors))
+        elif name == "recv_any_source_":
+            self.received(group_of(args[1]), _ANY_SOURCE, _bytes(args[0]))
+        elif name == "batch_p2p_ops":
+            for kind, peer, tensor in zip(args[0], args[1], args[3]):
+                (self.sent if kind == "isend" else self.received)(group_of(args[4]), peer, _bytes(tensor))
+        elif name in ("alltoall_base_", "all_to_all_single", "alltoall_"):
+            self.collectives["all_to_all"] += 1
+            self._add_all_to_all(name, args)
+        elif name not in _NO_COMMUNICATION:
+            kind = _NAMES.get(name, name.removesuffix("_"))
+            self.collectives[kind] += 1
+            # c10d's in-place forms have the result first; a scatter's operand is with one rank, so its result counts.
+            has_output_first = namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "gather")
+            if kind != "barrier":
+                self.collective_bytes += _bytes(args[1 if has_output_first else 0])
+
+    def _add_all_to_all(self, name: str, args: Sequence[Any]) -> None:
+        if name == "alltoall_":
+            group = group_of(args[2])
+            received, sent = [_bytes(t) for t in args[0]], [_bytes(t) for t in args[1]]
+        elif name == "alltoall_base_":
+            group = group_of(args[2])
+            received, sent = _pieces(args[0], args[3], group), _pieces(args[1], args[4], group)
+        else:
+            group = group_of(args[3])
+            sent = _pieces(args[0], args[2], group)
+            row = args[0].element_size() * args[0].shape[1:].numel()
+            received = [int(n) * row for n in args[1]]
+        for peer, size in enumerate(sent):
+            self.sent(group, peer, size)
+        for peer, size in enumerate(received):
+            self.received(group, peer, size)
+
+
+@contextmanager
+def count_communication() -> Iterator[Communication]:
+    """Count this rank's messages, bytes and collectives inside the block, in forward and backward.
+
+    Collectives of ``torch.distributed`` and functional ones are seen, also those that DTensor and ShardTensor make.
+    Empty messages and those to oneself are not counted.
+
+    >>> def halo_bytes(conv, x):
+    ...     with count_communication() as counted:
+    ...         conv(x)
+    ...     return counted.messages, counted.bytes_sent
+    """
+    counted = Communication()
+    with _Counting(counted):
+        yield counted
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, counted: Communication) -> None:
+        super().__init__()
+        self.counted = counted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # First the subclass: only what it does to its local tensors is communication.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional"):
+            # Operators leave out trailing defaults only; what is read here is never one, but may come by name.
+            named = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
+            ordered = [named[a.name] for a in func._schema.arguments if a.name in named]
+            self.counted.add(func.namespace, func._schema.name.split("::")[1], ordered)
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(tensors: Any) -> int:
+    """Bytes of a tensor or of nested lists of them."""
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_bytes, tensors))
+
+
+def _pieces(tensor: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Bytes of each rank's piece of an all-to-all operand; no splits mean even ones."""
+    if not splits:
+        return [_bytes(tensor) // group.size()] * group.size()
+    row = tensor.element_size() * tensor.shape[1:].numel()
+    return [int(n) * row for n in splits]

@@ -1,0 +1,310 @@
+"""The oracle: what a function gives on the whole tensor, in this process, is what it must give on shards.
+
+[Note: the comparison] Every rank holds the same whole tensors. It runs the function on them, then on their shards, and
+compares outputs, gradients of the inputs and gradients of the parameters with the same random cotangents. All
+communication comes before the first verdict, so a wrong value on one rank leaves no other rank waiting.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ._compat import tree_flatten
+from .mesh import shared_mesh
+
+ShardSizes = Mapping[int, Sequence[int] | None]
+
+# rtol, atol of sums of a few hundred products.
+_TOLERANCES = {
+    torch.float64: (1e-10, 1e-12),
+    torch.complex128: (1e-10, 1e-12),
+    torch.float32: (1e-4, 1e-5),
+    torch.complex64: (1e-4, 1e-5),
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (3e-2, 3e-2),
+}
+
+
+def shard(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shard_sizes: ShardSizes | None = None,
+    requires_grad: bool = False,
+) -> Any:
+    """Cut a tensor that every rank has whole; a leaf ShardTensor, without communication.
+
+    ``shard_sizes`` is ``{mesh_dim: size on each rank}``; mesh dims left out get torch.chunk's sizes. On a ``Partial``
+    mesh dim the ranks get different values whose sum is the tensor.
+
+    >>> def cut():
+    ...     x = shard(torch.arange(8.0), shared_mesh(2), [Shard(0)], {0: (5, 3)})
+    ...     return x.to_local().tolist()
+    >>> run_distributed(cut, 2)  # doctest: +SKIP
+    [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+    """
+    from shardtensor import ShardTensor
+
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise RuntimeError(f"this rank is not in the mesh {mesh}")
+    local, sizes = tensor.detach(), dict(shard_sizes or {})
+    for mesh_dim, placement in enumerate(placements):
+        here, ranks = coordinate[mesh_dim], mesh.size(mesh_dim)
+        if isinstance(placement, Shard):
+            given = sizes.get(mesh_dim)
+            length = local.shape[placement.dim]
+            sizes[mesh_dim] = pieces = _chunk_sizes(length, ranks) if given is None else tuple(given)
+            if len(pieces) != ranks or sum(pieces) != length:
+                raise ValueError(f"sizes {pieces} on mesh dim {mesh_dim} do not cut {length} among {ranks} ranks")
+            local = local.narrow(placement.dim, sum(pieces[:here]), pieces[here])
+        elif isinstance(placement, Partial):
+            if placement.reduce_op != "sum":
+                raise ValueError(f"mesh dim {mesh_dim}: can only make Partial('sum') of a tensor, not {placement}")
+            # Rank r > 0 holds the constant r, the first rank what is missing.
+            local = torch.full_like(local, here) if here else local - ranks * (ranks - 1) // 2
+    local = local.clone()
+    return ShardTensor.from_local(local, mesh, placements, shard_sizes=sizes).requires_grad_(requires_grad)
+
+
+def assert_matches_unsharded(
+    fn_or_module: Callable[..., Any],
+    *tensors: Any,
+    placements: Sequence[Any],
+    mesh_shape: int | tuple[int, ...] | None = None,
+    mesh: DeviceMesh | None = None,
+    shard_sizes: ShardSizes | Sequence[ShardSizes | None] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    check_grads: bool = True,
+) -> Any:
+    """Assert that a function gives the same on shards as on whole tensors; to be called on every rank alike.
+
+    Compared are outputs (values, shapes, and that each rank's shard has the size that its spec tells), gradients of all
+    floating-point inputs (values, and that they are sharded like the input), gradients of a module's parameters (plain
+    tensors, the same on every rank) and its buffers. A module is copied, not changed.
+
+    >>> def check_conv():
+    ...     torch.manual_seed(0)
+    ...     conv = nn.Conv1d(2, 3, kernel_size=3, padding=1).double()
+    ...     x = torch.randn(1, 2, 8, dtype=torch.float64)
+    ...     assert_matches_unsharded(conv, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)})
+    >>> run_distributed(check_conv, 2)  # doctest: +SKIP
+
+    Args:
+        tensors: the whole arguments, the same on every rank; what is not a tensor is passed as it is.
+        placements: of all tensors, or one list (None: left plain) per argument.
+        mesh_shape, mesh: the mesh, or the shape of one from :func:`shared_mesh`.
+        shard_sizes: of all tensors, or one dict per argument.
+        rtol, atol: by default those that suit the dtype; ``atol`` is relative to the largest reference value, if that
+            exceeds one.
+
+    Returns:
+        The function's result on shards.
+    """
+    if mesh is None:
+        if mesh_shape is None:
+            raise TypeError("assert_matches_unsharded needs a mesh or a mesh_shape")
+        mesh = shared_mesh(mesh_shape)
+    if mesh.get_coordinate() is None:
+        return None
+    check = _Comparison(mesh, rtol, atol)
+    all_placements, all_sizes = _per_argument(tensors, placements, shard_sizes)
+
+    def arguments(sharded: bool) -> list[Any]:
+        made = []
+        for value, places, sizes in zip(tensors, all_placements, all_sizes):
+            if isinstance(value, Tensor):
+                needs_grad = check_grads and (value.is_floating_point() or value.is_complex())
+                if sharded and places is not None:
+                    value = shard(value, mesh, places, sizes, requires_grad=needs_grad)
+                else:
+                    value = value.detach().clone().requires_grad_(needs_grad)
+            made.append(value)
+        return made
+
+    def run(sharded: bool) -> tuple[Any, list[Any], Any, list[Any]]:
+        function = copy.deepcopy(fn_or_module) if isinstance(fn_or_module, nn.Module) else fn_or_module
+        inputs = arguments(sharded)
+        result = function(*inputs)
+        return function, inputs, result, tree_flatten(result)[0]
+
+    reference, whole_inputs, _, whole_outputs = run(sharded=False)
+    candidate, inputs, result, outputs = run(sharded=True)
+    if len(outputs) != len(whole_outputs):
+        raise AssertionError(f"{len(outputs)} outputs on shards, {len(whole_outputs)} on whole tensors")
+    gathered = [check.output(f"output {i}", *pair) for i, pair in enumerate(zip(outputs, whole_outputs))]
+
+    if check_grads:
+        _backward(whole_outputs, whole_outputs)
+        _backward(gathered, whole_outputs)
+        for i, (value, whole) in enumerate(zip(inputs, whole_inputs)):
+            if isinstance(value, Tensor) and value.requires_grad:
+                check.input_gradient(f"gradient of input {i}", value, whole.grad)
+    if isinstance(reference, nn.Module):
+        for (name, parameter), whole in zip(candidate.named_parameters(), reference.parameters()):
+            if check_grads:
+                check.plain(f"gradient of parameter {name}", parameter.grad, whole.grad)
+        for (name, buffer), whole in zip(candidate.named_buffers(), reference.buffers()):
+            check.plain(f"buffer {name}", buffer, whole)
+    check.verdict()
+    return result
+
+
+def _backward(outputs: list[Any], references: list[Any]) -> None:
+    """Backpropagate random cotangents, the same for the same references."""
+    generator = torch.Generator().manual_seed(0)
+    roots, cotangents = [], []
+    for output, reference in zip(outputs, references):
+        if isinstance(reference, Tensor) and reference.requires_grad:
+            cotangent = torch.randn(reference.shape, dtype=reference.dtype, generator=generator)
+            if isinstance(output, Tensor) and output.requires_grad and output.shape == reference.shape:
+                roots.append(output)
+                cotangents.append(cotangent.to(output.device, output.dtype))
+    if roots:
+        torch.autograd.backward(roots, cotangents)
+
+
+class _Comparison:
+    """Collects what differs, to be told at the end."""
+
+    def __init__(self, mesh: DeviceMesh, rtol: float | None, atol: float | None) -> None:
+        self.mesh, self.rtol, self.atol = mesh, rtol, atol
+        self.coordinate = tuple(mesh.get_coordinate() or ())
+        self.problems: list[str] = []
+
+    def output(self, what: str, value: Any, whole: Any) -> Any:
+        """Compare an output, and return it gathered."""
+        if not isinstance(whole, Tensor):
+            if value != whole:
+                self.problems.append(f"{what}: {value!r} instead of {whole!r}")
+            return value
+        if not isinstance(value, Tensor):
+            self.problems.append(f"{what}: a {type(value).__name__} instead of a tensor")
+            return value
+        where = self.layout(what, value)
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        self.values(where, full, whole)
+        if full.requires_grad != whole.requires_grad:
+            self.problems.append(f"{where}: requires_grad is {full.requires_grad} instead of {whole.requires_grad}")
+        return full
+
+    def input_gradient(self, what: str, value: Any, whole: Tensor | None) -> None:
+        """Compare the gradient of ``value``, which must be laid out as ``value`` is."""
+        grad = value.grad
+        if not isinstance(value, DTensor) or grad is None:
+            self.plain(what, grad, whole)
+            return
+        if type(grad) is not type(value):
+            self.problems.append(f"{what}: a {type(grad).__name__}, but the input is a {type(value).__name__}")
+            return
+        where = self.layout(what, grad)
+        # The gradient of each rank's summand is the gradient of the sum.
+        expected = tuple(Replicate() if p.is_partial() else p for p in value.placements)
+        if tuple(grad.placements) != expected or _sizes(grad) != _sizes(value):
+            self.problems.append(f"{where}: the input has placements {value.placements}, sizes {_sizes(value)}")
+        self.optional_values(where, grad.full_tensor(), whole)
+
+    def plain(self, what: str, value: Tensor | None, whole: Tensor | None) -> None:
+        """Compare what should be a plain tensor, or a DTensor if the caller made the parameter one."""
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        self.optional_values(what, value, whole)
+
+    def layout(self, what: str, value: Tensor) -> str:
+        """Compare a ShardTensor's local shape with its own sizes; return ``what`` with the layout added."""
+        if not isinstance(value, DTensor):
+            return what
+        sizes, local = _sizes(value), value.to_local().shape
+        where = f"{what} (placements {tuple(value.placements)}, sizes {sizes}, this rank's shard {tuple(local)})"
+        dims = [p.dim for p in value.placements if isinstance(p, Shard)]
+        if len(set(dims)) < len(dims):
+            return where  # a dim cut twice: the sizes of one mesh dim do not tell the shard's
+        expected = list(value.shape)
+        for mesh_dim, pieces in sizes.items():
+            dim = value.placements[mesh_dim].dim
+            if sum(pieces) != value.shape[dim]:
+                self.problems.append(f"{where}: the sizes do not add up to {value.shape[dim]}")
+            expected[dim] = pieces[self.coordinate[mesh_dim]]
+        if list(local) != expected:
+            self.problems.append(f"{where}: the sizes tell a shard of {tuple(expected)}")
+        return where
+
+    def optional_values(self, what: str, value: Tensor | None, whole: Tensor | None) -> None:
+        """Like :meth:`values`; no gradient at all is as good as zeros."""
+        if value is None and whole is None:
+            return
+        if value is None:
+            self.problems.append(f"{what}: missing")
+        else:
+            self.values(what, value, torch.zeros_like(value) if whole is None else whole)
+
+    def values(self, what: str, value: Tensor, whole: Tensor) -> None:
+        """Compare shapes, dtypes and values."""
+        value, whole = value.detach(), whole.detach()
+        if value.shape != whole.shape or value.dtype != whole.dtype:
+            described = [f"{tuple(t.shape)} {t.dtype}" for t in (value, whole)]
+            self.problems.append(f"{what}: {described[0]} instead of {described[1]}")
+            return
+        if not whole.numel():
+            return
+        rtol, atol = _TOLERANCES.get(whole.dtype, (0.0, 0.0))
+        rtol, atol = (rtol if self.rtol is None else self.rtol), (atol if self.atol is None else self.atol)
+        if whole.dtype == torch.bool:
+            value, whole = value.int(), whole.int()
+        finite = whole[whole.isfinite()]
+        scale = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
+        wrong = ~torch.isclose(value, whole, rtol=rtol, atol=atol * scale, equal_nan=True)
+        if wrong.any():
+            difference = torch.where(wrong, (value - whole).abs().double().nan_to_num(float("inf")), -1.0)
+            index = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+            self.problems.append(
+                f"{what}: {int(wrong.sum())} of {wrong.numel()} values differ, by up to {difference.max().item():.3g} "
+                f"(allowed: {rtol:.3g} relative, {atol * scale:.3g} absolute), at {index}: "
+                f"{value[index].item()} instead of {whole[index].item()}"
+            )
+
+    def verdict(self) -> None:
+        """Raise if anything differs."""
+        if self.problems:
+            where = f"at {self.coordinate} of a mesh of {tuple(self.mesh.shape)}"
+            raise AssertionError("\n  ".join([f"sharded and unsharded results differ {where}:", *self.problems]))
+
+
+def _sizes(value: DTensor) -> dict[int, tuple[int, ...]]:
+    """``shard_sizes`` of a ShardTensor; a DTensor has torch.chunk's."""
+    sizes = getattr(value, "shard_sizes", None)
+    if sizes is None:
+        cut = [(m, p.dim) for m, p in enumerate(value.placements) if isinstance(p, Shard)]
+        sizes = {m: _chunk_sizes(value.shape[dim], value.device_mesh.size(m)) for m, dim in cut}
+    return {mesh_dim: tuple(pieces) for mesh_dim, pieces in sizes.items()}
+
+
+def _chunk_sizes(length: int, pieces: int) -> tuple[int, ...]:
+    """Sizes that torch.chunk gives, with zeros where it gives fewer pieces.
+
+    >>> _chunk_sizes(7, 4), _chunk_sizes(4, 3)
+    ((2, 2, 2, 1), (2, 2, 0))
+    """
+    step = -(-length // pieces)
+    return tuple(max(0, min(step, length - i * step)) for i in range(pieces))
+
+
+def _per_argument(tensors: Sequence[Any], placements: Sequence[Any], shard_sizes: Any) -> tuple[list[Any], list[Any]]:
+    """Spread what is given once over all arguments."""
+    if all(isinstance(p, Placement) for p in placements):
+        placements = [placements] * len(tensors)
+    if shard_sizes is None or isinstance(shard_sizes, Mapping):
+        shard_sizes = [shard_sizes] * len(tensors)
+    if not len(placements) == len(shard_sizes) == len(tensors):
+        raise ValueError(
+            f"{len(tensors)} arguments, but placements for {len(placements)} and shard_sizes for {len(shard_sizes)}"
+        )
+    return list(placements), list(shard_sizes)

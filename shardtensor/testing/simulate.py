@@ -1,0 +1,50 @@
+"""Be every rank of a huge world in turn, in one process: for what depends on specs alone, such as message counts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ._compat import clear_dtensor_caches, init_fake_process_group
+
+
+def simulate_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` as each of ``world_size`` ranks, one after the other, and return the results.
+
+    There are no processes and no communication: collectives return at once and leave their results as they were, so
+    values that a rank would have received are wrong. Shapes, specs and the number of messages are right.
+
+    >>> simulate_ranks(lambda: dist.get_rank() ** 2, 4)
+    [0, 1, 4, 9]
+
+    Args:
+        ranks: only these, if a few (a corner, an edge, an inner one) tell enough.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"simulate_ranks makes process groups of its own, but this process is rank {dist.get_rank()} of a "
+            f"{dist.get_backend()} group already; call it where none is running, or destroy_process_group() first"
+        )
+    results = []
+    for rank in range(world_size) if ranks is None else ranks:
+        _forget_the_last_rank()
+        init_fake_process_group(rank, world_size)
+        try:
+            results.append(fn(*args, **kwargs))
+        finally:
+            dist.destroy_process_group()
+    _forget_the_last_rank()
+    return results
+
+
+def _forget_the_last_rank() -> None:
+    """Empty the caches that hold what is true of one rank only, for the meshes of two simulated ranks are equal."""
+    clear_dtensor_caches()
+    dispatch = sys.modules.get("shardtensor.dispatch")
+    if dispatch is not None:
+        dispatch._plans.clear()
