@@ -1,0 +1,27 @@
+"""Domain parallelism for PyTorch: cut the input over devices, leave the model alone, get the same numbers.
+
+>>> from shardtensor import ShardTensor, scatter_tensor
+"""
+
+from .dispatch import allow_gather
+from .errors import UnsupportedSharding
+from .exchange import set_transport
+from .registry import register, registered, unregister
+from .scatter import scatter_tensor
+from .spec import ShardTensorSpec
+from .tensor import ShardTensor
+from . import ops as _ops  # fills the registry
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ShardTensor",
+    "ShardTensorSpec",
+    "UnsupportedSharding",
+    "allow_gather",
+    "register",
+    "registered",
+    "scatter_tensor",
+    "set_transport",
+    "unregister",
+]

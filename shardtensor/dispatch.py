@@ -1,0 +1,365 @@
+"""From an aten call on ShardTensors to local work: rules, the plan cache, and the policy on gathering.
+
+[Note: plans] What an aten operator does to shards follows from the specs of its tensors and its other arguments,
+never from data. So it is worked out once per ``(operator, specs, arguments)`` and kept as a :class:`Plan`; a later
+call with the same key unwraps, runs the operator on the local tensors and wraps. A *rule* builds the plan.
+
+[Note: no silent gather] A plan may cut what is replicated, reduce what is Partial, exchange between cuts and between
+sharded dims. It may not make a shard whole: that is refused outside :func:`allow_gather`.
+
+[Note: allowlist] DTensor's sharding propagation is not consulted. It mislabels some results on even shards and cannot
+express uneven ones, and it gathers without a word; a rule here is a few lines. An operator without a rule is refused,
+unless all its tensors are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ._compat import TensorMeta, new_wrapper
+from .errors import UnsupportedSharding, refuse
+from .redistribute import redistribute_local
+from .registry import OPERATORS
+from .spec import ShardTensorSpec
+
+__all__ = [
+    "RULES",
+    "Call",
+    "Plan",
+    "allow_gather",
+    "gather_allowed",
+    "rule",
+    "run",
+    "spec_of",
+    "wrap",
+]
+
+_aten = torch.ops.aten
+_tensor_class: type[DTensor]  # set by tensor.py, which stands above this module
+
+Path = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one aten call does on this rank.
+
+    Attributes:
+        outputs: spec of each output, in the structure that the operator returns (None: passed through as it is).
+        inputs: ``(path, source spec, target spec)`` of operands that have to be redistributed first. A path is
+            ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
+        call: what runs on the local arguments; None means the operator itself.
+        returns_self: an in-place operator, which returns its first argument.
+    """
+
+    outputs: Any
+    inputs: list[tuple[Path, ShardTensorSpec, ShardTensorSpec]] = field(default_factory=list)
+    call: Callable[..., Any] | None = None
+    returns_self: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """An aten call as a rule sees it: ShardTensors stand for their specs, plain tensors for meta tensors.
+
+    Attributes:
+        func, args, kwargs: the call.
+        meta: the operator's result on meta tensors of the global shapes.
+        tensors: ``{path: spec}`` for the ShardTensors, in order.
+    """
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: Any
+    tensors: dict[Path, ShardTensorSpec]
+
+    @property
+    def specs(self) -> list[ShardTensorSpec]:
+        return list(self.tensors.values())
+
+    def refuse(self, reason: str, remedy: str) -> UnsupportedSharding:
+        return refuse(self.func, self.specs, reason, remedy)
+
+    def reduced(self, *, keep: Callable[[Partial], bool] = lambda p: False) -> dict[Path, ShardTensorSpec]:
+        """The specs with Partial placements made Replicate, except those that ``keep`` accepts."""
+        result = {}
+        for path, spec in self.tensors.items():
+            if any(p.is_partial() and not keep(p) for p in spec.placements):  # type: ignore[arg-type]
+                spec = spec.replace(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+            result[path] = spec
+        return result
+
+    def plan(self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, **kwargs: Any) -> Plan:
+        """A plan with the operands redistributed to ``targets``, refused where that would gather a shard."""
+        inputs = []
+        for path, target in (targets or {}).items():
+            source = self.tensors[path]
+            if source == target:
+                continue
+            for m, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
+                if isinstance(old, Shard) and not isinstance(new, Shard) and not gather_allowed():
+                    raise self.refuse(
+                        f"operand {path[0]} would have to be gathered over mesh dim {m}",
+                        "redistribute it yourself, or call inside shardtensor.allow_gather()",
+                    )
+            inputs.append((path, source, target))
+        return Plan(outputs, inputs, **kwargs)
+
+
+Rule = Callable[[Call], Plan]
+RULES: dict[torch._ops.OpOverload, Rule] = {}
+_default_rules: list[Callable[[torch._ops.OpOverload], Rule | None]] = []
+_plans: dict[Any, tuple[Plan, list[Any]]] = {}
+_gather_depth = 0
+
+
+def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
+    """Decorator: the function below builds the plans of these aten operators."""
+
+    def decorate(build: Rule) -> Rule:
+        for op in ops:
+            RULES[op] = build
+        return build
+
+    return decorate
+
+
+def default_rule(find: Callable[[torch._ops.OpOverload], Rule | None]) -> Callable[[torch._ops.OpOverload], Rule | None]:
+    """Decorator: ``find(op)`` gives the rule of operators that :data:`RULES` does not name, or None."""
+    _default_rules.append(find)
+    return find
+
+
+@contextmanager
+def allow_gather() -> Iterator[None]:
+    """Let operators that have no distributed form gather their operands, compute, and cut the result again.
+
+    Outside this context they raise :class:`UnsupportedSharding`. Every rank has to enter it alike.
+
+    Example:
+        >>> import shardtensor
+        >>> with shardtensor.allow_gather():
+        ...     pass  # y = torch.linalg.svdvals(x)
+    """
+    global _gather_depth
+    _gather_depth += 1
+    try:
+        yield
+    finally:
+        _gather_depth -= 1
+
+
+def gather_allowed() -> bool:
+    """Whether the calling code stands inside :func:`allow_gather`."""
+    return _gather_depth > 0
+
+
+def spec_of(tensor: Tensor) -> ShardTensorSpec:
+    """The spec of a ShardTensor, or of a DTensor seen as one."""
+    spec = tensor._spec  # type: ignore[attr-defined]
+    if isinstance(spec, ShardTensorSpec):
+        return spec
+    meta = spec.tensor_meta
+    return ShardTensorSpec.make(spec.mesh, spec.placements, meta.shape, meta.dtype, stride=meta.stride)
+
+
+def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
+    """A ShardTensor around ``local``, which must have the shape that the spec says."""
+    if tuple(local.shape) != spec.local_shape():
+        raise RuntimeError(
+            f"internal error: local shape {tuple(local.shape)} does not fit {spec} at {spec.coordinate}; please report it"
+        )
+    return new_wrapper(_tensor_class, local, spec)
+
+
+def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an aten operator on ShardTensors (and plain tensors, which count as replicated)."""
+    handler = OPERATORS.get(func)
+    if handler is not None:
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    key: list[Any] = [func, _gather_depth > 0]
+    local_args = _localize(args, key)
+    local_kwargs = {}
+    for name, value in kwargs.items():
+        key.append(name)
+        local_kwargs[name] = _localize((value,), key)[0]
+    try:
+        found = _plans.get(tuple(key))
+    except TypeError:  # an argument that cannot be hashed: no caching
+        found, key = None, []
+    if found is None:
+        made = _make_plan(func, args, kwargs)
+        if isinstance(made, _Done):
+            return made.value
+        found = (made, [None])
+        if key:
+            _plans[tuple(key)] = found
+    plan = found[0]
+    for path, source, target in plan.inputs:
+        _replace(local_args, local_kwargs, path, source, target)
+    result = (plan.call or func)(*local_args, **local_kwargs)
+    if plan.returns_self:
+        return args[0]
+    outputs = plan.outputs
+    if type(outputs) is ShardTensorSpec:
+        return wrap(result, outputs)
+    if outputs is None:
+        return result
+    return type(result)(r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True))
+
+
+def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
+    """Local versions of the arguments; what the plan depends on is appended to ``key``."""
+    out = []
+    for a in args:
+        if isinstance(a, DTensor):
+            out.append(a._local_tensor)
+            key.append(a._spec if type(a._spec) is ShardTensorSpec else spec_of(a))
+        elif isinstance(a, Tensor):
+            out.append(a)
+            key.append((a.shape, a.stride(), a.dtype, a.device))
+        elif type(a) is list or type(a) is tuple:
+            key.append(len(a))
+            out.append(_localize(a, key))
+        else:
+            out.append(a)
+            # The type matters: 1, 1.0 and True are equal but promote differently.
+            key.append(type(a))
+            key.append(a)
+    return out
+
+
+def _replace(args: list[Any], kwargs: dict[str, Any], path: Path, src: ShardTensorSpec, dst: ShardTensorSpec) -> None:
+    holder: Any = kwargs if isinstance(path[0], str) else args
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = redistribute_local(holder[path[-1]], src, dst)
+
+
+@dataclass(slots=True)
+class _Done:
+    """A result that was computed while looking for a plan."""
+
+    value: Any
+
+
+def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | _Done:
+    build = RULES.get(func) or next((r for r in (find(func) for find in _default_rules) if r is not None), None)
+    if build is None:
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return _Done(decomposed)
+    tensors = dict(_paths(args, kwargs))
+    specs = list(tensors.values())
+    mesh = specs[0].mesh
+    if any(spec.mesh != mesh for spec in specs):
+        raise refuse(func, specs, "operands live on different meshes", "build all of them on one mesh")
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    replicated = all(spec.is_replicate() for spec in specs)
+    if build is None and (random or not replicated):
+        if gather_allowed() and not random:
+            return _Done(_gathered(func, args, kwargs))
+        reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
+        remedy = "draw on plain tensors" if random else "call inside shardtensor.allow_gather(), or register a handler"
+        raise refuse(func, specs, reason, remedy)
+    call = Call(func, *_as_specs(args, kwargs), _on_meta(func, args, kwargs), tensors)
+    if replicated and not random:
+        return _replicated_plan(call)
+    assert build is not None
+    try:
+        return build(call)
+    except UnsupportedSharding:
+        if not gather_allowed():
+            raise
+        return _Done(_gathered(func, args, kwargs))
+
+
+def _replicated_plan(call: Call) -> Plan:
+    base = call.specs[0].replicated()
+
+    def replicated(meta: Any) -> Any:
+        return base.replace(meta=meta_of(meta)) if isinstance(meta, Tensor) else None
+
+    meta = call.meta
+    outputs = [replicated(m) for m in meta] if isinstance(meta, (list, tuple)) else replicated(meta)
+    return Plan(outputs, returns_self=is_inplace(call.func))
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Shape, stride and dtype of a tensor, as specs carry them."""
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_inplace(func: torch._ops.OpOverload) -> bool:
+    """Whether the operator writes to its first argument and returns it."""
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    return bool(first is not None and first.alias_info is not None and first.alias_info.is_write)
+
+
+def _paths(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, DTensor):
+            yield (name,), spec_of(value)
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                if isinstance(item, DTensor):
+                    yield (name, i), spec_of(item)
+
+
+def _as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def convert(a: Any) -> Any:
+        if isinstance(a, DTensor):
+            return spec_of(a)
+        return a.to("meta") if isinstance(a, Tensor) else a
+
+    return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
+
+
+def _on_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The operator on meta tensors of the global shapes: shapes and dtypes, and torch's own errors on every rank."""
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, DTensor):
+            meta = spec_of(a).tensor_meta
+            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        if isinstance(a, Tensor):
+            return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+        return torch.device("meta") if isinstance(a, torch.device) else a
+
+    with torch.no_grad():
+        return func(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
+
+
+def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Gather the operands, compute, and cut what still has the shape of the first sharded operand."""
+    if is_inplace(func):
+        raise refuse(func, [spec for _, spec in _paths(args, kwargs)], "an in-place operator cannot gather", "use the out-of-place form")
+    leaves, structure = tree_flatten((tuple(args), kwargs))
+    pattern = next(spec_of(a) for a in leaves if isinstance(a, DTensor) and not spec_of(a).is_replicate())
+    whole = [
+        redistribute_local(a._local_tensor, spec_of(a), spec_of(a).replicated()) if isinstance(a, DTensor) else a
+        for a in leaves
+    ]
+    plain_args, plain_kwargs = tree_unflatten(whole, structure)
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        spec = pattern.replicated().replace(meta=meta_of(value))
+        if value.shape != pattern.shape:
+            return wrap(value, spec)
+        target = spec.replace(placements=pattern.for_gradient().placements, sizes=pattern.sizes)
+        return wrap(redistribute_local(value, spec, target), target)
+
+    return tree_map(cut, func(*plain_args, **plain_kwargs))

@@ -1,0 +1,160 @@
+"""Integers only: shard sizes, cuts and intervals. No tensors, no processes.
+
+Vocabulary, used by every other module:
+
+- *sizes*: the length of a tensor dim's shard on each rank along one mesh dim, e.g. ``(5, 0, 3)``.
+- *cuts*: the borders between shards, ``len(sizes) + 1`` numbers from 0 to the global size: ``(0, 5, 5, 8)``.
+- *interval*: half-open ``(start, stop)`` in global indices. Every empty interval has ``stop <= start``.
+
+An operator that changes a dim's length (a strided window, resampling, flattening) is described by how it
+maps cuts: a monotone function on ``0..n`` that sends 0 to 0 and n to the new length. Applied to the input's
+cuts it yields the output's, so every rank knows every other rank's sizes without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = [
+    "Interval",
+    "Window",
+    "chunk_sizes",
+    "cuts_of",
+    "intersect",
+    "intervals_of",
+    "length",
+    "map_cuts",
+    "sizes_of",
+]
+
+Interval = tuple[int, int]
+
+
+def chunk_sizes(n: int, parts: int) -> tuple[int, ...]:
+    """Sizes that :func:`torch.chunk` gives, padded with zeros to ``parts``.
+
+    Example:
+        >>> chunk_sizes(7, 3), chunk_sizes(2, 4)
+        ((3, 3, 1), (1, 1, 0, 0))
+    """
+    step = max(1, -(-n // parts))
+    return tuple(max(0, min(step, n - step * i)) for i in range(parts))
+
+
+def cuts_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Borders between shards.
+
+    Example:
+        >>> cuts_of((5, 0, 3))
+        (0, 5, 5, 8)
+    """
+    return (0, *accumulate(sizes))
+
+
+def sizes_of(cuts: Sequence[int]) -> tuple[int, ...]:
+    """Inverse of :func:`cuts_of`."""
+    return tuple(stop - start for start, stop in zip(cuts, cuts[1:], strict=False))
+
+
+def intervals_of(sizes: Iterable[int]) -> tuple[Interval, ...]:
+    """Global interval of each rank's shard.
+
+    Example:
+        >>> intervals_of((5, 0, 3))
+        ((0, 5), (5, 5), (5, 8))
+    """
+    cuts = cuts_of(sizes)
+    return tuple(zip(cuts, cuts[1:], strict=False))
+
+
+def intersect(a: Interval, b: Interval) -> Interval:
+    """Common part of two intervals; empty (``stop <= start``) where there is none."""
+    return (max(a[0], b[0]), min(a[1], b[1]))
+
+
+def length(interval: Interval) -> int:
+    """Number of indices in an interval, 0 for an empty one."""
+    return max(0, interval[1] - interval[0])
+
+
+def map_cuts(sizes: Sequence[int], cut: Callable[[int], int]) -> tuple[int, ...]:
+    """Output sizes of an operator that maps input cuts by ``cut``.
+
+    Example:
+        >>> map_cuts((5, 4), lambda c: (c + 1) // 2)  # every second index, starting at 0
+        (3, 2)
+    """
+    return sizes_of([cut(c) for c in cuts_of(sizes)])
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A sliding window over one tensor dim: convolution and pooling.
+
+    Output ``o`` reads the inputs ``o * stride - before + t * dilation`` for ``t`` in ``range(kernel)``;
+    indices outside ``0..size`` are padding.
+
+    Attributes:
+        size: global length of the input dim.
+        kernel: number of taps.
+        stride, dilation: steps between outputs and between taps.
+        before, after: padding at the two global ends (at no other border).
+        ceil_mode: count a last, partly outside window too, as pooling does with ``ceil_mode=True``.
+
+    Example:
+        >>> w = Window(size=9, kernel=3, stride=2, before=1, after=1)
+        >>> w.outputs, map_cuts((4, 5), w.cut), w.reads((0, 2))
+        (5, (2, 3), (-1, 4))
+    """
+
+    size: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+    ceil_mode: bool = False
+
+    @property
+    def extent(self) -> int:
+        """Distance from the first to just past the last tap."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    @property
+    def outputs(self) -> int:
+        """Global length of the output dim; 0 or less when the kernel is larger than the padded input."""
+        room = self.size + self.before + self.after - self.extent
+        if room < 0:
+            return 0
+        if not self.ceil_mode:
+            return room // self.stride + 1
+        count = -(-room // self.stride) + 1
+        # The last window has to start inside the input or its left padding (torch's rule for pooling).
+        return count - 1 if (count - 1) * self.stride >= self.size + self.before else count
+
+    def cut(self, c: int) -> int:
+        """Where a cut of the input falls in the output.
+
+        An output belongs to the rank that owns the middle tap's input, so that halos are balanced and a
+        stride-1 "same" window keeps the sizes as they are.
+        """
+        if c <= 0:
+            return 0
+        if c >= self.size:
+            return self.outputs
+        middle = (self.extent - 1) // 2 - self.before
+        return max(0, min(self.outputs, -(-(c - middle) // self.stride)))
+
+    def reads(self, out: Interval) -> Interval:
+        """Input interval that the outputs ``out`` read, padding included (it may reach outside ``0..size``)."""
+        if out[1] <= out[0]:
+            return (0, 0)
+        return (out[0] * self.stride - self.before, (out[1] - 1) * self.stride - self.before + self.extent)
+
+    def touching(self, part: Interval, out: Interval) -> Interval:
+        """Those of the outputs ``out`` whose window reaches into the input interval ``part``."""
+        first = (part[0] + self.before - self.extent) // self.stride + 1
+        stop = -(-(part[1] + self.before) // self.stride)
+        return intersect((first, stop), out)

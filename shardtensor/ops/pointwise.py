@@ -1,0 +1,201 @@
+"""Operators that treat every element alone: arithmetic, activations, comparisons, casts, copies, ``*_like``.
+
+[Note: alignment] Operands with several cuts are brought to one. For each mesh dim the first operand that shards an
+output dim there decides (for in-place operators the one written to); a replicated operand is cut locally, one that is
+cut otherwise is exchanged, a Partial one is reduced. An operand that would have to be gathered is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from ..dispatch import Call, Path, Plan, Rule, default_rule, is_inplace, meta_of, rule
+from ..spec import ShardTensorSpec
+
+_aten = torch.ops.aten
+
+# Elementwise, but not tagged as such by torch.
+_UNTAGGED = (
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "_to_copy",
+    "celu",
+    "copy_",
+    "elu_backward",
+    "fill",
+    "fill_",
+    "glu_jvp",
+    "hardshrink_backward",
+    "hardsigmoid_backward",
+    "hardswish",
+    "hardswish_",
+    "hardswish_backward",
+    "hardtanh_backward",
+    "leaky_relu_backward",
+    "log_sigmoid_backward",
+    "mish_",
+    "mish_backward",
+    "relu6",
+    "softplus_backward",
+    "softshrink_backward",
+    "zero_",
+)
+# Linear in all their tensors, so the sum over ranks may be taken afterwards.
+_LINEAR = (_aten.neg.default, _aten.clone.default, _aten.add.Tensor, _aten.sub.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor)
+_SCALED = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
+
+
+@default_rule
+def _find(op: torch._ops.OpOverload) -> Rule | None:
+    name = op._schema.name.removeprefix("aten::")
+    elementwise = torch.Tag.pointwise in op.tags or name in _UNTAGGED
+    if not elementwise or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    if any(a.is_out for a in op._schema.arguments):
+        return None
+    if not all(str(r.type) == "Tensor" for r in op._schema.returns):
+        return None
+    return _pointwise
+
+
+def _pointwise(call: Call) -> Plan:
+    meta = call.meta
+    outputs = list(meta) if isinstance(meta, (list, tuple)) else [meta]
+    shape = outputs[0].shape
+    inplace = is_inplace(call.func)
+    keeps_partial = _keeps_partial(call)
+    current = call.tensors if keeps_partial else call.reduced()
+    if inplace and (0,) not in call.tensors:
+        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+    if inplace and current[(0,)] != call.tensors[(0,)]:
+        raise call.refuse("a Partial cannot be changed in place", "redistribute it to Replicate first")
+    target = _target(call, shape, current, inplace)
+    targets = {path: _fit(spec, target, shape) for path, spec in current.items()}
+    if inplace and targets[(0,)] != call.tensors[(0,)]:
+        raise call.refuse("the result is cut otherwise than the tensor it is written to", "use the out-of-place form")
+    specs = [target.replace(meta=meta_of(m)) for m in outputs]
+    plan = call.plan(specs if isinstance(meta, (list, tuple)) else specs[0], targets, returns_self=inplace)
+    _slice_plain(call, plan, target, shape)
+    return plan
+
+
+def _keeps_partial(call: Call) -> bool:
+    """Whether Partial operands may stay: the operator is linear, and all its operands are Partial alike."""
+    first = call.specs[0]
+    if not first.partial_mesh_dims() or any(
+        p.is_partial() and p.reduce_op != "sum" for p in first.placements  # type: ignore[attr-defined]
+    ):
+        return False
+    tensors = [a for a in call.args if isinstance(a, (Tensor, ShardTensorSpec))]
+    if call.func in _LINEAR:
+        alike = all(isinstance(a, ShardTensorSpec) and a.placements == first.placements for a in tensors)
+        scalars = len(tensors) < 2 and call.func not in (_aten.neg.default, _aten.clone.default)
+        return alike and not scalars and not call.meta.dtype == torch.bool
+    return call.func in _SCALED and len(tensors) == 1 and isinstance(call.args[0], ShardTensorSpec)
+
+
+def _target(
+    call: Call, shape: torch.Size, current: dict[Path, ShardTensorSpec], inplace: bool
+) -> ShardTensorSpec:
+    """Placements and sizes of the output (its tensor meta is filled in later)."""
+    specs = [current[(0,)]] if inplace else list(current.values())
+    mesh = specs[0].mesh
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    taken: set[int] = set()
+    for m in range(mesh.ndim):
+        chosen: tuple[Any, Any] = (Replicate(), None)
+        for spec in specs:
+            p = spec.placements[m]
+            if isinstance(p, Shard):
+                out_dim = p.dim + len(shape) - len(spec.shape)
+                if spec.shape[p.dim] == shape[out_dim] and out_dim not in taken:
+                    chosen = (Shard(out_dim), spec.sizes[m])
+                    taken.add(out_dim)
+                    break
+            elif p.is_partial():
+                chosen = (p, None)
+        placements.append(chosen[0])
+        sizes.append(chosen[1])
+    base = specs[0].replicated().replace(meta=_broadcast_meta(call, shape))
+    return base.replace(placements=placements, sizes=tuple(sizes))
+
+
+def _broadcast_meta(call: Call, shape: torch.Size) -> Any:
+    meta = call.meta[0] if isinstance(call.meta, (list, tuple)) else call.meta
+    return meta_of(meta)
+
+
+def _fit(spec: ShardTensorSpec, target: ShardTensorSpec, shape: torch.Size) -> ShardTensorSpec:
+    """How an operand has to lie so that its local part broadcasts against the output's shard."""
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    for m, p in enumerate(target.placements):
+        size = None
+        if isinstance(p, Shard):
+            dim = p.dim - (len(shape) - len(spec.shape))
+            if dim >= 0 and spec.shape[dim] == shape[p.dim]:
+                p, size = Shard(dim), target.sizes[m]
+            else:
+                p = Replicate()  # broadcast along the sharded dim
+        placements.append(p)
+        sizes.append(size)
+    return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+def _slice_plain(call: Call, plan: Plan, target: ShardTensorSpec, shape: torch.Size) -> None:
+    """Plain operands count as replicated: cut those that span a sharded dim."""
+    cuts: list[tuple[int, list[tuple[int, int, int]]]] = []
+    for i, a in enumerate(call.args):
+        if not isinstance(a, Tensor) or a.ndim == 0:
+            continue
+        places = []
+        for d, m in target.sharded_dims().items():
+            dim = d - (len(shape) - a.ndim)
+            if dim >= 0 and a.shape[dim] == shape[d] and shape[d] != 1:
+                start, stop = target.interval(m)
+                places.append((dim, start, stop - start))
+        if places:
+            cuts.append((i, places))
+    if not cuts:
+        return
+    func = call.func
+
+    def sliced(*args: Any, **kwargs: Any) -> Any:
+        local = list(args)
+        for i, places in cuts:
+            for dim, start, n in places:
+                local[i] = local[i].narrow(dim, start, n)
+        return func(*local, **kwargs)
+
+    plan.call = sliced
+
+
+@rule(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten._conj.default, _aten._neg_view.default)
+def _same(call: Call) -> Plan:
+    return Plan(call.specs[0].replace(meta=meta_of(call.meta)))
+
+
+@rule(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default)
+def _like(call: Call) -> Plan:
+    return Plan(call.specs[0].for_gradient().replace(meta=meta_of(call.meta)))
+
+
+@rule(
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+    _aten.new_empty.default,
+)
+def _new(call: Call) -> Plan:
+    """A new tensor of the same shape lies like the old one; one of another shape is replicated."""
+    spec = call.specs[0].for_gradient()
+    same = tuple(call.args[1]) == tuple(spec.shape)
+    out = (spec if same else spec.replicated()).replace(meta=meta_of(call.meta))
+    size = list(out.local_shape())
+    func = call.func
+    return Plan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))

@@ -1,0 +1,269 @@
+"""Reductions over any dims, exact on unequal shards.
+
+A reduction over a sharded dim leaves a Partial: each rank's contribution to the whole, reduced when it is needed. A
+mean is a sum over the global count, never a mean of means. Ranks with empty shards contribute the neutral element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ..dispatch import Call, Plan, meta_of, rule, run, wrap
+from ..redistribute import redistribute_local
+from ..registry import register
+from ..spec import ShardTensorSpec
+from ..tensor import ShardTensor, as_gradient
+
+_aten = torch.ops.aten
+
+
+def reduced_dims(dim: Any, ndim: int) -> list[int]:
+    """Normalized dims of a reduction's ``dim`` argument; None and () mean all."""
+    if dim is None or (isinstance(dim, (list, tuple)) and len(dim) == 0):
+        return list(range(ndim))
+    given = [dim] if isinstance(dim, int) else dim
+    return sorted({d % ndim if ndim else 0 for d in given})
+
+
+def reduced_spec(spec: ShardTensorSpec, meta: Tensor, dims: Sequence[int], keepdim: bool, op: str) -> ShardTensorSpec:
+    """Spec of a reduction's result: Partial where a sharded dim is reduced, the other dims as they are."""
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    for m, p in enumerate(spec.placements):
+        size = None
+        if isinstance(p, Shard):
+            if p.dim in dims:
+                p = Partial(op)
+            else:
+                size = spec.sizes[m]
+                p = p if keepdim else Shard(p.dim - sum(d < p.dim for d in dims))
+        placements.append(p)
+        sizes.append(size)
+    return ShardTensorSpec(spec.mesh, placements, meta_of(meta), tuple(sizes))
+
+
+def _neutral(op: str, dtype: torch.dtype) -> Any:
+    """What an empty shard contributes."""
+    if dtype == torch.bool:
+        return op in ("min", "product")
+    if op in ("sum", "product"):
+        return int(op == "product")
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    return info.min if op == "max" else info.max
+
+
+def _reduction(call: Call, dim: Any, keepdim: bool, op: str, local: Callable[..., Tensor] | None = None) -> Plan:
+    """A plan that reduces locally; ``local`` replaces the operator where the local part differs from it."""
+    keep = (lambda p: p.reduce_op == "sum") if op == "sum" else (lambda p: False)
+    spec = call.reduced(keep=keep)[(0,)]
+    dims = reduced_dims(dim, len(spec.shape))
+    out = reduced_spec(spec, call.meta, dims, keepdim, op)
+    func: Callable[..., Tensor] = local or call.func
+    shape, value = out.local_shape(), _neutral(op, call.meta.dtype)
+    empty = spec.local_shape() and 0 in spec.local_shape() and 0 not in spec.shape
+
+    def compute(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if empty:
+            return torch.full(shape, value, dtype=out.tensor_meta.dtype, device=x.device)
+        return func(x, *args, **kwargs)
+
+    return call.plan(out, {(0,): spec}, call=compute)
+
+
+def _arg(call: Call, index: int, name: str, default: Any) -> Any:
+    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
+
+
+@rule(_aten.sum.default, _aten.sum.dim_IntList)
+def _sum(call: Call) -> Plan:
+    return _reduction(call, _arg(call, 1, "dim", None), _arg(call, 2, "keepdim", False), "sum")
+
+
+@rule(_aten.mean.default, _aten.mean.dim)
+def _mean(call: Call) -> Plan:
+    spec = call.specs[0]
+    dims = reduced_dims(_arg(call, 1, "dim", None), len(spec.shape))
+    count = _count(spec, dims)
+    keepdim, dtype = _arg(call, 2, "keepdim", False), call.meta.dtype
+    return _reduction(call, dims, keepdim, "sum", lambda x, *_, **__: x.sum(dims, keepdim, dtype=dtype) / count)
+
+
+@rule(_aten.amax.default, _aten.amin.default)
+def _extreme(call: Call) -> Plan:
+    op = "max" if call.func == _aten.amax.default else "min"
+    return _reduction(call, _arg(call, 1, "dim", ()), _arg(call, 2, "keepdim", False), op)
+
+
+@rule(_aten.max.default, _aten.min.default)
+def _extreme_of_all(call: Call) -> Plan:
+    return _reduction(call, None, False, "max" if call.func == _aten.max.default else "min")
+
+
+@rule(_aten.prod.default, _aten.prod.dim_int)
+def _prod(call: Call) -> Plan:
+    return _reduction(call, _arg(call, 1, "dim", None), _arg(call, 2, "keepdim", False), "product")
+
+
+@rule(_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
+def _logical(call: Call) -> Plan:
+    op = "max" if call.func._schema.name == "aten::any" else "min"
+    return _reduction(call, _arg(call, 1, "dim", None), _arg(call, 2, "keepdim", False), op)
+
+
+def _count(spec: ShardTensorSpec, dims: Sequence[int]) -> int:
+    n = 1
+    for d in dims:
+        n *= spec.shape[d]
+    return n
+
+
+# -- sum and mean above autograd: their gradient is expanded to the shard, never to the whole tensor -----------
+
+
+class _SumOrMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, dims: list[int], keepdim: bool, dtype: Any, mean: bool) -> Any:  # type: ignore[override]
+        ctx.spec, ctx.dims, ctx.keepdim = x._spec, dims, keepdim
+        ctx.scale = _count(x._spec, dims) if mean else None
+        op = _aten.mean.dim if mean else _aten.sum.dim_IntList
+        return run(op, (x, dims, keepdim), {"dtype": dtype})
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        spec: ShardTensorSpec = ctx.spec.for_gradient()
+        with torch.no_grad():
+            out = reduced_spec(spec, grad, ctx.dims, ctx.keepdim, "sum").for_gradient()
+            local = as_gradient(grad, out)._local_tensor
+            if ctx.scale is not None:
+                local = local / ctx.scale
+            if not ctx.keepdim:
+                for d in ctx.dims:
+                    local = local.unsqueeze(d)
+            local = local.expand(spec.local_shape()).to(spec.tensor_meta.dtype)
+        return _ExpandedGradient.apply(grad, wrap(local, spec)), None, None, None, None
+
+
+class _ExpandedGradient(torch.autograd.Function):
+    """Hands the gradient on; asked to differentiate it once more, it says that it cannot."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, expanded: Any) -> Any:  # type: ignore[override]
+        return expanded.view_as(expanded)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError("sum and mean of a ShardTensor cannot be differentiated twice yet")
+
+
+def _sum_or_mean(x: Any, dim: Any, keepdim: bool, dtype: Any, mean: bool) -> Any:
+    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled():
+        return NotImplemented
+    return _SumOrMean.apply(x, reduced_dims(dim, x.ndim), keepdim, dtype, mean)
+
+
+@register(torch.sum, Tensor.sum)
+def _sum_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+    return _sum_or_mean(input, dim if axis is None else axis, keepdim, dtype, mean=False)
+
+
+@register(torch.mean, Tensor.mean)
+def _mean_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+    return _sum_or_mean(input, dim if axis is None else axis, keepdim, dtype, mean=True)
+
+
+# -- var and std: two passes, so that a large mean costs no precision -------------------------------------------
+
+
+def _moments(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
+    """Variance and mean, both reduced."""
+    dims = reduced_dims(dim, x.ndim)
+    count = _count(x._spec, dims)
+    mean = _whole(run(_aten.mean.dim, (x, dims, True), {}))
+    squares = run(_aten.square.default, (run(_aten.sub.Tensor, (x, mean), {}),), {})
+    total = _whole(run(_aten.sum.dim_IntList, (squares, dims, keepdim), {}))
+    freedom = max(0, count - (1 if correction is None else correction))
+    var = run(_aten.div.Tensor, (total, freedom), {})
+    if not keepdim:
+        mean = run(_aten.squeeze.dims, (mean, dims), {})
+    return var, mean
+
+
+def _whole(x: Any) -> Any:
+    """A Partial reduced; anything else as it is."""
+    spec = x._spec
+    target = spec.replace(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+    return wrap(redistribute_local(x._local_tensor, spec, target), target)
+
+
+@register(_aten.var.correction)
+def _var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _moments(x, dim, correction, keepdim)[0]
+
+
+@register(_aten.std.correction)
+def _std(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return run(_aten.sqrt.default, (_moments(x, dim, correction, keepdim)[0],), {})
+
+
+@register(_aten.var_mean.correction)
+def _var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _moments(x, dim, correction, keepdim)
+
+
+@register(_aten.std_mean.correction)
+def _std_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    var, mean = _moments(x, dim, correction, keepdim)
+    return run(_aten.sqrt.default, (var,), {}), mean
+
+
+# -- leaving the tensor world: item(), float(), bool() mean the whole value -------------------------------------
+
+
+@register(_aten._local_scalar_dense.default)
+def _item(x: Any) -> Any:
+    spec = x._spec
+    if spec.shape.numel() != 1:
+        raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")
+    return redistribute_local(x._local_tensor, spec, spec.replicated()).item()
+
+
+@register(_aten.equal.default)
+def _equal(a: Any, b: Any) -> bool:
+    if a.shape != b.shape:
+        return False
+    return bool(_item(run(_aten.all.default, (run(_aten.eq.Tensor, (a, b), {}),), {})))
+
+
+# -- along a dim that is not sharded, every shard is on its own ---------------------------------------------------
+
+
+@rule(
+    _aten._softmax.default,
+    _aten._log_softmax.default,
+    _aten._softmax_backward_data.default,
+    _aten._log_softmax_backward_data.default,
+    _aten.cumsum.default,
+    _aten.cumprod.default,
+    _aten.logsumexp.default,
+)
+def _along(call: Call) -> Plan:
+    specs = call.reduced()
+    first = next(iter(specs.values()))
+    backward = call.func._schema.name.endswith("_backward_data")
+    dim = call.args[2 if backward else 1]
+    dims = reduced_dims(dim, len(first.shape))
+    if any(d in first.sharded_dims() for d in dims):
+        raise call.refuse(f"it acts along tensor dim {dims}, which is sharded", "redistribute to shard another dim")
+    if call.func == _aten.logsumexp.default:
+        out = reduced_spec(first, call.meta, dims, _arg(call, 2, "keepdim", False), "sum")
+    else:
+        out = first.replace(meta=meta_of(call.meta))
+    return call.plan(out, {path: s.replace(placements=first.placements, sizes=first.sizes) for path, s in specs.items()})

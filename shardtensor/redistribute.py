@@ -1,0 +1,204 @@
+"""Moving a tensor from one spec to another on the same mesh: every pair of placements, and from sizes to sizes.
+
+These functions work on local tensors and know no autograd; ``tensor.py`` makes them differentiable. Each mesh dim
+is one step. Steps that shrink the local tensor come first, so that later ones move less.
+
+| from \\ to | Shard(j), sizes' | Replicate | Partial(sum) |
+|---|---|---|---|
+| Shard(i), sizes | exchange of what differs (i = j) or of blocks (i != j) | exchange of whole shards | own shard among zeros |
+| Replicate | own slice, nothing sent | - | the value on rank 0, zeros elsewhere |
+| Partial(op) | exchange of slices, reduced in rank order | all-reduce | - |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .exchange import plan_intervals, start_swap
+from .geometry import Interval, intervals_of
+from .spec import ShardTensorSpec
+
+__all__ = ["all_reduce", "move_intervals", "redistribute_local"]
+
+_REDUCE = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+}
+
+
+def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
+    """This rank's local tensor under ``dst``, given the one under ``src``; collective over the mesh dims that change."""
+    if src.mesh != dst.mesh:
+        raise ValueError(f"cannot redistribute from mesh {src.mesh} to {dst.mesh}; only the same mesh is possible")
+    current = src
+    while True:
+        step = _next_step(current, dst)
+        if step is None:
+            return local
+        mesh_dim, placement, sizes = step
+        placements, all_sizes = list(current.placements), list(current.sizes)
+        placements[mesh_dim], all_sizes[mesh_dim] = placement, sizes
+        target = current.replace(placements=placements, sizes=tuple(all_sizes))
+        local = _step(local, current, target, mesh_dim)
+        current = target
+
+
+def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, Placement, tuple[int, ...] | None] | None:
+    """The next mesh dim to change, and to what."""
+    differing = [
+        m
+        for m in range(src.mesh.ndim)
+        if (src.placements[m], src.sizes[m]) != (dst.placements[m], dst.sizes[m])
+    ]
+    if not differing:
+        return None
+    sharded = src.sharded_dims()
+
+    def blocked(m: int) -> bool:
+        p = dst.placements[m]
+        return isinstance(p, Shard) and sharded.get(p.dim, m) != m
+
+    def cost(m: int) -> int:
+        if not isinstance(dst.placements[m], Shard):
+            return 2
+        return 1 if isinstance(src.placements[m], Shard) else 0
+
+    free = [m for m in differing if not blocked(m)]
+    if free:
+        m = min(free, key=cost)
+        return m, dst.placements[m], dst.sizes[m]
+    # Mesh dims that trade tensor dims with each other: one of them has to step aside.
+    return differing[0], Replicate(), None
+
+
+def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Tensor:
+    old, new = src.placements[m], dst.placements[m]
+    rank, ranks = src.coordinate[m], src.mesh.size(m)
+    group = src.mesh.get_group(m)
+    if isinstance(old, Shard):
+        own = intervals_of(src.sizes[m] or ())
+        if isinstance(new, Shard) and new.dim != old.dim:
+            blocks = intervals_of(dst.sizes[m] or ())
+            return _swap_blocks(local, old.dim, own, new.dim, blocks, rank, group)
+        whole: Interval = (0, src.shape[old.dim])
+        if new.is_partial():
+            return _own_among_identity(local, old.dim, own[rank], whole[1], new)
+        need = intervals_of(dst.sizes[m] or ()) if isinstance(new, Shard) else (whole,) * ranks
+        return move_intervals(local, old.dim, own, need, rank, group)
+    if isinstance(old, Partial):
+        if isinstance(new, Shard):
+            return _reduce_scatter(local, old, new.dim, intervals_of(dst.sizes[m] or ()), rank, group)
+        whole_value = all_reduce(local, group, old.reduce_op)
+        return whole_value if new.is_replicate() else _replicate_to_partial(whole_value, new, rank)
+    if isinstance(new, Shard):
+        start, stop = dst.interval(m)
+        # A copy, so that the shard does not keep the whole tensor alive.
+        return local.narrow(new.dim, start, stop - start).clone(memory_format=torch.preserve_format)
+    return _replicate_to_partial(local, new, rank)
+
+
+def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """A new tensor with the reduction of all ranks' ``local``."""
+    if dist.get_world_size(group) == 1:
+        return local.clone()
+    value = local.to(torch.uint8) if local.dtype == torch.bool else local.contiguous().clone()
+    if value.is_complex() and op != "sum":
+        raise ValueError(f"Partial({op!r}) of complex numbers is not defined")
+    wire = torch.view_as_real(value) if value.is_complex() else value
+    dist.all_reduce(wire, op=_REDUCE[op][0], group=group)
+    return value.to(torch.bool) if local.dtype == torch.bool else value
+
+
+def move_intervals(
+    local: Tensor,
+    dim: int,
+    own: Sequence[Interval],
+    need: Sequence[Interval],
+    rank: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """The interval ``need[rank]`` of tensor dim ``dim``, of which each rank ``s`` holds ``own[s]``.
+
+    The owned intervals may stand in any order but must not overlap, and must cover what is needed.
+    """
+    plan = plan_intervals(tuple(own), tuple(need), rank)
+    if plan.own == plan.need and not plan.active:
+        return local
+    start, stop = max(plan.own[0], plan.need[0]), min(plan.own[1], plan.need[1])
+    kept = [(start, local.narrow(dim, start - plan.own[0], stop - start))] if stop > start else []
+    if plan.active:
+        send = [[local.narrow(dim, a - plan.own[0], b - a)] if b > a else [] for a, b in plan.sends]
+        shapes = [[_resized(local, dim, b - a)] if b > a else [] for a, b in plan.recvs]
+        received = start_swap(send, shapes, group, dtype=local.dtype, device=local.device).wait()
+        kept += [(a, row[0]) for (a, b), row in zip(plan.recvs, received, strict=True) if b > a]
+    kept.sort(key=lambda item: item[0])
+    if not kept:
+        return local.new_empty(_resized(local, dim, 0))
+    return torch.cat([piece for _, piece in kept], dim=dim)
+
+
+def _swap_blocks(
+    local: Tensor,
+    old_dim: int,
+    own: Sequence[Interval],
+    new_dim: int,
+    blocks: Sequence[Interval],
+    rank: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """From shards of ``old_dim`` to shards of ``new_dim``: rank ``r`` gets block ``r`` of everybody's shard."""
+    send = [[local.narrow(new_dim, a, b - a)] if r != rank else [] for r, (a, b) in enumerate(blocks)]
+    a, b = blocks[rank]
+    shape = _resized(local, new_dim, b - a)
+    shapes: list[list[list[int]]] = []
+    for s, (start, stop) in enumerate(own):
+        shapes.append([[stop - start if d == old_dim else n for d, n in enumerate(shape)]] if s != rank else [])
+    mine = local.narrow(new_dim, a, b - a)
+    if dist.get_world_size(group) == 1:
+        return mine
+    received = start_swap(send, shapes, group, dtype=local.dtype, device=local.device).wait()
+    parts = [mine if s == rank else received[s][0] for s in range(len(own))]
+    return torch.cat(parts, dim=old_dim)
+
+
+def _reduce_scatter(
+    local: Tensor, partial: Partial, dim: int, blocks: Sequence[Interval], rank: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Each rank's slice of the reduced value; contributions are reduced in rank order, so runs repeat exactly."""
+    a, b = blocks[rank]
+    mine = local.narrow(dim, a, b - a)
+    if dist.get_world_size(group) == 1:
+        return mine.clone()
+    send = [[local.narrow(dim, s, e - s)] if r != rank else [] for r, (s, e) in enumerate(blocks)]
+    shapes = [[mine.shape] if s != rank else [] for s in range(len(blocks))]
+    received = start_swap(send, shapes, group, dtype=local.dtype, device=local.device).wait()
+    combine = _REDUCE[partial.reduce_op][1]
+    return reduce(combine, [mine if s == rank else received[s][0] for s in range(len(blocks))])
+
+
+def _own_among_identity(local: Tensor, dim: int, own: Interval, total: int, partial: Placement) -> Tensor:
+    if partial.reduce_op != "sum":  # type: ignore[attr-defined]
+        raise ValueError(f"cannot redistribute a Shard to {partial}; only to Partial('sum')")
+    out = local.new_zeros(_resized(local, dim, total))
+    out.narrow(dim, own[0], own[1] - own[0]).copy_(local)
+    return out
+
+
+def _replicate_to_partial(local: Tensor, partial: Placement, rank: int) -> Tensor:
+    op = partial.reduce_op  # type: ignore[attr-defined]
+    if op in ("max", "min") or rank == 0:
+        return local
+    return torch.zeros_like(local) if op == "sum" else torch.ones_like(local)
+
+
+def _resized(local: Tensor, dim: int, size: int) -> list[int]:
+    return [size if d == dim else n for d, n in enumerate(local.shape)]

@@ -1,0 +1,191 @@
+"""``scatter_tensor``: from one rank's whole tensor to every rank's shard, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from .agreement import DTYPES, MAX_NDIM, check_process_group
+from .dispatch import wrap
+from .geometry import intervals_of
+from .spec import ShardTensorSpec, mesh_coordinate
+from .tensor import ShardTensor, mark_leaf
+
+__all__ = ["scatter_tensor"]
+
+_NO_TENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS, _OTHER_META = 1, 2, 3, 4
+
+
+def scatter_tensor(
+    tensor: Tensor | None,
+    global_src: int,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Cut a tensor that one rank holds, and hand every rank of the mesh its shard. Collective over the mesh.
+
+    Each rank receives one message with its shard and allocates nothing else; the source packs one shard at a time.
+
+    Args:
+        tensor: the whole tensor on rank ``global_src``, on the mesh's device type; ignored elsewhere (pass None).
+        global_src: the source's *global* rank; it must be in the mesh.
+        mesh: where the shards go; may be a sub-mesh without rank 0.
+        placements: ``Shard`` or ``Replicate`` per mesh dim.
+        shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes for sharded mesh dims that are left out.
+        global_shape, dtype: of ``tensor``. If every rank gives both, no metadata is sent ahead.
+        requires_grad: make the result a leaf that collects gradients.
+
+    Returns:
+        A ShardTensor of shape ``global_shape``.
+
+    Raises:
+        ValueError: on every rank alike: a source outside the mesh, sizes that do not add up, a tensor on the wrong
+            device or one that is not what ``global_shape`` and ``dtype`` promise, a Partial placement.
+        TypeError: the source rank has passed no tensor.
+        RuntimeError: no process group; an integer tensor with ``requires_grad``.
+
+    Example::
+
+        x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
+    """
+    check_process_group()
+    mesh_coordinate(mesh)
+    ranks = mesh.mesh
+    if not bool((ranks == global_src).any()):
+        raise ValueError(f"global_src={global_src} is not in the mesh {ranks.tolist()}; name a global rank of the mesh")
+    if any(p.is_partial() for p in placements):
+        raise ValueError(f"scatter_tensor cannot place {tuple(placements)}: only Shard and Replicate")
+    is_src = dist.get_rank() == global_src
+    peers = [int(r) for r in ranks.flatten().tolist() if int(r) != global_src]
+    problem = _problem(tensor, mesh) if is_src else 0
+    if global_shape is None or dtype is None:
+        shape, dtype_ = _share_header(tensor, problem, global_src, peers, mesh, global_shape, dtype)
+    else:
+        shape, dtype_ = tuple(global_shape), dtype
+        if is_src and not problem and (tuple(tensor.shape) != shape or tensor.dtype != dtype_):  # type: ignore[union-attr]
+            problem = _OTHER_META
+    # What follows is computed from arguments that are equal on all ranks, so it raises on all or none. The source
+    # reports its own problem with the shards.
+    error = _spec_error = None
+    spec = None
+    try:
+        if requires_grad and not (dtype_.is_floating_point or dtype_.is_complex):
+            raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype_}")
+        spec = ShardTensorSpec.make(mesh, placements, shape, dtype_, shard_sizes=shard_sizes)
+    except (ValueError, TypeError, RuntimeError) as e:
+        error = e
+    if error is not None:
+        raise error
+    assert spec is not None
+    local = _send_shards(tensor, spec, problem) if is_src else _receive_shard(spec, global_src)
+    if local is None or problem:
+        raise _error(problem, global_src)
+    return mark_leaf(wrap(local, spec), requires_grad)
+
+
+def _problem(tensor: Any, mesh: DeviceMesh) -> int:
+    if not isinstance(tensor, Tensor):
+        return _NO_TENSOR
+    if tensor.device.type != mesh.device_type:
+        return _WRONG_DEVICE
+    return _TOO_MANY_DIMS if tensor.ndim > MAX_NDIM else 0
+
+
+def _error(problem: int, src: int) -> Exception:
+    if problem == _NO_TENSOR:
+        return TypeError(f"scatter_tensor: source rank {src} has passed no tensor; it must pass the whole one")
+    reasons = {
+        0: "its tensor is missing, on another device than the mesh, or not of the given global_shape and dtype",
+        _WRONG_DEVICE: "its tensor is not on the mesh's device type; move it there first",
+        _TOO_MANY_DIMS: f"its tensor has more than {MAX_NDIM} dims",
+        _OTHER_META: "its tensor is not of the given global_shape and dtype",
+    }
+    return ValueError(f"scatter_tensor: source rank {src} reports a problem: {reasons[problem]}")
+
+
+def _share_header(
+    tensor: Any,
+    problem: int,
+    src: int,
+    peers: list[int],
+    mesh: DeviceMesh,
+    global_shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype from the source to everybody; raises on every rank where the source has a problem."""
+    header = torch.full((3 + MAX_NDIM,), -1, dtype=torch.int64)
+    if dist.get_rank() == src:
+        if not problem and (
+            (global_shape is not None and tuple(global_shape) != tuple(tensor.shape))
+            or (dtype is not None and dtype != tensor.dtype)
+        ):
+            problem = _OTHER_META
+        header[0] = problem
+        if not problem:
+            header[1], header[2] = DTYPES.index(tensor.dtype), tensor.ndim
+            header[3 : 3 + tensor.ndim] = torch.tensor(tensor.shape, dtype=torch.int64)
+        header = header.to(mesh.device_type)
+        for peer in peers:
+            dist.send(header, peer)
+    else:
+        header = header.to(mesh.device_type)
+        dist.recv(header, src)
+    problem, code, ndim, *shape = header.tolist()
+    if problem:
+        raise _error(problem, src)
+    return tuple(shape[:ndim]), DTYPES[code]
+
+
+def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, problem: int) -> Tensor | None:
+    mine = None
+    mesh = spec.mesh.mesh
+    with torch.no_grad():
+        for at in _coordinates(spec):
+            shape = spec.local_shape(at)
+            if problem:
+                payload = torch.zeros(_numel(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+                payload[-1] = 1
+            else:
+                assert tensor is not None
+                shard = tensor.detach()
+                for d, m in spec.sharded_dims().items():
+                    start, stop = intervals_of(spec.sizes[m] or ())[at[m]]
+                    shard = shard.narrow(d, start, stop - start)
+                if at == spec.coordinate:
+                    mine = shard.clone(memory_format=torch.contiguous_format)
+                    continue
+                payload = torch.cat([shard.reshape(-1), shard.new_zeros(1)])
+            if at != spec.coordinate:
+                dist.send(_wire(payload), int(mesh[at].item()))
+    return mine
+
+
+def _receive_shard(spec: ShardTensorSpec, src: int) -> Tensor | None:
+    shape = spec.local_shape()
+    payload = torch.empty(_numel(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+    dist.recv(_wire(payload), src)
+    # The last element says whether the source could send: an error must reach every rank, and costs no message.
+    return None if bool(payload[-1] != 0) else payload[:-1].view(shape)
+
+
+def _wire(payload: Tensor) -> Tensor:
+    return torch.view_as_real(payload) if payload.is_complex() else payload
+
+
+def _coordinates(spec: ShardTensorSpec) -> list[tuple[int, ...]]:
+    return [tuple(int(i) for i in at) for at in torch.cartesian_prod(*(torch.arange(n) for n in spec.mesh.shape)).reshape(-1, spec.mesh.ndim).tolist()]
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

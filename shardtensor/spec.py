@@ -1,0 +1,284 @@
+"""``ShardTensorSpec``: a DTensor spec that knows the size of every rank's shard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ._compat import DTensorSpec, TensorMeta, is_plain_shard
+from .geometry import Interval, chunk_sizes, intervals_of
+
+__all__ = ["ShardTensorSpec", "Sizes", "contiguous_stride", "normalize_placements", "normalize_sizes"]
+
+Sizes = tuple[tuple[int, ...] | None, ...]
+
+
+class ShardTensorSpec(DTensorSpec):
+    """Mesh, placements, global shape, and for every sharded mesh dim the size of each rank's shard.
+
+    From the spec alone every rank computes what every other rank holds; no operator asks its neighbours. The sizes
+    are part of equality and hash, so plans cached by spec never mix two cuts of the same tensor.
+
+    Attributes:
+        mesh, placements, tensor_meta: as in DTensor's spec. ``tensor_meta`` describes the global tensor.
+        sizes: one entry per mesh dim: a tuple of shard sizes along that mesh dim, or None where not sharded.
+
+    Raises:
+        ValueError: sizes that do not fit the placements or the global shape.
+    """
+
+    sizes: Sizes
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        tensor_meta: TensorMeta | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        super().__init__(mesh, tuple(placements), tensor_meta)
+        if sizes is None:
+            sizes = normalize_sizes(None, self.placements, self.shape, mesh)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "_coordinate", None)
+
+    @classmethod
+    def make(
+        cls,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> ShardTensorSpec:
+        """Build and validate a spec from public arguments.
+
+        Args:
+            shard_sizes: ``{mesh_dim: sizes}``; mesh dims left out, None and "even" mean torch.chunk's sizes.
+        """
+        shape = torch.Size(shape)
+        placements = normalize_placements(placements, mesh, len(shape))
+        sizes = normalize_sizes(shard_sizes, placements, shape, mesh)
+        stride = tuple(stride) if stride is not None else contiguous_stride(shape)
+        return cls(mesh, placements, TensorMeta(shape, stride, dtype), sizes)
+
+    def replace(
+        self,
+        *,
+        placements: Sequence[Placement] | None = None,
+        sizes: Sizes | None = None,
+        meta: TensorMeta | None = None,
+    ) -> ShardTensorSpec:
+        """A copy with other placements (then ``sizes`` go with them), sizes or tensor meta."""
+        return ShardTensorSpec(
+            self.mesh,
+            self.placements if placements is None else placements,
+            self.tensor_meta if meta is None else meta,
+            self.sizes if sizes is None else sizes,
+        )
+
+    def replicated(self) -> ShardTensorSpec:
+        """The same tensor whole on every rank."""
+        n = self.mesh.ndim
+        return self.replace(placements=(Replicate(),) * n, sizes=(None,) * n)
+
+    def for_gradient(self) -> ShardTensorSpec:
+        """The layout of this tensor's gradient: the same, but a Partial's gradient is Replicate."""
+        if not self.partial_mesh_dims():
+            return self
+        return self.replace(placements=[Replicate() if p.is_partial() else p for p in self.placements])
+
+    # -- what is where ------------------------------------------------------------------------------------
+
+    @property
+    def shard_sizes(self) -> dict[int, tuple[int, ...]]:
+        """``{mesh_dim: sizes}`` for the sharded mesh dims."""
+        return {m: sizes for m, sizes in enumerate(self.sizes) if sizes is not None}
+
+    def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
+        """``{mesh_dim: shapes}``: the shape of each shard along a sharded mesh dim (other mesh dims at this rank)."""
+        here = self.local_shape()
+        return {
+            m: tuple(torch.Size((*here[:d], n, *here[d + 1 :])) for n in self.sizes[m] or ())
+            for d, m in self.sharded_dims().items()
+        }
+
+    def sharded_dims(self) -> dict[int, int]:
+        """``{tensor dim: mesh dim}`` for the sharded tensor dims, in mesh order."""
+        return {p.dim: m for m, p in enumerate(self.placements) if isinstance(p, Shard)}
+
+    def partial_mesh_dims(self) -> list[int]:
+        """Mesh dims over which the value is still to be reduced."""
+        return [m for m, p in enumerate(self.placements) if p.is_partial()]
+
+    def is_replicate(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return all(p.is_replicate() for p in self.placements)
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's position in the mesh."""
+        if self._coordinate is None:
+            object.__setattr__(self, "_coordinate", mesh_coordinate(self.mesh))
+        return self._coordinate  # type: ignore[return-value]
+
+    def interval(self, mesh_dim: int) -> Interval:
+        """Global interval that this rank holds of the tensor dim sharded on ``mesh_dim``."""
+        return intervals_of(self.sizes[mesh_dim] or ())[self.coordinate[mesh_dim]]
+
+    def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Shape of the shard at ``coordinate`` (default: this rank's)."""
+        at = self.coordinate if coordinate is None else coordinate
+        shape = list(self.shape)
+        for d, m in self.sharded_dims().items():
+            shape[d] = self.sizes[m][at[m]]  # type: ignore[index]
+        return tuple(shape)
+
+    # -- equality, hash, text -----------------------------------------------------------------------------
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.mesh, self.placements, self.sizes, self.tensor_meta)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(self._key())
+        return self._hash
+
+    def __eq__(self, other: object, /) -> bool:
+        return self is other or self._check_equals(other)
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        if not isinstance(other, ShardTensorSpec):
+            return False
+        if self.mesh != other.mesh or self.placements != other.placements or self.sizes != other.sizes:
+            return False
+        mine, theirs = self.tensor_meta, other.tensor_meta
+        if skip_shapes and mine is not None and theirs is not None:
+            return mine.dtype == theirs.dtype
+        return mine == theirs
+
+    def _stable_hash(self) -> str:
+        mesh = (tuple(self.mesh.mesh.flatten().tolist()), tuple(self.mesh.shape), self.mesh.device_type)
+        text = repr((mesh, *self._key()[1:], self.coordinate))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def shallow_copy_with_tensor_meta(self, tensor_meta: TensorMeta | None) -> ShardTensorSpec:
+        return self.replace(meta=tensor_meta)
+
+    def __str__(self) -> str:
+        placed = ", ".join(
+            f"{p}{list(sizes)}" if sizes is not None else str(p)
+            for p, sizes in zip(self.placements, self.sizes, strict=True)
+        )
+        shape = tuple(self.shape) if self.tensor_meta is not None else "?"
+        dtype = str(self.tensor_meta.dtype).removeprefix("torch.") if self.tensor_meta is not None else "?"
+        return f"ShardTensor{shape} {dtype} on mesh {tuple(self.mesh.shape)} as ({placed})"
+
+    __repr__ = __str__
+
+
+def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's position in ``mesh``; ValueError where the mesh does not hold this rank."""
+    at = mesh.get_coordinate()
+    if at is None:
+        raise ValueError(
+            f"this rank ({torch.distributed.get_rank()}) is not in the mesh {mesh.mesh.tolist()}; "
+            "create and use ShardTensors only on ranks of their mesh"
+        )
+    return tuple(at)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides."""
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * max(1, shape[d + 1])
+    return tuple(strides)
+
+
+def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+    """Check placements against the mesh and the number of tensor dims, and make shard dims non-negative.
+
+    Raises:
+        TypeError: something that is no placement.
+        ValueError: their number, a dim that does not exist, or one tensor dim on two mesh dims.
+    """
+    if isinstance(placements, Placement):
+        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} dims {tuple(mesh.shape)}; "
+            "give one per mesh dim (Replicate() where the tensor is not sharded)"
+        )
+    result: list[Placement] = []
+    taken: dict[int, int] = {}
+    for m, p in enumerate(placements):
+        if not isinstance(p, Placement):
+            raise TypeError(f"placement {p!r} of mesh dim {m} is no Placement; use Shard(dim), Replicate() or Partial()")
+        if isinstance(p, Partial) and p.reduce_op not in ("sum", "max", "min", "product"):
+            raise ValueError(
+                f"Partial({p.reduce_op!r}) on mesh dim {m} is not supported: it is not exact on unequal shards; "
+                "divide by the global count and use Partial('sum')"
+            )
+        if p.is_shard() or not is_plain_shard(p):
+            if not is_plain_shard(p):
+                raise ValueError(f"{p} on mesh dim {m}: strided shards are not supported; redistribute the DTensor first")
+            dim = p.dim  # type: ignore[attr-defined]
+            if not -ndim <= dim < ndim:
+                raise ValueError(f"Shard({dim}) on mesh dim {m}: the tensor has only {ndim} dims")
+            dim %= ndim
+            if dim in taken:
+                raise ValueError(
+                    f"tensor dim {dim} is sharded on mesh dims {taken[dim]} and {m}; shard it on one mesh dim only "
+                    "(flatten the two mesh dims into one, or shard another tensor dim)"
+                )
+            taken[dim] = m
+            p = Shard(dim)
+        result.append(p)
+    return tuple(result)
+
+
+def normalize_sizes(
+    shard_sizes: Mapping[int, Sequence[int]] | str | None,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+) -> Sizes:
+    """Complete ``{mesh_dim: sizes}`` to one entry per mesh dim, and check it against the global shape."""
+    if isinstance(shard_sizes, str):
+        if shard_sizes != "even":
+            raise ValueError(f"shard_sizes={shard_sizes!r}: a dict {{mesh_dim: sizes}}, None or 'even'")
+        shard_sizes = None
+    if shard_sizes is not None and not isinstance(shard_sizes, Mapping):
+        raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
+    given = {(m + mesh.ndim if m < 0 else m): v for m, v in (shard_sizes or {}).items()}
+    result: list[tuple[int, ...] | None] = []
+    for m, p in enumerate(placements):
+        entry = given.pop(m, None)
+        if not isinstance(p, Shard):
+            if entry is not None:
+                raise ValueError(f"shard_sizes names mesh dim {m}, whose placement is {p}: only Shard has sizes")
+            result.append(None)
+            continue
+        total, ranks = shape[p.dim], mesh.size(m)
+        sizes = chunk_sizes(total, ranks) if entry is None else tuple(int(n) for n in entry)
+        if len(sizes) != ranks:
+            raise ValueError(f"{len(sizes)} shard sizes {sizes} for mesh dim {m}, which has {ranks} ranks")
+        if min(sizes) < 0:
+            raise ValueError(f"negative shard size in {sizes} (mesh dim {m})")
+        if sum(sizes) != total:
+            raise ValueError(
+                f"shard sizes {sizes} of mesh dim {m} add up to {sum(sizes)}, but tensor dim {p.dim} has size {total}"
+            )
+        result.append(sizes)
+    if given:
+        raise ValueError(f"shard_sizes names mesh dims {sorted(given)}, but the mesh has only {mesh.ndim}")
+    return tuple(result)

@@ -1,0 +1,437 @@
+"""``ShardTensor``: a DTensor whose shards may have any sizes.
+
+[Note: gradients are global] A gradient is a ShardTensor like any other: a global value in some placement. The
+gradient of a Partial is Replicate (each contribution has the derivative of the sum); every other gradient may arrive
+in any placement and cut, and whoever needs a particular one redistributes. At the two borders, ``from_local`` and
+leaf tensors, gradients are put into the layout of the tensor they belong to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from . import dispatch
+from ._compat import DisableTorchFunction, current_mesh, new_wrapper
+from .agreement import agree_on_local
+from .dispatch import spec_of, wrap
+from .errors import UnsupportedSharding, refuse
+from .redistribute import redistribute_local
+from .registry import FUNCTIONS
+from .spec import ShardTensorSpec, mesh_coordinate
+
+__all__ = ["ShardTensor", "as_gradient", "redistribute_to"]
+
+
+class ShardTensor(DTensor):
+    """A tensor cut over a device mesh into shards of any sizes, which acts like the whole tensor.
+
+    Create one by :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`. Operators called on
+    it give what one device would give, or raise :class:`shardtensor.UnsupportedSharding` on every rank.
+
+    Example (``torchrun --nproc-per-node 2``)::
+
+        mesh = init_device_mesh("cpu", (2,))
+        image = torch.rand(1, 3, 10, 16) if dist.get_rank() == 0 else None
+        x = scatter_tensor(image, 0, mesh, (Shard(2),), shard_sizes={0: (3, 7)})
+        y = nn.Conv2d(3, 8, 3, padding=1)(x)  # plain module, plain weights
+        y.mean().backward()                   # weight gradients are plain and complete
+    """
+
+    _local_tensor: Tensor
+    _spec: ShardTensorSpec
+
+    # -- construction and conversion ----------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+    ) -> ShardTensor:
+        """Make a ShardTensor of the shards that the ranks hold. Differentiable.
+
+        Args:
+            local_tensor: this rank's shard (Shard), copy (Replicate) or contribution (Partial).
+            device_mesh: default: the mesh of the surrounding ``with mesh:``.
+            placements: one per mesh dim; default: Replicate everywhere.
+            shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}`` for every sharded mesh dim: no
+                communication. "even": torch.chunk's sizes, no communication; for a mesh dim left out of the dict
+                too. None: the sizes are inferred with one small all-gather per mesh dim, which also checks that
+                the ranks agree on dtype, number of dims and the other sizes.
+
+        Raises:
+            ValueError: sizes that do not fit the local tensor, or ranks that do not agree. With sizes given, a
+                misfit is seen only by the rank that has it, unless ``SHARDTENSOR_DEBUG=1`` makes the ranks compare.
+            TypeError: ``local_tensor`` is no plain tensor.
+
+        Example::
+
+            x = ShardTensor.from_local(torch.rand(5 if rank == 0 else 3, 4), mesh, (Shard(0),),
+                                       shard_sizes={0: (5, 3)})  # x.shape == (8, 4)
+        """
+        mesh = device_mesh if device_mesh is not None else current_mesh()
+        if placements is None:
+            placements = [Replicate()] * mesh.ndim
+        spec = agree_on_local(local_tensor, mesh, placements, shard_sizes)
+        return _FromLocal.apply(local_tensor, spec)
+
+    @staticmethod
+    def from_dtensor(dtensor: DTensor) -> ShardTensor:
+        """The same tensor as a ShardTensor (shards as torch.chunk cuts them). Differentiable, no copy."""
+        if isinstance(dtensor, ShardTensor):
+            return dtensor
+        spec = spec_of(dtensor)
+        return _FromLocal.apply(dtensor.to_local(grad_placements=spec.for_gradient().placements), spec)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # type: ignore[override]
+        """This rank's shard, copy or contribution as a plain tensor. Differentiable.
+
+        Args:
+            grad_placements: how the gradient of the result lies on the ranks; default: like this tensor (Replicate
+                for a Partial). ``Partial()`` on a mesh dim where the ranks use their copy for different work.
+        """
+        spec = self._spec.for_gradient()
+        if grad_placements is not None:
+            sizes = tuple(s if p == q else None for s, p, q in zip(spec.sizes, spec.placements, grad_placements))
+            if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
+                raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
+            spec = spec.replace(placements=grad_placements)
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return self._local_tensor
+        return _ToLocal.apply(self, spec)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # type: ignore[override]
+        """The whole tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
+
+        Args:
+            grad_placements: how the gradient of the result lies on the ranks; default Replicate, for a loss that
+                every rank computes alike.
+        """
+        whole = redistribute_to(self, self._spec.replicated())
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+        async_op: bool = False,
+    ) -> ShardTensor:
+        """Move to other placements and / or other shard sizes on the same mesh. Differentiable.
+
+        Args:
+            device_mesh: None or this tensor's mesh.
+            placements: one per mesh dim; default: as they are.
+            shard_sizes: new sizes by mesh dim. Mesh dims left out keep their sizes where the placement stays, and
+                get torch.chunk's otherwise. "even": torch.chunk's everywhere.
+            async_op: accepted for DTensor's sake; the result is complete in any case.
+
+        Raises:
+            ValueError: another mesh, placements or sizes that do not fit, a Shard to become ``Partial("max")``.
+
+        Example::
+
+            x = x.redistribute(shard_sizes="even")        # rebalance
+            x = x.redistribute(placements=(Shard(3),))    # cut another dim instead
+        """
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(f"redistribute to another mesh ({device_mesh}) is not possible; this is {self._spec}")
+        return redistribute_to(self, self._target_spec(placements, shard_sizes))
+
+    def _target_spec(
+        self, placements: Sequence[Placement] | None, shard_sizes: Mapping[int, Sequence[int]] | str | None
+    ) -> ShardTensorSpec:
+        old = self._spec
+        meta = old.tensor_meta
+        new = ShardTensorSpec.make(
+            old.mesh,
+            old.placements if placements is None else placements,
+            meta.shape,
+            meta.dtype,
+            shard_sizes=shard_sizes,
+            stride=meta.stride,
+        )
+        if isinstance(shard_sizes, str):
+            return new
+        given = {m % old.mesh.ndim for m in shard_sizes or {}}
+        keep = [m for m in range(old.mesh.ndim) if old.placements[m] == new.placements[m] and m not in given]
+        return new.replace(sizes=tuple(old.sizes[m] if m in keep else new.sizes[m] for m in range(old.mesh.ndim)))
+
+    @property
+    def shard_sizes(self) -> dict[int, tuple[int, ...]]:
+        """``{mesh_dim: (size on rank 0, size on rank 1, ...)}`` for the sharded mesh dims."""
+        return self._spec.shard_sizes
+
+    # -- torch's protocols --------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = FUNCTIONS.get(func)
+        if handler is not None:
+            try:
+                result = handler(*args, **kwargs)
+            except UnsupportedSharding:
+                if not dispatch.gather_allowed():
+                    raise
+                result = _gather_and_call(handler, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if len(args) > 1 or kwargs or type(args[0]) in (list, tuple):
+            args, kwargs = _promote_operands(func, args, kwargs)
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        return dispatch.run(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"{self._spec}, rank {self._spec.coordinate} holds\n{self._local_tensor}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only leaf ShardTensors support deepcopy, as with plain tensors; detach() it first")
+        new = _leaf(copy.deepcopy(self._local_tensor, memo), self._spec, self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            new._is_param = True  # how torch marks a Parameter of a tensor subclass
+        if self.grad is not None:
+            new.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, is_parameter)
+
+    def __getstate__(self) -> Any:
+        raise TypeError("ShardTensor pickles through __reduce_ex__")
+
+    def __tensor_flatten__(self):  # type: ignore[no-untyped-def]
+        spec = self._spec
+        order = _SizedShardOrder(spec.shard_order)
+        order.sizes = spec.sizes
+        return ["_local_tensor", "device_mesh"], (spec.placements, spec.tensor_meta, order, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+        placements, meta, order, requires_grad = flatten_spec
+        meta = type(meta)(outer_size, outer_stride, meta.dtype)
+        spec = ShardTensorSpec(inner_tensors["device_mesh"], placements, meta, order.sizes)
+        return new_wrapper(ShardTensor, inner_tensors["_local_tensor"], spec, requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> ShardTensor:
+        return redistribute_to(self, self._spec.for_gradient())
+
+    def __coerce_same_metadata_as_tangent__(self, flatten_spec, expected_type=None):  # type: ignore[no-untyped-def]
+        if expected_type is not None:
+            return None
+        placements, _, order, _ = flatten_spec
+        return redistribute_to(self, self._spec.replace(placements=placements, sizes=order.sizes))
+
+
+dispatch._tensor_class = ShardTensor
+
+
+class _SizedShardOrder(tuple):
+    """DTensor's shard order with the sizes attached: the slot of its flatten context that may carry more."""
+
+    sizes: Any = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) and self.sizes == getattr(other, "sizes", None)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.sizes))
+
+
+# -- autograd borders -------------------------------------------------------------------------------------
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec) -> Any:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        return wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None, None
+        return as_gradient(grad, ctx.spec).to_local(), None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardTensor, grad_spec: ShardTensorSpec) -> Any:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.grad_spec = grad_spec
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return (None if grad is None else _FromLocal.apply(grad, ctx.grad_spec)), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardTensor, target: ShardTensorSpec) -> Any:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.source = tensor._spec
+        local = redistribute_local(tensor._local_tensor, tensor._spec, target)
+        if local.untyped_storage().data_ptr() == tensor._local_tensor.untyped_storage().data_ptr():
+            # A slice must not keep the whole tensor alive; an alias of the whole is one.
+            local = local.view_as(local) if local.shape == tensor._local_tensor.shape else local.clone()
+        return wrap(local, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return (None if grad is None else as_gradient(grad, ctx.source)), None
+
+
+class _Promote(torch.autograd.Function):
+    """A plain tensor, equal on every rank, as a replicated ShardTensor; its gradient comes back plain and complete."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, spec: ShardTensorSpec) -> Any:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        return wrap(plain.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return (None if grad is None else as_gradient(grad, ctx.spec).to_local()), None
+
+
+def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
+    """``tensor`` under the spec ``target``, differentiably; itself where it is there already."""
+    if tensor._spec.placements == target.placements and tensor._spec.sizes == target.sizes:
+        return tensor
+    return _Redistribute.apply(tensor, target)
+
+
+def promote(plain: Tensor, mesh: DeviceMesh) -> Any:
+    """A plain tensor, equal on every rank, as a replicated ShardTensor on ``mesh``. Differentiable."""
+    if plain.device.type != mesh.device_type:
+        raise ValueError(f"a plain tensor on {plain.device} meets a ShardTensor on a mesh of {mesh.device_type}")
+    spec = ShardTensorSpec.make(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, stride=plain.stride())
+    return _Promote.apply(plain, spec)
+
+
+def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
+    """A gradient, in whatever layout it arrives (a plain one counts as replicated), in the layout of ``spec``."""
+    if not isinstance(grad, DTensor):
+        grad = promote(grad, spec.mesh)
+    elif not isinstance(grad, ShardTensor):
+        grad = ShardTensor.from_dtensor(grad)
+    target = spec.for_gradient()
+    return redistribute_to(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
+
+
+def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Turn plain tensors that require grad, and DTensors, into ShardTensors: below autograd it would be too late."""
+    mesh = None
+    pending = False
+    flat: list[Any] = []
+    for a in (*args, *kwargs.values()):
+        flat.extend(a if type(a) in (list, tuple) else (a,))
+    for a in flat:
+        if isinstance(a, ShardTensor):
+            mesh = a._spec.mesh if mesh is None else mesh
+        elif isinstance(a, DTensor) or (isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()):
+            pending = True
+    if not pending or mesh is None:
+        return args, kwargs
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else None
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    if writes and not isinstance(first, ShardTensor) and name not in ("__invert__", "__index__"):
+        raise refuse(name, flat, "a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+    if name in ("__get__", "__set__", "backward"):
+        return args, kwargs
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, ShardTensor):
+            return a
+        if isinstance(a, DTensor):
+            return ShardTensor.from_dtensor(a)
+        if isinstance(a, Tensor) and a.requires_grad:
+            return promote(a, mesh)
+        return type(a)(convert(x) for x in a) if type(a) in (list, tuple) else a
+
+    return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+
+def _gather_and_call(handler: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Inside ``allow_gather``: a function-level operator on whole tensors, its result cut like its first operand."""
+
+    def whole(a: Any) -> Any:
+        if isinstance(a, ShardTensor):
+            return redistribute_to(a, a._spec.replicated())
+        return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
+
+    pattern = next((a._spec for a in args if isinstance(a, ShardTensor) and not a._spec.is_replicate()), None)
+    result = handler(*[whole(a) for a in args], **{k: whole(v) for k, v in kwargs.items()})
+    if pattern is None or not isinstance(result, ShardTensor) or result.ndim != len(pattern.shape):
+        return result
+    sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}
+    placements = [p if m in sizes else Replicate() for m, p in enumerate(pattern.placements)]
+    return result.redistribute(placements=placements, shard_sizes=sizes)
+
+
+# -- leaves -----------------------------------------------------------------------------------------------
+
+
+def _leaf(local: Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
+    return mark_leaf(wrap(local, spec), requires_grad)
+
+
+def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
+    """Set ``requires_grad``; the gradient of a leaf that requires it will have the leaf's own cut."""
+    with DisableTorchFunction():
+        before = tensor.requires_grad
+        tensor.requires_grad_(requires_grad)
+        if requires_grad and not before:
+            spec = tensor._spec
+            tensor.register_hook(lambda grad: as_gradient(grad, spec))
+    return tensor
+
+
+def _requires_grad_(self: ShardTensor, requires_grad: bool = True) -> Any:
+    return mark_leaf(self, requires_grad) if isinstance(self, ShardTensor) else NotImplemented
+
+
+def _set_requires_grad(self: ShardTensor, requires_grad: bool) -> Any:
+    if not isinstance(self, ShardTensor):
+        return NotImplemented
+    mark_leaf(self, requires_grad)
+    return None
+
+
+FUNCTIONS[Tensor.requires_grad_] = _requires_grad_
+FUNCTIONS[Tensor.requires_grad.__set__] = _set_requires_grad  # type: ignore[attr-defined]
+
+
+def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool) -> ShardTensor:
+    mesh_coordinate(spec.mesh)
+    new = _leaf(local, spec, requires_grad)
+    if is_parameter:
+        new._is_param = True  # type: ignore[attr-defined]
+    return new
