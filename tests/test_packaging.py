@@ -1,8 +1,10 @@
-"""What an installation promises: few hard dependencies, and types."""
+"""What an installation promises: few hard dependencies, types, and an import that leaves the test tools alone."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,3 +32,9 @@ def test_types_are_shipped():
     package = find_spec("shardtensor")
     assert package is not None
     assert any((Path(folder) / "py.typed").is_file() for folder in package.submodule_search_locations or [])
+
+
+def test_the_test_tools_are_not_imported_by_the_package():
+    code = "import sys, shardtensor; print([name for name in sys.modules if name.startswith('shardtensor.testing')])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert shown.stdout.strip() == "[]"

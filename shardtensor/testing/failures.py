@@ -95,14 +95,14 @@ def failure(name: str, outcomes: list[Outcome], waited: float) -> DistributedFai
 
 
 def own_threads(stacks: str) -> str:
-    """Drop from faulthandler's dump the thread that only listens to the parent.
+    """Drop from faulthandler's dump what helps nobody: the thread that listens to the parent, the extension modules.
 
     >>> print(own_threads('Thread 0x1:\\n  File "_worker.py", line 30 in listen\\n\\nThread 0x2:\\n  File "a.py"\\n'))
     Thread 0x2:
       File "a.py"
     """
-    listener = re.compile(r'_worker\.py", line \d+ in listen$', re.MULTILINE)
-    return "\n\n".join(block for block in stacks.split("\n\n") if not listener.search(block)).strip()
+    noise = re.compile(r'_worker\.py", line \d+ in listen$|\AExtension modules: ', re.MULTILINE)
+    return "\n\n".join(block for block in stacks.split("\n\n") if not noise.search(block)).strip()
 
 
 def _ranks_text(ranks: list[int]) -> str:

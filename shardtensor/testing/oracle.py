@@ -55,13 +55,12 @@ def shard(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise RuntimeError(f"this rank is not in the mesh {mesh}")
-    local, sizes = tensor.detach(), dict(shard_sizes or {})
+    local, sizes = tensor.detach(), {m: tuple(given) for m, given in (shard_sizes or {}).items() if given is not None}
     for mesh_dim, placement in enumerate(placements):
         here, ranks = coordinate[mesh_dim], mesh.size(mesh_dim)
         if isinstance(placement, Shard):
-            given = sizes.get(mesh_dim)
             length = local.shape[placement.dim]
-            sizes[mesh_dim] = pieces = _chunk_sizes(length, ranks) if given is None else tuple(given)
+            pieces = sizes.setdefault(mesh_dim, _chunk_sizes(length, ranks))
             if len(pieces) != ranks or sum(pieces) != length:
                 raise ValueError(f"sizes {pieces} on mesh dim {mesh_dim} do not cut {length} among {ranks} ranks")
             local = local.narrow(placement.dim, sum(pieces[:here]), pieces[here])
