@@ -1,3 +1,3 @@
 """One module per family of operators; importing them fills the registry and the rules."""
 
-from . import pointwise, reductions, views  # noqa: F401
+from . import convolution, pointwise, reductions, views  # noqa: F401
