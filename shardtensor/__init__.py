@@ -10,7 +10,9 @@ from .registry import register, registered, unregister
 from .scatter import scatter_tensor
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
-from . import ops as _ops  # fills the registry
+from . import ops as _ops, patches as _patches  # the operators fill the registry
+
+_patches.install()
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,146 @@
+"""The function-level door: one declared table of functions wrapped by ``wrapt``.
+
+Correctness does not rest on these patches: ``__torch_function__`` sees every call that torch lets it see, and the aten
+rules see the rest. They serve where it does not: functions called from Python composites that run with torch functions
+disabled, and libraries that dispatch on nothing, such as natten.
+
+[Note: invisible] For callers without ShardTensors a patched function must not differ from the original: the same
+results bitwise, the same signature; it pickles and deep-copies by name (so modules that hold it do too, and unpickle
+where this package is not installed), and ``torch.jit.script`` takes it for the builtin that it is. Functions of
+``torch.nn.functional`` that are written in Python ask ``__torch_function__`` themselves and need no patch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+from ._compat import register_scripting
+from .errors import refuse
+from .registry import FUNCTIONS
+from .tensor import ShardTensor
+
+__all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One patched function.
+
+    Attributes:
+        module, name: where callers find it.
+        lazy: patch it when the user imports the module, not before.
+        required: a ShardTensor without a registered handler is refused, because the function itself would not notice.
+    """
+
+    module: str
+    name: str
+    lazy: bool = False
+    required: bool = False
+
+
+PATCHES = (
+    Patch("torch.nn.functional", "conv1d"),
+    Patch("torch.nn.functional", "conv2d"),
+    Patch("torch.nn.functional", "conv3d"),
+    Patch("torch.nn.functional", "linear"),
+    Patch("natten.functional", "neighborhood_attention_generic", lazy=True, required=True),
+    Patch("natten.modules", "neighborhood_attention_generic", lazy=True, required=True),
+)
+
+
+class PatchedFunction(wrapt.FunctionWrapper):
+    """A function that hands ShardTensors to their registered handler, and is the original to everyone else."""
+
+    def __init__(self, wrapped: Callable[..., Any], patch: Patch) -> None:
+        super().__init__(wrapped, self._self_call)
+        self._self_patch = patch
+
+    def _self_call(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        if not (any(isinstance(a, ShardTensor) for a in args) or any(isinstance(a, ShardTensor) for a in kwargs.values())):
+            return wrapped(*args, **kwargs)
+        handler = FUNCTIONS.get(wrapped)
+        result = NotImplemented if handler is None else handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if self._self_patch.required:
+            operands = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor)]
+            raise refuse(
+                f"{self._self_patch.module}.{self._self_patch.name}",
+                operands,
+                "no distributed form is registered",
+                "call it on to_local() of replicated tensors, or register a handler with shardtensor.register",
+            )
+        return wrapped(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return pkgutil.resolve_name, (f"{self._self_patch.module}:{self._self_patch.name}",)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __copy__(self) -> PatchedFunction:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> PatchedFunction:
+        return self
+
+
+_hooked: set[Patch] = set()
+_active = False
+
+
+def install() -> None:
+    """Install all patches (``import shardtensor`` does); those of libraries wait until the library is imported."""
+    global _active
+    _active = True
+    for patch in PATCHES:
+        if not patch.lazy or patch.module in sys.modules:
+            _apply(patch)
+        elif patch not in _hooked:
+            _hooked.add(patch)
+            wrapt.register_post_import_hook(_on_import(patch), patch.module)
+
+
+def uninstall() -> None:
+    """Put the original functions back. Correctness on ShardTensors stays; only the door of the table closes."""
+    global _active
+    _active = False
+    for patch in PATCHES:
+        module = sys.modules.get(patch.module)
+        current = getattr(module, patch.name, None)
+        if isinstance(current, PatchedFunction):
+            setattr(module, patch.name, current.__wrapped__)
+
+
+def installed() -> list[str]:
+    """Names of the functions that are patched now."""
+    return [
+        f"{p.module}.{p.name}"
+        for p in PATCHES
+        if isinstance(getattr(sys.modules.get(p.module), p.name, None), PatchedFunction)
+    ]
+
+
+def _apply(patch: Patch) -> None:
+    module = importlib.import_module(patch.module)
+    original = getattr(module, patch.name, None)
+    if original is None or isinstance(original, PatchedFunction):
+        return
+    patched = PatchedFunction(original, patch)
+    register_scripting(patched, original)
+    setattr(module, patch.name, patched)
+
+
+def _on_import(patch: Patch) -> Callable[[Any], None]:
+    def hook(module: Any) -> None:
+        if _active:
+            _apply(patch)
+
+    return hook
