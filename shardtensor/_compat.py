@@ -19,8 +19,8 @@ __all__ = [
     "DTensorSpec",
     "DisableTorchFunction",
     "TensorMeta",
+    "claim_dispatch",
     "current_mesh",
-    "fake_mode",
     "is_plain_shard",
     "new_wrapper",
     "register_scripting",
@@ -42,11 +42,25 @@ def is_plain_shard(placement: object) -> bool:
     return not isinstance(placement, _StridedShard)
 
 
-def fake_mode() -> Any:
-    """A mode under which operators compute shapes, strides and dtypes only."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def claim_dispatch(cls: type) -> None:
+    """Make sure that operators on ``cls``, a DTensor subclass, reach its ``__torch_dispatch__``.
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    Since 2.13 overriding that method is enough. Before, DTensor's C++ path took every instance of a subclass, too; but
+    rules of ``torch.library.register_torch_dispatch`` are looked up first, so there the class has one for every operator.
+    """
+    if torch.__version__ >= (2, 13):  # TorchVersion compares with tuples
+        return
+    from torch._library.simple_registry import GenericTorchDispatchRuleHolder
+
+    find = GenericTorchDispatchRuleHolder.find
+
+    def dispatch(actual: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return actual.__torch_dispatch__(func, types, args, kwargs)
+
+    def find_or_claimed(self: Any, torch_dispatch_class: type) -> Any:
+        return dispatch if torch_dispatch_class is cls else find(self, torch_dispatch_class)
+
+    GenericTorchDispatchRuleHolder.find = find_or_claimed  # type: ignore[method-assign]
 
 
 def register_scripting(function: Any, original: Any) -> None:

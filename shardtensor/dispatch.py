@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-_tensor_class: type[DTensor]  # set by tensor.py, which stands above this module
+_tensor_class: type[DTensor] = DTensor  # tensor.py, which stands above this module, puts its class here
 
 Path = tuple[Any, ...]
 

@@ -34,6 +34,8 @@ class ShardTensorSpec(DTensorSpec):
     """
 
     sizes: Sizes
+    _hash: int | None
+    _coordinate: tuple[int, ...] | None
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class ShardTensorSpec(DTensorSpec):
         """This rank's position in the mesh."""
         if self._coordinate is None:
             object.__setattr__(self, "_coordinate", mesh_coordinate(self.mesh))
-        return self._coordinate  # type: ignore[return-value]
+        return self._coordinate
 
     def interval(self, mesh_dim: int) -> Interval:
         """Global interval that this rank holds of the tensor dim sharded on ``mesh_dim``."""
@@ -145,7 +147,8 @@ class ShardTensorSpec(DTensorSpec):
     # -- equality, hash, text -----------------------------------------------------------------------------
 
     def _key(self) -> tuple[Any, ...]:
-        return (self.mesh, self.placements, self.sizes, self.tensor_meta)
+        # The coordinate too: plans are made for one rank, and a process may play several (simulation, saved caches).
+        return (self.mesh, self.placements, self.sizes, self.tensor_meta, self.coordinate)
 
     def __hash__(self) -> int:
         if self._hash is None:
@@ -160,6 +163,8 @@ class ShardTensorSpec(DTensorSpec):
             return False
         if self.mesh != other.mesh or self.placements != other.placements or self.sizes != other.sizes:
             return False
+        if self.coordinate != other.coordinate:
+            return False
         mine, theirs = self.tensor_meta, other.tensor_meta
         if skip_shapes and mine is not None and theirs is not None:
             return mine.dtype == theirs.dtype
@@ -167,7 +172,7 @@ class ShardTensorSpec(DTensorSpec):
 
     def _stable_hash(self) -> str:
         mesh = (tuple(self.mesh.mesh.flatten().tolist()), tuple(self.mesh.shape), self.mesh.device_type)
-        text = repr((mesh, *self._key()[1:], self.coordinate))
+        text = repr((mesh, *self._key()[1:]))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def shallow_copy_with_tensor_meta(self, tensor_meta: TensorMeta | None) -> ShardTensorSpec:

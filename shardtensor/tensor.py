@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import dispatch
-from ._compat import DisableTorchFunction, current_mesh, new_wrapper
+from ._compat import DisableTorchFunction, claim_dispatch, current_mesh, new_wrapper
 from .agreement import agree_on_local
 from .dispatch import spec_of, wrap
 from .errors import UnsupportedSharding, refuse
@@ -246,6 +246,7 @@ class ShardTensor(DTensor):
 
 
 dispatch._tensor_class = ShardTensor
+claim_dispatch(ShardTensor)
 
 
 class _SizedShardOrder(tuple):
@@ -364,8 +365,8 @@ def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
     if writes and not isinstance(first, ShardTensor) and name not in ("__invert__", "__index__"):
         raise refuse(name, flat, "a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
-    if name in ("__get__", "__set__", "backward"):
-        return args, kwargs
+    if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith("torch.autograd"):
+        return args, kwargs  # these are about the very tensors that they are given
 
     def convert(a: Any) -> Any:
         if isinstance(a, ShardTensor):
