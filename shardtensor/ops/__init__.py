@@ -1,3 +1,3 @@
 """One module per family of operators; importing them fills the registry and the rules."""
 
-from . import convolution, pointwise, reductions, views  # noqa: F401
+from . import convolution, padding, pointwise, pooling, reductions, resampling, views  # noqa: F401

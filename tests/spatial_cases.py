@@ -1,0 +1,48 @@
+"""Shared by the tests of pooling, padding and resampling: many cases in one call of a pool."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from shardtensor.testing import assert_matches_unsharded
+
+
+def data(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def cut(rng, n, ranks):
+    """Random sizes, often with empty shards."""
+    cuts = sorted(rng.choice((0, n, rng.randint(0, n), rng.randint(0, n))) for _ in range(ranks - 1))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, n]))
+
+
+def check_cases(cases, mesh_shape, rounds=1, **kwargs):
+    """Every case, ``(label, function, input shape, spatial dims)``, on random cuts; tells all failures at once.
+
+    On a 2-D mesh two spatial dims are cut (or batch and space), else one.
+    """
+    shape_of_mesh = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
+    failures = []
+    for round in range(rounds):
+        for i, (label, fn, shape, dims) in enumerate(cases):
+            rng = random.Random(f"{i} {round} {mesh_shape}")
+            cuttable = list(dims)
+            if len(shape_of_mesh) > len(cuttable) or rng.random() < 0.2:
+                cuttable = [0, *cuttable]
+            chosen = rng.sample(cuttable, len(shape_of_mesh))
+            sizes = {m: cut(rng, shape[d], shape_of_mesh[m]) for m, d in enumerate(chosen)}
+            placements = [Shard(d) for d in chosen]
+            if len(chosen) > 1 and rng.random() < 0.1:
+                placements[1] = Replicate()
+                del sizes[1]
+            try:
+                assert_matches_unsharded(
+                    fn, data(*shape, seed=i), mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes, **kwargs
+                )
+            except AssertionError as error:
+                failures.append(f"{label} of {shape} as {placements} {sizes}: {error}")
+    assert not failures, f"{len(failures)} of {rounds * len(cases)} cases: " + "\n".join(failures[:10])
