@@ -3,6 +3,7 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
+from . import ops, patches  # the operators fill the registry
 from .dispatch import allow_gather
 from .errors import UnsupportedSharding
 from .exchange import set_transport
@@ -10,13 +11,14 @@ from .registry import register, registered, unregister
 from .scatter import scatter_tensor
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
-from . import ops as _ops, patches as _patches  # the operators fill the registry
 
-_patches.install()
+patches.install()
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ops",
+    "patches",
     "ShardTensor",
     "ShardTensorSpec",
     "UnsupportedSharding",

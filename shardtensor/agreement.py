@@ -68,7 +68,9 @@ def agree_on_local(
     mesh_coordinate(mesh)
     problem = _problem(local, mesh)
     if shard_sizes is None or debug_enabled():
-        return _from_table(_gather_claims(local, mesh, placements, shard_sizes, problem), local, mesh, placements, shard_sizes)
+        return _from_table(
+            _gather_claims(local, mesh, placements, shard_sizes, problem), local, mesh, placements, shard_sizes
+        )
     if problem:
         raise _ERRORS[problem](_describe_problem(problem, local, mesh))
     placements = normalize_placements(placements, mesh, local.ndim)

@@ -133,7 +133,9 @@ def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
     return decorate
 
 
-def default_rule(find: Callable[[torch._ops.OpOverload], Rule | None]) -> Callable[[torch._ops.OpOverload], Rule | None]:
+def default_rule(
+    find: Callable[[torch._ops.OpOverload], Rule | None],
+) -> Callable[[torch._ops.OpOverload], Rule | None]:
     """Decorator: ``find(op)`` gives the rule of operators that :data:`RULES` does not name, or None."""
     _default_rules.append(find)
     return find
@@ -344,7 +346,12 @@ def _on_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
 def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Gather the operands, compute, and cut what still has the shape of the first sharded operand."""
     if is_inplace(func):
-        raise refuse(func, [spec for _, spec in _paths(args, kwargs)], "an in-place operator cannot gather", "use the out-of-place form")
+        raise refuse(
+            func,
+            [spec for _, spec in _paths(args, kwargs)],
+            "an in-place operator cannot gather",
+            "use the out-of-place form",
+        )
     leaves, structure = tree_flatten((tuple(args), kwargs))
     pattern = next(spec_of(a) for a in leaves if isinstance(a, DTensor) and not spec_of(a).is_replicate())
     whole = [

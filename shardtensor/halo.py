@@ -29,7 +29,7 @@ __all__ = ["Axis", "Strips", "borrow"]
 def borrow(
     local: Tensor, dim: int, own: Sequence[Interval], need: Sequence[Interval], rank: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """The interval ``need[rank]`` of tensor dim ``dim``; every rank ``s`` of ``group`` holds ``own[s]``. Differentiable.
+    """The interval ``need[rank]`` of tensor dim ``dim``; rank ``s`` of ``group`` holds ``own[s]``. Differentiable.
 
     Args:
         local: this rank's shard; its dim ``dim`` has the length of ``own[rank]``.

@@ -42,7 +42,9 @@ def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None)
     for i, p in enumerate(parameters):
         if isinstance(p, DTensor):
             if p.device_mesh != spec.mesh:
-                raise refuse(op, [spec, p], "the parameter lives on another mesh than the input", "use one mesh for both")
+                raise refuse(
+                    op, [spec, p], "the parameter lives on another mesh than the input", "use one mesh for both"
+                )
             if not all(q.is_replicate() for q in p.placements):
                 raise refuse(
                     op, [spec, p], "the parameter is sharded", "redistribute it to Replicate() before the call"

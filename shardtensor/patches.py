@@ -23,8 +23,7 @@ import wrapt
 
 from ._compat import register_scripting
 from .errors import refuse
-from .registry import FUNCTIONS
-from .tensor import ShardTensor
+from .tensor import ShardTensor, call_registered
 
 __all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
 
@@ -63,10 +62,11 @@ class PatchedFunction(wrapt.FunctionWrapper):
         self._self_patch = patch
 
     def _self_call(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        if not (any(isinstance(a, ShardTensor) for a in args) or any(isinstance(a, ShardTensor) for a in kwargs.values())):
+        if not (
+            any(isinstance(a, ShardTensor) for a in args) or any(isinstance(a, ShardTensor) for a in kwargs.values())
+        ):
             return wrapped(*args, **kwargs)
-        handler = FUNCTIONS.get(wrapped)
-        result = NotImplemented if handler is None else handler(*args, **kwargs)
+        result = call_registered(wrapped, args, kwargs)
         if result is not NotImplemented:
             return result
         if self._self_patch.required:

@@ -5,7 +5,7 @@ is one step. Steps that shrink the local tensor come first, so that later ones m
 
 | from \\ to | Shard(j), sizes' | Replicate | Partial(sum) |
 |---|---|---|---|
-| Shard(i), sizes | exchange of what differs (i = j) or of blocks (i != j) | exchange of whole shards | own shard among zeros |
+| Shard(i), sizes | exchange of what differs, or of blocks (i != j) | exchange of shards | own shard among zeros |
 | Replicate | own slice, nothing sent | - | the value on rank 0, zeros elsewhere |
 | Partial(op) | exchange of slices, reduced in rank order | all-reduce | - |
 """
@@ -36,7 +36,7 @@ _REDUCE = {
 
 
 def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
-    """This rank's local tensor under ``dst``, given the one under ``src``; collective over the mesh dims that change."""
+    """This rank's local tensor under ``dst``, given the one under ``src``. Collective over mesh dims that change."""
     if src.mesh != dst.mesh:
         raise ValueError(f"cannot redistribute from mesh {src.mesh} to {dst.mesh}; only the same mesh is possible")
     current = src
@@ -55,9 +55,7 @@ def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec
 def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, Placement, tuple[int, ...] | None] | None:
     """The next mesh dim to change, and to what."""
     differing = [
-        m
-        for m in range(src.mesh.ndim)
-        if (src.placements[m], src.sizes[m]) != (dst.placements[m], dst.sizes[m])
+        m for m in range(src.mesh.ndim) if (src.placements[m], src.sizes[m]) != (dst.placements[m], dst.sizes[m])
     ]
     if not differing:
         return None
@@ -85,18 +83,18 @@ def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> 
     rank, ranks = src.coordinate[m], src.mesh.size(m)
     group = src.mesh.get_group(m)
     if isinstance(old, Shard):
-        own = intervals_of(src.sizes[m] or ())
+        own = intervals_of(src.cut(m))
         if isinstance(new, Shard) and new.dim != old.dim:
-            blocks = intervals_of(dst.sizes[m] or ())
+            blocks = intervals_of(dst.cut(m))
             return _swap_blocks(local, old.dim, own, new.dim, blocks, rank, group)
         whole: Interval = (0, src.shape[old.dim])
         if new.is_partial():
             return _own_among_identity(local, old.dim, own[rank], whole[1], new)
-        need = intervals_of(dst.sizes[m] or ()) if isinstance(new, Shard) else (whole,) * ranks
+        need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else (whole,) * ranks
         return move_intervals(local, old.dim, own, need, rank, group)
     if isinstance(old, Partial):
         if isinstance(new, Shard):
-            return _reduce_scatter(local, old, new.dim, intervals_of(dst.sizes[m] or ()), rank, group)
+            return _reduce_scatter(local, old, new.dim, intervals_of(dst.cut(m)), rank, group)
         whole_value = all_reduce(local, group, old.reduce_op)
         return whole_value if new.is_replicate() else _replicate_to_partial(whole_value, new, rank)
     if isinstance(new, Shard):

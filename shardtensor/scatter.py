@@ -160,7 +160,7 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, problem: int) -> 
                 assert tensor is not None
                 shard = tensor.detach()
                 for d, m in spec.sharded_dims().items():
-                    start, stop = intervals_of(spec.sizes[m] or ())[at[m]]
+                    start, stop = intervals_of(spec.cut(m))[at[m]]
                     shard = shard.narrow(d, start, stop - start)
                 if at == spec.coordinate:
                     mine = shard.clone(memory_format=torch.contiguous_format)
@@ -184,7 +184,10 @@ def _wire(payload: Tensor) -> Tensor:
 
 
 def _coordinates(spec: ShardTensorSpec) -> list[tuple[int, ...]]:
-    return [tuple(int(i) for i in at) for at in torch.cartesian_prod(*(torch.arange(n) for n in spec.mesh.shape)).reshape(-1, spec.mesh.ndim).tolist()]
+    return [
+        tuple(int(i) for i in at)
+        for at in torch.cartesian_prod(*(torch.arange(n) for n in spec.mesh.shape)).reshape(-1, spec.mesh.ndim).tolist()
+    ]
 
 
 def _numel(shape: Sequence[int]) -> int:

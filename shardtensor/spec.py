@@ -109,7 +109,7 @@ class ShardTensorSpec(DTensorSpec):
         """``{mesh_dim: shapes}``: the shape of each shard along a sharded mesh dim (other mesh dims at this rank)."""
         here = self.local_shape()
         return {
-            m: tuple(torch.Size((*here[:d], n, *here[d + 1 :])) for n in self.sizes[m] or ())
+            m: tuple(torch.Size((*here[:d], n, *here[d + 1 :])) for n in self.cut(m))
             for d, m in self.sharded_dims().items()
         }
 
@@ -128,20 +128,28 @@ class ShardTensorSpec(DTensorSpec):
     @property
     def coordinate(self) -> tuple[int, ...]:
         """This rank's position in the mesh."""
-        if self._coordinate is None:
-            object.__setattr__(self, "_coordinate", mesh_coordinate(self.mesh))
-        return self._coordinate
+        at = self._coordinate
+        if at is None:
+            at = mesh_coordinate(self.mesh)
+            object.__setattr__(self, "_coordinate", at)
+        return at
+
+    def cut(self, mesh_dim: int) -> tuple[int, ...]:
+        """The shard sizes along a mesh dim that shards the tensor."""
+        sizes = self.sizes[mesh_dim]
+        assert sizes is not None, f"mesh dim {mesh_dim} does not shard {self}"
+        return sizes
 
     def interval(self, mesh_dim: int) -> Interval:
         """Global interval that this rank holds of the tensor dim sharded on ``mesh_dim``."""
-        return intervals_of(self.sizes[mesh_dim] or ())[self.coordinate[mesh_dim]]
+        return intervals_of(self.cut(mesh_dim))[self.coordinate[mesh_dim]]
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the shard at ``coordinate`` (default: this rank's)."""
         at = self.coordinate if coordinate is None else coordinate
         shape = list(self.shape)
         for d, m in self.sharded_dims().items():
-            shape[d] = self.sizes[m][at[m]]  # type: ignore[index]
+            shape[d] = self.cut(m)[at[m]]
         return tuple(shape)
 
     # -- equality, hash, text -----------------------------------------------------------------------------
@@ -227,7 +235,9 @@ def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim
     taken: dict[int, int] = {}
     for m, p in enumerate(placements):
         if not isinstance(p, Placement):
-            raise TypeError(f"placement {p!r} of mesh dim {m} is no Placement; use Shard(dim), Replicate() or Partial()")
+            raise TypeError(
+                f"placement {p!r} of mesh dim {m} is no Placement; use Shard(dim), Replicate() or Partial()"
+            )
         if isinstance(p, Partial) and p.reduce_op not in ("sum", "max", "min", "product"):
             raise ValueError(
                 f"Partial({p.reduce_op!r}) on mesh dim {m} is not supported: it is not exact on unequal shards; "
@@ -235,7 +245,9 @@ def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim
             )
         if p.is_shard() or not is_plain_shard(p):
             if not is_plain_shard(p):
-                raise ValueError(f"{p} on mesh dim {m}: strided shards are not supported; redistribute the DTensor first")
+                raise ValueError(
+                    f"{p} on mesh dim {m}: strided shards are not supported; redistribute the DTensor first"
+                )
             dim = p.dim  # type: ignore[attr-defined]
             if not -ndim <= dim < ndim:
                 raise ValueError(f"Shard({dim}) on mesh dim {m}: the tensor has only {ndim} dims")

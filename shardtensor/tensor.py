@@ -27,7 +27,7 @@ from .redistribute import redistribute_local
 from .registry import FUNCTIONS
 from .spec import ShardTensorSpec, mesh_coordinate
 
-__all__ = ["ShardTensor", "as_gradient", "redistribute_to"]
+__all__ = ["ShardTensor", "as_gradient", "call_registered", "mark_leaf", "promote", "redistribute_to"]
 
 
 class ShardTensor(DTensor):
@@ -177,19 +177,16 @@ class ShardTensor(DTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        handler = FUNCTIONS.get(func)
-        if handler is not None:
-            try:
-                result = handler(*args, **kwargs)
-            except UnsupportedSharding:
-                if not dispatch.gather_allowed():
-                    raise
-                result = _gather_and_call(handler, args, kwargs)
-            if result is not NotImplemented:
-                return result
+        result = call_registered(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         if len(args) > 1 or kwargs or type(args[0]) in (list, tuple):
             args, kwargs = _promote_operands(func, args, kwargs)
         with DisableTorchFunction():
@@ -346,6 +343,19 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
     return redistribute_to(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
 
 
+def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the handler of a function returns; NotImplemented where there is none."""
+    handler = FUNCTIONS.get(func)
+    if handler is None:
+        return NotImplemented
+    try:
+        return handler(*args, **kwargs)
+    except UnsupportedSharding:
+        if not dispatch.gather_allowed():
+            raise
+        return _gather_and_call(func, args, kwargs)
+
+
 def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Turn plain tensors that require grad, and DTensors, into ShardTensors: below autograd it would be too late."""
     mesh = None
@@ -365,7 +375,9 @@ def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
     if writes and not isinstance(first, ShardTensor) and name not in ("__invert__", "__index__"):
         raise refuse(name, flat, "a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
-    if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith("torch.autograd"):
+    if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
+        "torch.autograd"
+    ):
         return args, kwargs  # these are about the very tensors that they are given
 
     def convert(a: Any) -> Any:
@@ -380,17 +392,21 @@ def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
 
 
-def _gather_and_call(handler: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Inside ``allow_gather``: a function-level operator on whole tensors, its result cut like its first operand."""
+def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
+    operands = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
+    sharded = [a._spec for a in operands if isinstance(a, ShardTensor) and not a._spec.is_replicate()]
+    if not sharded:
+        raise  # the refusal that is being handled: there is nothing to gather
 
     def whole(a: Any) -> Any:
         if isinstance(a, ShardTensor):
             return redistribute_to(a, a._spec.replicated())
         return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
 
-    pattern = next((a._spec for a in args if isinstance(a, ShardTensor) and not a._spec.is_replicate()), None)
-    result = handler(*[whole(a) for a in args], **{k: whole(v) for k, v in kwargs.items()})
-    if pattern is None or not isinstance(result, ShardTensor) or result.ndim != len(pattern.shape):
+    pattern = sharded[0]
+    result = func(*[whole(a) for a in args], **{k: whole(v) for k, v in kwargs.items()})
+    if not isinstance(result, ShardTensor) or result.ndim != len(pattern.shape):
         return result
     sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}
     placements = [p if m in sizes else Replicate() for m, p in enumerate(pattern.placements)]

@@ -95,10 +95,10 @@ def _plan(
     for dim, m in sharded.items():
         if dim == 0:
             continue
-        window, cut = windows[dim - 2], spec.sizes[m]
-        assert cut is not None
-        sizes[m] = map_cuts(cut, window.cut)
-        out = intervals_of(sizes[m] or ())
+        window, cut = windows[dim - 2], spec.cut(m)
+        out_cut = map_cuts(cut, window.cut)
+        sizes[m] = out_cut
+        out = intervals_of(out_cut)
         read = [window.reads(o) for o in out]
         need = [intersect(r, (0, shape[dim])) for r in read]
         rank = spec.coordinate[m]
@@ -175,7 +175,8 @@ def _check(
         raise RuntimeError(f"{name}: a weight of shape {weight} for an input of shape {shape}")
     if min(stride) < 1 or min(dilation) < 1 or groups < 1 or min(min(p) for p in pads) < 0:
         raise RuntimeError(
-            f"{name}: stride {stride}, dilation {dilation} and groups {groups} must be positive, padding {pads} not negative"
+            f"{name}: stride {stride}, dilation {dilation} and groups {groups} must be positive, padding {pads} not "
+            "negative"
         )
     if shape[1] != weight[1] * groups or weight[0] % groups:
         raise RuntimeError(
@@ -194,7 +195,9 @@ def _check(
 # -- local work: one part among zeros ---------------------------------------------------------------------------
 
 
-def _padding(part: Tensor, weight: Tensor, plan: _Plan, spec: _Part, outputs: Sequence[int]) -> tuple[list[int], list[int]]:
+def _padding(
+    part: Tensor, weight: Tensor, plan: _Plan, spec: _Part, outputs: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Zeros that the kernel adds itself, symmetrically, and zeros (or crops) that have to be added around ``part``."""
     inner, outer = [], []
     for i, (before, after) in enumerate(spec.pads):
@@ -205,7 +208,9 @@ def _padding(part: Tensor, weight: Tensor, plan: _Plan, spec: _Part, outputs: Se
     return inner, [n for pair in reversed(outer) for n in pair]
 
 
-def _convolve(part: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, spec: _Part, outputs: Sequence[int]) -> Tensor:
+def _convolve(
+    part: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, spec: _Part, outputs: Sequence[int]
+) -> Tensor:
     for crop in spec.crop:
         part = part.narrow(*crop)
     inner, outer = _padding(part, weight, plan, spec, outputs)
@@ -226,7 +231,17 @@ def _convolve_backward(
     if any(outer):
         part = _aten.constant_pad_nd(part, outer)
     grad_part, grad_weight, grad_bias = _aten.convolution_backward(
-        grad, part, weight, [weight.shape[0]], plan.stride, inner, plan.dilation, False, [0] * len(inner), plan.groups, mask
+        grad,
+        part,
+        weight,
+        [weight.shape[0]],
+        plan.stride,
+        inner,
+        plan.dilation,
+        False,
+        [0] * len(inner),
+        plan.groups,
+        mask,
     )
     if grad_part is not None:
         if any(outer):
@@ -335,7 +350,9 @@ class _Convolution(torch.autograd.Function):
 
 
 def _wrapped(y: Tensor, spec: ShardTensorSpec) -> Any:
-    return wrap(y, spec if y.dtype == spec.tensor_meta.dtype else spec.replace(meta=spec.tensor_meta._replace(dtype=y.dtype)))
+    return wrap(
+        y, spec if y.dtype == spec.tensor_meta.dtype else spec.replace(meta=spec.tensor_meta._replace(dtype=y.dtype))
+    )
 
 
 # -- the doors --------------------------------------------------------------------------------------------------
@@ -361,6 +378,8 @@ def convolution(
     name = f"conv{len(stride)}d"
     x = _sharded(input, weight, bias)
     spec = x._spec
+    if spec.tensor_meta.dtype.is_complex and weight.is_complex():
+        return _as_real_convolution(x, weight, bias, stride, pads, dilation, groups)
     if spec.partial_mesh_dims():
         x = redistribute_to(x, spec.for_gradient())
         spec = x._spec
@@ -370,11 +389,33 @@ def convolution(
         x, weight = x.to(to), weight.to(to)
         bias = None if bias is None else bias.to(to)
     if weight.dtype != spec_of(x).tensor_meta.dtype:
-        raise RuntimeError(f"{name}: input of {spec_of(x).tensor_meta.dtype} and weight of {weight.dtype} should be the same")
+        raise RuntimeError(
+            f"{name}: input of {spec_of(x).tensor_meta.dtype} and weight of {weight.dtype} should be the same"
+        )
     plan = _plan(x._spec, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups)
     w, b = local_parameters(name, x._spec, weight, bias)
     with torch.autocast(device, enabled=False):
         return _Convolution.apply(x, w, b, plan)
+
+
+def _as_real_convolution(
+    x: Any, weight: Tensor, bias: Tensor | None, stride: Sequence[int], pads: Pads, dilation: Sequence[int], groups: int
+) -> Any:
+    """A complex convolution as a real one of twice the channels, real and imaginary parts side by side.
+
+    So the halo is exchanged once. Kernels for complex numbers do not exist on every device.
+    """
+
+    def interleaved(t: Any) -> Any:
+        return torch.view_as_real(t).movedim(-1, 2).flatten(1, 2)
+
+    real, imaginary = weight.real, weight.imag
+    # Rows: real and imaginary part of an output channel; columns: those of an input channel.
+    rows = [torch.stack([real, -imaginary], 2).flatten(1, 2), torch.stack([imaginary, real], 2).flatten(1, 2)]
+    w = torch.stack(rows, 1).flatten(0, 1)
+    b = None if bias is None else torch.view_as_real(bias.resolve_conj()).flatten()
+    y = convolution(interleaved(x.resolve_conj()), w, b, stride, pads, dilation, groups)
+    return torch.view_as_complex(y.unflatten(1, (weight.shape[0], 2)).movedim(2, -1).contiguous())
 
 
 def _sharded(x: Any, *others: Any) -> Any:
@@ -396,7 +437,9 @@ def _tuple(value: Any, n: int, name: str, what: str) -> tuple[int, ...]:
     return values
 
 
-def _pads(padding: Any, n: int, name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Pads:
+def _pads(
+    padding: Any, n: int, name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Pads:
     if isinstance(padding, str):
         if padding == "valid":
             return ((0, 0),) * n
@@ -419,8 +462,8 @@ def _make_function(n: int) -> Callable[..., Any]:
             return NotImplemented
         if input.ndim not in (n + 1, n + 2) or weight.ndim != n + 2:
             raise RuntimeError(
-                f"{name}: expected a {n + 1}-D (unbatched) or {n + 2}-D (batched) input and a {n + 2}-D weight, got shapes "
-                f"{tuple(input.shape)} and {tuple(weight.shape)}"
+                f"{name}: expected a {n + 1}-D (unbatched) or {n + 2}-D (batched) input and a {n + 2}-D weight, got "
+                f"shapes {tuple(input.shape)} and {tuple(weight.shape)}"
             )
         stride, dilation = _tuple(stride, n, name, "stride"), _tuple(dilation, n, name, "dilation")
         pads = _pads(padding, n, name, weight.shape[2:], stride, dilation)
@@ -438,7 +481,15 @@ for _n, _function in ((1, torch.conv1d), (2, torch.conv2d), (3, torch.conv3d)):
 
 @register(torch.convolution)
 def _torch_convolution(
-    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
 ) -> Any:
     _refuse_transposed(transposed, input, weight)
     n = weight.ndim - 2
@@ -470,12 +521,16 @@ def _conv_transpose(input: Any, weight: Any, bias: Any = None, *args: Any, **kwa
     _refuse_transposed(True, input, weight)
 
 
-# The catch-all below autograd, for callers that come past every function above: the same kernels, strips exchanged anew.
+# The catch-all below autograd, for callers that come past every function above: same kernels, strips exchanged anew.
 
 
-def _operands(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> tuple[Any, ...]:
+def _operands(
+    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> tuple[Any, ...]:
     if not isinstance(input, DTensor):
-        raise refuse("convolution", [weight], "a plain input meets a ShardTensor weight", "make the input a ShardTensor")
+        raise refuse(
+            "convolution", [weight], "a plain input meets a ShardTensor weight", "make the input a ShardTensor"
+        )
     spec = spec_of(input)
     if spec.partial_mesh_dims():
         raise refuse("convolution", spec, "the input is Partial", "redistribute it to Replicate or Shard first")
@@ -492,7 +547,15 @@ def _operands(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dil
 
 @register(_aten.convolution.default)
 def _aten_convolution(
-    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
 ) -> Any:
     if transposed and _replicated(input, weight, bias):
         return NotImplemented

@@ -7,13 +7,15 @@ cut otherwise is exchanged, a Partial one is reduced. An operand that would have
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ..dispatch import Call, Path, Plan, Rule, default_rule, is_inplace, meta_of, rule
+from .._compat import TensorMeta
+from ..dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of, rule
 from ..spec import ShardTensorSpec
 
 _aten = torch.ops.aten
@@ -45,7 +47,14 @@ _UNTAGGED = (
     "zero_",
 )
 # Linear in all their tensors, so the sum over ranks may be taken afterwards.
-_LINEAR = (_aten.neg.default, _aten.clone.default, _aten.add.Tensor, _aten.sub.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor)
+_LINEAR = (
+    _aten.neg.default,
+    _aten.clone.default,
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.add_.Tensor,
+    _aten.sub_.Tensor,
+)
 _SCALED = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
 
 
@@ -73,8 +82,8 @@ def _pointwise(call: Call) -> Plan:
         raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
     if inplace and current[(0,)] != call.tensors[(0,)]:
         raise call.refuse("a Partial cannot be changed in place", "redistribute it to Replicate first")
-    target = _target(call, shape, current, inplace)
-    targets = {path: _fit(spec, target, shape) for path, spec in current.items()}
+    target = common_cut([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
+    targets = {path: fit(spec, target) for path, spec in current.items()}
     if inplace and targets[(0,)] != call.tensors[(0,)]:
         raise call.refuse("the result is cut otherwise than the tensor it is written to", "use the out-of-place form")
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
@@ -87,23 +96,21 @@ def _keeps_partial(call: Call) -> bool:
     """Whether Partial operands may stay: the operator is linear, and all its operands are Partial alike."""
     first = call.specs[0]
     if not first.partial_mesh_dims() or any(
-        p.is_partial() and p.reduce_op != "sum" for p in first.placements  # type: ignore[attr-defined]
+        p.is_partial() and p.reduce_op != "sum"
+        for p in first.placements  # type: ignore[attr-defined]
     ):
         return False
     tensors = [a for a in call.args if isinstance(a, (Tensor, ShardTensorSpec))]
     if call.func in _LINEAR:
         alike = all(isinstance(a, ShardTensorSpec) and a.placements == first.placements for a in tensors)
         scalars = len(tensors) < 2 and call.func not in (_aten.neg.default, _aten.clone.default)
-        return alike and not scalars and not call.meta.dtype == torch.bool
+        return alike and not scalars and call.meta.dtype != torch.bool
     return call.func in _SCALED and len(tensors) == 1 and isinstance(call.args[0], ShardTensorSpec)
 
 
-def _target(
-    call: Call, shape: torch.Size, current: dict[Path, ShardTensorSpec], inplace: bool
-) -> ShardTensorSpec:
-    """Placements and sizes of the output (its tensor meta is filled in later)."""
-    specs = [current[(0,)]] if inplace else list(current.values())
-    mesh = specs[0].mesh
+def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
+    """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``."""
+    mesh, shape = specs[0].mesh, meta.shape
     placements: list[Any] = []
     sizes: list[Any] = []
     taken: set[int] = set()
@@ -121,17 +128,12 @@ def _target(
                 chosen = (p, None)
         placements.append(chosen[0])
         sizes.append(chosen[1])
-    base = specs[0].replicated().replace(meta=_broadcast_meta(call, shape))
-    return base.replace(placements=placements, sizes=tuple(sizes))
+    return ShardTensorSpec(mesh, placements, meta, tuple(sizes))
 
 
-def _broadcast_meta(call: Call, shape: torch.Size) -> Any:
-    meta = call.meta[0] if isinstance(call.meta, (list, tuple)) else call.meta
-    return meta_of(meta)
-
-
-def _fit(spec: ShardTensorSpec, target: ShardTensorSpec, shape: torch.Size) -> ShardTensorSpec:
-    """How an operand has to lie so that its local part broadcasts against the output's shard."""
+def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
+    """How an operand has to lie so that its local part broadcasts against the shard of a result with spec ``target``."""
+    shape = target.shape
     placements: list[Any] = []
     sizes: list[Any] = []
     for m, p in enumerate(target.placements):

@@ -266,4 +266,6 @@ def _along(call: Call) -> Plan:
         out = reduced_spec(first, call.meta, dims, _arg(call, 2, "keepdim", False), "sum")
     else:
         out = first.replace(meta=meta_of(call.meta))
-    return call.plan(out, {path: s.replace(placements=first.placements, sizes=first.sizes) for path, s in specs.items()})
+    return call.plan(
+        out, {path: s.replace(placements=first.placements, sizes=first.sizes) for path, s in specs.items()}
+    )

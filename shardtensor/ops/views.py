@@ -53,6 +53,12 @@ def carry(call: Call, spec: ShardTensorSpec, meta: Tensor, dims: dict[int, Any])
     return ShardTensorSpec(spec.mesh, placements, meta_of(meta), tuple(sizes))
 
 
+@rule(_aten.view_as_real.default, _aten.view_as_complex.default)
+def _complex_view(call: Call) -> Plan:
+    ndim = min(call.meta.ndim, len(call.specs[0].shape))
+    return Plan(carry(call, call.specs[0], call.meta, {d: d for d in range(ndim)}))
+
+
 def _wrap_dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 
@@ -90,7 +96,7 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> Carried:
         else:
             # Dims of length 1 stay where there are as many of them.
             ones_in, ones_out = range(a, min(i, len(old))), range(b, min(j, len(new)))
-            carried.update({d: (to, 1, 1) for d, to in zip(ones_in, ones_out)})  # noqa: B905
+            carried.update({d: (to, 1, 1) for d, to in zip(ones_in, ones_out)})
     return carried
 
 
@@ -211,7 +217,7 @@ def _split(call: Call) -> Plan:
 def _embed(call: Call) -> Plan:
     """The gradient of select and slice: ``grad`` among zeros of the input's shape."""
     spec = call.reduced()[(0,)]
-    sizes, dim = list(call.args[1]), _wrap_dim(call.args[2], len(call.args[1]))
+    dim = _wrap_dim(call.args[2], len(call.args[1]))
     removed = call.func == _aten.select_backward.default
     dims = {d: d + (removed and d >= dim) for d in range(len(spec.shape)) if removed or d != dim}
     out = carry(call, spec, call.meta, dims)
@@ -255,7 +261,7 @@ def _flip(x: Any, dims: Sequence[int]) -> Any:
     flipped = {_wrap_dim(d, len(spec.shape)) for d in dims}
     for d, m in spec.sharded_dims().items():
         if d in flipped:
-            need = intervals_of(spec.sizes[m])
+            need = intervals_of(spec.cut(m))
             total = spec.shape[d]
             own = [(total - b, total - a) for a, b in need]
             local = move_intervals(local, d, own, need, spec.coordinate[m], spec.mesh.get_group(m))

@@ -1,0 +1,565 @@
+"""Convolution against the unsharded one: values, gradients, messages, memory, errors, and every door to it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardtensor
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor._compat import DisableTorchFunction
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+    simulate_ranks,
+)
+
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+FUNCTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def check(cases):
+    """Run cases ``(input shape, conv arguments, mesh shape, dims per mesh dim, sizes)`` on every rank."""
+    for shape, arguments, mesh_shape, dims, sizes in cases:
+        torch.manual_seed(0)
+        n = len(arguments["kernel_size"])
+        conv = CONV[n](shape[-n - 1], **arguments).double()
+        x = torch.randn(shape, dtype=torch.float64)
+        placements = [Replicate() if d is None else Shard(d) for d in dims]
+        assert_matches_unsharded(conv, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
+
+
+def valid(shape, arguments):
+    """Whether torch accepts the convolution on the whole tensor."""
+    n = len(arguments["kernel_size"])
+    try:
+        CONV[n](shape[-n - 1], **arguments, device="meta")(torch.empty(shape, device="meta"))
+    except (RuntimeError, ValueError):
+        return False
+    # Meta convolutions do not check the kernel against the input.
+    pads = arguments["padding"]
+    if isinstance(pads, str):
+        return pads == "same" or all(
+            (k - 1) * d + 1 <= size for k, d, size in zip(arguments["kernel_size"], arguments["dilation"], shape[-n:])
+        )
+    return all(
+        (k - 1) * d + 1 <= size + 2 * p
+        for k, d, p, size in zip(arguments["kernel_size"], arguments["dilation"], pads, shape[-n:])
+    )
+
+
+def conv_arguments(n, kernel, stride=1, padding=0, dilation=1, groups=1, bias=True, out_channels=4):
+    return {
+        "kernel_size": (kernel,) * n,
+        "stride": (stride,) * n,
+        "padding": padding if isinstance(padding, str) else (padding,) * n,
+        "dilation": (dilation,) * n,
+        "groups": groups,
+        "bias": bias,
+        "out_channels": out_channels,
+    }
+
+
+GRID_SIZES = {
+    1: [{0: (7,)}, {0: (33,)}],
+    2: [{0: (5, 3)}, {0: (1, 16)}, {0: (0, 7)}, {0: (17, 16)}],
+    3: [{0: (1, 5, 1)}, {0: (7, 0, 10)}, {0: (2, 2, 1)}, {0: (11, 11, 11)}],
+    4: [{0: (1, 1, 1, 2)}, {0: (9, 0, 0, 8)}, {0: (5, 7, 1, 20)}],
+}
+
+
+def grid(world):
+    cases = []
+    settings_ = itertools.product((1, 2, 3, 4, 5), (1, 2, 3), (0, 1, 2, "same", "valid"), (1, 2))
+    for i, (kernel, stride, padding, dilation) in enumerate(settings_):
+        if padding == "same" and stride > 1:
+            continue
+        sizes = GRID_SIZES[world][i % len(GRID_SIZES[world])]
+        arguments = conv_arguments(1, kernel, stride, padding, dilation, groups=(1, 2, 4)[i % 3], bias=i % 2 == 0)
+        shape = (1 + i % 2, 4, sum(sizes[0]))
+        if valid(shape, arguments):
+            cases.append((shape, arguments, world, [2], sizes))
+    return cases
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_grid_of_kernels_strides_paddings_dilations(world):
+    cases = grid(world)
+    assert len(cases) > 60
+    run_distributed(check, world, cases, timeout=120)
+
+
+def image(sizes_h, sizes_w, n=2):
+    return (n, 4, sum(sizes_h), sum(sizes_w))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(((2, 3, 8, 5), conv_arguments(2, 3, padding=1), (2,), [2], {0: (5, 3)}), id="rows"),
+        pytest.param(((2, 3, 5, 8), conv_arguments(2, 3, padding=1), (2,), [3], {0: (7, 1)}), id="columns"),
+        pytest.param(((3, 4, 6, 6), conv_arguments(2, 3, padding=1), (2,), [0], {0: (1, 2)}), id="batch"),
+        pytest.param(((1, 4, 6, 6), conv_arguments(2, 3, padding=1), (2,), [0], {0: (0, 1)}), id="empty-batch"),
+        pytest.param(((4, 8, 5), conv_arguments(2, 3, padding=1), (2,), [1], {0: (5, 3)}), id="unbatched"),
+        pytest.param(((2, 4, 8, 5), conv_arguments(2, 3, padding=1, groups=4), (2,), [2], {0: (2, 6)}), id="depthwise"),
+        pytest.param(((2, 4, 9, 5), conv_arguments(2, 4, padding="same"), (2,), [2], {0: (4, 5)}), id="even-same"),
+        pytest.param(((2, 4, 9, 7), conv_arguments(2, 1), (2,), [2], {0: (4, 5)}), id="pointwise"),
+        pytest.param(((2, 4, 9, 7), conv_arguments(2, 1, stride=3), (2,), [2], {0: (1, 8)}), id="gaps"),
+        pytest.param(((1, 4, 7, 6, 5), conv_arguments(3, 3, padding=1), (2,), [2], {0: (2, 5)}), id="volume"),
+        pytest.param(((1, 4, 7, 6, 5), conv_arguments(3, 3, stride=2, padding=1), (2,), [4], {0: (4, 1)}), id="depth"),
+    ],
+)
+def test_two_ranks(case):
+    run_distributed(check, 2, [case])
+
+
+def meshes_2x2():
+    for dims in ([2, 3], [3, 2], [0, 2], [3, 0], [2, None], [None, 3]):
+        for h, w in [((5, 3), (2, 4)), ((1, 6), (7, 0)), ((0, 5), (1, 1)), ((17, 16), (4, 13))]:
+            for kernel, stride, padding, dilation in [
+                (3, 1, 1, 1),
+                (5, 2, 2, 1),
+                (4, 1, "same", 1),
+                (2, 2, 0, 1),
+                (3, 1, 2, 2),
+            ]:
+                arguments = conv_arguments(2, kernel, stride, padding, dilation)
+                cut = {0: (1, 2), 2: h, 3: w}
+                shape = (3, 4, sum(h), sum(w))
+                if valid(shape, arguments):
+                    yield shape, arguments, (2, 2), dims, {m: cut[d] for m, d in enumerate(dims) if d is not None}
+
+
+def test_both_spatial_dims_on_a_2x2_mesh_with_corners():
+    cases = list(meshes_2x2())
+    assert len(cases) > 80
+    run_distributed(check, 4, cases, timeout=120)
+
+
+def test_three_sharded_dims():
+    """Corners of corners: a volume cut along all its dims on a 2 x 2 x 1 mesh, and on a mesh dim of size one."""
+    arguments = conv_arguments(3, 3, padding=1)
+    cut = {0: (2, 3), 1: (1, 4), 2: (6,)}
+    strided = conv_arguments(3, 3, stride=2, padding=1)
+    cases = [((1, 4, 5, 5, 6), a, (2, 2, 1), [2, 3, 4], cut) for a in (arguments, strided)]
+    run_distributed(check, 4, cases)
+
+
+# -- hypothesis ----------------------------------------------------------------------------------------------------
+
+LENGTHS = st.sampled_from([1, 2, 5, 7, 17, 33])
+
+
+@st.composite
+def cuts(draw, total, ranks):
+    borders = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
+    return tuple(b - a for a, b in zip([0, *borders], [*borders, total]))
+
+
+@st.composite
+def convolutions(draw, mesh_shape):
+    n = draw(st.sampled_from([1, 2, 2, 3]))
+    each = st.tuples(*[st.integers(1, 3)] * n)
+    padding = draw(st.one_of(st.tuples(*[st.integers(0, 3)] * n), st.sampled_from(["same", "valid"])))
+    groups = draw(st.sampled_from([1, 2, 4]))
+    arguments = {
+        "kernel_size": draw(st.tuples(*[st.integers(1, 5)] * n)),
+        "stride": (1,) * n if padding == "same" else draw(each),
+        "padding": padding,
+        "dilation": draw(each),
+        "groups": groups,
+        "bias": draw(st.booleans()),
+        "out_channels": 4 * draw(st.integers(1, 2)),
+    }
+    batch = draw(st.lists(st.integers(1, 3), max_size=1))
+    lengths = LENGTHS if n < 3 else st.sampled_from([1, 2, 5, 7])
+    shape = (*batch, 4, *draw(st.tuples(*[lengths] * n)))
+    first = len(batch) + 1
+    possible = [*range(first, first + n), *([0] if batch else [])]
+    dims = draw(st.permutations([*possible, *[None] * len(mesh_shape)]))[: len(mesh_shape)]
+    sizes = {m: draw(cuts(shape[d], mesh_shape[m])) for m, d in enumerate(dims) if d is not None}
+    return shape, arguments, mesh_shape, list(dims), sizes
+
+
+def drawn(mesh_shape, examples):
+    world = 1
+    for n in mesh_shape:
+        world *= n
+
+    @settings(max_examples=examples)
+    @given(st.lists(convolutions(mesh_shape), min_size=4, max_size=8))
+    def run(cases):
+        run_distributed(check, world, [case for case in cases if valid(case[0], case[1])], timeout=120)
+
+    run()
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_drawn_convolutions(mesh_shape):
+    drawn(mesh_shape, examples=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (1, 3), (4, 1)], ids=str)
+def test_many_drawn_convolutions(mesh_shape):
+    drawn(mesh_shape, examples=300)
+
+
+@example(sizes=(97,), kernel=3)
+@given(sizes=st.sampled_from([(96, 1), (1, 96), (50, 47), (0, 97)]), kernel=st.sampled_from([3, 7, 31]))
+@settings(max_examples=6)
+def test_long_signals_with_wide_kernels(sizes, kernel):
+    arguments = conv_arguments(1, kernel, padding=kernel // 2)
+    run_distributed(check, len(sizes), [((1, 4, sum(sizes)), arguments, len(sizes), [2], {0: sizes})])
+
+
+# -- every door ----------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A layer that stores its own weights and calls a function of the reader's choice."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, 3, 3, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x, self.weight, self.bias)
+
+
+def below_functions(x, w, b):
+    """Past every function-level door: autograd records aten.convolution itself."""
+    if not isinstance(x, ShardTensor):
+        return torch.convolution(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    mesh = x.device_mesh
+    w, b = (ShardTensor.from_local(t, mesh, [Replicate()], shard_sizes={}) for t in (w, b))
+    with DisableTorchFunction():
+        return torch.ops.aten.convolution.default(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def inference(x, w, b):
+    with torch.inference_mode():
+        return torch.ops.aten.conv2d.default(x, w, b, [1, 1], [1, 1])
+
+
+DOORS = {
+    "F.conv2d": lambda x, w, b: F.conv2d(x, w, b, padding=1),
+    "torch.conv2d": lambda x, w, b: torch.conv2d(x, w, b, padding=(1, 1)),
+    "keywords": lambda x, w, b: F.conv2d(input=x, weight=w, bias=b, padding="same"),
+    "torch.convolution": lambda x, w, b: torch.convolution(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "aten packet": lambda x, w, b: torch.ops.aten.convolution(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "aten overload": lambda x, w, b: torch.ops.aten.convolution.default(
+        x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    ),
+    "aten conv2d": lambda x, w, b: torch.ops.aten.conv2d.default(x, w, b, [1, 1], [1, 1]),
+    "below functions": below_functions,
+}
+
+
+def through(door, patched=True):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
+    if not patched:
+        shardtensor.patches.uninstall()
+    try:
+        assert_matches_unsharded(Layer(DOORS[door]), x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)})
+    finally:
+        shardtensor.patches.install()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_leads_to_the_same_convolution(door):
+    run_distributed(through, 2, door)
+
+
+def test_no_door_depends_on_the_patches():
+    run_distributed(through, 2, "F.conv2d", patched=False)
+
+
+def without_autograd():
+    torch.manual_seed(0)
+    layer = Layer(inference)
+    x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
+    sharded = shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)})
+    with torch.inference_mode():
+        whole = F.conv2d(x, layer.weight, layer.bias, padding=1)
+        for call in (DOORS["F.conv2d"], DOORS["torch.conv2d"], DOORS["aten conv2d"], inference):
+            torch.testing.assert_close(
+                call(sharded, layer.weight, layer.bias).full_tensor(), whole, rtol=1e-10, atol=1e-12
+            )
+
+
+def test_inference_mode():
+    run_distributed(without_autograd, 2)
+
+
+def dtensor_weights():
+    """DTensor weights get their contribution as a Partial DTensor, whose full value is the unsharded gradient."""
+    torch.manual_seed(0)
+    mesh = shared_mesh(2)
+    w = torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
+    whole = w.clone().requires_grad_()
+    F.conv2d(x, whole, padding=1).square().sum().backward()
+    weight = DTensor.from_local(w.clone(), mesh, [Replicate()]).requires_grad_()
+    with count_communication() as counts:
+        F.conv2d(shard(x, mesh, [Shard(2)], {0: (5, 3)}), weight, padding=1).square().sum().backward()
+    assert type(weight.grad) is DTensor
+    assert not counts.collectives["all_reduce"], "the contribution must stay for FSDP to reduce"
+    torch.testing.assert_close(weight.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_weights_that_are_dtensors():
+    run_distributed(dtensor_weights, 2)
+
+
+# -- dtypes and memory formats -------------------------------------------------------------------------------------
+
+
+def formats():
+    torch.manual_seed(0)
+    mesh = shared_mesh(2)
+    sizes = {0: (5, 3)}
+    conv = nn.Conv2d(4, 6, 3, padding=1)
+    x = torch.randn(2, 4, 8, 5)
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        assert_matches_unsharded(conv.to(dtype), x.to(dtype), mesh=mesh, placements=[Shard(2)], shard_sizes=sizes)
+    last = x.double().to(memory_format=torch.channels_last)
+    y = assert_matches_unsharded(
+        nn.Conv2d(4, 6, 3, padding=1).double().to(memory_format=torch.channels_last),
+        last,
+        mesh=mesh,
+        placements=[Shard(2)],
+        shard_sizes=sizes,
+    )
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    conv = nn.Conv2d(4, 6, 3, padding=1)
+    sharded = shard(x, mesh, [Shard(2)], sizes, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = conv(sharded)
+        assert y.dtype == y.to_local().dtype == torch.bfloat16
+        whole = conv(x)
+    y.float().sum().backward()
+    torch.testing.assert_close(y.full_tensor().float(), whole.float(), rtol=2e-2, atol=2e-2)
+    assert sharded.grad.dtype == torch.float32 and conv.weight.grad.dtype == torch.float32
+
+
+def test_dtypes_autocast_and_channels_last():
+    run_distributed(formats, 2)
+
+
+# -- messages, bytes, memory ---------------------------------------------------------------------------------------
+
+
+def traffic(transport):
+    """Messages and bytes of one 3 x 3 convolution, forward and backward, per rank: one row each way."""
+    shardtensor.set_transport(transport)
+    try:
+        mesh = shared_mesh(3)
+        rank = mesh.get_local_rank()
+        conv = nn.Conv2d(4, 6, 3, padding=1, dtype=torch.float64)
+        x = shard(torch.randn(2, 4, 9, 5, dtype=torch.float64), mesh, [Shard(2)], {0: (4, 1, 4)}, requires_grad=True)
+        grad = shard(torch.randn(2, 6, 9, 5, dtype=torch.float64), mesh, [Shard(2)], {0: (4, 1, 4)})
+        with count_communication() as forward:
+            y = conv(x)
+        with count_communication() as backward:
+            y.backward(grad)
+    finally:
+        shardtensor.set_transport("all_to_all")
+    neighbours = 2 if rank == 1 else 1
+    row = 2 * 4 * 5 * 8
+    for counts in (forward, backward):
+        assert counts.messages == counts.received_messages == neighbours
+        assert counts.bytes_sent == counts.bytes_received == neighbours * row
+        assert set(counts.sent_to) == {r for r in (rank - 1, rank + 1) if 0 <= r < 3}
+    assert set(forward.collectives) <= {"all_to_all"}, "no sizes are communicated"
+    # The weight's and the bias's gradients travel together.
+    assert backward.collectives["all_reduce"] == 1
+    assert backward.collective_bytes == (conv.weight.numel() + conv.bias.numel()) * 8
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
+def test_one_message_per_neighbour_with_the_halo_and_nothing_else(transport):
+    run_distributed(traffic, 3, transport)
+
+
+def wide_halo():
+    """Five rows to each side over shards of two: several hops, still one message per peer."""
+    mesh = shared_mesh(4)
+    x = shard(torch.randn(1, 1, 8, dtype=torch.float64), mesh, [Shard(2)], {0: (2, 2, 2, 2)})
+    with count_communication() as counts:
+        F.conv1d(x, torch.randn(1, 1, 11, dtype=torch.float64), padding=5)
+    rank = mesh.get_local_rank()
+    needs = {r: set(range(2 * r - 5, 2 * r + 7)) for r in range(4)}
+    mine = {2 * rank, 2 * rank + 1}
+    expected = {r: len(mine & needs[r]) * 8 for r in range(4) if r != rank and mine & needs[r]}
+    assert dict(counts.sent_to) == expected
+
+
+def test_halo_wider_than_the_shards():
+    run_distributed(wide_halo, 4)
+
+
+def silent():
+    """Where no rank needs anything, nothing is started: pointwise kernels, aligned patches, batch shards."""
+    mesh = shared_mesh(2)
+    x = torch.randn(2, 4, 8, 4, dtype=torch.float64)
+    with torch.no_grad(), count_communication() as counts:
+        nn.Conv2d(4, 4, 1).double()(shard(x, mesh, [Shard(2)], {0: (5, 3)}))
+        nn.Conv2d(4, 4, 2, stride=2).double()(shard(x, mesh, [Shard(2)], {0: (6, 2)}))
+        nn.Conv2d(4, 4, 3, padding=1).double()(shard(x, mesh, [Shard(0)]))
+    assert not counts.messages and not counts.collectives
+
+
+def test_no_communication_where_no_halo_is_needed():
+    run_distributed(silent, 2)
+
+
+def bitwise():
+    torch.manual_seed(0)
+    mesh = shared_mesh(3)
+    x = torch.randn(2, 4, 9, 5)
+    conv = nn.Conv2d(4, 6, 5, stride=2, padding=2)
+    results = []
+    for transport in ("all_to_all", "p2p"):
+        previous = shardtensor.set_transport(transport)
+        sharded = shard(x, mesh, [Shard(2)], {0: (4, 1, 4)}, requires_grad=True)
+        y = conv(sharded)
+        y.square().sum().backward()
+        results.append((y.to_local(), sharded.grad.to_local(), conv.weight.grad.clone()))
+        conv.zero_grad()
+        shardtensor.set_transport(previous)
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+def test_transports_agree_bitwise():
+    run_distributed(bitwise, 3)
+    with pytest.raises(ValueError, match="'carrier pigeon': choose 'all_to_all' or 'p2p'"):
+        shardtensor.set_transport("carrier pigeon")
+
+
+def saved(sharded):
+    """Elements that a convolution keeps for its backward pass."""
+    kept = []
+    mesh = shared_mesh(2)
+    x = torch.randn(1, 4, 16, 8)
+    x = shard(x, mesh, [Shard(2)], {0: (8, 8)}, requires_grad=True) if sharded else x[:, :, :8].requires_grad_()
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def pack(t):
+        kept.append(t._local_tensor.numel() if isinstance(t, ShardTensor) else t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        conv(x)
+    return sum(kept)
+
+
+def test_only_strips_are_saved_beyond_what_the_unsharded_convolution_saves():
+    alone = run_distributed(saved, 2, False)
+    sharded = run_distributed(saved, 2, True)
+    strip = 4 * 8
+    assert [b - a for a, b in zip(alone, sharded)] == [strip, strip]
+
+
+def many_ranks():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (64,))
+    x = ShardTensor.from_local(torch.randn(1, 2, 3), mesh, [Shard(2)], shard_sizes={0: (3,) * 64})
+    with count_communication() as counts:
+        F.conv1d(x, torch.randn(2, 2, 3), padding=1)
+    return counts.messages, counts.bytes_sent
+
+
+def test_messages_grow_with_the_borders_only():
+    results = simulate_ranks(many_ranks, 64)
+    assert sum(messages for messages, _ in results) == 2 * 63
+    assert sum(sent for _, sent in results) == 2 * 63 * 2 * 4
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def bad(which):
+    mesh = shared_mesh(2)
+    x = shard(torch.randn(2, 4, 8, 5), mesh, [Shard(2)], {0: (5, 3)}, requires_grad=True)
+    w = torch.randn(6, 4, 3, 3)
+    if which == "kernel":
+        F.conv2d(shard(torch.randn(2, 4, 3, 5), mesh, [Shard(2)], {0: (2, 1)}), torch.randn(6, 4, 5, 5))
+    elif which == "channels":
+        F.conv2d(shard(torch.randn(2, 4, 8, 5), mesh, [Shard(1)], {0: (3, 1)}), w)
+    elif which == "groups":
+        F.conv2d(x, w, groups=2)
+    elif which == "stride":
+        F.conv2d(x, w, stride=0)
+    elif which == "dims":
+        F.conv2d(x, torch.randn(6, 4, 3))
+    elif which == "transposed":
+        F.conv_transpose2d(x, torch.randn(4, 4, 2, 2), stride=2)
+    elif which == "weight":
+        F.conv2d(x, shard(w, mesh, [Shard(0)], {0: (3, 3)}))
+    elif which == "dtype":
+        F.conv2d(x, w.double())
+    elif which == "same":
+        F.conv2d(x, w, stride=2, padding="same")
+    elif which == "twice":
+        (g,) = torch.autograd.grad(F.conv2d(x, w).square().sum(), x, create_graph=True)
+        g.square().sum().backward()
+
+
+ERRORS = {
+    "kernel": (
+        RuntimeError,
+        r"conv2d: kernel size \(5, 5\).* is greater than the padded input \(3, 5\) of the whole tensor",
+    ),
+    "channels": (UnsupportedSharding, r"conv2d: the channels are sharded.*S\(1\)\[3, 1\].*Remedy: redistribute"),
+    "groups": (RuntimeError, r"conv2d: weight \(6, 4, 3, 3\) with groups=2 does not fit 4 input channels"),
+    "stride": (RuntimeError, r"conv2d: stride \(0, 0\).* must be positive"),
+    "dims": (RuntimeError, r"conv2d: expected a 3-D \(unbatched\) or 4-D \(batched\) input"),
+    "transposed": (UnsupportedSharding, r"conv_transpose: .*S\(2\)\[5, 3\].*Remedy: use F.interpolate"),
+    "weight": (UnsupportedSharding, r"conv2d: the parameter is sharded.*S\(0\)\[3, 3\].*redistribute it to Replicate"),
+    "dtype": (RuntimeError, r"conv2d: input of torch.float32 and weight of torch.float64 should be the same"),
+    "same": (RuntimeError, r"conv2d: padding='same' is not supported for strided convolutions"),
+    "twice": (RuntimeError, r"once_differentiable|differentiated twice|differentiate twice"),
+}
+
+
+@pytest.mark.parametrize("which", ERRORS)
+def test_errors_are_clear_and_raised_on_every_rank(which):
+    kind, text = ERRORS[which]
+    for error in run_expecting_errors(bad, 2, which):
+        assert isinstance(error, kind), error
+        with pytest.raises(kind, match=text):
+            raise error
+
+
+def gathered():
+    torch.manual_seed(0)
+    mesh = shared_mesh(2)
+    x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
+    w = torch.randn(4, 4, 2, 2, dtype=torch.float64, requires_grad=True)
+    sharded = shard(x, mesh, [Shard(2)], {0: (5, 3)}, requires_grad=True)
+    with shardtensor.allow_gather():
+        y = F.conv_transpose2d(sharded, w)
+        channels = F.conv2d(shard(x, mesh, [Shard(1)], {0: (3, 1)}), w)
+    torch.testing.assert_close(y.full_tensor(), F.conv_transpose2d(x, w), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(channels.full_tensor(), F.conv2d(x, w), rtol=1e-10, atol=1e-12)
+
+
+def test_inside_allow_gather_what_is_refused_outside_is_right():
+    run_distributed(gathered, 2)
