@@ -1,3 +1,14 @@
 """One module per family of operators; importing them fills the registry and the rules."""
 
-from . import convolution, padding, pointwise, pooling, reductions, resampling, views  # noqa: F401
+from . import (  # noqa: F401
+    convolution,
+    linear,
+    losses,
+    normalization,
+    padding,
+    pointwise,
+    pooling,
+    reductions,
+    resampling,
+    views,
+)

@@ -1,22 +1,19 @@
 """Operators that treat every element alone: arithmetic, activations, comparisons, casts, copies, ``*_like``.
 
-[Note: alignment] Operands with several cuts are brought to one. For each mesh dim the first operand that shards an
-output dim there decides (for in-place operators the one written to); a replicated operand is cut locally, one that is
-cut otherwise is exchanged, a Partial one is reduced. An operand that would have to be gathered is refused.
+Operands with several cuts are brought to one, see [Note: alignment] in operands.py; for in-place operators to that of
+the tensor that is written to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 
-from .._compat import TensorMeta
 from ..dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of, rule
 from ..spec import ShardTensorSpec
+from .operands import common_cut, fit
 
 _aten = torch.ops.aten
 
@@ -106,47 +103,6 @@ def _keeps_partial(call: Call) -> bool:
         scalars = len(tensors) < 2 and call.func not in (_aten.neg.default, _aten.clone.default)
         return alike and not scalars and call.meta.dtype != torch.bool
     return call.func in _SCALED and len(tensors) == 1 and isinstance(call.args[0], ShardTensorSpec)
-
-
-def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
-    """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``."""
-    mesh, shape = specs[0].mesh, meta.shape
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    taken: set[int] = set()
-    for m in range(mesh.ndim):
-        chosen: tuple[Any, Any] = (Replicate(), None)
-        for spec in specs:
-            p = spec.placements[m]
-            if isinstance(p, Shard):
-                out_dim = p.dim + len(shape) - len(spec.shape)
-                if spec.shape[p.dim] == shape[out_dim] and out_dim not in taken:
-                    chosen = (Shard(out_dim), spec.sizes[m])
-                    taken.add(out_dim)
-                    break
-            elif p.is_partial():
-                chosen = (p, None)
-        placements.append(chosen[0])
-        sizes.append(chosen[1])
-    return ShardTensorSpec(mesh, placements, meta, tuple(sizes))
-
-
-def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
-    """How an operand has to lie so that its local part broadcasts against the shard of a result with spec ``target``."""
-    shape = target.shape
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for m, p in enumerate(target.placements):
-        size = None
-        if isinstance(p, Shard):
-            dim = p.dim - (len(shape) - len(spec.shape))
-            if dim >= 0 and spec.shape[dim] == shape[p.dim]:
-                p, size = Shard(dim), target.sizes[m]
-            else:
-                p = Replicate()  # broadcast along the sharded dim
-        placements.append(p)
-        sizes.append(size)
-    return spec.replace(placements=placements, sizes=tuple(sizes))
 
 
 def _slice_plain(call: Call, plan: Plan, target: ShardTensorSpec, shape: torch.Size) -> None:

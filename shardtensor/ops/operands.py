@@ -1,0 +1,112 @@
+"""Bringing operands with several cuts to one.
+
+[Note: alignment] For each mesh dim the first operand that shards an output dim there decides; a replicated operand is
+cut locally, one that is cut otherwise is exchanged, a Partial one is reduced. An operand that would have to be
+gathered is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .._compat import TensorMeta
+from ..errors import refuse
+from ..spec import ShardTensorSpec
+from ..tensor import ShardTensor, promote, redistribute_to
+
+__all__ = ["as_operand", "common_cut", "common_mesh", "fit", "local_part", "moved"]
+
+# -- on specs -----------------------------------------------------------------------------------------------------
+
+
+def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
+    """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``."""
+    mesh, shape = specs[0].mesh, meta.shape
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    taken: set[int] = set()
+    for m in range(mesh.ndim):
+        chosen: tuple[Any, Any] = (Replicate(), None)
+        for spec in specs:
+            p = spec.placements[m]
+            if isinstance(p, Shard):
+                out_dim = p.dim + len(shape) - len(spec.shape)
+                if spec.shape[p.dim] == shape[out_dim] and out_dim not in taken:
+                    chosen = (Shard(out_dim), spec.sizes[m])
+                    taken.add(out_dim)
+                    break
+            elif p.is_partial():
+                chosen = (p, None)
+        placements.append(chosen[0])
+        sizes.append(chosen[1])
+    return ShardTensorSpec(mesh, placements, meta, tuple(sizes))
+
+
+def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
+    """How an operand has to lie for its local part to broadcast against the shard of a result with spec ``target``."""
+    shape = target.shape
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    for m, p in enumerate(target.placements):
+        size = None
+        if isinstance(p, Shard):
+            dim = p.dim - (len(shape) - len(spec.shape))
+            if dim >= 0 and spec.shape[dim] == shape[p.dim]:
+                p, size = Shard(dim), target.sizes[m]
+            else:
+                p = Replicate()  # broadcast along the sharded dim
+        placements.append(p)
+        sizes.append(size)
+    return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+# -- on tensors, above autograd and differentiable ----------------------------------------------------------------
+
+
+def common_mesh(op: str, operands: Sequence[Any]) -> DeviceMesh | None:
+    """The mesh of the ShardTensors among the operands; None if there are none.
+
+    Raises:
+        UnsupportedSharding: ShardTensors or DTensors on different meshes.
+    """
+    distributed = [t for t in operands if isinstance(t, DTensor)]
+    if not any(isinstance(t, ShardTensor) for t in distributed):
+        return None
+    mesh = distributed[0].device_mesh
+    if any(t.device_mesh != mesh for t in distributed):
+        raise refuse(op, distributed, "operands live on different meshes", "build all of them on one mesh")
+    return mesh
+
+
+def as_operand(t: Tensor, mesh: DeviceMesh) -> Any:
+    """``t`` as a ShardTensor that is not Partial; a plain tensor counts as replicated."""
+    if not isinstance(t, DTensor):
+        return promote(t, mesh)
+    t = ShardTensor.from_dtensor(t)
+    return redistribute_to(t, t._spec.for_gradient())
+
+
+def moved(op: str, t: Any, target: ShardTensorSpec) -> Any:
+    """The ShardTensor ``t`` under the spec ``target``, refused where that would gather it."""
+    for m, (old, new) in enumerate(zip(t._spec.placements, target.placements, strict=True)):
+        if isinstance(old, Shard) and not isinstance(new, Shard):
+            raise refuse(
+                op,
+                [t, target],
+                f"an operand would have to be gathered over mesh dim {m}",
+                "shard all operands alike, or redistribute this one to Replicate() yourself",
+            )
+    return redistribute_to(t, target)
+
+
+def local_part(t: Any, out: ShardTensorSpec) -> Tensor:
+    """The local part of an operand. Where it is whole on ranks that work on different shards of the result ``out``,
+    its gradient on each of them is a contribution, a Partial.
+    """
+    pairs = zip(t._spec.placements, out.placements, strict=True)
+    return t.to_local(grad_placements=[Partial() if q.is_shard() and not p.is_shard() else p for p, q in pairs])
