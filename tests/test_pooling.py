@@ -11,7 +11,6 @@ from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import ShardTensor
 from shardtensor.geometry import Window, intervals_of, map_cuts
 from shardtensor.ops.pooling import adaptive_window, pool_reads
 from shardtensor.ops.spatial import scaled_cut
@@ -124,3 +123,157 @@ def test_windows_match_one_device(mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
 def test_adaptive_windows_match_one_device(mesh_shape):
     run_distributed(check_adaptive, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+
+
+def layouts():
+    """What the results look like: who owns what, and in which placements."""
+    mesh = shared_mesh(3)
+    x = shard(data(2, 3, 12, 5), mesh, [Shard(2)], {0: (6, 0, 6)}, requires_grad=True)
+    halved, one, best = F.max_pool2d(x, 2), F.adaptive_avg_pool2d(x, 1), F.adaptive_max_pool2d(x, (1, 2))
+    assert halved.shard_sizes == {0: (3, 0, 3)}
+    assert one.placements == (Partial(),) and best.placements == (Replicate(),)
+    assert F.adaptive_avg_pool2d(x, (2, 1)).shard_sizes == {0: (1, 0, 1)}
+    wide = x.redistribute(placements=[Shard(3)])
+    assert F.adaptive_max_pool2d(wide, (1, 2)).shard_sizes == {0: (1, 1, 0)}
+    values, indices = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+    assert indices.dtype == torch.int64 and indices.shard_sizes == values.shard_sizes and not indices.requires_grad
+    whole = data(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    channels = shard(data(2, 3, 4, 4), mesh, [Shard(1)], {0: (3, 0, 0)}).to(memory_format=torch.channels_last)
+    assert F.avg_pool2d(channels, 2).stride() == F.avg_pool2d(whole, 2).stride()
+    return True
+
+
+def test_layouts():
+    assert all(run_distributed(layouts, 3))
+
+
+def partial_inputs():
+    mesh = shared_mesh(2)
+    whole = data(1, 2, 8).round()
+    x = shard(whole, mesh, [Partial()])
+    mean, best = F.avg_pool1d(x, 3, 2, 1), F.max_pool1d(x, 3, 2, 1)
+    torch.testing.assert_close(mean.full_tensor(), F.avg_pool1d(whole, 3, 2, 1))
+    assert torch.equal(best.full_tensor(), F.max_pool1d(whole, 3, 2, 1))
+    assert_matches_unsharded(lambda x: F.avg_pool1d(x, 2), whole, mesh=mesh, placements=[Partial()])
+    assert_matches_unsharded(lambda x: F.adaptive_avg_pool1d(x, 3), whole, mesh=mesh, placements=[Partial()])
+    assert_matches_unsharded(lambda x: F.adaptive_max_pool1d(x, 1), whole, mesh=mesh, placements=[Partial()])
+    return mean.placements[0].is_partial(), best.placements[0].is_partial()
+
+
+def test_averages_of_partial_sums_stay_partial():
+    assert run_distributed(partial_inputs, 2) == [(True, False)] * 2
+
+
+def traffic():
+    mesh = shared_mesh(2)
+    x = shard(data(1, 1, 16, 2), mesh, [Shard(2)], {0: (8, 8)})
+    with count_communication() as none:
+        F.max_pool2d(x, 2)
+        F.adaptive_avg_pool2d(x, 4)
+        F.adaptive_avg_pool2d(x, 1)
+    with count_communication() as halo:
+        F.avg_pool2d(x, 3, 1, 1)
+    return none.messages, sum(none.collectives.values()), halo.messages, halo.bytes_sent
+
+
+def test_nothing_travels_where_windows_fit_the_shards_and_one_row_where_they_overlap():
+    assert run_distributed(traffic, 2) == [(0, 0, 1, 16)] * 2
+
+
+def dtypes():
+    pools = nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        for fn in pools:
+            assert_matches_unsharded(
+                fn, data(2, 3, 9, 8, dtype=dtype), mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (9, 0)}
+            )
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.avg_pool3d(x, 2), F.max_pool3d(x, 2)
+
+    x = data(2, 3, 4, 4, 4, dtype=torch.bfloat16)
+    assert_matches_unsharded(autocast, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (4, 0)})
+
+
+def test_dtypes_and_autocast():
+    run_distributed(dtypes, 2)
+
+
+def wrong(case):
+    calls = {
+        "padding": lambda x: F.max_pool2d(x, 2, padding=2),
+        "too small": lambda x: F.avg_pool2d(x, 7),
+        "divisor": lambda x: F.avg_pool2d(x, 2, divisor_override=0),
+        "no spatial dims": lambda x: F.max_pool3d(x.flatten(1), 2),
+        "negative": lambda x: F.adaptive_avg_pool2d(x, (-1, 2)),
+        "random": lambda x: F.fractional_max_pool2d(x, 2, output_size=2),
+        "unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    }
+    calls[case](shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)}))
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "text"),
+    [
+        ("padding", RuntimeError, "pad should be at most half of effective kernel size"),
+        ("too small", RuntimeError, "[Oo]utput size is too small"),
+        ("divisor", RuntimeError, "divisor must be not zero"),
+        ("no spatial dims", RuntimeError, "4D|3D|dim"),
+        ("negative", RuntimeError, "greater than or equal to 0"),
+        ("random", NotImplementedError, "rand.*|no distributed form"),
+        ("unpool", NotImplementedError, "max_unpool2d.*no distributed form"),
+    ],
+)
+def test_errors_are_torchs_own_on_every_rank(case, error, text):
+    errors = run_expecting_errors(wrong, 2, case)
+    assert len(errors) == 2
+    for raised in errors:
+        with pytest.raises(error, match=text):
+            raise raised
+
+
+SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)
+
+
+@given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.integers(1, 3), st.booleans(), st.booleans())
+def test_kernels_get_what_the_windows_read(sizes, kernel, stride, padding, dilation, ceil_mode, averages):
+    """Kernels on what ``pool_reads`` says give the whole's outputs, side by side."""
+    padding = min(padding, kernel // 2)
+    dilation = 1 if averages else dilation
+    w = Window(sum(sizes), kernel, stride, dilation, padding, padding, ceil_mode)
+    if w.outputs <= 0 or (averages and w.size < kernel):
+        return
+    x = data(1, 2, w.size)
+    if averages:
+        # The 3-D kernel, because it refuses what is shorter than the window.
+        x = x[..., None, None]
+        pool = lambda x, p: F.avg_pool3d(x, (kernel, 1, 1), (stride, 1, 1), (p, 0, 0), ceil_mode, False)  # noqa: E731
+    else:
+        pool = lambda x, p: F.max_pool1d(x, kernel, stride, p, dilation, ceil_mode)  # noqa: E731
+    parts = []
+    for out in intervals_of(map_cuts(sizes, w.cut)):
+        (start, stop), p, drop = pool_reads(w, out, kernel if averages else 0)
+        assert 0 <= start <= stop <= w.size
+        if out[1] > out[0]:
+            parts.append(pool(x[:, :, start:stop], p)[:, :, drop : drop + out[1] - out[0]])
+    assert torch.equal(torch.cat(parts, 2), pool(x, padding))
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_adaptive_windows_are_torchs(n, out):
+    places = torch.arange(n, dtype=torch.float64)[None, None]
+    low = -F.adaptive_max_pool1d(-places, out)[0, 0]
+    high = F.adaptive_max_pool1d(places, out)[0, 0] + 1
+    assert [adaptive_window(n, out, o) for o in range(out)] == list(zip(low.int().tolist(), high.int().tolist()))
+
+
+@given(SIZES, st.integers(1, 40))
+def test_scaled_cuts_give_outputs_to_the_owner_of_their_centre(sizes, out):
+    n = sum(sizes)
+    owned = intervals_of(map_cuts(sizes, scaled_cut(n, out)))
+    assert owned[-1][1] == out
+    for (start, stop), (a, b) in zip(owned, intervals_of(sizes)):
+        for o in range(start, stop):
+            assert a * 2 * out <= (2 * o + 1) * n <= b * 2 * out
+    assert map_cuts(sizes, scaled_cut(n, 2 * n)) == tuple(2 * s for s in sizes)

@@ -163,7 +163,8 @@ def _max_pool(
         return NotImplemented
     stride = None if stride in ((), []) else stride
     function = getattr(F, f"max_pool{ndim}d")
-    kwargs = {"stride": stride, "dilation": dilation, "ceil_mode": ceil_mode, "return_indices": return_indices or indices}
+    indices = indices or return_indices
+    kwargs = {"stride": stride, "dilation": dilation, "ceil_mode": ceil_mode, "return_indices": indices}
     meta = function(on_meta(input), kernel_size, padding=padding, **kwargs)
     x = settled(input, linear=False)
     windows = _windows(x._spec, ndim, kernel_size, stride, padding, dilation, ceil_mode)

@@ -2,9 +2,9 @@
 
 [Note: taps] Resampling treats each dim by itself and is linear: an output is a weighted sum of a few consecutive
 inputs, its *taps*. Which, and with what weights, depends on the global sizes, the scale, the mode and the rounding in
-the tensor's dtype. Rather than repeating torch's formulas we ask torch: it resamples one long dim that holds combs, of
-which comb ``k`` is 1 at every ``K``-th place starting at ``k``, and 0 elsewhere. No two taps of one output are on the same
-comb if ``K`` exceeds their spread, so the results are the weights, and the nearest place of the comb tells the tap.
+the tensor's dtype. Rather than repeating torch's formulas we ask torch: it resamples one dim that holds ``K`` combs,
+of which comb ``k`` is 1 at the places ``k, k + K, k + 2K, ...`` and 0 elsewhere. The taps of an output lie within ``K``
+places, one on each comb at most: what comes out are the weights, and which comb it came from tells the tap.
 
 [Note: owners] An output belongs to the rank that holds its centre, so doubling a dim doubles every shard.
 """

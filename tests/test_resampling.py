@@ -1,0 +1,230 @@
+"""Resampling on shards against resampling on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from spatial_cases import check_cases, data
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor.geometry import cuts_of, intervals_of, map_cuts
+from shardtensor.ops.resampling import Resize
+from shardtensor.ops.spatial import scaled_cut
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
+
+
+def cases():
+    """All modes, up and down, by size and by scale, over awkward sizes."""
+    result = []
+
+    def add(*shape, dims=None, **kwargs):
+        fn = lambda x: F.interpolate(x, **kwargs)  # noqa: E731
+        result.append((str(kwargs), fn, shape, dims or tuple(range(2, len(shape)))))
+
+    shapes = {1: (2, 3, 17), 2: (2, 3, 7, 6), 3: (1, 2, 5, 4, 6)}
+    for ndim, shape in shapes.items():
+        for mode in ("nearest", "nearest-exact", "area", *SMOOTH[ndim]):
+            corners = (False, True) if mode in SMOOTH[ndim] else (None,)
+            for align_corners in corners:
+                options = {"mode": mode, "align_corners": align_corners}
+                for scale in (2, 0.5, 1.7, 0.3, (1.5, 0.9, 2.5)[:ndim]):
+                    add(*shape, scale_factor=scale, **options)
+                add(*shape, scale_factor=1.7, recompute_scale_factor=True, **options)
+                for size in (1, 9, (13, 3, 8)[:ndim], shape[2:]):
+                    add(*shape, size=size, **options)
+    for n in (1, 2, 5, 33):
+        for mode in ("nearest", "nearest-exact", "linear"):
+            add(1, 2, n, mode=mode, scale_factor=3)
+            add(1, 2, n, mode=mode, size=7)
+    for mode in ("bilinear", "bicubic"):
+        for size in ((3, 4), (20, 3), (6, 21)):
+            for align_corners in (False, True):
+                add(2, 3, 13, 11, mode=mode, size=size, antialias=True, align_corners=align_corners)
+        add(2, 3, 13, 11, mode=mode, scale_factor=0.4, antialias=True)
+    add(4, 3, 5, 6, dims=(0, 1), scale_factor=1.7, mode="bicubic")
+    result += [
+        ("Upsample", nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 7, 6), (2, 3)),
+        ("UpsamplingNearest2d", nn.UpsamplingNearest2d(scale_factor=3), (2, 3, 7, 6), (2, 3)),
+        ("UpsamplingBilinear2d", nn.UpsamplingBilinear2d(size=(9, 11)), (2, 3, 7, 6), (2, 3)),
+        ("integers", lambda x: F.interpolate((x * 10).to(torch.uint8), scale_factor=1.5), (2, 3, 7, 6), (2, 3)),
+    ]
+    return result
+
+
+def check(mesh_shape):
+    check_cases(cases(), mesh_shape)
+
+
+@pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
+def test_resampling_matches_one_device(mesh_shape):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+
+
+def layouts():
+    mesh = shared_mesh(3)
+    x = shard(data(1, 2, 12, 4), mesh, [Shard(2)], {0: (5, 0, 7)})
+    assert F.interpolate(x, scale_factor=2).shard_sizes == {0: (10, 0, 14)}
+    assert F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True).shard_sizes == {0: (10, 0, 14)}
+    with count_communication() as nearest:
+        F.interpolate(x, scale_factor=2)
+    with count_communication() as linear:
+        F.interpolate(x, scale_factor=2, mode="bilinear")
+    # What is down- and upsampled is cut within a row of its skip connection.
+    odd = shard(data(1, 2, 13, 4), mesh, [Shard(2)], {0: (5, 3, 5)})
+    up = F.interpolate(F.max_pool2d(odd, 2, ceil_mode=True), size=(13, 4))
+    cuts = [cuts_of(t.shard_sizes[0]) for t in (up, odd)]
+    assert max(abs(a - b) for a, b in zip(*cuts)) == 1, cuts
+    assert (up + odd).shard_sizes == up.shard_sizes
+    return nearest.messages, linear.bytes_sent
+
+
+def test_layouts_and_traffic():
+    row = 2 * 4 * 8
+    assert run_distributed(layouts, 3) == [(0, row), (0, 0), (0, row)]
+
+
+def single_precision():
+    """The same roundings as torch's: a few units in the last place, also far from the origin.
+
+    Not of the gradient: torch rounds the weights otherwise in its backward pass.
+    """
+    for mode, kwargs in (
+        ("bilinear", {"scale_factor": (3.0, 1.0)}),
+        ("bilinear", {"size": (1777, 3)}),
+        ("bicubic", {"scale_factor": (1.3, 1.0)}),
+        ("nearest", {"scale_factor": (0.37, 1.0)}),
+        ("nearest-exact", {"size": (1777, 3)}),
+    ):
+        fn = lambda x, mode=mode, kwargs=kwargs: F.interpolate(x, mode=mode, **kwargs)  # noqa: E731
+        x = data(1, 1, 1013, 3, dtype=torch.float32)
+        sizes = {0: (500, 513)}
+        cut = {"mesh_shape": 2, "placements": [Shard(2)], "shard_sizes": sizes}
+        assert_matches_unsharded(fn, x, **cut, rtol=1e-6, atol=1e-6, check_grads=False)
+        assert_matches_unsharded(fn, x, **cut, rtol=1e-4, atol=1e-5)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = data(1, 2, 9, 7, dtype=dtype)
+        up = nn.Upsample(scale_factor=2, mode="bilinear")
+        assert_matches_unsharded(up, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (9, 0)})
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.interpolate(x, scale_factor=2), F.interpolate(x, scale_factor=1.5, mode="bilinear")
+
+    x = data(1, 2, 9, 7, dtype=torch.bfloat16)
+    assert_matches_unsharded(autocast, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (9, 0)})
+
+
+def test_single_and_half_precision():
+    run_distributed(single_precision, 2)
+
+
+def partial_sums():
+    mesh = shared_mesh(2)
+    whole = data(1, 2, 5)
+    up = F.interpolate(shard(whole, mesh, [Partial()]), scale_factor=2, mode="linear")
+    torch.testing.assert_close(up.full_tensor(), F.interpolate(whole, scale_factor=2, mode="linear"))
+    fn = lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")  # noqa: E731
+    mesh = shared_mesh((2, 1))
+    assert_matches_unsharded(fn, data(1, 2, 5, 4), mesh=mesh, placements=[Partial(), Shard(2)])
+    assert_matches_unsharded(fn, data(1, 2, 5, 4), mesh=mesh, placements=[Shard(2), Replicate()])
+    return up.placements[0].is_partial()
+
+
+def test_partial_sums_stay_so():
+    assert run_distributed(partial_sums, 2) == [True, True]
+
+
+def infinities():
+    """A nearest neighbour is a copy: nothing else may leak into it."""
+    x = torch.full((1, 1, 6, 6), torch.inf, dtype=torch.float64)
+    x[..., ::2] = torch.nan
+    up = F.interpolate(shard(x, shared_mesh(2), [Shard(2)]), scale_factor=2).full_tensor()
+    assert torch.equal(up.nan_to_num(-1.0), F.interpolate(x, scale_factor=2).nan_to_num(-1.0))
+
+
+def test_nearest_neighbours_are_copies():
+    run_distributed(infinities, 2)
+
+
+def wrong(case):
+    x = shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)})
+    calls = {
+        "neither": lambda: F.interpolate(x),
+        "mode": lambda: F.interpolate(x, scale_factor=2, mode="trilinear"),
+        "corners": lambda: F.interpolate(x, scale_factor=2, align_corners=True),
+        "length": lambda: F.interpolate(x, size=(1, 2, 3)),
+        "empty": lambda: F.interpolate(x, size=(0, 2)),
+        "rounded": lambda: F.interpolate(x.to(torch.uint8), scale_factor=2, mode="bilinear"),
+    }
+    calls[case]()
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "text"),
+    [
+        ("neither", ValueError, "either size or scale_factor should be defined"),
+        ("mode", NotImplementedError, "Got 4D input, but trilinear mode needs 5D input"),
+        ("corners", ValueError, "align_corners option can only be set"),
+        ("length", ValueError, "same number of spatial dimensions"),
+        ("empty", RuntimeError, "greater than (0|zero)"),
+        ("rounded", NotImplementedError, r"interpolate: .*uint8 rounds .*S\(2\)\[1, 3\].*Remedy: convert"),
+    ],
+)
+def test_errors_are_torchs_own_on_every_rank(case, error, text):
+    errors = run_expecting_errors(wrong, 2, case)
+    assert len(errors) == 2
+    for raised in errors:
+        with pytest.raises(error, match=text):
+            raise raised
+
+
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(sum)
+MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic")
+
+
+@given(
+    SIZES,
+    st.one_of(st.integers(1, 60), st.floats(0.05, 6.0)),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((torch.float32, torch.float64)),
+)
+def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes, target, mode, corners, smooth, dtype):
+    n = sum(sizes)
+    out = target if isinstance(target, int) else int(n * target)
+    if out == 0:
+        return
+    antialias = smooth and mode in ("bilinear", "bicubic")
+    align_corners = None if mode.startswith("nearest") else corners
+    scale = None if isinstance(target, int) else target
+    ndim = {"linear": 1, "trilinear": 3}.get(mode, 2)
+    ones = [1] * (ndim - 1)
+    given_size = {"size": [*ones, out]} if scale is None else {"scale_factor": [*map(float, ones), scale]}
+    x = data(1, 2, *ones, n, dtype=dtype)
+    whole = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **given_size)
+    taps = Resize(n, out, scale, mode, align_corners, antialias, dtype, "cpu").taps()
+    parts = []
+    for a, b in intervals_of(map_cuts(sizes, scaled_cut(n, out))):
+        start, stop = taps.reads((a, b))
+        assert 0 <= start <= stop <= n
+        if b > a:
+            parts.append(taps.apply(x[..., start:stop], x.ndim - 1, start, (a, b)))
+    result = torch.cat(parts, -1)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    torch.testing.assert_close(result, whole, rtol=tolerance, atol=4 * tolerance)
+    if mode.startswith("nearest"):
+        assert torch.equal(result, whole) and taps.weights.shape[1] == 1
