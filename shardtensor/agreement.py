@@ -7,7 +7,6 @@ the same error. With ``SHARDTENSOR_DEBUG=1`` this is done even where the caller 
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -20,17 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .debug import debug_enabled
 from .spec import ShardTensorSpec, contiguous_stride, mesh_coordinate, normalize_placements
 
-__all__ = ["DTYPES", "MAX_NDIM", "agree_on_local", "check_process_group", "debug_enabled", "gather_over_mesh"]
+__all__ = ["DTYPES", "MAX_NDIM", "agree_on_local", "check_process_group", "gather_over_mesh"]
 
 MAX_NDIM = 16
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-
-
-def debug_enabled() -> bool:
-    """Whether ``SHARDTENSOR_DEBUG`` asks for cross-rank checks."""
-    return os.environ.get("SHARDTENSOR_DEBUG", "0") not in ("", "0")
 
 
 def check_process_group() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect, length
 
 __all__ = ["Pending", "Plan", "plan_intervals", "set_transport", "start_swap"]
@@ -130,6 +131,8 @@ def start_swap(
     """
     send_counts = [sum(p.numel() for p in row) for row in pieces]
     recv_counts = [sum(_numel(s) for s in row) for row in shapes]
+    if debug_enabled():
+        check_communication("exchange", dtype, send_counts, recv_counts, group, device)
     flat = [p.reshape(-1) for row in pieces for p in row if p.numel()]
     packed = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
     received = torch.empty(sum(recv_counts), dtype=dtype, device=device)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .debug import check_communication, debug_enabled
 from .exchange import plan_intervals, start_swap
 from .geometry import Interval, intervals_of
 from .spec import ShardTensorSpec
@@ -112,6 +113,9 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     if value.is_complex() and op != "sum":
         raise ValueError(f"Partial({op!r}) of complex numbers is not defined")
     wire = torch.view_as_real(value) if value.is_complex() else value
+    if debug_enabled():
+        counts = [value.numel()] * dist.get_world_size(group)
+        check_communication(f"all_reduce {op}", value.dtype, counts, counts, group, value.device)
     dist.all_reduce(wire, op=_REDUCE[op][0], group=group)
     return value.to(torch.bool) if local.dtype == torch.bool else value
 

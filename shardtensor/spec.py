@@ -36,6 +36,7 @@ class ShardTensorSpec(DTensorSpec):
     sizes: Sizes
     _hash: int | None
     _coordinate: tuple[int, ...] | None
+    _local_shape: tuple[int, ...] | None
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class ShardTensorSpec(DTensorSpec):
             sizes = normalize_sizes(None, self.placements, self.shape, mesh)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "_coordinate", None)
+        object.__setattr__(self, "_local_shape", None)
 
     @classmethod
     def make(
@@ -146,7 +148,11 @@ class ShardTensorSpec(DTensorSpec):
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the shard at ``coordinate`` (default: this rank's)."""
-        at = self.coordinate if coordinate is None else coordinate
+        if coordinate is None:
+            if self._local_shape is None:  # asked for on every wrap, so it is kept
+                object.__setattr__(self, "_local_shape", self.local_shape(self.coordinate))
+            return self._local_shape  # type: ignore[return-value]
+        at = coordinate
         shape = list(self.shape)
         for d, m in self.sharded_dims().items():
             shape[d] = self.cut(m)[at[m]]
