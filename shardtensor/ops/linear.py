@@ -55,8 +55,7 @@ def _product(op: Any, a: ShardTensorSpec, b: ShardTensorSpec) -> _Product:
     ndim = max(len(a.shape), len(b.shape))
     result = _Product([], [], [])
     for m in range(a.mesh.ndim):
-        cuts = [_cut_of(s, m, ndim) for s in (a, b)]
-        triple = _one_mesh_dim(a, b, *cuts, ndim)
+        triple = _one_mesh_dim(a, b, _cut_of(a, m, ndim), _cut_of(b, m, ndim), ndim)
         if triple is None:
             raise _refusal(op, a, b, m)
         for row, cut in zip((result.a, result.b, result.out), triple, strict=True):

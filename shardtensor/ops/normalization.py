@@ -12,7 +12,7 @@ Where no normalized dim is cut, nothing is sent forward, and torch's own kernel 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -408,17 +408,23 @@ def _channel_norm(
 ) -> Any:
     """Batch norm (``plan.dims`` hold dim 0) or instance norm, with statistics of the input or running ones."""
     running = [_plain(mean), _plain(var)]
+    empty = x._local_tensor.numel() == 0
     # torch's kernel would update the running statistics with what this rank alone has.
     updates = use_input and any(s is not None for s in running) and bool(plan.spec.sharded_dims())
-    if not use_input or not (updates or _needs_kernel(x, plan)):
+    if not updates and not empty and not (use_input and plan.merges):
         w, b = _parameters(plan, weight, bias)
         rm, rv = (_cut(s, plan) for s in running)
         function = torch.batch_norm if 0 in plan.dims else torch.instance_norm
         return _locally(x, plan, lambda local: function(local, w, b, rm, rv, use_input, momentum, plan.eps, False))
     dtype = _result_dtype(_channel_kernel, x, weight, bias, *running)
     with torch.no_grad():
-        stats = _statistics(x._local_tensor, plan)
-        _update(running, stats, plan, momentum)
+        if use_input:
+            stats = _statistics(x._local_tensor, plan)
+            _update(running, stats, plan, momentum)
+        else:
+            # An empty shard: not all of torch's kernels take them. The others, who do use torch's, send nothing.
+            plan = replace(plan, merges=())
+            stats = _cut(running[0], plan).reshape(plan.affine), _cut(running[1], plan).reshape(plan.affine)
     return _run(x, weight, bias, plan, dtype, stats)
 
 

@@ -1,0 +1,361 @@
+"""Normalizations against the unsharded ones: values, gradients, running statistics, precision, messages and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardtensor
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+# (mesh shape, dims cut, sizes) of inputs of shape (4, 8, 8, 3)
+CUTS = [
+    (1, (2,), {}),
+    (2, (2,), {0: (5, 3)}),
+    (2, (2,), {0: (7, 1)}),
+    (2, (2,), {0: (0, 8)}),
+    (2, (0,), {0: (3, 1)}),
+    (2, (0,), {0: (4, 0)}),
+    (2, (1,), {0: (6, 2)}),
+    (2, (1,), {0: (0, 8)}),
+    (2, (3,), {0: (1, 2)}),
+    (2, (None,), {}),
+    (3, (2,), {0: (3, 0, 5)}),
+    (4, (2,), {0: (1, 4, 0, 3)}),
+    ((2, 2), (0, 2), {0: (3, 1), 1: (5, 3)}),
+    ((2, 2), (0, 2), {0: (0, 4), 1: (7, 1)}),
+    ((2, 2), (2, 3), {0: (5, 3), 1: (0, 3)}),
+    ((2, 2), (3, 2), {0: (1, 2), 1: (8, 0)}),
+    ((2, 2), (1, 2), {0: (2, 6), 1: (5, 3)}),
+    ((2, 2), (None, 2), {1: (6, 2)}),
+]
+
+
+def modules():
+    """Every normalization of images (N, 8, 8, 3), with parameters and running statistics that are not neutral."""
+    made = {
+        "group": nn.GroupNorm(4, 8),
+        "group of all": nn.GroupNorm(1, 8),
+        "group plain": nn.GroupNorm(4, 8, affine=False),
+        "instance": nn.InstanceNorm2d(8, affine=True),
+        "instance plain": nn.InstanceNorm2d(8),
+        "instance running": nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        "instance eval": nn.InstanceNorm2d(8, affine=True, track_running_stats=True).eval(),
+        "batch": nn.BatchNorm2d(8),
+        "batch cumulative": nn.BatchNorm2d(8, momentum=None),
+        "batch plain": nn.BatchNorm2d(8, affine=False, track_running_stats=False),
+        "batch eval": nn.BatchNorm2d(8).eval(),
+        "layer": nn.LayerNorm(3),
+        "layer of images": nn.LayerNorm([8, 8, 3]),
+        "layer without bias": nn.LayerNorm([8, 3], bias=False),
+        "layer plain": nn.LayerNorm([8, 3], elementwise_affine=False),
+        "rms": nn.RMSNorm(3),
+        "rms of rows": nn.RMSNorm([8, 3], eps=1e-3),
+    }
+    torch.manual_seed(0)
+    for module in made.values():
+        module.double()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                nn.init.uniform_(tensor, 0.5, 2)
+    return made
+
+
+def groups_are_cut(name, dims, sizes):
+    per_group = {"group": 2, "group of all": 8, "group plain": 2}.get(name)
+    return per_group and 1 in dims and any(n % per_group for n in sizes[dims.index(1)])
+
+
+def check_modules(mesh_shape, dims, sizes):
+    x = torch.randn(4, 8, 8, 3, dtype=torch.float64) * 2 + 1
+    failures = []
+    for name, module in modules().items():
+        if groups_are_cut(name, dims, sizes):
+            continue
+        placements = [Replicate() if d is None else Shard(d) for d in dims]
+        try:
+            assert_matches_unsharded(module, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
+        except AssertionError as error:
+            failures.append(f"{name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_values_gradients_and_running_statistics(mesh_shape, dims, sizes):
+    world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
+    run_distributed(check_modules, world, mesh_shape, dims, sizes)
+
+
+def check_other_shapes():
+    def check(module, x, dim, sizes):
+        assert_matches_unsharded(module, x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
+
+    x = torch.randn(3, 8, dtype=torch.float64)
+    check(nn.BatchNorm1d(8).double(), x, 0, (1, 2))
+    check(nn.BatchNorm1d(8).double(), x, 1, (5, 3))
+    check(nn.GroupNorm(2, 8).double(), x, 0, (1, 2))
+    check(nn.GroupNorm(2, 8).double(), x, 1, (4, 4))
+    check(nn.LayerNorm(8).double(), x, 1, (7, 1))
+    check(nn.LayerNorm(8).double(), x, 0, (0, 3))
+    check(nn.RMSNorm(8).double(), x, 1, (7, 1))
+    check(nn.RMSNorm(8).double(), x[0], 0, (5, 3))
+    check(nn.BatchNorm1d(8).double(), torch.randn(2, 8, 5, dtype=torch.float64), 2, (1, 4))
+    check(nn.BatchNorm3d(2).double(), torch.randn(2, 2, 3, 4, 2, dtype=torch.float64), 3, (1, 3))
+    check(nn.InstanceNorm1d(8).double(), torch.randn(8, 5, dtype=torch.float64), 1, (1, 4))  # unbatched
+    # One value per channel on each rank, but two on one device.
+    check(nn.BatchNorm2d(8).double(), torch.randn(1, 8, 2, 1, dtype=torch.float64), 2, (1, 1))
+    check(nn.InstanceNorm2d(8).double(), torch.randn(1, 8, 2, 1, dtype=torch.float64), 2, (1, 1))
+    # Dims of length one that parameters belong to.
+    check(nn.GroupNorm(1, 1).double(), torch.randn(2, 1, 6, dtype=torch.float64), 2, (2, 4))
+    # Other layouts.
+    image = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    check(nn.GroupNorm(2, 4).double(), image.contiguous(memory_format=torch.channels_last), 2, (2, 4))
+    check(nn.BatchNorm2d(4).double(), image.contiguous(memory_format=torch.channels_last), 3, (2, 3))
+
+    def after_a_sum(x):
+        return F.layer_norm(x.sum(0), (3,))  # a Partial
+
+    check(after_a_sum, torch.randn(8, 5, 3, dtype=torch.float64), 0, (5, 3))
+
+    # The functions of torch itself take the statistics in another order.
+    image, mean, var = image.abs(), torch.rand(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    weight, bias = torch.rand(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    for use_input in (True, False):
+        check(
+            lambda x, u=use_input: torch.batch_norm(x, weight, bias, mean.clone(), var.clone(), u, 0.3, 1e-5, False),
+            image,
+            2,
+            (2, 4),
+        )
+        check(
+            lambda x, u=use_input: torch.instance_norm(x, weight, bias, mean.clone(), var.clone(), u, 0.3, 1e-5, False),
+            image,
+            2,
+            (2, 4),
+        )
+    check(lambda x: torch.group_norm(x, 2, weight, bias, 1e-3), image, 2, (2, 4))
+    check(lambda x: torch.layer_norm(x, (6, 5), eps=1e-3), image, 2, (2, 4))
+    check(lambda x: torch.rms_norm(x, (6, 5)), image, 2, (2, 4))
+
+
+def test_other_shapes_layouts_and_doors():
+    run_distributed(check_other_shapes, 2)
+
+
+def running_statistics():
+    mesh = shared_mesh(4)
+    torch.manual_seed(0)
+    module = nn.BatchNorm2d(3)
+    for i in range(3):
+        whole = torch.randn(2, 3, 9, 5) * 3 + i
+        module(shard(whole, mesh, [Shard(2)], {0: (1, 4, 0, 4)}))
+    return module.running_mean.tolist(), module.running_var.tolist(), int(module.num_batches_tracked)
+
+
+def test_running_statistics_are_bitwise_equal_on_all_ranks():
+    results = run_distributed(running_statistics, 4)
+    assert all(r == results[0] for r in results)
+    assert results[0][2] == 3
+
+
+def errors_at_large_mean(dtype, mean, spread):
+    """Largest error of ours and of torch's, against float64, per module."""
+    mesh = shared_mesh(3)
+    torch.manual_seed(0)
+    x = (torch.randn(2, 4, 64, 8, dtype=torch.float64) * spread + mean).to(dtype)
+    result = {}
+    for name, module in {
+        "group": nn.GroupNorm(2, 4),
+        "batch": nn.BatchNorm2d(4),
+        "instance": nn.InstanceNorm2d(4),
+        "layer": nn.LayerNorm([64, 8]),
+    }.items():
+        exact = module.double()(x.double())
+        module = module.to(dtype)
+        ours = module(shard(x, mesh, [Shard(2)], {0: (40, 1, 23)})).full_tensor()
+        result[name] = [(y.double() - exact).abs().max().item() for y in (ours, module(x))]
+    return result
+
+
+def test_a_large_mean_costs_no_more_precision_than_on_one_device():
+    for errors in run_distributed(errors_at_large_mean, 3, torch.float32, 1e4, 1.0):
+        for name, (ours, torchs) in errors.items():
+            assert ours <= max(1.1 * torchs, 1e-3), f"{name}: {ours} against torch's {torchs}"
+
+
+def test_statistics_of_half_precision_are_float32():
+    # Sums of 1024 numbers around 100 have no accurate half precision, nor have the squares.
+    for dtype in (torch.bfloat16, torch.float16):
+        for errors in run_distributed(errors_at_large_mean, 3, dtype, 100.0, 30.0):
+            for name, (ours, torchs) in errors.items():
+                assert ours <= max(1.5 * torchs, 0.01), f"{dtype} {name}: {ours} against torch's {torchs}"
+
+
+class Autocast(nn.Module):
+    def __init__(self, module, enabled):
+        super().__init__()
+        self.module, self.enabled = module, enabled
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            return self.module(x)
+
+
+def check_mixed_precision():
+    x = torch.randn(2, 4, 8, 6)
+
+    def check(module, dtype, amp):
+        wrapped = Autocast(module, amp)
+        for placements, sizes in (([Shard(2)], {0: (5, 3)}), ([Shard(0)], {0: (1, 1)})):
+            # torch rounds gradients of float32 parameters to half precision on the way.
+            assert_matches_unsharded(
+                wrapped, x.to(dtype), mesh_shape=2, placements=placements, shard_sizes=sizes, rtol=0.03, atol=0.03
+            )
+
+    for module in (nn.GroupNorm(2, 4), nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm([8, 6])):
+        check(module, torch.bfloat16, False)  # float32 parameters: torch mixes them
+        check(module, torch.bfloat16, True)
+        check(module, torch.float32, True)
+        module.to(torch.bfloat16)
+        check(module, torch.bfloat16, False)
+    check(nn.RMSNorm([8, 6], dtype=torch.bfloat16), torch.bfloat16, False)
+
+
+def test_dtypes_of_results_are_torchs():
+    run_distributed(check_mixed_precision, 2)
+
+
+def communication():
+    mesh = shared_mesh(2)
+    result = {}
+    for name, module, dim in (
+        ("group", nn.GroupNorm(2, 4), 2),
+        ("batch", nn.BatchNorm2d(4), 2),
+        ("instance", nn.InstanceNorm2d(4), 2),
+        ("group, batch cut", nn.GroupNorm(2, 4), 0),
+        ("layer", nn.LayerNorm(6), 2),
+        ("layer plain", nn.LayerNorm(6, elementwise_affine=False), 2),
+        ("batch eval", nn.BatchNorm2d(4).eval(), 2),
+    ):
+        x = shard(torch.randn(2, 4, 8, 6), mesh, [Shard(dim)], requires_grad=True)
+        cotangent = torch.ones_like(x)
+        with count_communication() as forward:
+            y = module(x)
+        with count_communication() as backward:
+            y.backward(cotangent)
+        assert not forward.messages and not backward.messages
+        result[name] = [(dict(c.collectives), c.collective_bytes) for c in (forward, backward)]
+    return result
+
+
+def test_what_is_sent():
+    for result in run_distributed(communication, 2):
+        # Mean and variance of 2 x 2 groups in float32; backward two sums per group, and weight and bias (4 each).
+        assert result == {
+            "group": [({"all_gather": 1}, 32), ({"all_reduce": 2}, 32 + 32)],
+            "batch": [({"all_gather": 1}, 32), ({"all_reduce": 2}, 32 + 32)],
+            "instance": [({"all_gather": 1}, 64), ({"all_reduce": 1}, 64)],
+            "group, batch cut": [({}, 0), ({"all_reduce": 1}, 32)],
+            "layer": [({}, 0), ({"all_reduce": 1}, 48)],
+            "layer plain": [({}, 0), ({}, 0)],
+            "batch eval": [({}, 0), ({"all_reduce": 1}, 32)],
+        }
+
+
+def saved_numbers():
+    mesh = shared_mesh(2)
+    x = shard(torch.randn(2, 4, 8, 6), mesh, [Shard(2)], requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        nn.GroupNorm(2, 4)(x)
+    return sorted(t.numel() for t in saved), any(
+        t is x or t.data_ptr() == x.data_ptr() for t in saved if t.shape == x.shape
+    )
+
+
+def test_nothing_of_the_inputs_size_but_the_input_is_kept_for_backward():
+    for sizes, is_input in run_distributed(saved_numbers, 2):
+        assert sizes == [4, 4, 4, 2 * 4 * 8 * 6]  # mean, rstd, weight, x
+        assert is_input
+
+
+def check_dtensor_parameters():
+    mesh = shared_mesh(2)
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    weight = torch.rand(4, dtype=torch.float64)
+    for dim, groups in ((2, 2), (0, 2), (1, 4)):
+        distributed = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
+        plain = weight.clone().requires_grad_()
+        F.group_norm(shard(x, mesh, [Shard(dim)]), groups, distributed).square().sum().backward()
+        F.group_norm(x, groups, plain).square().sum().backward()
+        torch.testing.assert_close(distributed.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_replicated_dtensor_parameters():
+    run_distributed(check_dtensor_parameters, 2)
+
+
+def check_allow_gather():
+    mesh = shared_mesh(2)
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    cut = shard(x, mesh, [Shard(1)], {0: (1, 3)}, requires_grad=True)
+    with shardtensor.allow_gather():
+        y = F.group_norm(cut, 2)
+    torch.testing.assert_close(y.full_tensor(), F.group_norm(x, 2), rtol=1e-10, atol=1e-12)
+
+
+def test_a_cut_group_is_normalized_inside_allow_gather():
+    run_distributed(check_allow_gather, 2)
+
+
+def fail(case):
+    mesh = shared_mesh(2)
+    x = torch.randn(2, 4, 8, 6)
+    if case == "group cut":
+        F.group_norm(shard(x, mesh, [Shard(1)], {0: (1, 3)}), 2)
+    elif case == "one value":
+        F.batch_norm(shard(torch.randn(1, 4, 1), mesh, [Shard(2)], {0: (1, 0)}), None, None, training=True)
+    elif case == "one value per group":
+        F.group_norm(shard(torch.randn(1, 4, 1), mesh, [Shard(2)], {0: (0, 1)}), 4)
+    elif case == "groups":
+        F.group_norm(shard(x, mesh, [Shard(2)]), 3)
+    elif case == "normalized shape":
+        F.layer_norm(shard(x, mesh, [Shard(2)]), (4, 6))  # what rank 0 holds, but not what there is
+    elif case == "dtypes":
+        F.group_norm(shard(x, mesh, [Shard(2)]), 2, torch.ones(4, dtype=torch.float64))
+    elif case == "sharded weight":
+        weight = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        F.group_norm(shard(x, mesh, [Shard(2)]), 2, weight)
+    elif case == "double backward":
+        x = shard(x, mesh, [Shard(2)], requires_grad=True)
+        (grad,) = torch.autograd.grad(F.group_norm(x, 2).square().sum(), x, create_graph=True)
+        grad.sum().backward()
+
+
+ERRORS = [
+    ("group cut", shardtensor.UnsupportedSharding, r"shard sizes \(1, 3\) .*cut groups of 2 channels.* multiples of 2"),
+    ("one value", ValueError, "Expected more than 1 value per channel when training"),
+    ("one value per group", ValueError, "Expected more than 1 value per channel when training"),
+    ("groups", RuntimeError, "divisible by num_groups"),
+    ("normalized shape", RuntimeError, r"normalized_shape=\[4, 6\]"),
+    ("dtypes", RuntimeError, "mixed dtype"),
+    ("sharded weight", shardtensor.UnsupportedSharding, "the parameter is sharded.*Replicate"),
+    ("double backward", RuntimeError, "once_differentiable"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), ERRORS)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(fail, 2, case):
+        with pytest.raises(kind, match=text):
+            raise error
