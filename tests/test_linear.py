@@ -1,0 +1,273 @@
+"""Linear layers and matrix products against the unsharded ones: values, gradients, messages and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+WHOLE = [Replicate()]
+
+
+def data(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype)
+
+
+def check_linear(mesh_shape, cases):
+    """Cases: (input shape, dims cut, sizes)."""
+    torch.manual_seed(0)
+    for bias in (True, False):
+        module = nn.Linear(4, 5, bias=bias).double()
+        for shape, dims, sizes in cases:
+            placements = [Replicate() if d is None else Shard(d) for d in dims]
+            assert_matches_unsharded(
+                module, data(*shape), mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes
+            )
+
+
+LINEAR = [
+    (1, [((2, 8, 3, 4), (1,), {})]),
+    (
+        2,
+        [
+            ((2, 8, 3, 4), (1,), {0: (5, 3)}),
+            ((2, 3, 8, 4), (2,), {0: (7, 1)}),
+            ((2, 8, 4), (1,), {0: (0, 8)}),
+            ((3, 8, 4), (0,), {0: (1, 2)}),
+            ((8, 4), (0,), {0: (8, 0)}),
+            ((2, 8, 4), (None,), {}),
+            # The features themselves: each rank's product is a contribution.
+            ((2, 8, 4), (2,), {0: (3, 1)}),
+            ((4,), (0,), {0: (0, 4)}),
+            ((4,), (None,), {}),
+        ],
+    ),
+    (3, [((2, 8, 4), (1,), {0: (3, 0, 5)})]),
+    (4, [((2, 8, 3, 4), (1,), {0: (1, 4, 0, 3)})]),
+    (
+        (2, 2),
+        [
+            ((3, 8, 4), (0, 1), {0: (1, 2), 1: (5, 3)}),
+            ((2, 8, 3, 4), (1, 2), {0: (0, 8), 1: (1, 2)}),
+            ((2, 8, 4), (1, 2), {0: (7, 1), 1: (1, 3)}),
+            ((2, 8, 4), (None, 1), {1: (7, 1)}),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "cases"), LINEAR)
+def test_linear(mesh_shape, cases):
+    run_distributed(check_linear, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, cases)
+
+
+A, B = {0: (5, 3)}, {0: (1, 2)}
+# (shape, placements, sizes) of both operands of a matmul on two ranks
+MATMUL = [
+    # rows
+    ((8, 4), [Shard(0)], A, (4, 6), WHOLE, None),
+    ((2, 8, 4), [Shard(1)], A, (4, 6), WHOLE, None),
+    ((2, 8, 4), [Shard(1)], A, (2, 4, 6), WHOLE, None),
+    ((2, 8, 4), [Shard(1)], A, (4,), WHOLE, None),
+    # columns
+    ((4, 3), WHOLE, None, (3, 8), [Shard(1)], A),
+    ((2, 4, 3), WHOLE, None, (3, 8), [Shard(1)], A),
+    ((3,), WHOLE, None, (3, 8), [Shard(1)], A),
+    # the contracted dim, the other operand cut alike or not at all
+    ((4, 8), [Shard(1)], A, (8, 6), [Shard(0)], A),
+    ((4, 8), [Shard(1)], A, (8, 6), WHOLE, None),
+    ((4, 8), WHOLE, None, (8, 6), [Shard(0)], {0: (0, 8)}),
+    ((2, 4, 8), [Shard(2)], A, (2, 8, 6), [Shard(1)], A),
+    ((8,), [Shard(0)], A, (8,), [Shard(0)], A),
+    ((4, 8), [Shard(1)], A, (8,), [Shard(0)], A),
+    # batch dims, of both or of one that the other is broadcast along
+    ((3, 4, 5), [Shard(0)], B, (3, 5, 6), [Shard(0)], B),
+    ((3, 4, 5), [Shard(0)], B, (3, 5, 6), WHOLE, None),
+    ((3, 4, 5), WHOLE, None, (3, 5, 6), [Shard(0)], B),
+    ((3, 4, 5), [Shard(0)], B, (5, 6), WHOLE, None),
+    ((4, 5), WHOLE, None, (3, 5, 6), [Shard(0)], B),
+    ((3, 4, 5), [Shard(0)], B, (1, 5, 6), WHOLE, None),
+    ((2, 3, 4, 5), [Shard(1)], B, (3, 5, 6), [Shard(0)], B),
+    ((3, 2, 4, 5), [Shard(0)], B, (2, 5, 6), WHOLE, None),
+    # Partial
+    ((8, 4), [Partial()], None, (4, 6), WHOLE, None),
+]
+
+
+def check_matmul():
+    for a, pa, sa, b, pb, sb in MATMUL:
+        try:
+            assert_matches_unsharded(
+                torch.matmul, data(*a), data(*b), mesh_shape=2, placements=[pa, pb], shard_sizes=[sa, sb]
+            )
+            if pb == WHOLE and sb is None:  # a plain operand
+                other = data(*b)
+                assert_matches_unsharded(
+                    lambda x, other=other: x @ other, data(*a), mesh_shape=2, placements=pa, shard_sizes=sa
+                )
+            if pa == WHOLE and sa is None:
+                other = data(*a)
+                assert_matches_unsharded(
+                    lambda x, other=other: other @ x, data(*b), mesh_shape=2, placements=pb, shard_sizes=sb
+                )
+        except AssertionError as error:
+            raise AssertionError(f"{a} {pa} {sa} @ {b} {pb} {sb}") from error
+
+
+def test_matmul():
+    run_distributed(check_matmul, 2)
+
+
+def check_on_two_mesh_dims():
+    both = {0: (1, 2), 1: (5, 3)}
+    for a, pa, sa, b, pb, sb in [
+        ((3, 8, 4), [Shard(0), Shard(1)], both, (3, 4, 6), [Shard(0), Replicate()], {0: (1, 2)}),
+        ((3, 8, 4), [Shard(0), Shard(1)], both, (4, 6), [Replicate(), Replicate()], None),
+        ((3, 8), [Shard(0), Shard(1)], both, (8, 4), [Replicate(), Shard(0)], {1: (5, 3)}),
+        ((3, 4), [Shard(0), Replicate()], {0: (1, 2)}, (4, 8), [Replicate(), Shard(1)], {1: (5, 3)}),
+    ]:
+        assert_matches_unsharded(
+            torch.matmul, data(*a), data(*b), mesh_shape=(2, 2), placements=[pa, pb], shard_sizes=[sa, sb]
+        )
+
+
+def test_matmul_on_a_mesh_of_two_dims():
+    run_distributed(check_on_two_mesh_dims, 4)
+
+
+def check_named_products():
+    def check(function, *operands):
+        tensors, placements, sizes = zip(*operands)
+        assert_matches_unsharded(function, *tensors, mesh_shape=2, placements=list(placements), shard_sizes=list(sizes))
+
+    rows, columns = (data(8, 4), [Shard(0)], A), (data(4, 8), [Shard(1)], A)
+    weight, added = (data(4, 6), WHOLE, None), (data(6), WHOLE, None)
+    check(torch.mm, rows, weight)
+    check(torch.mm, (data(3, 4), WHOLE, None), columns)
+    check(torch.mm, (data(3, 8), [Shard(1)], A), (data(8, 2), [Shard(0)], A))
+    check(lambda x, w, b: torch.addmm(b, x, w), rows, weight, added)
+    check(lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=2), rows, weight, added)
+    check(lambda x, w, b: torch.addmm(b, x, w), (data(3, 8), [Shard(1)], A), (data(8, 6), [Shard(0)], A), added)
+    batches = (data(3, 4, 5), [Shard(0)], B)
+    check(torch.bmm, batches, (data(3, 5, 2), [Shard(0)], B))
+    check(torch.bmm, (data(3, 8, 5), [Shard(1)], A), (data(3, 5, 2), WHOLE, None))
+    check(lambda a, b, c: torch.baddbmm(c, a, b), batches, (data(3, 5, 2), WHOLE, None), (data(3, 1, 2), WHOLE, None))
+    check(torch.mv, rows, (data(4), WHOLE, None))
+    check(torch.mv, (data(3, 8), [Shard(1)], A), (data(8), [Shard(0)], A))
+    # Plain operands count as replicated, whichever dim of theirs has to be cut.
+    plain = data(8, 2)
+    check(lambda x: torch.mm(x, plain), (data(3, 8), [Shard(1)], A))
+    check(lambda x: torch.mm(plain.t(), x), (data(8, 3), [Shard(0)], A))
+    check(lambda x: torch.mm(x, plain[:4]), rows)
+
+
+def test_products_by_name():
+    run_distributed(check_named_products, 2)
+
+
+def check_autocast():
+    x, weight = data(2, 8, 4, dtype=torch.float32), nn.Parameter(data(5, 4, dtype=torch.float32))
+    sharded = shard(x, shared_mesh(2), [Shard(1)], {0: (5, 3)})
+    with torch.autocast("cpu", torch.bfloat16):
+        for function in (F.linear, lambda x, w: x @ w.t(), lambda x, w: torch.mm(x[0], w.t())):
+            y, whole = function(sharded, weight), function(x, weight)
+            assert isinstance(y, ShardTensor)
+            assert y.dtype == whole.dtype == torch.bfloat16
+            torch.testing.assert_close(y.full_tensor(), whole, rtol=0.02, atol=0.02)
+    F.linear(sharded, weight).sum().backward()
+    assert weight.grad.dtype == torch.float32
+
+
+def test_autocast():
+    run_distributed(check_autocast, 2)
+
+
+def check_dtensor_weight():
+    mesh = shared_mesh(2)
+    x, weight, bias = data(2, 8, 4), data(5, 4), data(5)
+    plain = [t.clone().requires_grad_() for t in (weight, bias)]
+    distributed = [distribute_tensor(t, mesh, [Replicate()]).requires_grad_() for t in (weight, bias)]
+    F.linear(x, *plain).square().sum().backward()
+    F.linear(shard(x, mesh, [Shard(1)], {0: (5, 3)}), *distributed).square().sum().backward()
+    for mine, theirs in zip(distributed, plain):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_replicated_dtensor_weights():
+    run_distributed(check_dtensor_weight, 2)
+
+
+def communication():
+    mesh = shared_mesh(2)
+    module = nn.Linear(4, 5)
+    x = shard(data(2, 8, 4, dtype=torch.float32), mesh, [Shard(1)], {0: (5, 3)}, requires_grad=True)
+    cotangent = torch.ones_like(module(x).detach())
+    module.zero_grad()
+    with count_communication() as forward:
+        y = module(x)
+        placements = [tuple((module(x) @ data(5, 2, dtype=torch.float32)).placements)]
+        a = shard(data(3, 8), mesh, [Shard(1)])
+        placements.append(tuple((a @ data(8, 3)).placements))
+    with count_communication() as backward:
+        y.backward(cotangent)
+    return (
+        (forward.messages, dict(forward.collectives)),
+        (backward.messages, dict(backward.collectives), backward.collective_bytes),
+        placements,
+    )
+
+
+def test_what_is_sent():
+    for forward, backward, placements in run_distributed(communication, 2):
+        assert forward == (0, {})
+        assert backward == (0, {"all_reduce": 1}, 4 * (20 + 5))  # the weight's and bias's gradients
+        assert placements == [(Shard(1),), (Partial(),)]
+
+
+def fail(case):
+    mesh = shared_mesh(2)
+    x = shard(data(2, 8, 4), mesh, [Shard(1)], {0: (5, 3)})
+    if case == "rows and columns":
+        x @ shard(data(4, 6), mesh, [Shard(1)])
+    elif case == "sizes":
+        shard(data(3, 8), mesh, [Shard(1)], {0: (5, 3)}) @ shard(data(8, 3), mesh, [Shard(0)], {0: (4, 4)})
+    elif case == "mm":
+        torch.mm(shard(data(4, 4), mesh, [Shard(0)]), shard(data(4, 4), mesh, [Shard(0)]))
+    elif case == "sharded weight":
+        F.linear(x, distribute_tensor(data(6, 4), mesh, [Shard(0)]))
+    elif case == "shapes of linear":
+        F.linear(x, data(6, 5))
+    elif case == "shapes":
+        x @ data(5, 6)
+    elif case == "dtypes":
+        F.linear(x, data(6, 4).float())
+
+
+ERRORS = [
+    ("rows and columns", UnsupportedSharding, r"matmul.*needs one of them whole.*\[5, 3\].*\[3, 3\].*Replicate"),
+    ("sizes", UnsupportedSharding, r"matmul.*\[5, 3\].*\[4, 4\].*the same shard sizes"),
+    ("mm", UnsupportedSharding, "mm.*needs one of them whole"),
+    ("sharded weight", UnsupportedSharding, "linear: the parameter is sharded"),
+    ("shapes of linear", RuntimeError, "same reduction dim|cannot be multiplied"),
+    ("shapes", RuntimeError, "same reduction dim|cannot be multiplied"),
+    ("dtypes", RuntimeError, "dtype"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), ERRORS)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(fail, 2, case):
+        with pytest.raises(kind, match=text):
+            raise error
