@@ -11,8 +11,8 @@ from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor.geometry import cuts_of, intervals_of, map_cuts
-from shardtensor.ops.resampling import Resize
+from shardtensor.geometry import cuts_of, intervals_of, length, map_cuts
+from shardtensor.ops.resampling import Resize, as_local
 from shardtensor.ops.spatial import scaled_cut
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -23,6 +23,7 @@ from shardtensor.testing import (
     shared_mesh,
 )
 
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(sum)
 SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
 
 
@@ -147,6 +148,57 @@ def test_partial_sums_stay_so():
     assert run_distributed(partial_sums, 2) == [True, True]
 
 
+def kernels():
+    """Doubling takes one call of torch's kernel, which leaves the memory format alone."""
+    x = shard(data(1, 2, 8, 6), shared_mesh(2), [Shard(2)], {0: (3, 5)}).to(memory_format=torch.channels_last)
+    up = F.interpolate(x, scale_factor=2).to_local()
+    return up.is_contiguous(memory_format=torch.channels_last) or up.stride()
+
+
+def test_doubling_keeps_channels_last():
+    assert run_distributed(kernels, 2) == [True, True]
+
+
+@given(
+    SIZES,
+    st.sampled_from([(2, None), (3, None), (0.5, None), (2, 2.0), (4, 4.0), (0.5, 0.5), (2, 2.04)]),
+    st.sampled_from(["nearest", "nearest-exact", "linear", "bicubic"]),
+)
+def test_torchs_kernel_on_a_part_gives_the_outputs_of_the_whole(sizes, ratio, mode):
+    n = sum(sizes)
+    out, scale = int(n * ratio[0]), ratio[1]
+    if out == 0 or (scale and int(n * scale) != out):
+        return
+    resize = Resize(n, out, scale, mode, None, False, torch.float64, "cpu")
+    x = data(1, 2, n)[:, :, None] if mode == "bicubic" else data(1, 2, n)
+    parts = []
+    for interval in intervals_of(map_cuts(sizes, scaled_cut(n, out))):
+        start, stop = resize.taps().reads(interval)
+        found = as_local(resize, (start, stop), interval) if stop > start else None
+        if found is None:
+            parts.append(resize.taps().apply(x[..., start:stop], x.ndim - 1, start, interval))
+            continue
+        local, drop = found
+        assert local.size == stop - start
+        given_size = {"size": local.out} if scale is None else {"scale_factor": scale}
+        if mode == "bicubic":
+            given_size = {k: (1, v) for k, v in given_size.items()}
+        parts.append(F.interpolate(x[..., start:stop], mode=mode, **given_size).narrow(-1, drop, length(interval)))
+    whole = Resize(n, out, scale, mode, None, False, torch.float64, "cpu").taps().apply(x, x.ndim - 1, 0, (0, out))
+    torch.testing.assert_close(torch.cat(parts, -1), whole, rtol=1e-14, atol=1e-14)
+
+
+def test_where_torchs_kernel_serves_parts():
+    def serves(n, out, part, wanted, scale=None, mode="linear", corners=None):
+        return as_local(Resize(n, out, scale, mode, corners, False, torch.float32, "cpu"), part, wanted) is not None
+
+    assert serves(8, 16, (3, 8), (8, 16)) and serves(8, 16, (3, 8), (8, 16), scale=2.0, mode="nearest")
+    assert serves(8, 4, (4, 8), (2, 4))
+    assert not serves(8, 16, (3, 8), (8, 16), corners=True)
+    assert not serves(8, 12, (3, 8), (6, 12))
+    assert not serves(50, 100, (20, 50), (42, 100), scale=2.01)
+
+
 def infinities():
     """A nearest neighbour is a copy: nothing else may leak into it."""
     x = torch.full((1, 1, 6, 6), torch.inf, dtype=torch.float64)
@@ -191,7 +243,6 @@ def test_errors_are_torchs_own_on_every_rank(case, error, text):
             raise raised
 
 
-SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(sum)
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic")
 
 

@@ -157,10 +157,10 @@ def _constant_pad_nd(input: Any, pad: Sequence[int], value: Any = 0) -> Any:
     return _pad(input, pad, "constant", value)
 
 
-_nn = torch._C._nn
+_nn, _aten = torch._C._nn, torch.ops.aten
 
-register(F.pad, _nn.pad)(_pad)
-register(torch.constant_pad_nd)(_constant_pad_nd)
+register(F.pad, _nn.pad, _aten.pad)(_pad)
+register(torch.constant_pad_nd, _aten.constant_pad_nd)(_constant_pad_nd)
 for _ndim in (1, 2, 3):
-    register(getattr(_nn, f"reflection_pad{_ndim}d"))(partial(_pad_with, mode="reflect", ndim=_ndim))
-    register(getattr(_nn, f"replication_pad{_ndim}d"))(partial(_pad_with, mode="replicate", ndim=_ndim))
+    for _mode, _name in (("reflect", f"reflection_pad{_ndim}d"), ("replicate", f"replication_pad{_ndim}d")):
+        register(getattr(_nn, _name), getattr(_aten, _name))(partial(_pad_with, mode=_mode, ndim=_ndim))

@@ -357,35 +357,23 @@ def _best_of_ranks(
 
 # -- doors ------------------------------------------------------------------------------------------------
 
-_nn = torch._C._nn
+_nn, _aten = torch._C._nn, torch.ops.aten
 
-for _n, _functions in {
-    1: (torch.max_pool1d, F.max_pool1d),
-    2: (torch.max_pool2d, F.max_pool2d),
-    3: (torch.max_pool3d, F.max_pool3d),
-}.items():
-    register(*_functions)(partial(_max_pool, ndim=_n))
-for _n, _functions in {
-    1: (torch.max_pool1d_with_indices, F.max_pool1d_with_indices),
-    2: (_nn.max_pool2d_with_indices, F.max_pool2d_with_indices),
-    3: (_nn.max_pool3d_with_indices, F.max_pool3d_with_indices),
-}.items():
-    register(*_functions)(partial(_max_pool, ndim=_n, indices=True))
-for _n, _function in enumerate((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), 1):
-    register(_function)(partial(_avg_pool, ndim=_n))
-for _n, _function in enumerate((F.lp_pool1d, F.lp_pool2d, F.lp_pool3d), 1):
-    register(_function)(partial(_lp_pool, ndim=_n))
-for _n, _functions in {
-    1: (F.adaptive_avg_pool1d,),
-    2: (F.adaptive_avg_pool2d, _nn.adaptive_avg_pool2d),
-    3: (F.adaptive_avg_pool3d, _nn.adaptive_avg_pool3d),
-}.items():
-    register(*_functions)(partial(_adaptive_avg_pool, ndim=_n))
-for _n, _function in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), 1):
-    register(_function)(partial(_adaptive_max_pool, ndim=_n))
-for _n, _functions in {
-    1: (torch.adaptive_max_pool1d, F.adaptive_max_pool1d_with_indices),
-    2: (_nn.adaptive_max_pool2d, F.adaptive_max_pool2d_with_indices),
-    3: (_nn.adaptive_max_pool3d, F.adaptive_max_pool3d_with_indices),
-}.items():
-    register(*_functions)(partial(_adaptive_max_pool, ndim=_n, indices=True))
+for _n in (1, 2, 3):
+    _name = f"max_pool{_n}d"
+    _doors = (getattr(torch, _name), getattr(F, _name), getattr(_aten, _name))
+    register(*_doors)(partial(_max_pool, ndim=_n))
+    _name = f"max_pool{_n}d_with_indices"
+    _doors = (getattr(torch if _n == 1 else _nn, _name), getattr(F, _name), getattr(_aten, _name))
+    register(*_doors)(partial(_max_pool, ndim=_n, indices=True))
+    _name = f"avg_pool{_n}d"
+    register(getattr(F, _name), getattr(_aten, _name))(partial(_avg_pool, ndim=_n))
+    register(getattr(F, f"lp_pool{_n}d"))(partial(_lp_pool, ndim=_n))
+    _name = f"adaptive_avg_pool{_n}d"
+    _doors = {getattr(F, _name), getattr(torch if _n == 1 else _nn, _name), getattr(_aten, _name)}
+    register(*_doors)(partial(_adaptive_avg_pool, ndim=_n))
+    _name = f"adaptive_max_pool{_n}d"
+    register(getattr(F, _name))(partial(_adaptive_max_pool, ndim=_n))
+    # Below torch.nn.functional, these always return the indices too.
+    _doors = (getattr(torch if _n == 1 else _nn, _name), getattr(F, f"{_name}_with_indices"), getattr(_aten, _name))
+    register(*_doors)(partial(_adaptive_max_pool, ndim=_n, indices=True))

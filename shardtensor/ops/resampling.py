@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import refuse
-from ..geometry import Interval, intervals_of, map_cuts
+from ..geometry import Interval, intervals_of, length, map_cuts
 from ..registry import register
 from ..tensor import ShardTensor
 from .pooling import _adaptive_avg_pool
 from .spatial import borrow_dims, finish, on_meta, per_dim, result_dtype, scaled_cut, settled
 
-__all__ = ["Resize", "Taps"]
+__all__ = ["Resize", "Taps", "as_local"]
 
 # Half the spread of the taps of each mode, in units of the larger of 1 and the step between outputs.
 _REACH = {"nearest": 1, "nearest-exact": 1, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2, "lanczos": 3}
@@ -137,6 +137,31 @@ def _taps(resize: Resize) -> Taps:
     return Taps(first, weights.contiguous())
 
 
+@lru_cache(maxsize=1024)
+def as_local(resize: Resize, part: Interval, out: Interval) -> tuple[Resize, int] | None:
+    """How torch can compute the outputs ``out`` from ``part`` alone, as if that were the whole dim; None if it cannot.
+
+    Returns:
+        The resampling of the part, and how many of its outputs come before the wanted ones.
+    """
+    if part == (0, resize.size) and out == (0, resize.out):
+        return resize, 0
+    start, n = part[0], part[1] - part[0]
+    if resize.align_corners or start * resize.out % resize.size or n * resize.out % resize.size:
+        return None
+    local = replace(resize, size=n, out=n * resize.out // resize.size)
+    drop, count = out[0] - start * resize.out // resize.size, out[1] - out[0]
+    if drop < 0 or drop + count > local.out or (local.scale and math.floor(n * local.scale) != local.out):
+        return None
+    # The formulas are shifted by whole numbers, but do they round alike?
+    theirs, ours = local.taps(), resize.taps()
+    if theirs.weights.shape[1] != ours.weights.shape[1]:
+        return None
+    here = slice(drop, drop + count), slice(*out)
+    same = torch.equal(theirs.first[here[0]] + start, ours.first[here[1]])
+    return (local, drop) if same and torch.equal(theirs.weights[here[0]], ours.weights[here[1]]) else None
+
+
 def _interpolate(
     input: Any,
     size: Any = None,
@@ -150,9 +175,7 @@ def _interpolate(
     if not isinstance(input, ShardTensor):
         return NotImplemented
     kwargs = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
-    meta = F.interpolate(
-        on_meta(input), size, scale_factor, recompute_scale_factor=recompute_scale_factor, **kwargs
-    )
+    meta = F.interpolate(on_meta(input), size, scale_factor, recompute_scale_factor=recompute_scale_factor, **kwargs)
     if mode == "area":
         return _adaptive_avg_pool(input, tuple(meta.shape[2:]), ndim=input.ndim - 2)
     x = settled(input, linear=mode not in ("nearest", "nearest-exact") or input.is_floating_point())
@@ -164,43 +187,48 @@ def _interpolate(
     probe = lambda t: F.interpolate(t, size=[1] * ndim, **kwargs)  # noqa: E731
     dtype = result_dtype(x._local_tensor, probe, [1] * x.ndim)
     sharded = {d: m for d, m in spec.sharded_dims().items() if d >= 2}
-    local = x.to_local()
-    if not sharded:
-        if local.numel() == 0:
-            local = local.reshape(*local.shape[:2], *meta.shape[2:])
-        else:
-            local = F.interpolate(local, size, scale_factor, recompute_scale_factor=recompute_scale_factor, **kwargs)
-        return finish(local.to(dtype), x, meta, {})
-    if not x.is_floating_point() and not mode.startswith("nearest"):
+    if sharded and not x.is_floating_point() and not mode.startswith("nearest"):
         reason = f"mode {mode!r} of {x.dtype} rounds between dims, which is done for floating point only"
         raise refuse("interpolate", x, reason, "convert to float and round yourself")
     # torch computes in single precision for the half types, and so do we, between the dims too.
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     sizes, needs, mine = {}, {}, {}
-    taps = {}
+    resizes = {}
     for d in range(2, x.ndim):
-        resize = Resize(
-            spec.shape[d], meta.shape[d], scales[d - 2], mode, align_corners, antialias, compute, str(local.device)
-        )
-        taps[d] = resize.taps()
-        mine[d] = 0, (0, meta.shape[d])
+        n, out = spec.shape[d], meta.shape[d]
+        resizes[d] = Resize(n, out, scales[d - 2], mode, align_corners, antialias, compute, str(x.device))
+        mine[d] = (0, n), (0, out)
         if d in sharded:
             m = sharded[d]
-            sizes[d] = map_cuts(spec.sizes[m] or (), scaled_cut(spec.shape[d], meta.shape[d]))
+            sizes[d] = map_cuts(spec.sizes[m] or (), scaled_cut(n, out))
             outs = intervals_of(sizes[d])
-            needs[d] = [taps[d].reads(out) for out in outs]
-            mine[d] = needs[d][spec.coordinate[m]][0], outs[spec.coordinate[m]]
-    local = borrow_dims(local, spec, needs)
-    if not mode.startswith("nearest"):
-        local = local.to(compute)
-    for d, (origin, out) in mine.items():
-        if local.numel() == 0:
-            shape = list(local.shape)
-            shape[d] = out[1] - out[0]
-            local = local.reshape(shape)
-        else:
-            local = taps[d].apply(local, d, origin, out)
-    return finish(local.to(dtype), x, meta, sizes)
+            needs[d] = [resizes[d].taps().reads(interval) for interval in outs]
+            mine[d] = needs[d][spec.coordinate[m]], outs[spec.coordinate[m]]
+    local = borrow_dims(x.to_local(), spec, needs).to(dtype)
+    return finish(_resample(local, resizes, mine), x, meta, sizes)
+
+
+def _resample(local: Tensor, resizes: dict[int, Resize], mine: dict[int, tuple[Interval, Interval]]) -> Tensor:
+    """Resample dims; ``mine``: per dim, the global input interval that ``local`` holds and the outputs wanted."""
+    if local.numel() == 0:
+        return local.reshape([length(mine[d][1]) if d in mine else n for d, n in enumerate(local.shape)])
+    parts = {d: as_local(resizes[d], *mine[d]) for d in mine}
+    found = [part for part in parts.values() if part is not None]
+    if len(found) == len(parts):
+        # One call of torch's kernel, which is several times faster than dim after dim.
+        first, scales = found[0][0], [part.scale for part, _ in found]
+        size = {"size": [part.out for part, _ in found]} if None in scales else {"scale_factor": scales}
+        kwargs = {"mode": first.mode, "align_corners": first.align_corners, "antialias": first.antialias}
+        local = F.interpolate(local, **size, **kwargs)  # type: ignore[arg-type]
+        for d, (_, drop) in zip(mine, found):
+            local = local.narrow(d, drop, length(mine[d][1]))
+        return local
+    dtype = local.dtype
+    for d, (part, out) in mine.items():
+        if resizes[d].mode not in ("nearest", "nearest-exact"):
+            local = local.to(resizes[d].dtype)
+        local = resizes[d].taps().apply(local, d, part[0], out)
+    return local.to(dtype)
 
 
 register(F.interpolate)(_interpolate)
