@@ -24,6 +24,7 @@ __all__ = [
     "is_plain_shard",
     "new_wrapper",
     "register_scripting",
+    "without_zero_tensor",
 ]
 
 
@@ -40,6 +41,11 @@ def current_mesh() -> DeviceMesh:
 def is_plain_shard(placement: object) -> bool:
     """Whether ``placement`` is ``Shard`` itself rather than the strided kind that FSDP2 over TP makes."""
     return not isinstance(placement, _StridedShard)
+
+
+def without_zero_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, with memory of its own if it is one of autograd's zeros that have none."""
+    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor
 
 
 def claim_dispatch(cls: type) -> None:

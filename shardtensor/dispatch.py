@@ -203,6 +203,8 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     if found is None:
         made = _make_plan(func, args, kwargs)
         if isinstance(made, _Done):
+            if made.plan is not None and key:
+                _plans[tuple(key)] = (made.plan, [None])
             return made.value
         found = (made, [None])
         if key:
@@ -251,9 +253,10 @@ def _replace(args: list[Any], kwargs: dict[str, Any], path: Path, src: ShardTens
 
 @dataclass(slots=True)
 class _Done:
-    """A result that was computed while looking for a plan."""
+    """A result that was computed while looking for a plan, and the plan for the next time, if there is one."""
 
     value: Any
+    plan: Plan | None = None
 
 
 def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | _Done:
@@ -267,6 +270,8 @@ def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     mesh = specs[0].mesh
     if any(spec.mesh != mesh for spec in specs):
         raise refuse(func, specs, "operands live on different meshes", "build all of them on one mesh")
+    if torch.Tag.inplace_view in func.tags or any(a.is_out for a in func._schema.arguments):
+        raise refuse(func, specs, "it would change the layout of a tensor in place", "use the out-of-place form")
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
     if build is None and (random or not replicated):
@@ -275,9 +280,9 @@ def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
         reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
         remedy = "draw on plain tensors" if random else "call inside shardtensor.allow_gather(), or register a handler"
         raise refuse(func, specs, reason, remedy)
-    call = Call(func, *_as_specs(args, kwargs), _on_meta(func, args, kwargs), tensors)
     if replicated and not random:
-        return _replicated_plan(call)
+        return _run_replicated(func, args, kwargs, specs[0].replicated())
+    call = Call(func, *_as_specs(args, kwargs), _on_meta(func, args, kwargs), tensors)
     assert build is not None
     try:
         return build(call)
@@ -287,15 +292,25 @@ def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
         return _Done(_gathered(func, args, kwargs))
 
 
-def _replicated_plan(call: Call) -> Plan:
-    base = call.specs[0].replicated()
+def _run_replicated(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec
+) -> _Done:
+    """Everything is whole on every rank, so each computes for itself; the result tells its own shape."""
+    local_kwargs = {name: _localize((value,), [])[0] for name, value in kwargs.items()}
+    result = func(*_localize(args, []), **local_kwargs)
+    returns_self = is_inplace(func)
 
-    def replicated(meta: Any) -> Any:
-        return base.replace(meta=meta_of(meta)) if isinstance(meta, Tensor) else None
+    def spec(value: Any) -> Any:
+        return base.replace(meta=meta_of(value)) if isinstance(value, Tensor) else None
 
-    meta = call.meta
-    outputs = [replicated(m) for m in meta] if isinstance(meta, (list, tuple)) else replicated(meta)
-    return Plan(outputs, returns_self=is_inplace(call.func))
+    def wrapped(value: Any) -> Any:
+        return wrap(value, spec(value)) if isinstance(value, Tensor) else value
+
+    value = args[0] if returns_self and result is not None else tree_map(wrapped, result)
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return _Done(value)  # the shape may be another one next time
+    outputs = [spec(r) for r in result] if isinstance(result, (list, tuple)) else spec(result)
+    return _Done(value, Plan(outputs, returns_self=returns_self and result is not None))
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:

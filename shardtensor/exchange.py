@@ -136,10 +136,9 @@ def start_swap(
     flat = [p.reshape(-1) for row in pieces for p in row if p.numel()]
     packed = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
     received = torch.empty(sum(recv_counts), dtype=dtype, device=device)
-    # Backends know no complex numbers in every collective; their real view is the same bytes.
-    wire = 2 if dtype.is_complex else 1
-    out, inp = (torch.view_as_real(t).flatten() if wire == 2 else t for t in (received, packed))
-    send_counts, recv_counts = [n * wire for n in send_counts], [n * wire for n in recv_counts]
+    # Bytes: no backend knows every dtype in every collective, and nothing is computed on the way.
+    out, inp = received.view(torch.uint8), packed.view(torch.uint8)
+    send_counts, recv_counts = ([n * dtype.itemsize for n in counts] for counts in (send_counts, recv_counts))
     if _transport == "p2p":
         works = _batched(out, inp, recv_counts, send_counts, group)
     else:

@@ -36,6 +36,10 @@ _REDUCE = {
 }
 
 
+# Dtypes that backends do not reduce travel as one that they do.
+_WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
 def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
     """This rank's local tensor under ``dst``, given the one under ``src``. Collective over mesh dims that change."""
     if src.mesh != dst.mesh:
@@ -109,7 +113,8 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     """A new tensor with the reduction of all ranks' ``local``."""
     if dist.get_world_size(group) == 1:
         return local.clone()
-    value = local.to(torch.uint8) if local.dtype == torch.bool else local.contiguous().clone()
+    via = _WIDENED.get(local.dtype)
+    value = local.to(via) if via is not None else local.contiguous().clone()
     if value.is_complex() and op != "sum":
         raise ValueError(f"Partial({op!r}) of complex numbers is not defined")
     wire = torch.view_as_real(value) if value.is_complex() else value
@@ -117,7 +122,7 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
         counts = [value.numel()] * dist.get_world_size(group)
         check_communication(f"all_reduce {op}", value.dtype, counts, counts, group, value.device)
     dist.all_reduce(wire, op=_REDUCE[op][0], group=group)
-    return value.to(torch.bool) if local.dtype == torch.bool else value
+    return value.to(local.dtype)
 
 
 def move_intervals(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import dispatch
-from ._compat import DisableTorchFunction, claim_dispatch, current_mesh, new_wrapper
+from ._compat import DisableTorchFunction, claim_dispatch, current_mesh, new_wrapper, without_zero_tensor
 from .agreement import agree_on_local
 from .dispatch import spec_of, wrap
 from .errors import UnsupportedSharding, refuse
@@ -311,7 +311,7 @@ class _Promote(torch.autograd.Function):
     def forward(ctx: Any, plain: Tensor, spec: ShardTensorSpec) -> Any:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.spec = spec
-        return wrap(plain.detach(), spec)
+        return wrap(without_zero_tensor(plain.detach()), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
@@ -335,6 +335,8 @@ def promote(plain: Tensor, mesh: DeviceMesh) -> Any:
 
 def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
     """A gradient, in whatever layout it arrives (a plain one counts as replicated), in the layout of ``spec``."""
+    if grad is None:  # autograd hands undefined gradients to hooks, too
+        return None
     if not isinstance(grad, DTensor):
         grad = promote(grad, spec.mesh)
     elif not isinstance(grad, ShardTensor):
@@ -442,6 +444,11 @@ def _set_requires_grad(self: ShardTensor, requires_grad: bool) -> Any:
     return None
 
 
+def _share_memory_(self: ShardTensor) -> Any:
+    raise refuse("share_memory_", self, "a ShardTensor has no storage of its own", "share its to_local()")
+
+
+FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.requires_grad_] = _requires_grad_
 FUNCTIONS[Tensor.requires_grad.__set__] = _set_requires_grad  # type: ignore[attr-defined]
 

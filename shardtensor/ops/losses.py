@@ -217,7 +217,12 @@ def _over_classes(
     t = moved(name, t, common if soft else spec.replace(meta=t._spec.tensor_meta)).to_local()
     (w,) = local_parameters(name, common, weight)
     if x.numel() == 0:
-        terms = x.sum(classes)  # also empty; not all of torch's kernels take empty tensors
+        # Not all of torch's kernels take empty tensors. What else requires grad stays in the graph, for backward
+        # must communicate on every rank alike.
+        terms = x.sum(classes)
+        for other in (t, w):
+            if other is not None and other.requires_grad:
+                terms = terms + other.sum()
     else:
         terms = function(x, t, w, **options, reduction="none")
     divisor: Any = None

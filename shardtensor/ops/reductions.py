@@ -23,11 +23,20 @@ _aten = torch.ops.aten
 
 
 def reduced_dims(dim: Any, ndim: int) -> list[int]:
-    """Normalized dims of a reduction's ``dim`` argument; None and () mean all."""
-    if dim is None or (isinstance(dim, (list, tuple)) and len(dim) == 0):
-        return list(range(ndim))
-    given = [dim] if isinstance(dim, int) else dim
-    return sorted({d % ndim if ndim else 0 for d in given})
+    """Normalized dims of a reduction's ``dim`` argument; None and () mean all.
+
+    Raises:
+        IndexError, RuntimeError: dims that do not exist or are named twice, with torch's texts.
+    """
+    given = [dim] if isinstance(dim, int) else list(dim or ())
+    room = max(ndim, 1)
+    for d in given:
+        if not -room <= d < room:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-room}, {room - 1}], but got {d})")
+    dims = sorted({d % room for d in given})
+    if len(dims) < len(given):
+        raise RuntimeError(f"a dim appears multiple times in the list of dims {tuple(given)}")
+    return [d for d in dims if d < ndim] if dims else list(range(ndim))
 
 
 def reduced_spec(spec: ShardTensorSpec, meta: Tensor, dims: Sequence[int], keepdim: bool, op: str) -> ShardTensorSpec:
@@ -257,6 +266,8 @@ def _equal(a: Any, b: Any) -> bool:
 def _along(call: Call) -> Plan:
     specs = call.reduced()
     first = next(iter(specs.values()))
+    if any(isinstance(a, Tensor) for a in call.args):
+        raise call.refuse("plain tensors meet ShardTensors", "make them ShardTensors, e.g. by ShardTensor.from_local")
     backward = call.func._schema.name.endswith("_backward_data")
     dim = call.args[2 if backward else 1]
     dims = reduced_dims(dim, len(first.shape))

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..dispatch import Call, Path, Plan, meta_of, rule, wrap
+from ..errors import refuse
 from ..geometry import intervals_of
 from ..redistribute import move_intervals
 from ..registry import register
@@ -211,6 +212,17 @@ def _unbind(call: Call) -> Plan:
 def _split(call: Call) -> Plan:
     dims = _without(call, call.args[2] if len(call.args) > 2 else 0, "split")
     return Plan([carry(call, call.specs[0], m, dims) for m in call.meta])
+
+
+@register(torch.tensor_split, Tensor.tensor_split)
+def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+    """Only for indices in a ShardTensor: their values are read, so every rank must have them all."""
+    indices = kwargs.get("tensor_indices_or_sections", indices_or_sections)
+    if not isinstance(indices, DTensor):
+        return NotImplemented
+    if not all(p.is_replicate() for p in indices.placements):
+        raise refuse("tensor_split", [input, indices], "the indices are not whole", "pass a plain tensor or a list")
+    return torch.tensor_split(input, indices.to_local().tolist(), dim)
 
 
 @rule(_aten.select_backward.default, _aten.slice_backward.default)
