@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardtensor.exchange import plan_intervals
 from shardtensor.geometry import (
@@ -105,9 +106,7 @@ def test_touching_finds_the_outputs_that_reach_into_an_interval(window, data):
         return
     a = data.draw(st.integers(0, window.size - 1))
     b = data.draw(st.integers(a + 1, window.size))
-    expected = [
-        o for o in range(window.outputs) if taps(window, o)[0] < b and taps(window, o)[-1] >= a
-    ]
+    expected = [o for o in range(window.outputs) if taps(window, o)[0] < b and taps(window, o)[-1] >= a]
     found = window.touching((a, b), (0, window.outputs))
     assert list(range(*found)) == expected
 
