@@ -49,14 +49,14 @@ def check_communication(
         if other[0] != rows[0][0]:
             first, second = (kinds, "something else") if rows[mine][0] == rows[0][0] else ("something else", kinds)
             raise RuntimeError(
-                f"ranks do not agree on the next communication: rank {ranks[0]} is about to start {first}, rank {ranks[r]} "
-                f"{second}; every rank must call the same operators in the same order"
+                f"ranks do not agree on the next communication: rank {ranks[0]} is about to start {first}, rank "
+                f"{ranks[r]} {second}; every rank must call the same operators in the same order"
             )
     for s in range(n):
         for r in range(n):
             sent, expected = rows[s][1 + r], rows[r][1 + n + s]
             if sent != expected:
                 raise RuntimeError(
-                    f"{kinds}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects {expected}; the "
+                    f"{kinds}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects {expected}; "
                     "ranks' ShardTensors differ in shape or sizes"
                 )
