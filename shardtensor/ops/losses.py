@@ -217,14 +217,11 @@ def _over_classes(
     t = moved(name, t, common if soft else spec.replace(meta=t._spec.tensor_meta)).to_local()
     (w,) = local_parameters(name, common, weight)
     if x.numel() == 0:
-        # Not all of torch's kernels take empty tensors. What else requires grad stays in the graph, for backward
-        # must communicate on every rank alike.
-        terms = x.sum(classes)
-        for other in (t, w):
-            if other is not None and other.requires_grad:
-                terms = terms + other.sum()
-    else:
-        terms = function(x, t, w, **options, reduction="none")
+        # Not all of torch's kernels take empty spatial dims. This one does, and keeps dtype and graph what they are on
+        # other ranks: backward must communicate on every rank alike.
+        flat = x.movedim(classes, -1).reshape(0, x.shape[classes])
+        x, t = flat, (t.movedim(classes, -1).reshape(flat.shape) if soft else t.reshape(0))
+    terms = function(x, t, w, **options, reduction="none").reshape(spec.local_shape())
     divisor: Any = None
     if reduction == "mean":
         divisor = terms_meta.numel() if soft else _total_weight(t, w, ignore_index, spec)

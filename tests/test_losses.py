@@ -1,0 +1,338 @@
+"""Losses against the unsharded ones: values, gradients of input and target, messages and errors."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import shardtensor
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+SHAPE = (2, 8, 3)
+# (mesh shape, dims cut, sizes) of inputs of shape SHAPE
+CUTS = [
+    (1, (1,), {}),
+    (2, (1,), {0: (5, 3)}),
+    (2, (1,), {0: (7, 1)}),
+    (2, (1,), {0: (0, 8)}),
+    (2, (0,), {0: (2, 0)}),
+    (2, (None,), {}),
+    (3, (1,), {0: (3, 0, 5)}),
+    (4, (1,), {0: (1, 4, 0, 3)}),
+    ((2, 2), (1, 2), {0: (5, 3), 1: (0, 3)}),
+    ((2, 2), (0, 1), {0: (1, 1), 1: (7, 1)}),
+    ((2, 2), (None, 1), {1: (5, 3)}),
+]
+
+
+def placed(dims):
+    return [Replicate() if d is None else Shard(d) for d in dims]
+
+
+def elementwise():
+    """``(name, loss of input and target, whether both are probabilities)``."""
+    torch.manual_seed(0)
+    weight = torch.rand(*SHAPE, dtype=torch.float64)
+    row, of_class = torch.rand(1, 3, dtype=torch.float64), torch.rand(8, 1, dtype=torch.float64)
+    cases = []
+    for reduction in ("mean", "sum", "none"):
+        for name, function, options, probabilities in [
+            ("mse", F.mse_loss, {}, False),
+            ("mse, weights", F.mse_loss, {"weight": weight}, False),
+            ("l1", F.l1_loss, {}, False),
+            ("smooth l1", F.smooth_l1_loss, {"beta": 0.5}, False),
+            ("smooth l1, beta 0", F.smooth_l1_loss, {"beta": 0.0}, False),
+            ("huber", F.huber_loss, {"delta": 0.5}, False),
+            ("huber, weights", F.huber_loss, {"weight": weight}, False),
+            ("bce", F.binary_cross_entropy, {}, True),
+            ("bce, weights", F.binary_cross_entropy, {"weight": row}, True),
+            ("logits", F.binary_cross_entropy_with_logits, {}, True),
+            ("logits, weights", F.binary_cross_entropy_with_logits, {"weight": weight, "pos_weight": of_class}, True),
+            ("logits, row", F.binary_cross_entropy_with_logits, {"weight": row, "pos_weight": row[0]}, True),
+            ("kl", F.kl_div, {}, True),
+            ("kl, logs", F.kl_div, {"log_target": True}, True),
+        ]:
+            options = {**options, "reduction": reduction}
+            cases.append((f"{name}, {reduction}", lambda x, t, f=function, o=options: f(x, t, **o), probabilities))
+    cases.append(("kl, batchmean", lambda x, t: F.kl_div(x, t, reduction="batchmean"), True))
+    cases.append(("mse, size_average", lambda x, t: F.mse_loss(x, t, size_average=False), False))
+    cases.append(("mse, reduce", lambda x, t: F.mse_loss(x, t, reduce=False), False))
+    cases.append(("module", torch.nn.SmoothL1Loss(), False))
+    return cases
+
+
+def check_elementwise(mesh_shape, dims, sizes):
+    warnings.simplefilter("ignore")
+    failures = []
+    for name, loss, probabilities in elementwise():
+        x, t = torch.randn(2, *SHAPE, dtype=torch.float64)
+        if probabilities:
+            x, t = x.sigmoid(), t.sigmoid()
+        # A target that is cut alike, and a plain one.
+        for targets, target_sizes in ((placed(dims), sizes), (None, None)):
+            try:
+                assert_matches_unsharded(
+                    loss,
+                    x,
+                    t,
+                    mesh_shape=mesh_shape,
+                    placements=[placed(dims), targets],
+                    shard_sizes=[sizes, target_sizes],
+                )
+            except AssertionError as error:
+                failures.append(f"{name}, target {targets}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_elementwise_losses(mesh_shape, dims, sizes):
+    run_distributed(check_elementwise, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, dims, sizes)
+
+
+def class_losses():
+    """``(name, loss of input (N, 4, *spatial) and target, options)``."""
+    torch.manual_seed(0)
+    weight = torch.rand(4, dtype=torch.float64)
+    cases = []
+    for reduction in ("mean", "sum", "none"):
+        for options in (
+            {},
+            {"weight": weight},
+            {"ignore_index": 1},
+            {"weight": weight, "ignore_index": 1},
+            {"label_smoothing": 0.2},
+            {"weight": weight, "ignore_index": 1, "label_smoothing": 0.2},
+        ):
+            options = {**options, "reduction": reduction}
+            cases.append((F.cross_entropy, options))
+            if "label_smoothing" not in options:
+                cases.append((F.nll_loss, options))
+    return cases
+
+
+def check_classes(mesh_shape, spatial, dims, sizes):
+    """``dims`` count as in the target: batch, then spatial."""
+    failures = []
+    for function, options in class_losses():
+        x = torch.randn(3, 4, *spatial, dtype=torch.float64).log_softmax(1)
+        indices = torch.randint(4, (3, *spatial))
+        probabilities = torch.rand(3, 4, *spatial, dtype=torch.float64).softmax(1)
+        inner = [Replicate() if d is None else Shard(d + (d > 0)) for d in dims]
+        targets = [(indices, placed(dims), sizes), (indices, None, None)]
+        if function is F.cross_entropy and "ignore_index" not in options:
+            targets += [(probabilities, inner, sizes), (probabilities, None, None)]
+        for target, placements, target_sizes in targets:
+            try:
+                assert_matches_unsharded(
+                    lambda x, t, f=function, o=options: f(x, t, **o),
+                    x,
+                    target,
+                    mesh_shape=mesh_shape,
+                    placements=[inner, placements],
+                    shard_sizes=[sizes, target_sizes],
+                )
+            except AssertionError as error:
+                failures.append(f"{function.__name__} {options} {tuple(target.shape)} {placements}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+CLASSES = [
+    (1, (8,), (1,), {}),
+    (2, (8,), (1,), {0: (5, 3)}),
+    (2, (8, 5), (1,), {0: (7, 1)}),
+    (2, (3, 8), (2,), {0: (0, 8)}),
+    (2, (), (0,), {0: (1, 2)}),
+    (2, (2, 3, 2), (2,), {0: (3, 0)}),
+    (2, (5,), (None,), {}),
+    (3, (8,), (1,), {0: (3, 0, 5)}),
+    (4, (8, 2), (1,), {0: (1, 4, 0, 3)}),
+    ((2, 2), (8, 3), (1, 2), {0: (5, 3), 1: (0, 3)}),
+    ((2, 2), (8,), (0, 1), {0: (1, 2), 1: (7, 1)}),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "spatial", "dims", "sizes"), CLASSES)
+def test_losses_over_classes(mesh_shape, spatial, dims, sizes):
+    world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
+    run_distributed(check_classes, world, mesh_shape, spatial, dims, sizes)
+
+
+def check_other_cuts():
+    """Targets that are cut otherwise than the input."""
+    warnings.simplefilter("ignore")
+    uneven = {0: (5, 3)}
+
+    def check(loss, x, xp, xs, t, tp, ts):
+        assert_matches_unsharded(loss, x, t, mesh_shape=2, placements=[xp, tp], shard_sizes=[xs, ts])
+
+    x, t = torch.randn(2, 2, 8, 4, dtype=torch.float64)
+    for loss in (F.mse_loss, F.l1_loss):
+        check(loss, x, [Shard(1)], uneven, t, [Shard(1)], {0: (1, 7)})
+        check(loss, x, [Shard(1)], uneven, t, [Shard(2)], {0: (4, 0)})
+        check(loss, x, [Replicate()], None, t, [Shard(1)], uneven)
+        check(loss, x, [Partial()], None, t, [Shard(1)], uneven)
+        # Shapes that broadcast, against which torch warns.
+        check(loss, x, [Shard(1)], uneven, t[:1, :1], [Replicate()], None)
+        check(loss, x[0, 0], [Replicate()], None, t, [Shard(1)], uneven)
+        check(loss, x, [Shard(1)], uneven, t[0], [Shard(0)], uneven)
+    indices = torch.randint(8, (2, 4))
+    check(F.cross_entropy, x, [Shard(2)], {0: (1, 3)}, indices, [Shard(0)], {0: (1, 1)})
+    check(F.cross_entropy, x, [Replicate()], None, indices, [Shard(1)], {0: (1, 3)})
+    check(F.cross_entropy, x[0, 0], [Replicate()], None, torch.tensor(1), [Replicate()], None)
+    # Plain weights of classes that require grad, where a rank has nothing to add to their gradient.
+    assert_matches_unsharded(
+        F.cross_entropy,
+        x,
+        t.softmax(1),
+        torch.rand(8, dtype=torch.float64),
+        mesh_shape=2,
+        placements=[[Shard(2)], None, None],
+        shard_sizes=[{0: (0, 4)}, None, None],
+    )
+    # Weights that are themselves cut and have gradients.
+    assert_matches_unsharded(
+        lambda x, t, w: F.mse_loss(x, t, weight=w),
+        x,
+        t,
+        t.abs(),
+        mesh_shape=2,
+        placements=[[Shard(1)], [Shard(1)], [Shard(2)]],
+        shard_sizes=[uneven, uneven, {0: (1, 3)}],
+    )
+
+
+def test_targets_cut_otherwise():
+    run_distributed(check_other_cuts, 2)
+
+
+def use_of_the_value():
+    mesh = shared_mesh(2)
+    x, t = torch.randn(2, 2, 8, 3)
+    sharded = shard(x, mesh, [Shard(1)], {0: (5, 3)}, requires_grad=True)
+    loss = F.mse_loss(sharded, t)
+    loss.backward()
+    whole = x.clone().requires_grad_()
+    F.mse_loss(whole, t).backward()
+    torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+    # All targets ignored: torch gives NaN.
+    ignored = F.cross_entropy(shard(x, mesh, [Shard(2)], {0: (2, 1)}), torch.full((2, 3), -100))
+    return loss.item(), F.mse_loss(x, t).item(), loss.placements, ignored.item()
+
+
+def test_item_and_backward():
+    for value, expected, placements, ignored in run_distributed(use_of_the_value, 2):
+        assert value == pytest.approx(expected, rel=1e-6)
+        assert placements == (Partial(),)
+        assert ignored != ignored
+
+
+def half_precision():
+    mesh = shared_mesh(2)
+    # The squares sum to 400 * 1000, which float16 does not hold; their mean it does.
+    x = torch.full((1000,), 20.0, dtype=torch.float16)
+    mean = F.mse_loss(shard(x, mesh, [Shard(0)], {0: (900, 100)}), torch.zeros_like(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = F.mse_loss(shard(x.bfloat16(), mesh, [Shard(0)]), torch.zeros(1000))
+        # The ranks must agree on the dtype, whether they have something or not.
+        logits = shard(torch.randn(6, 4, 2).bfloat16(), mesh, [Shard(0)], {0: (0, 6)}, requires_grad=True)
+        classes = F.cross_entropy(logits, torch.zeros(6, 2, dtype=torch.long))
+    classes.backward()
+    assert classes.dtype == torch.float32 and logits.grad.dtype == torch.bfloat16
+    assert classes.item() > 0
+    return mean.item(), mean.dtype, cast.dtype
+
+
+def test_half_precision():
+    for mean, dtype, cast in run_distributed(half_precision, 2):
+        assert mean == 400
+        assert dtype == torch.float16
+        assert cast == torch.float32  # as torch's autocast does with this loss
+
+
+def communication():
+    mesh = shared_mesh(2)
+    x, t = torch.randn(2, 2, 8, 3)
+    indices = torch.randint(8, (2, 3))
+    counts = []
+    for loss, dim, target in ((F.mse_loss, 1, t), (F.l1_loss, 2, t), (F.cross_entropy, 2, indices)):
+        sharded = shard(x, mesh, [Shard(dim)], requires_grad=True)
+        with count_communication() as forward:
+            value = loss(sharded, target)
+        with count_communication() as backward:
+            value.backward()
+        with count_communication() as item:
+            value.item()
+        counts.append([(c.messages, dict(c.collectives), c.collective_bytes) for c in (forward, backward, item)])
+    return counts
+
+
+def test_nothing_but_scalars_is_sent():
+    scalar = (0, {"all_reduce": 1}, 4)
+    for mse, l1, cross_entropy in run_distributed(communication, 2):
+        assert mse == l1 == [(0, {}, 0), (0, {}, 0), scalar]
+        # How many targets are not ignored, an int64.
+        assert cross_entropy == [(0, {"all_reduce": 1}, 8), (0, {}, 0), scalar]
+
+
+def check_allow_gather():
+    x, t = torch.randn(2, 8, 3), torch.randint(8, (2, 3))
+    with shardtensor.allow_gather():
+        loss = F.cross_entropy(shard(x, shared_mesh(2), [Shard(1)], {0: (5, 3)}), t)
+    assert loss.item() == pytest.approx(F.cross_entropy(x, t).item(), rel=1e-6)
+
+
+def test_sharded_classes_inside_allow_gather():
+    run_distributed(check_allow_gather, 2)
+
+
+def fail(case):
+    mesh = shared_mesh(2)
+    x = shard(torch.rand(2, 8, 3), mesh, [Shard(1)], {0: (5, 3)})
+    if case == "classes":
+        F.cross_entropy(x, torch.zeros(2, 3, dtype=torch.long))
+    elif case == "classes of target":
+        soft = shard(torch.rand(2, 8, 3), mesh, [Shard(1)], {0: (5, 3)})
+        F.cross_entropy(torch.rand(2, 8, 3), soft)
+    elif case == "broadcast of a cut dim":
+        F.mse_loss(x, shard(torch.rand(1, 1, 1), mesh, [Shard(0)], {0: (1, 0)}))
+    elif case == "shapes":
+        F.binary_cross_entropy(x, torch.rand(2, 5, 3))  # what rank 0 holds
+    elif case == "shapes that do not broadcast":
+        F.mse_loss(x, torch.rand(2, 5, 3))
+    elif case == "batch":
+        F.cross_entropy(x, torch.zeros(3, 3, dtype=torch.long))
+    elif case == "reduction":
+        F.mse_loss(x, x, reduction="average")
+    elif case == "weights":
+        F.mse_loss(x, x, weight=torch.rand(3))
+
+
+ERRORS = [
+    ("classes", UnsupportedSharding, r"cross_entropy: the classes \(tensor dim 1\) are sharded.*\[5, 3\].*Remedy"),
+    ("classes of target", UnsupportedSharding, r"cross_entropy: the classes \(tensor dim 1\) are sharded"),
+    ("broadcast of a cut dim", UnsupportedSharding, "mse_loss: an operand would have to be gathered over mesh dim 0"),
+    ("shapes", ValueError, "different to the input size"),
+    ("shapes that do not broadcast", RuntimeError, "must match the size|not broadcastable|Shape mismatch"),
+    ("batch", (RuntimeError, ValueError), "[Ee]xpected (target|input) "),
+    ("reduction", ValueError, "average is not a valid value for reduction"),
+    ("weights", ValueError, "same size"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), ERRORS)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(fail, 2, case):
+        with pytest.raises(kind, match=text):
+            raise error
