@@ -3,7 +3,7 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
-from . import ops, patches  # the operators fill the registry
+from . import gradients, ops, patches  # the first two fill the registry
 from .dispatch import allow_gather
 from .errors import UnsupportedSharding
 from .exchange import set_transport
@@ -17,6 +17,7 @@ patches.install()
 __version__ = "0.1.0"
 
 __all__ = [
+    "gradients",
     "ops",
     "patches",
     "ShardTensor",

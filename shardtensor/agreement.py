@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .debug import debug_enabled
-from .spec import ShardTensorSpec, contiguous_stride, mesh_coordinate, normalize_placements
+from .spec import ShardTensorSpec, mesh_coordinate, normalize_placements, stride_like
 
 __all__ = ["DTYPES", "MAX_NDIM", "agree_on_local", "check_process_group", "gather_over_mesh"]
 
@@ -90,16 +90,6 @@ def _checked(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, sizes
                 "shard_sizes=None to infer them"
             )
     return spec
-
-
-def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the global tensor: channels-last where the local tensor is, row-major otherwise."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    fmt = formats.get(local.ndim)
-    if fmt is not None and not local.is_contiguous() and local.is_contiguous(memory_format=fmt):
-        inner = contiguous_stride([shape[0], *shape[2:], shape[1]])
-        return (inner[0], inner[-1], *inner[1:-1])
-    return contiguous_stride(shape)
 
 
 # -- what a rank claims ------------------------------------------------------------------------------------

@@ -57,6 +57,6 @@ def check_communication(
             sent, expected = rows[s][1 + r], rows[r][1 + n + s]
             if sent != expected:
                 raise RuntimeError(
-                    f"{kinds}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects {expected}; "
-                    "ranks' ShardTensors differ in shape or sizes"
+                    f"{kinds}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects "
+                    f"{expected}; the ranks' ShardTensors differ in shape or sizes"
                 )

@@ -176,7 +176,7 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
 
 def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
     """A ShardTensor around ``local``, which must have the shape that the spec says."""
-    if tuple(local.shape) != spec.local_shape():
+    if local.shape != spec.local_shape():
         raise RuntimeError(
             f"internal error: local shape {tuple(local.shape)} does not fit {spec} at {spec.coordinate}; please report it"
         )

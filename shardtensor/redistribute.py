@@ -24,9 +24,9 @@ from torch.distributed.tensor.placement_types import Placement
 from .debug import check_communication, debug_enabled
 from .exchange import plan_intervals, start_swap
 from .geometry import Interval, intervals_of
-from .spec import ShardTensorSpec
+from .spec import ShardTensorSpec, stride_like
 
-__all__ = ["all_reduce", "move_intervals", "redistribute_local"]
+__all__ = ["all_gather", "all_reduce", "move_intervals", "redistribute_local"]
 
 _REDUCE = {
     "sum": (dist.ReduceOp.SUM, torch.add),
@@ -125,6 +125,19 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     return value.to(local.dtype)
 
 
+def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``local`` (of one shape), stacked in rank order. For small tensors: each rank gets all of them."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1 or not local.numel():  # without elements there is nothing on any rank of the group
+        return local.expand(ranks, *local.shape)
+    if debug_enabled():
+        counts = [local.numel()] * ranks
+        check_communication("all_gather", local.dtype, counts, counts, group, local.device)
+    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return torch.stack(parts)
+
+
 def move_intervals(
     local: Tensor,
     dim: int,
@@ -150,7 +163,14 @@ def move_intervals(
     kept.sort(key=lambda item: item[0])
     if not kept:
         return local.new_empty(_resized(local, dim, 0))
-    return torch.cat([piece for _, piece in kept], dim=dim)
+    pieces = [piece for _, piece in kept]
+    return torch.cat(pieces, dim=dim, out=_empty_like(local, dim, sum(piece.shape[dim] for piece in pieces)))
+
+
+def _empty_like(local: Tensor, dim: int, size: int) -> Tensor:
+    """Room for a tensor like ``local`` with another length of ``dim``, in its memory format."""
+    shape = _resized(local, dim, size)
+    return torch.empty_strided(shape, stride_like(local, shape), dtype=local.dtype, device=local.device)
 
 
 def _swap_blocks(

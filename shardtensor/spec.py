@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -14,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat import DTensorSpec, TensorMeta, is_plain_shard
 from .geometry import Interval, chunk_sizes, intervals_of
 
-__all__ = ["ShardTensorSpec", "Sizes", "contiguous_stride", "normalize_placements", "normalize_sizes"]
+__all__ = ["ShardTensorSpec", "Sizes", "contiguous_stride", "normalize_placements", "normalize_sizes", "stride_like"]
 
 Sizes = tuple[tuple[int, ...] | None, ...]
 
@@ -221,6 +222,16 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * max(1, shape[d + 1])
     return tuple(strides)
+
+
+def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the global tensor: channels-last where the local tensor is, row-major otherwise."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    fmt = formats.get(local.ndim)
+    if fmt is not None and not local.is_contiguous() and local.is_contiguous(memory_format=fmt):
+        inner = contiguous_stride([shape[0], *shape[2:], shape[1]])
+        return (inner[0], inner[-1], *inner[1:-1])
+    return contiguous_stride(shape)
 
 
 def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:

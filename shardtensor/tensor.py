@@ -348,6 +348,8 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
 def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the handler of a function returns; NotImplemented where there is none."""
     handler = FUNCTIONS.get(func)
+    if handler is None and isinstance(func, torch._ops.OpOverload):
+        handler = FUNCTIONS.get(func.overloadpacket)  # called by name, an operator is a function, too
     if handler is None:
         return NotImplemented
     try:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..agreement import stride_like
 from ..dispatch import spec_of, wrap
 from ..errors import refuse
 from ..exchange import plan_intervals
@@ -29,7 +28,7 @@ from ..geometry import Interval, Window, intersect, intervals_of, length, map_cu
 from ..halo import Axis, Strips
 from ..parameters import local_parameters
 from ..registry import FUNCTIONS, register
-from ..spec import ShardTensorSpec
+from ..spec import ShardTensorSpec, stride_like
 from ..tensor import ShardTensor, as_gradient, promote, redistribute_to
 
 _aten = torch.ops.aten

@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,7 +25,7 @@ from .._compat import TensorMeta
 from ..dispatch import wrap
 from ..errors import refuse
 from ..parameters import local_parameters
-from ..redistribute import all_reduce, redistribute_local
+from ..redistribute import all_gather, all_reduce, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, _FromLocal, as_gradient, redistribute_to
@@ -123,16 +122,8 @@ def _statistics(x: Tensor, plan: _Plan) -> tuple[Tensor | None, Tensor]:
     else:
         moments = x.square().mean(plan.dims, keepdim=True)[None]
     for mesh_dim, sizes in plan.merges:
-        moments = _merge(_gathered(moments, plan.spec.mesh.get_group(mesh_dim)), sizes)
+        moments = _merge(all_gather(moments, plan.spec.mesh.get_group(mesh_dim)), sizes)
     return (moments[0] if plan.centered else None), moments[-1]
-
-
-def _gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's ``value``, stacked in rank order."""
-    out = value.new_empty(dist.get_world_size(group), *value.shape)
-    if value.numel():  # else there is nothing on all ranks of the group alike
-        dist.all_gather_into_tensor(out.flatten(0, 1), value.contiguous(), group=group)
-    return out
 
 
 def _merge(moments: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -1,0 +1,112 @@
+"""backward(), autograd.grad(), activation checkpointing and hooks see what they see with plain tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
+
+CUT = {0: (5, 3)}
+
+
+def image(requires_grad=True):
+    torch.manual_seed(0)
+    whole = torch.randn(2, 4, 8, 6, dtype=torch.float64)
+    return whole, shard(whole, shared_mesh(2), [Shard(2)], CUT, requires_grad=requires_grad)
+
+
+def network():
+    torch.manual_seed(1)
+    layers = [
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        nn.MaxPool2d(2),
+        nn.Upsample(scale_factor=2),
+    ]
+    return nn.Sequential(*layers, nn.Conv2d(4, 4, 3, padding=1)).double()
+
+
+def gradients(reentrant):
+    whole, x = image()
+    model = network()
+    y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+    y.square().mean().backward()
+    whole.requires_grad_()
+    reference = network()
+    reference(whole).square().mean().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-12)
+    assert x.grad.shard_sizes == x.shard_sizes
+    for p, q in zip(model.parameters(), reference.parameters()):
+        assert type(p.grad) is torch.Tensor
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_activation_checkpointing_recomputes_on_shards(reentrant):
+    run_distributed(gradients, 2, reentrant)
+
+
+def autograd_grad():
+    whole, x = image()
+    seed, local_seed = torch.randn_like(whole), None
+    (plain,) = torch.autograd.grad(x.square(), x, seed)
+    local_seed = shard(seed, shared_mesh(2), [Shard(2)], {0: (1, 7)})
+    (cut,) = torch.autograd.grad([x.square()], [x], [local_seed])
+    for g in (plain, cut):
+        torch.testing.assert_close(g.full_tensor(), 2 * whole * seed, rtol=1e-12, atol=1e-12)
+    other = torch.zeros(3, requires_grad=True)
+    assert torch.autograd.grad(x.sum(), [x, other], allow_unused=True)[1] is None
+    assert torch.equal(torch.autograd.grad(x.sum(), [other], materialize_grads=True)[0], torch.zeros(3))
+    torch.autograd.backward([x.sum(), (2 * x).sum()])
+    assert torch.equal(x.grad.full_tensor(), torch.full_like(whole, 3))
+    x.grad = None
+    x.square().backward(seed, inputs=[x])
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * whole * seed, rtol=1e-12, atol=1e-12)
+
+
+def test_autograd_grad_and_backward_take_plain_and_sharded_seeds():
+    run_distributed(autograd_grad, 2)
+
+
+def hooks():
+    whole, x = image()
+    seen = []
+    y = x * 2
+    y.retain_grad()
+    y.register_hook(lambda g: seen.append(g.shape))
+    y.square().sum().backward()
+    assert seen == [whole.shape]
+    torch.testing.assert_close(y.grad.full_tensor(), 4 * whole)
+
+
+def test_hooks_and_retained_gradients():
+    run_distributed(hooks, 2)
+
+
+def bad(how):
+    _, x = image()
+    if how == "scalar":
+        (x * 2).backward()
+    elif how == "shape":
+        (x * 2).backward(torch.ones_like(x.to_local()))
+    elif how == "detached":
+        x.detach().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("scalar", "grad can be implicitly created only for scalar outputs"),
+        ("shape", r"for a ShardTensor of shape \(2, 4, 8, 6\); a plain gradient must be that of the whole tensor"),
+        ("detached", "does not require grad and has no grad_fn"),
+    ],
+)
+def test_errors(how, text):
+    for error in run_expecting_errors(bad, 2, how):
+        with pytest.raises(RuntimeError, match=text):
+            raise error
