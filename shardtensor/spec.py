@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class ShardTensorSpec(DTensorSpec):
         Args:
             shard_sizes: ``{mesh_dim: sizes}``; mesh dims left out, None and "even" mean torch.chunk's sizes.
         """
+        check_order(mesh)
         shape = torch.Size(shape)
         placements = normalize_placements(placements, mesh, len(shape))
         sizes = normalize_sizes(shard_sizes, placements, shape, mesh)
@@ -214,6 +216,14 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
             "create and use ShardTensors only on ranks of their mesh"
         )
     return tuple(at)
+
+
+@lru_cache(maxsize=256)
+def check_order(mesh: DeviceMesh) -> None:
+    """ValueError where ranks do not ascend along a mesh dim: process groups sort theirs, and would not fit."""
+    ranks = mesh.mesh
+    if any(bool((ranks.diff(dim=m) < 0).any()) for m in range(ranks.ndim)):
+        raise ValueError(f"the mesh's ranks {ranks.tolist()} do not ascend along each mesh dim; list them in order")
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
