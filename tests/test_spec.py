@@ -1,0 +1,191 @@
+"""The spec: sizes, what is where, equality and hash; on simulated ranks, without processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor import ShardTensorSpec
+from shardtensor.testing import shared_mesh, simulate_ranks
+
+
+def make(mesh_shape, placements, shape, **kwargs):
+    return ShardTensorSpec.make(shared_mesh(mesh_shape), placements, shape, torch.float32, **kwargs)
+
+
+def where_is_what():
+    spec = make((2, 3), [Shard(1), Shard(-1)], (4, 8, 7), shard_sizes={0: (5, 3), 1: (0, 6, 1)})
+    return {
+        "sizes": spec.sizes,
+        "dict": spec.shard_sizes,
+        "dims": spec.sharded_dims(),
+        "local": spec.local_shape(),
+        "there": spec.local_shape((1, 1)),
+        "intervals": (spec.interval(0), spec.interval(1)),
+        "coordinate": spec.coordinate,
+        "shapes": spec.sharding_shapes(),
+    }
+
+
+def test_every_rank_knows_what_every_other_holds():
+    results = simulate_ranks(where_is_what, 6)
+    first, last = results[0], results[5]
+    for result in results:
+        assert result["sizes"] == ((5, 3), (0, 6, 1))
+        assert result["dict"] == {0: (5, 3), 1: (0, 6, 1)}
+        assert result["dims"] == {1: 0, 2: 1}
+        assert result["there"] == (4, 3, 6)
+    assert (first["coordinate"], last["coordinate"]) == ((0, 0), (1, 2))
+    assert (first["local"], last["local"]) == ((4, 5, 0), (4, 3, 1))
+    assert (first["intervals"], last["intervals"]) == (((0, 5), (0, 0)), ((5, 8), (6, 7)))
+    # A dict by mesh dim: the shapes along it, at this rank's place on the other mesh dims.
+    assert last["shapes"] == {0: ((4, 5, 1), (4, 3, 1)), 1: ((4, 3, 0), (4, 3, 6), (4, 3, 1))}
+
+
+def defaults():
+    even = make(3, [Shard(0)], (7, 2))
+    return (
+        even.sizes,
+        make(3, [Shard(0)], (7, 2), shard_sizes="even") == even,
+        make(3, [Shard(0)], (2, 2)).sizes,
+        make((1, 3), [Shard(0), Replicate()], (7, 2)).sizes,
+        make((1, 3), [Shard(1), Shard(0)], (7, 2), shard_sizes={-1: (1, 1, 5)}).sizes,
+        make(3, [Partial()], (7,)).sizes,
+        even.tensor_meta.stride,
+    )
+
+
+def test_sizes_that_are_not_given_are_those_of_torch_chunk():
+    ((first, *rest),) = simulate_ranks(defaults, 3, ranks=[0])
+    assert first == ((3, 3, 1),)
+    assert rest == [True, ((1, 1, 0),), ((7,), None), ((2,), (1, 1, 5)), (None,), (2, 1)]
+
+
+CUT = (Shard(0),)
+
+
+def compare():
+    def spec(sizes=(5, 3), shape=(8, 4), placements=CUT, dtype=torch.float32, stride=None):
+        mesh = shared_mesh(2)
+        given = {0: sizes} if placements[0] == Shard(0) else None
+        return ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=given, stride=stride)
+
+    base = spec()
+    same = spec()
+    others = [
+        spec(sizes=(4, 4)),
+        spec(sizes=(3, 5)),
+        spec(shape=(8, 5)),
+        spec(placements=(Replicate(),)),
+        spec(placements=(Partial(),)),
+        spec(dtype=torch.float64),
+        spec(stride=(1, 8)),
+    ]
+    assert base is not same and base == same and hash(base) == hash(same)
+    for other in others:
+        assert base != other and len({base, other}) == 2
+        assert base._stable_hash() != other._stable_hash()
+    assert base._stable_hash() == same._stable_hash()
+    assert base != base.__class__.__mro__[1](base.mesh, base.placements, base.tensor_meta)  # DTensor's own spec
+    assert copy.copy(base) == base
+    return True
+
+
+def test_sizes_are_part_of_equality_and_hash():
+    assert simulate_ranks(compare, 2, ranks=[1]) == [True]
+
+
+def derived():
+    spec = make((2, 2), [Shard(0), Partial()], (8, 4), shard_sizes={0: (7, 1)})
+    gradient, whole = spec.for_gradient(), spec.replicated()
+    assert gradient.placements == (Shard(0), Replicate()) and gradient.sizes == ((7, 1), None)
+    assert gradient.for_gradient() is gradient
+    assert spec.partial_mesh_dims() == [1]
+    assert whole.is_replicate() and whole.sizes == (None, None) and not spec.is_replicate()
+    assert spec.placements == (Shard(0), Partial())  # unchanged
+    assert str(spec) == repr(spec) and "(8, 4) float32 on mesh (2, 2) as (S(0)[7, 1], P(sum))" in str(spec)
+    return True
+
+
+def test_derived_specs_and_text():
+    assert simulate_ranks(derived, 4, ranks=[3]) == [True]
+
+
+BAD = [
+    ([Shard(0)], (8,), {0: (5, 2)}, ValueError, r"\(5, 2\) of mesh dim 0 add up to 7, but tensor dim 0 has size 8"),
+    ([Shard(0)], (8,), {0: (5, 2, 1)}, ValueError, "3 shard sizes .* mesh dim 0, which has 2 ranks"),
+    ([Shard(0)], (8,), {0: (9, -1)}, ValueError, "negative shard size"),
+    ([Shard(0)], (8,), {1: (5, 3)}, ValueError, r"names mesh dims \[1\], but the mesh has only 1"),
+    ([Replicate()], (8,), {0: (5, 3)}, ValueError, "whose placement is R.*only Shard has sizes"),
+    ([Shard(0)], (8,), "odd", ValueError, "a dict"),
+    ([Shard(0)], (8,), [(5, 3)], TypeError, "must be a dict"),
+    ([Shard(1)], (8,), None, ValueError, r"Shard\(1\) on mesh dim 0: the tensor has only 1 dims"),
+    ([Shard(-2)], (8,), None, ValueError, r"Shard\(-2\)"),
+    ([Shard(0)], (), None, ValueError, "only 0 dims"),
+    ([Shard(0), Shard(0)], (8,), None, ValueError, "2 placements .* for a mesh of 1 dims"),
+    ([], (8,), None, ValueError, "0 placements"),
+    (Shard(0), (8,), None, TypeError, "sequence with one entry per mesh dim"),
+    ([0], (8,), None, TypeError, "is no Placement"),
+    ([Partial("avg")], (8,), None, ValueError, r"Partial\('avg'\) .* not exact on unequal shards"),
+]
+
+
+def all_bad_arguments():
+    for placements, shape, sizes, kind, text in BAD:
+        with pytest.raises(kind, match=text):
+            make(2, placements, shape, shard_sizes=sizes)
+    return True
+
+
+def test_what_does_not_fit_is_refused_with_the_reason():
+    assert simulate_ranks(all_bad_arguments, 2, ranks=[0]) == [True]
+
+
+def one_dim_on_two_mesh_dims():
+    with pytest.raises(ValueError, match="tensor dim 0 is sharded on mesh dims 0 and 1"):
+        make((2, 2), [Shard(0), Shard(-2)], (8, 4))
+    return True
+
+
+def test_a_tensor_dim_is_sharded_once():
+    assert simulate_ranks(one_dim_on_two_mesh_dims, 4, ranks=[0]) == [True]
+
+
+def strided():
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    with pytest.raises(ValueError, match="strided shards are not supported; redistribute the DTensor first"):
+        make((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], (8, 4))
+    return True
+
+
+def test_strided_shards_are_refused():
+    assert simulate_ranks(strided, 4, ranks=[0]) == [True]
+
+
+def roundtrip():
+    spec = make(2, [Shard(0)], (8, 4), shard_sizes={0: (7, 1)})
+    hash(spec), spec.coordinate  # fill what is kept
+    return pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_specs_pickle():
+    assert simulate_ranks(roundtrip, 2) == [True, True]
+
+
+def out_of_order():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [[0, 1], [3, 2]])
+    with pytest.raises(ValueError, match=r"ranks \[\[0, 1\], \[3, 2\]\] do not ascend"):
+        ShardTensorSpec.make(mesh, [Shard(0), Replicate()], (4,), torch.float32)
+    return True
+
+
+def test_ranks_of_a_mesh_ascend():
+    """Process groups sort their ranks, so in another order a rank's place would not be its rank in the group."""
+    assert simulate_ranks(out_of_order, 4) == [True] * 4
