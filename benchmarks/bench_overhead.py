@@ -2,7 +2,8 @@
 
     python benchmarks/bench_overhead.py
 
-Runs on the fake process group, in one process, so that nothing but Python and dispatch is timed. Printed: the minimum over rounds in microseconds, and ShardTensor's ratio to DTensor.
+Runs on the fake process group, in one process, so that nothing but Python and dispatch is timed. Printed: the minimum
+over rounds in microseconds, and ShardTensor's ratio to DTensor.
 """
 
 from __future__ import annotations

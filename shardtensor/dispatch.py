@@ -178,7 +178,8 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
     """A ShardTensor around ``local``, which must have the shape that the spec says."""
     if local.shape != spec.local_shape():
         raise RuntimeError(
-            f"internal error: local shape {tuple(local.shape)} does not fit {spec} at {spec.coordinate}; please report it"
+            f"internal error: local shape {tuple(local.shape)} does not fit {spec} at {spec.coordinate}; "
+            "please report it"
         )
     return new_wrapper(_tensor_class, local, spec)
 

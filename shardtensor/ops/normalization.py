@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from ..redistribute import all_gather, all_reduce, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, _FromLocal, as_gradient, redistribute_to
+from .operands import torch_judges
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class _Plan:
 
 def _merges(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     cut = [m for d, m in spec.sharded_dims().items() if d in dims and spec.mesh.size(m) > 1 and spec.shape[d]]
-    return tuple((m, spec.sizes[m]) for m in cut)  # type: ignore[misc]
+    return tuple((m, spec.cut(m)) for m in cut)
 
 
 def _plan_over(
@@ -85,7 +86,7 @@ def _plan_groups(name: str, spec: ShardTensorSpec, groups: int, eps: float) -> _
     """A plan over groups of channels and all spatial dims."""
     per_group = spec.shape[1] // groups
     m = spec.sharded_dims().get(1)
-    if m is not None and any(n % per_group for n in spec.sizes[m] or ()):
+    if m is not None and any(n % per_group for n in spec.cut(m)):
         raise refuse(
             name,
             spec,
@@ -214,30 +215,6 @@ class _Normalize(torch.autograd.Function):
 # -- what torch would say ---------------------------------------------------------------------------------------
 
 
-class _Like(NamedTuple):
-    """A tensor's shape, stride and dtype: what it is for torch's checks."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _check(function: Callable[..., Any], *args: Any) -> None:
-    """Let torch judge the arguments as they are on one device: its own errors, for global sizes, on every rank."""
-    described = []
-    for a in args:
-        if isinstance(a, Tensor):
-            a = _Like(tuple(a.shape), tuple(a.stride()), a.dtype)
-        described.append(tuple(a) if isinstance(a, list) else a)
-    _check_described(function, *described)
-
-
-@lru_cache(maxsize=4096)
-def _check_described(function: Callable[..., Any], *args: Any) -> None:
-    with torch.no_grad():
-        function(*(torch.empty_strided(*a[:2], dtype=a[2], device="meta") if isinstance(a, _Like) else a for a in args))
-
-
 _Kernel = Callable[..., Tensor]
 
 
@@ -327,7 +304,7 @@ def _locally(x: Any, plan: _Plan, function: Callable[..., Tensor]) -> Any:
 def _group_norm(check: Callable[..., Any], x: Any, num_groups: int, weight: Any, bias: Any, eps: float) -> Any:
     if not isinstance(x, ShardTensor):
         return NotImplemented
-    _check(check, x, num_groups, weight, bias, eps)
+    torch_judges(check, x, num_groups, weight, bias, eps)
     x = _input(x)
     plan = _plan_groups("group_norm", x._spec, num_groups, eps)
     if _needs_kernel(x, plan):
@@ -360,7 +337,7 @@ def _layer_norm(
     if not isinstance(input, ShardTensor):
         return NotImplemented
     shape = tuple(normalized_shape)
-    _check(torch.layer_norm, input, shape, weight, bias, eps)
+    torch_judges(torch.layer_norm, input, shape, weight, bias, eps)
     x = _input(input)
     plan = _plan_last("layer_norm", x._spec, len(shape), eps)
     if _needs_kernel(x, plan):
@@ -374,7 +351,7 @@ def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float 
     if not isinstance(input, ShardTensor):
         return NotImplemented
     shape = tuple(normalized_shape)
-    _check(torch.rms_norm, input, shape, weight, eps)
+    torch_judges(torch.rms_norm, input, shape, weight, eps)
     x = _input(input)
     dtype = x._local_tensor.dtype
     if dtype.is_complex:
@@ -415,7 +392,8 @@ def _channel_norm(
         else:
             # An empty shard: not all of torch's kernels take them. The others, who do use torch's, send nothing.
             plan = replace(plan, merges=())
-            stats = _cut(running[0], plan).reshape(plan.affine), _cut(running[1], plan).reshape(plan.affine)
+            rm, rv = (_cut(s, plan).reshape(plan.affine) for s in running)  # type: ignore[union-attr]
+            stats = rm, rv
     return _run(x, weight, bias, plan, dtype, stats)
 
 
@@ -434,8 +412,9 @@ def _update(running: list[Any], stats: tuple[Any, Tensor], plan: _Plan, momentum
     new = new[:, 0]
     if 1 in sharded:
         m = sharded[1]
+        sizes = spec.sizes[m] or ()
         placements = [Shard(1) if i == m else Replicate() for i in range(spec.mesh.ndim)]
-        cut = ShardTensorSpec.make(spec.mesh, placements, (2, spec.shape[1]), new.dtype, shard_sizes={m: spec.sizes[m]})
+        cut = ShardTensorSpec.make(spec.mesh, placements, (2, spec.shape[1]), new.dtype, shard_sizes={m: sizes})
         new = redistribute_local(new, cut, cut.replicated())
     for buffer, value in zip(running, new, strict=True):
         if buffer is not None:
@@ -456,9 +435,9 @@ def _batch_norm(
     if not isinstance(x, ShardTensor):
         return NotImplemented
     if check is F.batch_norm:
-        _check(check, x, mean, var, weight, bias, training, momentum, eps)
+        torch_judges(check, x, mean, var, weight, bias, training, momentum, eps)
     else:
-        _check(check, x, weight, bias, mean, var, training, momentum, eps, False)
+        torch_judges(check, x, weight, bias, mean, var, training, momentum, eps, False)
     x = _input(x)
     over = [d for d in range(x.ndim) if d != 1]
     plan = _plan_over("batch_norm", x._spec, over, 1, 2, eps)
@@ -508,9 +487,9 @@ def _instance_norm(
     if not isinstance(x, ShardTensor):
         return NotImplemented
     if check is F.instance_norm:
-        _check(check, x, mean, var, weight, bias, use_input_stats, momentum, eps)
+        torch_judges(check, x, mean, var, weight, bias, use_input_stats, momentum, eps)
     else:
-        _check(check, x, weight, bias, mean, var, use_input_stats, momentum, eps, False)
+        torch_judges(check, x, weight, bias, mean, var, use_input_stats, momentum, eps, False)
     x = _input(x)
     plan = _plan_over("instance_norm", x._spec, range(2, x.ndim), 1, 2, eps)
     return _channel_norm(x, weight, bias, mean, var, plan, use_input_stats, momentum)

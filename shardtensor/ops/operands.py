@@ -7,9 +7,11 @@ gathered is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -19,7 +21,7 @@ from ..errors import refuse
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, promote, redistribute_to
 
-__all__ = ["as_operand", "common_cut", "common_mesh", "fit", "local_part", "moved"]
+__all__ = ["as_operand", "common_cut", "common_mesh", "fit", "local_part", "moved", "torch_judges"]
 
 # -- on specs -----------------------------------------------------------------------------------------------------
 
@@ -63,6 +65,45 @@ def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
         placements.append(p)
         sizes.append(size)
     return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+# -- what torch would say -----------------------------------------------------------------------------------------
+
+
+class _Like(NamedTuple):
+    """A tensor's shape, stride and dtype: what it is for torch's checks."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def torch_judges(function: Callable[..., Any], *args: Any, **kwargs: Any) -> TensorMeta:
+    """What a function of torch returns for these arguments on one device: its shape and, without autocast, its dtype.
+
+    Raises:
+        Exception: torch's own, for the global sizes, and so on every rank alike.
+    """
+
+    def describe(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            # Autocast would cast, but does not act on meta tensors.
+            cast = a.is_floating_point() and torch.is_autocast_enabled(a.device.type)
+            return _Like(tuple(a.shape), tuple(a.stride()), torch.float32 if cast else a.dtype)
+        return tuple(a) if isinstance(a, list) else a
+
+    named = tuple((k, describe(v)) for k, v in kwargs.items())
+    return _judged(function, tuple(describe(a) for a in args), named)
+
+
+@lru_cache(maxsize=4096)
+def _judged(function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> TensorMeta:
+    def meta(a: Any) -> Any:
+        return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") if isinstance(a, _Like) else a
+
+    with torch.no_grad():
+        result = function(*map(meta, args), **{k: meta(v) for k, v in kwargs})
+    return TensorMeta(result.shape, result.stride(), result.dtype)
 
 
 # -- on tensors, above autograd and differentiable ----------------------------------------------------------------

@@ -69,7 +69,7 @@ def _pad(input: Any, pad: Sequence[int], mode: str = "constant", value: Any = No
     if not isinstance(input, ShardTensor):
         return NotImplemented
     meta = F.pad(on_meta(input), pad, mode=mode, value=value)
-    pads = {input.ndim - 1 - i // 2: tuple(pad[i : i + 2]) for i in range(0, len(pad), 2)}
+    pads = {input.ndim - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
     x = settled(input, linear=mode != "constant" or not value)
     spec = x._spec
     sharded = {d: spec.sharded_dims()[d] for d in pads if d in spec.sharded_dims() and any(pads[d])}
@@ -77,7 +77,7 @@ def _pad(input: Any, pad: Sequence[int], mode: str = "constant", value: Any = No
         if max(pads[d]) > spec.shape[d] + min(*pads[d], 0):
             reason = f"padding {pads[d]} crops dim {d} and wraps around what is left more than once"
             raise refuse("pad", x, reason, "crop first, then pad")
-    sizes = {d: pad_sizes(spec.sizes[m] or (), *pads[d]) for d, m in sharded.items()}
+    sizes = {d: pad_sizes(spec.cut(m), *pads[d]) for d, m in sharded.items()}
 
     def pad_locally(local: Tensor, amounts: dict[int, tuple[int, int]]) -> Tensor:
         flat = [amounts.get(input.ndim - 1 - i // 2, (0, 0))[i % 2] for i in range(len(pad))]

@@ -99,7 +99,7 @@ def _pool(
         if d < first:
             continue
         w = windows[d - first]
-        sizes[d] = map_cuts(spec.sizes[m], w.cut)
+        sizes[d] = map_cuts(spec.cut(m), w.cut)
         reads = [pool_reads(w, out, w.kernel if whole_windows else 0) for out in intervals_of(sizes[d])]
         needs[d] = [need for need, _, _ in reads]
         (origin[d - first], _), paddings[d - first], drop = reads[spec.coordinate[m]]
@@ -207,7 +207,7 @@ def _windows(
 ) -> list[Window]:
     arguments = kernel, kernel if stride is None else stride, dilation, padding, padding
     columns = spec.shape[-ndim:], *(per_dim(a, ndim) for a in arguments)
-    return [Window(*row, ceil_mode=ceil_mode) for row in zip(*columns, strict=True)]
+    return [Window(n, k, s, d, p, q, ceil_mode) for n, k, s, d, p, q in zip(*columns, strict=True)]
 
 
 def _lp_pool(
@@ -267,13 +267,13 @@ def _adaptive_pool(x: ShardTensor, ndim: int, meta: Tensor, function: Callable[.
         if d < first:
             continue
         n, out, rank = spec.shape[d], target[d], spec.coordinate[m]
-        own = intervals_of(spec.sizes[m])
+        own = intervals_of(spec.cut(m))
         if out == 1:
             sizes[d] = tuple(int(b > a) for a, b in own)
             target[d] = sum(sizes[d])
             origin[d - first] = own[rank][0]
             continue
-        sizes[d] = map_cuts(spec.sizes[m], scaled_cut(n, out))
+        sizes[d] = map_cuts(spec.cut(m), scaled_cut(n, out))
         outs = intervals_of(sizes[d])
         needs[d] = [
             (adaptive_window(n, out, a)[0], adaptive_window(n, out, b - 1)[1]) if b > a else (0, 0) for a, b in outs
@@ -370,8 +370,8 @@ for _n in (1, 2, 3):
     register(getattr(F, _name), getattr(_aten, _name))(partial(_avg_pool, ndim=_n))
     register(getattr(F, f"lp_pool{_n}d"))(partial(_lp_pool, ndim=_n))
     _name = f"adaptive_avg_pool{_n}d"
-    _doors = {getattr(F, _name), getattr(torch if _n == 1 else _nn, _name), getattr(_aten, _name)}
-    register(*_doors)(partial(_adaptive_avg_pool, ndim=_n))
+    _same = {getattr(F, _name), getattr(torch if _n == 1 else _nn, _name), getattr(_aten, _name)}
+    register(*_same)(partial(_adaptive_avg_pool, ndim=_n))
     _name = f"adaptive_max_pool{_n}d"
     register(getattr(F, _name))(partial(_adaptive_max_pool, ndim=_n))
     # Below torch.nn.functional, these always return the indices too.

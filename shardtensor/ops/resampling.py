@@ -174,7 +174,7 @@ def _interpolate(
     """Handler of ``F.interpolate``."""
     if not isinstance(input, ShardTensor):
         return NotImplemented
-    kwargs = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
+    kwargs: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
     meta = F.interpolate(on_meta(input), size, scale_factor, recompute_scale_factor=recompute_scale_factor, **kwargs)
     if mode == "area":
         return _adaptive_avg_pool(input, tuple(meta.shape[2:]), ndim=input.ndim - 2)
@@ -200,7 +200,7 @@ def _interpolate(
         mine[d] = (0, n), (0, out)
         if d in sharded:
             m = sharded[d]
-            sizes[d] = map_cuts(spec.sizes[m] or (), scaled_cut(n, out))
+            sizes[d] = map_cuts(spec.cut(m), scaled_cut(n, out))
             outs = intervals_of(sizes[d])
             needs[d] = [resizes[d].taps().reads(interval) for interval in outs]
             mine[d] = needs[d][spec.coordinate[m]], outs[spec.coordinate[m]]

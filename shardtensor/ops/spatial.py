@@ -59,7 +59,7 @@ def borrow_dims(local: Tensor, spec: ShardTensorSpec, needs: Mapping[int, Sequen
     """
     for dim, need in needs.items():
         m = spec.sharded_dims()[dim]
-        own = intervals_of(spec.sizes[m] or ())
+        own = intervals_of(spec.cut(m))
         local = borrow(local, dim, own, need, spec.coordinate[m], spec.mesh.get_group(m))
     return local
 
