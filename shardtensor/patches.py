@@ -49,6 +49,7 @@ PATCHES = (
     Patch("torch.nn.functional", "conv2d"),
     Patch("torch.nn.functional", "conv3d"),
     Patch("torch.nn.functional", "linear"),
+    Patch("torch.nn.functional", "l1_loss"),  # it asks __torch_function__, but leaves the weight out
     Patch("natten.functional", "neighborhood_attention_generic", lazy=True, required=True),
     Patch("natten.modules", "neighborhood_attention_generic", lazy=True, required=True),
 )

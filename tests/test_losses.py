@@ -52,6 +52,7 @@ def elementwise():
             ("mse", F.mse_loss, {}, False),
             ("mse, weights", F.mse_loss, {"weight": weight}, False),
             ("l1", F.l1_loss, {}, False),
+            ("l1, weights", F.l1_loss, {"weight": weight}, False),
             ("smooth l1", F.smooth_l1_loss, {"beta": 0.5}, False),
             ("smooth l1, beta 0", F.smooth_l1_loss, {"beta": 0.0}, False),
             ("huber", F.huber_loss, {"delta": 0.5}, False),

@@ -33,7 +33,7 @@ from ..parameters import local_parameters
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import ShardTensor, _FromLocal
-from .operands import as_operand, common_mesh, local_part, moved
+from .operands import as_operand, common_mesh, local_part, moved, torch_judges
 
 _aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ def _matmul(input: Any, other: Any) -> Any:
         return NotImplemented
     mesh = common_mesh("matmul", [input, other])
     assert mesh is not None
-    torch.matmul(*(torch.empty(t.shape, device="meta") for t in (input, other)))  # torch's errors, for global shapes
+    torch_judges(torch.matmul, input, other)
     a, b = as_operand(input, mesh), as_operand(other, mesh)
     if a.ndim == 1:
         a = a.unsqueeze(0)
@@ -181,9 +181,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     x = as_operand(input, input.device_mesh)
     spec = x._spec
     last = x.ndim - 1
-    # torch's own errors, for global shapes.
-    described = [None if t is None else torch.empty(t.shape, device="meta") for t in (x, weight, bias)]
-    shape = F.linear(*described).shape
+    shape = torch_judges(F.linear, x, weight, bias).shape
     if last in spec.sharded_dims():
         y = _matmul(x, weight.t() if weight.ndim == 2 else weight)
         return y if bias is None else y + bias.to(y.dtype)

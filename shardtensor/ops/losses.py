@@ -16,19 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from .._compat import TensorMeta
-from ..dispatch import meta_of
 from ..errors import refuse
 from ..parameters import local_parameters
 from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import _FromLocal
-from .operands import as_operand, common_cut, common_mesh, fit, local_part, moved
-
-
-def _meta(t: Tensor | None) -> Tensor | None:
-    return None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
-
+from .operands import as_operand, common_cut, common_mesh, fit, local_part, moved, torch_judges
 
 # -- reducing terms to a value ------------------------------------------------------------------------------------
 
@@ -85,16 +79,14 @@ def _elementwise(
     mesh = common_mesh(name, list(tensors.values()))
     if mesh is None:
         return NotImplemented
-    # torch's own errors and warnings, for global shapes.
-    described = {k: _meta(t) for k, t in tensors.items()}
-    meta = function(**described, **options, reduction="none")
+    meta = torch_judges(function, **tensors, **options, reduction="none")
     operands = {k: as_operand(t, mesh) for k, t in tensors.items()}
-    spec = common_cut([t._spec for t in operands.values()], meta_of(meta))
+    spec = common_cut([t._spec for t in operands.values()], meta)
     local = {k: local_part(moved(name, t, fit(t._spec, spec)), spec) for k, t in operands.items()}
     for k in ("input", "target"):
         local[k] = local[k].expand(spec.local_shape())
     terms = function(**local, **options, reduction="none")
-    return _reduced(terms, spec, reduction, meta.numel() if divisor is None else divisor)
+    return _reduced(terms, spec, reduction, meta.shape.numel() if divisor is None else divisor)
 
 
 def _weighted(function: Callable[..., Tensor], tensors: dict[str, Any], reduction: str) -> Any:
@@ -200,7 +192,7 @@ def _over_classes(
         return NotImplemented
     _checked(name, reduction)
     options["ignore_index"] = ignore_index
-    terms_meta = function(_meta(input), _meta(target), _meta(weight), **options, reduction="none")
+    meta = torch_judges(function, input, target, weight, **options, reduction="none")
     x, t = as_operand(input, mesh), as_operand(target, mesh)
     classes = min(1, x.ndim - 1)
     soft = input.shape == target.shape and function is F.cross_entropy
@@ -212,7 +204,7 @@ def _over_classes(
             f"the classes (tensor dim {classes}) are sharded",
             "redistribute to shard the batch or a spatial dim instead, e.g. placements=(Shard(0),)",
         )
-    spec = _without_dim(common, classes, meta_of(terms_meta))
+    spec = _without_dim(common, classes, meta)
     x = moved(name, x, common).to_local()
     t = moved(name, t, common if soft else spec.replace(meta=t._spec.tensor_meta)).to_local()
     (w,) = local_parameters(name, common, weight)
@@ -224,7 +216,7 @@ def _over_classes(
     terms = function(x, t, w, **options, reduction="none").reshape(spec.local_shape())
     divisor: Any = None
     if reduction == "mean":
-        divisor = terms_meta.numel() if soft else _total_weight(t, w, ignore_index, spec)
+        divisor = meta.shape.numel() if soft else _total_weight(t, w, ignore_index, spec)
     return _reduced(terms, spec, reduction, divisor)
 
 
