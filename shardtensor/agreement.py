@@ -61,6 +61,12 @@ def agree_on_local(
     """The spec of the ShardTensor whose shards are the ranks' ``local``; raises alike on all ranks where it can."""
     check_process_group()
     mesh_coordinate(mesh)
+    if isinstance(placements, Placement):
+        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
+    if isinstance(shard_sizes, Mapping):
+        shard_sizes = {(m + mesh.ndim if m < 0 else m): tuple(s) for m, s in shard_sizes.items()}
+    elif shard_sizes is not None and not isinstance(shard_sizes, str):
+        raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
     problem = _problem(local, mesh)
     if shard_sizes is None or debug_enabled():
         return _from_table(
@@ -70,7 +76,7 @@ def agree_on_local(
         raise _ERRORS[problem](_describe_problem(problem, local, mesh))
     placements = normalize_placements(placements, mesh, local.ndim)
     shape = list(local.shape)
-    sizes = {} if isinstance(shard_sizes, str) else {m % mesh.ndim: tuple(s) for m, s in shard_sizes.items()}
+    sizes = {} if isinstance(shard_sizes, str) else shard_sizes
     for m, p in enumerate(placements):
         if isinstance(p, Shard):
             shape[p.dim] = sum(sizes[m]) if m in sizes else shape[p.dim] * mesh.size(m)
@@ -176,9 +182,9 @@ def _from_table(
         shape.append(sum(sizes))
     given = shard_sizes if isinstance(shard_sizes, Mapping) else {}
     for m, sizes_given in given.items():
-        if tuple(sizes_given) != inferred.get(m % mesh.ndim):
+        if sizes_given != inferred.get(m):
             raise ValueError(
-                f"shard_sizes {tuple(sizes_given)} of mesh dim {m} do not match the local tensors, which have sizes "
-                f"{inferred.get(m % mesh.ndim)} there; pass the true sizes, or shard_sizes=None to infer them"
+                f"shard_sizes {sizes_given} of mesh dim {m} do not match the local tensors, which have sizes "
+                f"{inferred.get(m)} there; pass the true sizes, or shard_sizes=None to infer them"
             )
     return _checked(local, mesh, placements, shape, inferred)

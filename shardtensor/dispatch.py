@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -191,6 +192,8 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    if is_inplace(func):
+        _check_view(func, args[0])
     key: list[Any] = [func, _gather_depth > 0]
     local_args = _localize(args, key)
     local_kwargs = {}
@@ -222,6 +225,15 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     if outputs is None:
         return result
     return type(result)(r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True))
+
+
+def _check_view(func: torch._ops.OpOverload, written: Any) -> None:
+    """Refuse to write to what stands for a view but had to be copied: the write would not reach the viewed tensor."""
+    if not isinstance(written, DTensor) or not written._is_view() or not isinstance(written._base, DTensor):
+        return
+    mine, base = written._local_tensor, written._base._local_tensor
+    if mine.numel() and mine.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        raise refuse(func, written, "it would write to a view that is a copy on shards", "use the out-of-place form")
 
 
 def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
@@ -319,6 +331,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
+@cache
 def is_inplace(func: torch._ops.OpOverload) -> bool:
     """Whether the operator writes to its first argument and returns it."""
     first = func._schema.arguments[0] if func._schema.arguments else None

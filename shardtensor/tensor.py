@@ -345,6 +345,10 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
     return redistribute_to(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
 
 
+# What runs a graph cannot run it on other tensors instead.
+_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+
+
 def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the handler of a function returns; NotImplemented where there is none."""
     handler = FUNCTIONS.get(func)
@@ -355,7 +359,7 @@ def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     try:
         return handler(*args, **kwargs)
     except UnsupportedSharding:
-        if not dispatch.gather_allowed():
+        if not dispatch.gather_allowed() or func in _ENGINE:
             raise
         return _gather_and_call(func, args, kwargs)
 

@@ -35,6 +35,7 @@ _UNTAGGED = (
     "hardswish_backward",
     "hardtanh_backward",
     "leaky_relu_backward",
+    "masked_fill_",
     "log_sigmoid_backward",
     "mish_",
     "mish_backward",
@@ -58,7 +59,12 @@ _SCALED = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scala
 @default_rule
 def _find(op: torch._ops.OpOverload) -> Rule | None:
     name = op._schema.name.removeprefix("aten::")
-    elementwise = torch.Tag.pointwise in op.tags or name in _UNTAGGED
+    if name.startswith("_foreach_"):
+        return _each if name.rstrip("_") not in ("_foreach_norm", "_foreach_max", "_foreach_powsum") else None
+    elementwise = name in _UNTAGGED or _tagged(op)
+    if not elementwise and name.endswith("_") and hasattr(_aten, name[:-1]):  # in-place forms often lack the tag
+        packet = getattr(_aten, name[:-1])
+        elementwise = any(_tagged(getattr(packet, overload)) for overload in packet.overloads())
     if not elementwise or torch.Tag.nondeterministic_seeded in op.tags:
         return None
     if any(a.is_out for a in op._schema.arguments):
@@ -131,6 +137,27 @@ def _slice_plain(call: Call, plan: Plan, target: ShardTensorSpec, shape: torch.S
         return func(*local, **kwargs)
 
     plan.call = sliced
+
+
+def _tagged(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags
+
+
+def _each(call: Call) -> Plan:
+    """``_foreach_*``, as optimizers use it: lists of tensors that are laid out alike, or plain, item by item."""
+    layouts: dict[Any, tuple[Any, Any]] = {}
+    for path, spec in call.tensors.items():
+        layout = (spec.placements, spec.sizes)
+        if spec.partial_mesh_dims() or layouts.setdefault(path[-1], layout) != layout:
+            raise call.refuse("the lists' tensors are not laid out alike", "redistribute them, or loop over the lists")
+    for a in call.args:
+        for i, item in enumerate(a if isinstance(a, (list, tuple)) else ()):
+            if isinstance(item, Tensor) and item.ndim and i in layouts:
+                raise call.refuse("plain tensors meet ShardTensors", "make them ShardTensors, or loop over the lists")
+    if call.meta is None:
+        return Plan(None)
+    firsts = [call.tensors.get((0, i)) for i in range(len(call.meta))]
+    return Plan([s if s is None else s.replace(meta=meta_of(m)) for s, m in zip(firsts, call.meta, strict=True)])
 
 
 @rule(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten._conj.default, _aten._neg_view.default)
