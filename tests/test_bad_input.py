@@ -1,0 +1,279 @@
+"""Wrong input: a clear error on every rank, and no hang."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor import ShardTensor, scatter_tensor
+from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh
+
+
+def from_local(case):
+    mesh, rank = shared_mesh(2), dist.get_rank()
+    ones = torch.ones
+    build = ShardTensor.from_local
+    match case:
+        case "sum":
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (5, 3)})
+        case "count":
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (4, 2, 2)})
+        case "negative":
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (9, -5)})
+        case "names":
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={1: (4, 4)})
+        case "unsharded":
+            build(ones(4, 2), mesh, [Replicate()], shard_sizes={0: (4, 4)})
+        case "dtype":
+            build(ones(4, dtype=(torch.float32, torch.float64)[rank]), mesh, [Shard(0)])
+        case "ndim":
+            build(ones(4) if rank else ones(4, 1), mesh, [Shard(0)])
+        case "other dims":
+            build(ones(4, 2 + rank), mesh, [Shard(0)])
+        case "replicate":
+            build(ones(4 + rank), mesh, [Replicate()])
+        case "placements":
+            build(ones(4, 4), mesh, [Shard(rank)])
+        case "no such dim":
+            build(ones(4, 2), mesh, [Shard(2)])
+        case "no such negative dim":
+            build(ones(4, 2), mesh, [Shard(-3)], shard_sizes="even")
+        case "too many":
+            build(ones(4, 2), mesh, [Shard(0), Shard(1)])
+        case "too few":
+            build(ones(4, 2), mesh, [])
+        case "no placement":
+            build(ones(4, 2), mesh, [0])
+        case "not a sequence":
+            build(ones(4, 2), mesh, Shard(0))
+        case "average":
+            build(ones(4, 2), mesh, [Partial("avg")])
+        case "device":
+            build(ones(4, 2, device="meta"), mesh, [Shard(0)])
+        case "device given":
+            build(ones(4, 2, device="meta"), mesh, [Shard(0)], shard_sizes="even")
+        case "no tensor":
+            build([1.0] if rank else ones(4), mesh, [Shard(0)])
+        case "shardtensor":
+            build(build(ones(4), mesh, [Shard(0)]), mesh, [Shard(0)])
+        case "integer":
+            build(ones(4, dtype=torch.int64), mesh, [Shard(0)]).requires_grad_()
+        case "no mesh":
+            build(ones(4))
+        case "sizes type":
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes=[(4, 4)])
+
+
+FROM_LOCAL = [
+    ("sum", ValueError, "shape (4, 2), but shard_sizes (5, 3) of mesh dim 0 say"),
+    ("count", ValueError, "3 shard sizes (4, 2, 2) for mesh dim 0, which has 2 ranks"),
+    ("negative", ValueError, "negative shard size in (9, -5)"),
+    ("names", ValueError, "mesh dim"),
+    ("unsharded", ValueError, "only Shard has sizes"),
+    ("dtype", ValueError, "do not agree on the dtype: torch.float32 on ranks [0], torch.float64 on ranks [1]"),
+    ("ndim", ValueError, "do not agree on the number of dims: 2 on ranks [0], 1 on ranks [1]"),
+    ("other dims", ValueError, "size of tensor dim 1, which is not sharded: 2 on ranks [0], 3 on ranks [1]"),
+    ("replicate", ValueError, "size of tensor dim 0, which is not sharded: 4 on ranks [0], 5 on ranks [1]"),
+    ("placements", ValueError, "do not agree on the placements"),
+    ("no such dim", ValueError, "Shard(2) on mesh dim 0: the tensor has only 2 dims"),
+    ("no such negative dim", ValueError, "Shard(-3) on mesh dim 0: the tensor has only 2 dims"),
+    ("too many", ValueError, "2 placements"),
+    ("too few", ValueError, "0 placements"),
+    ("no placement", TypeError, "placement 0 of mesh dim 0 is no Placement; use Shard(dim)"),
+    ("not a sequence", TypeError, "one entry per mesh dim"),
+    ("average", ValueError, "not exact on unequal shards"),
+    ("device", ValueError, "not on the mesh's device type 'cpu'; move it there first"),
+    ("device given", ValueError, "not on the mesh's device type 'cpu'; move it there first"),
+    ("no tensor", TypeError, "rank 1: the local tensor must be a torch.Tensor"),
+    ("shardtensor", TypeError, "DTensor already; use ShardTensor.from_dtensor"),
+    ("integer", RuntimeError, "floating point"),
+    ("no mesh", RuntimeError, "mesh"),
+    ("sizes type", TypeError, "must be a dict {mesh_dim: sizes}"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), FROM_LOCAL, ids=[case for case, *_ in FROM_LOCAL])
+def test_from_local_says_what_is_wrong_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(from_local, 2, case):
+        assert isinstance(error, kind) and text in str(error), repr(error)
+
+
+def misfit_on_one_rank():
+    """The second rank holds 4 rows where the sizes that all have given say 3."""
+    rank = dist.get_rank()
+    sizes = {0: (5, 3)}
+    ShardTensor.from_local(torch.ones(5 - rank, 2), shared_mesh(2), [Shard(0)], shard_sizes=sizes)
+
+
+def debugging(fn, *args):
+    os.environ["SHARDTENSOR_DEBUG"] = "1"
+    try:
+        fn(*args)
+    finally:
+        del os.environ["SHARDTENSOR_DEBUG"]
+
+
+def test_a_misfit_with_given_sizes_is_seen_where_it_is():
+    first, second = run_expecting_errors(misfit_on_one_rank, 2)
+    assert first is None
+    assert isinstance(second, ValueError) and "rank 1 along it holds 3 in tensor dim 0" in str(second)
+
+
+def test_debugging_shows_a_misfit_to_every_rank():
+    for error in run_expecting_errors(debugging, 2, misfit_on_one_rank):
+        assert isinstance(error, ValueError)
+        assert "(5, 3) of mesh dim 0 do not match the local tensors, which have sizes (5, 4)" in str(error)
+
+
+def different_sizes_given():
+    sizes = {0: ((5, 3), (4, 4))[dist.get_rank()]}
+    ShardTensor.from_local(torch.ones(5 if dist.get_rank() == 0 else 4), shared_mesh(2), [Shard(0)], shard_sizes=sizes)
+
+
+def test_debugging_shows_that_ranks_give_different_sizes():
+    for error in run_expecting_errors(debugging, 2, different_sizes_given):
+        assert isinstance(error, ValueError) and "do not agree on the placements or shard_sizes" in str(error)
+
+
+def inconsistent_grid():
+    """Ranks that share a place on one mesh dim must hold equally much."""
+    mesh = shared_mesh((2, 2))
+    ShardTensor.from_local(torch.ones(4 if dist.get_rank() == 3 else 2), mesh, [Replicate(), Shard(0)])
+
+
+def test_ranks_that_share_a_place_must_agree():
+    for error in run_expecting_errors(inconsistent_grid, 4):
+        assert isinstance(error, ValueError)
+        assert "[1, 3] share position 1 of mesh dim 1" in str(error) and "[2, 4]" in str(error)
+
+
+def outside(what):
+    grid = shared_mesh((2, 2))
+    half = shared_mesh((2, 2), ("data", "domain"))["domain"]
+    if what == "from_local" and dist.get_rank() > 1:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        foreign = DeviceMesh("cpu", [0, 1], _init_backend=False)
+        ShardTensor.from_local(torch.ones(2), foreign, [Shard(0)], shard_sizes="even")
+    if what == "scatter":
+        source = 3 if dist.get_rank() < 2 else 0  # each half names a rank of the other
+        scatter_tensor(torch.ones(4), source, half, [Shard(0)])
+    if what == "two mesh dims":
+        ShardTensor.from_local(torch.ones(4, 4), grid, [Shard(1), Shard(-1)])
+    if what == "strided":
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        ShardTensor.from_local(torch.ones(4, 4), grid, placements, shard_sizes="even")
+
+
+def test_a_mesh_must_hold_this_rank():
+    inside_0, inside_1, *errors = run_expecting_errors(outside, 4, "from_local")
+    assert inside_0 is inside_1 is None
+    for rank, error in enumerate(errors, 2):
+        assert isinstance(error, ValueError) and f"this rank ({rank}) is not in the mesh [0, 1]" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("scatter", "is not in the mesh"),
+        ("two mesh dims", "tensor dim 1 is sharded on mesh dims 0 and 1; shard it on one mesh dim only"),
+        ("strided", "strided shards are not supported"),
+    ],
+)
+def test_layouts_on_grids_that_cannot_be(what, text):
+    for error in run_expecting_errors(outside, 4, what):
+        assert isinstance(error, ValueError) and text in str(error), repr(error)
+
+
+def scatter(case):
+    mesh, first = shared_mesh(2), dist.get_rank() == 0
+    ones = torch.ones(8)
+    given = {"global_shape": (8,), "dtype": torch.float32}
+    match case:
+        case "none":
+            scatter_tensor(None, 0, mesh, [Shard(0)])
+        case "none, meta given":
+            scatter_tensor(None, 0, mesh, [Shard(0)], **given)
+        case "other shape":
+            scatter_tensor(torch.ones(9) if first else None, 0, mesh, [Shard(0)], **given)
+        case "other dtype":
+            scatter_tensor(ones.double() if first else None, 0, mesh, [Shard(0)], **given)
+        case "other shape, dtype not given":
+            scatter_tensor(ones if first else None, 0, mesh, [Shard(0)], global_shape=(9,))
+        case "device":
+            scatter_tensor(ones.to("meta") if first else None, 0, mesh, [Shard(0)])
+        case "device, meta given":
+            scatter_tensor(ones.to("meta") if first else None, 0, mesh, [Shard(0)], **given)
+        case "sizes":
+            scatter_tensor(ones if first else None, 0, mesh, [Shard(0)], shard_sizes={0: (5, 4)})
+        case "no such dim":
+            scatter_tensor(ones if first else None, 0, mesh, [Shard(1)])
+        case "partial":
+            scatter_tensor(ones if first else None, 0, mesh, [Partial()])
+        case "source":
+            scatter_tensor(ones, 7, mesh, [Shard(0)])
+        case "integer":
+            scatter_tensor(ones.long() if first else None, 0, mesh, [Shard(0)], requires_grad=True)
+        case "placements":
+            scatter_tensor(ones if first else None, 0, mesh, [Shard(0), Shard(0)])
+
+
+SCATTER = [
+    ("none", TypeError, "source rank 0 has passed no tensor; it must pass the whole one"),
+    ("none, meta given", (TypeError, ValueError), "source rank 0"),
+    ("other shape", ValueError, "not of the given global_shape and dtype"),
+    ("other dtype", ValueError, "not of the given global_shape and dtype"),
+    ("other shape, dtype not given", ValueError, "not of the given global_shape and dtype"),
+    ("device", ValueError, "not on the mesh's device type; move it there first"),
+    ("device, meta given", ValueError, "on another device"),
+    ("sizes", ValueError, "add up to 9, but tensor dim 0 has size 8"),
+    ("no such dim", ValueError, "the tensor has only 1 dims"),
+    ("partial", ValueError, "only Shard and Replicate"),
+    ("source", ValueError, "global_src=7 is not in the mesh [0, 1]"),
+    ("integer", RuntimeError, "only floating point and complex tensors can require gradients"),
+    ("placements", ValueError, "2 placements"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), SCATTER, ids=[case for case, *_ in SCATTER])
+def test_scatter_says_what_is_wrong_on_every_rank(case, kind, text):
+    errors = run_expecting_errors(scatter, 2, case)
+    assert all(isinstance(error, kind) for error in errors), errors
+    # Where the shards themselves carry the bad news, only the source knows the details.
+    assert any(text in str(error) for error in errors), errors
+    assert all("source rank 0" in str(error) or text in str(error) for error in errors), errors
+
+
+def test_without_a_process_group_the_error_tells_how_to_start():
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"torchrun and call torch.distributed.init_process_group\(\)"):
+        ShardTensor.from_local(torch.ones(2), object(), [Shard(0)])
+    with pytest.raises(RuntimeError, match="needs a process group"):
+        scatter_tensor(torch.ones(2), 0, object(), [Shard(0)])
+
+
+def different_meshes():
+    a, b = shared_mesh(2), shared_mesh((1, 2))
+    x = ShardTensor.from_local(torch.ones(3), a, [Shard(0)])
+    y = ShardTensor.from_local(torch.ones(3), b, [Replicate(), Shard(0)])
+    x + y
+
+
+def test_operands_on_different_meshes_are_refused():
+    for error in run_expecting_errors(different_meshes, 2):
+        assert isinstance(error, NotImplementedError) and "different meshes" in str(error)
+
+
+def still_alive():
+    x = ShardTensor.from_local(torch.ones(3 + dist.get_rank()), shared_mesh(2), [Shard(0)])
+    return x.sum().item()
+
+
+def test_after_all_these_errors_the_ranks_still_agree():
+    assert run_distributed(still_alive, 2) == [7.0, 7.0]

@@ -1,0 +1,193 @@
+"""from_local, to_local and full_tensor: sizes inferred and given, and gradients through the borders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from shardtensor import ShardTensor
+from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
+
+
+def local_of(n, seed=0):
+    return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def infers():
+    mesh = shared_mesh(3)
+    rank = dist.get_rank()
+    for sizes in ((5, 2, 1), (0, 8, 0), (3, 3, 2)):
+        with count_communication() as counted:
+            x = ShardTensor.from_local(local_of(sizes[rank]), mesh, [Shard(0)])
+        assert (x.shard_sizes, tuple(x.shape)) == ({0: sizes}, (8, 4))
+        assert dict(counted.collectives) == {"all_gather": 1} and counted.collective_bytes < 256
+    grid = shared_mesh((1, 3))
+    x = ShardTensor.from_local(local_of((1, 0, 7)[rank]), grid, [Replicate(), Shard(-2)])
+    assert x.shard_sizes == {1: (1, 0, 7)} and x.placements == (Replicate(), Shard(0))
+
+
+def test_sizes_are_inferred_with_one_small_all_gather():
+    run_distributed(infers, 3)
+
+
+def infers_on_a_grid():
+    grid = shared_mesh((2, 2))
+    i, j = grid.get_coordinate()
+    rows, columns = (5, 2), (0, 3)
+    whole = torch.arange(21.0).reshape(7, 3)
+    local = whole[sum(rows[:i]) :][: rows[i], sum(columns[:j]) :][:, : columns[j]]
+    x = ShardTensor.from_local(local, grid, [Shard(0), Shard(1)])
+    assert x.shard_sizes == {0: rows, 1: columns}
+    assert torch.equal(x.full_tensor(), whole)
+
+
+def test_sizes_are_inferred_on_two_mesh_dims():
+    run_distributed(infers_on_a_grid, 4)
+
+
+def given_sizes_cost_nothing():
+    mesh = shared_mesh(3)
+    rank = dist.get_rank()
+    with count_communication() as counted:
+        x = ShardTensor.from_local(local_of((5, 2, 1)[rank]), mesh, [Shard(0)], shard_sizes={0: (5, 2, 1)})
+        y = ShardTensor.from_local(local_of((3, 3, 2)[rank]), mesh, [Shard(0)], shard_sizes={0: (3, 3, 2)})
+        even = ShardTensor.from_local(local_of(3), mesh, [Shard(0)], shard_sizes="even")
+        ShardTensor.from_local(local_of(3), mesh, shard_sizes={})  # whole everywhere
+        local = x.to_local()
+    assert counted.messages == 0 and not counted.collectives
+    assert (x.shard_sizes, y.shard_sizes) == ({0: (5, 2, 1)}, {0: (3, 3, 2)})
+    assert (even.shape[0], even.shard_sizes) == (9, {0: (3, 3, 3)})
+    assert torch.equal(local, local_of((5, 2, 1)[rank]))
+    assert local.untyped_storage().data_ptr() == x._local_tensor.untyped_storage().data_ptr()
+
+
+def test_given_sizes_cost_no_communication():
+    run_distributed(given_sizes_cost_nothing, 3)
+
+
+def gradients():
+    """The gradient of from_local's argument is this rank's part of the whole gradient, however it arrives."""
+    mesh = shared_mesh(2)
+    rank = dist.get_rank()
+    sizes = (7, 1)
+    whole = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    start = sum(sizes[:rank])
+    mine = slice(start, start + sizes[rank])
+    for route in ("full", "recut", "dim", "sum"):
+        local = whole[mine].clone().requires_grad_()
+        x = ShardTensor.from_local(local, mesh, [Shard(0)])
+        if route == "full":
+            (x.full_tensor() * weight).sum().backward()
+        elif route == "recut":
+            y = x.redistribute(shard_sizes={0: (2, 6)})
+            (y.to_local() * (weight[:2] if rank == 0 else weight[2:])).sum().backward()
+        elif route == "dim":
+            y = x.redistribute(placements=[Shard(1)], shard_sizes={0: (1, 3)})
+            (y.to_local() * (weight[:, :1] if rank == 0 else weight[:, 1:])).sum().backward()
+        else:
+            (x * weight).sum().backward()
+        assert type(local.grad) is torch.Tensor, route
+        torch.testing.assert_close(local.grad, weight[mine], rtol=1e-12, atol=1e-12, msg=route)
+
+
+def test_gradients_return_to_the_local_tensor():
+    run_distributed(gradients, 2)
+
+
+def gradient_placements():
+    """Every rank uses its copy for work of its own: the gradients are summands."""
+    mesh = shared_mesh(2)
+    rank = dist.get_rank()
+    whole = torch.arange(8.0, dtype=torch.float64)
+    x = shard(whole, mesh, [Shard(0)], {0: (7, 1)}, requires_grad=True)
+    (x.full_tensor(grad_placements=[Partial()]) * (rank + 1)).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.full((8,), 3.0, dtype=torch.float64))
+
+    x.grad = None
+    (x.full_tensor() * 2).sum().backward()  # alike on every rank
+    assert torch.equal(x.grad.full_tensor(), torch.full((8,), 2.0, dtype=torch.float64))
+
+    r = shard(whole, mesh, [Replicate()], requires_grad=True)
+    (r.to_local(grad_placements=[Partial()]) * (rank + 1)).sum().backward()
+    assert torch.equal(r.grad.to_local(), torch.full((8,), 3.0, dtype=torch.float64))
+
+    p = shard(whole, mesh, [Partial()], requires_grad=True)
+    (p.full_tensor() * 5).sum().backward()
+    assert p.grad.placements == (Replicate(),)
+    assert torch.equal(p.grad.to_local(), torch.full((8,), 5.0, dtype=torch.float64))
+
+    with pytest.raises(ValueError, match="shard otherwise"):
+        x.to_local(grad_placements=[Shard(1)])
+
+
+def test_grad_placements_say_how_gradients_lie():
+    run_distributed(gradient_placements, 2)
+
+
+def partial_and_whole():
+    mesh = shared_mesh(2)
+    rank = dist.get_rank()
+    local = torch.full((3,), float(rank + 1), requires_grad=True)
+    x = ShardTensor.from_local(local, mesh, [Partial()])
+    assert torch.equal(x.full_tensor(), torch.full((3,), 3.0))
+    (x * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert torch.equal(local.grad, torch.tensor([1.0, 2.0, 3.0]))  # of each summand, the derivative of the sum
+    assert ShardTensor.from_local(torch.ones(2), mesh).placements == (Replicate(),)
+    with mesh:
+        assert ShardTensor.from_local(torch.ones(2)).device_mesh == mesh
+    # Strides of the whole: channels-last stays so.
+    image = torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    x = ShardTensor.from_local(image, mesh, [Shard(2)])
+    assert x.shape == (1, 2, 6, 4) and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_summands_copies_and_defaults():
+    run_distributed(partial_and_whole, 2)
+
+
+def dtensors():
+    """To ShardTensor and back into arithmetic, with gradients on both sides."""
+    mesh = shared_mesh(2)
+    whole = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        d = distribute_tensor(whole, mesh, placements).requires_grad_()
+        x = ShardTensor.from_dtensor(d)
+        assert type(x) is ShardTensor and x.placements == tuple(placements)
+        assert ShardTensor.from_dtensor(x) is x
+        y = shard(other, mesh, [Shard(0)], {0: (2, 5)}, requires_grad=True)
+        for left, right in ((x, y), (y, x)):
+            d.grad = y.grad = None
+            product = left * right
+            assert type(product) is ShardTensor
+            product.full_tensor().backward(torch.ones_like(whole), retain_graph=True)
+            assert type(d.grad) is DTensor and d.grad.placements == d.placements
+            torch.testing.assert_close(d.grad.full_tensor(), other)
+            assert type(y.grad) is ShardTensor and y.grad.shard_sizes == y.shard_sizes
+            torch.testing.assert_close(y.grad.full_tensor(), whole)
+
+
+def test_dtensors_become_shardtensors():
+    run_distributed(dtensors, 2)
+
+
+def mixed_dtensors():
+    mesh = shared_mesh(2)
+    whole = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for first in (True, False):
+        d = distribute_tensor(other, mesh, [Replicate()]).requires_grad_()
+        x = shard(whole, mesh, [Shard(0)], {0: (7, 1)}, requires_grad=True)
+        y = x * d if first else d * x
+        assert type(y) is ShardTensor and y.shard_sizes == x.shard_sizes
+        y.sum().backward()
+        assert type(d.grad) is DTensor
+        torch.testing.assert_close(d.grad.full_tensor(), whole.sum(0))
+        torch.testing.assert_close(x.grad.full_tensor(), other.expand(8, 4))
+
+
+def test_dtensors_and_shardtensors_mix():
+    run_distributed(mixed_dtensors, 2)

@@ -1,0 +1,163 @@
+"""scatter_tensor: the right shard for everyone, and nothing more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+from shardtensor import scatter_tensor
+from shardtensor.testing import count_communication, run_distributed, shared_mesh
+
+DTYPES = [torch.float64, torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.complex64]
+CUTS = [
+    ([Shard(0), Shard(2)], {0: (6, 1), 1: (0, 5)}),
+    ([Shard(2), Shard(0)], {0: (2, 3)}),
+    ([Replicate(), Shard(-2)], {1: (1, 2)}),
+    ([Shard(1), Replicate()], None),
+    ([Replicate(), Replicate()], None),
+    ([Shard(0), Shard(1)], "even"),
+]
+
+
+def source_tensor(dtype=torch.float64):
+    values = torch.randint(0, 99, (7, 3, 5), generator=torch.Generator().manual_seed(0))
+    return (values % 2).bool() if dtype == torch.bool else values.to(dtype)
+
+
+def expected_shard(whole, x):
+    at = x.device_mesh.get_coordinate()
+    for m, placement in enumerate(x.placements):
+        if isinstance(placement, Shard):
+            sizes = x.shard_sizes[m]
+            whole = whole.narrow(placement.dim, sum(sizes[: at[m]]), sizes[at[m]])
+    return whole
+
+
+def from_every_source():
+    """Only the source has data; the others pass None."""
+    mesh = shared_mesh((2, 2))
+    for source in range(4):
+        for placements, sizes in CUTS:
+            for dtype in DTYPES if source == 2 else DTYPES[:1]:
+                whole = source_tensor(dtype)
+                given = whole if dist.get_rank() == source else None
+                x = scatter_tensor(given, source, mesh, placements, shard_sizes=sizes)
+                assert x.shape == whole.shape and x.dtype == dtype and not x.requires_grad
+                local = x.to_local()
+                assert torch.equal(local, expected_shard(whole, x)), (source, placements, sizes, dtype)
+                assert local.is_contiguous()
+
+
+def test_only_the_source_has_data():
+    run_distributed(from_every_source, 4)
+
+
+def from_views():
+    """Sources that are not contiguous, that require grad, that are conjugated, of no dims, and empty."""
+    mesh = shared_mesh(2)
+    base = torch.randn(5, 6, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    first = dist.get_rank() == 0
+    for view in (base.t(), base[::2], base[:, 1:4], base[:1].expand(4, 6), base.conj(), base[:0]):
+        x = scatter_tensor(view if first else None, 0, mesh, [Shard(0)])
+        assert torch.equal(x.full_tensor(), view.resolve_conj()), view.shape
+    scalar = scatter_tensor(torch.tensor(3.5) if first else None, 0, mesh, [Replicate()])
+    assert scalar.shape == () and scalar.item() == 3.5
+    trained = scatter_tensor(torch.ones(4, requires_grad=True) * 2 if first else None, 0, mesh, [Shard(0)])
+    assert not trained.requires_grad and trained.is_leaf  # scattering starts a graph, it does not continue one
+    # What the others pass is not looked at.
+    x = scatter_tensor(torch.ones(4) if first else torch.zeros(9, 9), 0, mesh, [Shard(0)])
+    assert torch.equal(x.to_local(), torch.ones(2))
+
+
+def test_sources_of_any_kind():
+    run_distributed(from_views, 2)
+
+
+def to_sub_meshes():
+    grid = shared_mesh((2, 2), ("data", "domain"))
+    for name in ("data", "domain"):
+        mesh = grid[name]
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        source = ranks[1]  # for the second group neither rank 0 nor the first of its own
+        whole = source_tensor() + source
+        x = scatter_tensor(
+            whole if dist.get_rank() == source else None, source, mesh, [Shard(0)], shard_sizes={0: (2, 5)}
+        )
+        assert torch.equal(x.to_local(), expected_shard(whole, x))
+
+
+def test_sub_meshes_without_rank_0():
+    run_distributed(to_sub_meshes, 4)
+
+
+def traffic():
+    mesh = shared_mesh(3)
+    rank = dist.get_rank()
+    whole = source_tensor() if rank == 1 else None
+    sizes = (2, 4, 1)
+    row = 3 * 5 * 8
+    given = {"global_shape": (7, 3, 5), "dtype": torch.float64}
+    with count_communication() as counted:
+        x = scatter_tensor(whole, 1, mesh, [Shard(0)], shard_sizes={0: sizes}, **given)
+    # The shard, and one element that says whether the source could send.
+    if rank == 1:
+        assert counted.messages == 2 and counted.bytes_sent == 3 * row + 2 * 8
+        assert dict(counted.sent_to) == {0: 2 * row + 8, 2: row + 8}
+        assert counted.received_messages == 0
+    else:
+        assert (counted.received_messages, counted.bytes_received) == (1, sizes[rank] * row + 8)
+        assert counted.messages == 0
+    assert not counted.collectives
+    # Nothing keeps more than the shard alive.
+    assert x.to_local().untyped_storage().nbytes() <= sizes[rank] * row + 8
+    with count_communication() as with_header:
+        scatter_tensor(whole, 1, mesh, [Shard(0)], shard_sizes={0: sizes})
+    assert with_header.messages == 2 * counted.messages
+    assert with_header.received_messages == 2 * counted.received_messages
+    assert with_header.bytes_received - counted.bytes_received < 256
+
+
+def test_a_rank_receives_its_shard_and_one_element():
+    run_distributed(traffic, 3)
+
+
+def leaves():
+    mesh = shared_mesh(2)
+    first = dist.get_rank() == 0
+    whole = source_tensor()
+    x = scatter_tensor(whole if first else None, 0, mesh, [Shard(0)], shard_sizes={0: (6, 1)}, requires_grad=True)
+    assert x.is_leaf and x.requires_grad
+    (x * x).sum().backward()
+    assert x.grad.shard_sizes == x.shard_sizes
+    assert torch.equal(x.grad.full_tensor(), 2 * whole)
+
+
+def test_requires_grad_makes_a_leaf():
+    run_distributed(leaves, 2)
+
+
+def keeps_storage():
+    mesh = shared_mesh(2)
+    whole = source_tensor() if dist.get_rank() == 0 else None
+    x = scatter_tensor(whole, 0, mesh, [Replicate()])
+    if whole is not None:
+        whole.zero_()  # the source's shard is its own copy
+    return x.to_local().sum().item()
+
+
+def test_the_source_may_reuse_its_tensor():
+    assert run_distributed(keeps_storage, 2) == [source_tensor().sum().item()] * 2
+
+
+@pytest.mark.parametrize("sizes", [(8, 0), (0, 8), (7, 1)])
+def test_uneven_and_empty_shards(sizes):
+    run_distributed(uneven, 2, sizes)
+
+
+def uneven(sizes):
+    whole = torch.arange(8.0)
+    x = scatter_tensor(whole if dist.get_rank() == 1 else None, 1, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes})
+    assert x.to_local().shape == (sizes[dist.get_rank()],)
+    assert torch.equal(x.full_tensor(), whole)
