@@ -187,6 +187,14 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
 
 def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an aten operator on ShardTensors (and plain tensors, which count as replicated)."""
+    if torch.is_inference_mode_enabled() and _is_view(func) and not args[0].is_inference():
+        # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
+        with torch.inference_mode(False), torch.no_grad():
+            return _run(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     handler = OPERATORS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
@@ -336,6 +344,13 @@ def is_inplace(func: torch._ops.OpOverload) -> bool:
     """Whether the operator writes to its first argument and returns it."""
     first = func._schema.arguments[0] if func._schema.arguments else None
     return bool(first is not None and first.alias_info is not None and first.alias_info.is_write)
+
+
+@cache
+def _is_view(func: torch._ops.OpOverload) -> bool:
+    """Whether the result shares its memory with the first argument, which is not written to."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
 
 
 def _paths(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:

@@ -27,6 +27,8 @@ _UNTAGGED = (
     "elu_backward",
     "fill",
     "fill_",
+    "floor_divide",
+    "floor_divide_",
     "glu_jvp",
     "hardshrink_backward",
     "hardsigmoid_backward",
