@@ -21,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat import TensorMeta
 from ..errors import refuse
 from ..geometry import Interval, intervals_of, length, map_cuts
 from ..registry import register
 from ..tensor import ShardTensor
 from .pooling import _adaptive_avg_pool
-from .spatial import borrow_dims, finish, on_meta, per_dim, result_dtype, scaled_cut, settled
+from .spatial import borrow_dims, finish, per_dim, result_dtype, scaled_cut, settled
 
 __all__ = ["Resize", "Taps", "as_local"]
 
@@ -162,6 +163,13 @@ def as_local(resize: Resize, part: Interval, out: Interval) -> tuple[Resize, int
     return (local, drop) if same and torch.equal(theirs.weights[here[0]], ours.weights[here[1]]) else None
 
 
+@lru_cache(maxsize=1024)
+def _on_meta(x: TensorMeta, size: Any, scale_factor: Any, recompute: bool | None, kwargs: tuple[Any, ...]) -> Tensor:
+    """The result without its data, and torch's own errors. Kept: torch's meta kernels take milliseconds here."""
+    whole = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+    return F.interpolate(whole, size, scale_factor, recompute_scale_factor=recompute, **dict(kwargs))
+
+
 def _interpolate(
     input: Any,
     size: Any = None,
@@ -175,7 +183,9 @@ def _interpolate(
     if not isinstance(input, ShardTensor):
         return NotImplemented
     kwargs: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
-    meta = F.interpolate(on_meta(input), size, scale_factor, recompute_scale_factor=recompute_scale_factor, **kwargs)
+    lengths = tuple(size) if isinstance(size, (tuple, list)) else size
+    factors = tuple(scale_factor) if isinstance(scale_factor, (tuple, list)) else scale_factor
+    meta = _on_meta(input._spec.tensor_meta, lengths, factors, recompute_scale_factor, tuple(kwargs.items()))
     if mode == "area":
         return _adaptive_avg_pool(input, tuple(meta.shape[2:]), ndim=input.ndim - 2)
     x = settled(input, linear=mode not in ("nearest", "nearest-exact") or input.is_floating_point())
