@@ -118,11 +118,33 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     if value.is_complex() and op != "sum":
         raise ValueError(f"Partial({op!r}) of complex numbers is not defined")
     wire = torch.view_as_real(value) if value.is_complex() else value
+    extreme = op in ("max", "min") and value.is_floating_point()
+    if extreme:
+        wire = _ordered(value, op)
     if debug_enabled():
         counts = [value.numel()] * dist.get_world_size(group)
         check_communication(f"all_reduce {op}", value.dtype, counts, counts, group, value.device)
     dist.all_reduce(wire, op=_REDUCE[op][0], group=group)
-    return value.to(local.dtype)
+    return _unordered(wire, local.dtype) if extreme else value.to(local.dtype)
+
+
+# Integers of the same width, as which floating-point numbers are compared.
+_BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def _ordered(value: Tensor, op: str) -> Tensor:
+    """Integers in the order of the numbers, NaN beyond all of them: backends may lose it, torch's max and min do not."""
+    bits = value.view(_BITS[value.dtype])
+    info = torch.iinfo(bits.dtype)
+    ordered = bits ^ ((bits >> (info.bits - 1)) & info.max)  # the magnitude of negative numbers counts backwards
+    ordered = torch.where(value.isnan(), info.max if op == "max" else info.min, ordered)
+    return ordered.to(_WIDENED.get(ordered.dtype, ordered.dtype))
+
+
+def _unordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = ordered.to(_BITS[dtype])
+    info = torch.iinfo(bits.dtype)
+    return (bits ^ ((bits >> (info.bits - 1)) & info.max)).view(dtype)
 
 
 def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
