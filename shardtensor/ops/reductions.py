@@ -101,7 +101,11 @@ def _mean(call: Call) -> Plan:
     dims = reduced_dims(_arg(call, 1, "dim", None), len(spec.shape))
     count = _count(spec, dims)
     keepdim, dtype = _arg(call, 2, "keepdim", False), call.meta.dtype
-    return _reduction(call, dims, keepdim, "sum", lambda x, *_, **__: x.sum(dims, keepdim, dtype=dtype) / count)
+    # Divided before it is rounded: the sum of half precision numbers may overflow where their mean does not.
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return _reduction(
+        call, dims, keepdim, "sum", lambda x, *_, **__: (x.sum(dims, keepdim, dtype=wide) / count).to(dtype)
+    )
 
 
 @rule(_aten.amax.default, _aten.amin.default)
@@ -285,34 +289,3 @@ def _equal(a: Any, b: Any) -> bool:
     if a.shape != b.shape:
         return False
     return bool(_item(run(_aten.all.default, (run(_aten.eq.Tensor, (a, b), {}),), {})))
-
-
-# -- along a dim that is not sharded, every shard is on its own ---------------------------------------------------
-
-
-@rule(
-    _aten._softmax.default,
-    _aten._log_softmax.default,
-    _aten._softmax_backward_data.default,
-    _aten._log_softmax_backward_data.default,
-    _aten.cumsum.default,
-    _aten.cumprod.default,
-    _aten.logsumexp.default,
-)
-def _along(call: Call) -> Plan:
-    specs = call.reduced()
-    first = next(iter(specs.values()))
-    if any(isinstance(a, Tensor) for a in call.args):
-        raise call.refuse("plain tensors meet ShardTensors", "make them ShardTensors, e.g. by ShardTensor.from_local")
-    backward = call.func._schema.name.endswith("_backward_data")
-    dim = call.args[2 if backward else 1]
-    dims = reduced_dims(dim, len(first.shape))
-    if any(d in first.sharded_dims() for d in dims):
-        raise call.refuse(f"it acts along tensor dim {dims}, which is sharded", "redistribute to shard another dim")
-    if call.func == _aten.logsumexp.default:
-        out = reduced_spec(first, call.meta, dims, _arg(call, 2, "keepdim", False), "sum")
-    else:
-        out = first.replace(meta=meta_of(call.meta))
-    return call.plan(
-        out, {path: s.replace(placements=first.placements, sizes=first.sizes) for path, s in specs.items()}
-    )
