@@ -255,22 +255,8 @@ def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
     if ord == 0:
         size = run(_aten._to_copy.default, (run(_aten.ne.Scalar, (size, 0), {}),), {"dtype": size.dtype})
         return _whole(run(_aten.sum.dim_IntList, (size, dims, keepdim), {}))
-    # Scaled by the largest, so that powers neither overflow nor vanish.
-    largest = _whole(run(_aten.amax.default, (size, dims, True), {})) if ord > 1 and 0 not in x.shape else None
-    if largest is not None:
-        scale = run(_aten.where.ScalarOther, (_positive_and_finite(largest), largest, 1.0), {})
-        size = run(_aten.div.Tensor, (size, scale), {})
     total = _whole(run(_aten.sum.dim_IntList, (run(_aten.pow.Tensor_Scalar, (size, ord), {}), dims, keepdim), {}))
-    root = run(_aten.pow.Tensor_Scalar, (total, 1.0 / ord), {})
-    if largest is None:
-        return root
-    return run(_aten.mul.Tensor, (root, scale if keepdim else run(_aten.squeeze.dims, (scale, dims), {})), {})
-
-
-def _positive_and_finite(x: Any) -> Any:
-    return run(
-        _aten.logical_and.default, (run(_aten.gt.Scalar, (x, 0), {}), run(_aten.lt.Scalar, (x, float("inf")), {})), {}
-    )
+    return run(_aten.pow.Tensor_Scalar, (total, 1.0 / ord), {})
 
 
 # -- leaving the tensor world: item(), float(), bool() mean the whole value -------------------------------------
