@@ -129,11 +129,16 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
 
 
 # Integers of the same width, as which floating-point numbers are compared.
-_BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 
 
 def _ordered(value: Tensor, op: str) -> Tensor:
-    """Integers in the order of the numbers, NaN beyond all of them: backends may lose it, torch's max and min do not."""
+    """Integers in the order of the numbers, NaN beyond all of them: backends may lose it, torch never does."""
     bits = value.view(_BITS[value.dtype])
     info = torch.iinfo(bits.dtype)
     ordered = bits ^ ((bits >> (info.bits - 1)) & info.max)  # the magnitude of negative numbers counts backwards

@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401
     convolution,
+    joining,
     linear,
     losses,
     normalization,
@@ -10,5 +11,7 @@ from . import (  # noqa: F401
     pooling,
     reductions,
     resampling,
+    slicing,
+    scans,
     views,
 )
