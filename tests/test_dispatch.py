@@ -1,0 +1,523 @@
+"""Aten operators on shards: every rule against one device, refusals, gathering, and a sweep over all of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+import shardtensor
+from shardtensor import ShardTensor, UnsupportedSharding, dispatch
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+aten = torch.ops.aten
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+# -- every rule, on unequal shards ----------------------------------------------------------------------------------
+
+# Name -> (function, shapes of its arguments, placements, sizes by mesh dim). Worlds of three ranks.
+CASES = {
+    # pointwise
+    "arithmetic": (lambda x, y: (x + 2 * y) / (1 + y * y) - x.exp(), [(7, 3), (7, 3)]),
+    "broadcast": (lambda x, y: x * y - y, [(7, 3), (7, 1)]),
+    "activations": (lambda x: F.silu(x) + F.gelu(x) + F.leaky_relu(x) + F.softplus(x) + F.elu(x), [(7, 3)]),
+    "more activations": (lambda x: F.hardswish(x) + F.mish(x) + F.hardtanh(x) + F.softsign(x), [(7, 3)]),
+    "clamp": (lambda x: x.clamp(-0.5, 0.5) + x.floor() * x.frac(), [(7, 3)]),
+    "compare": (lambda x, y: torch.where(x > y, x, y) * (x != y), [(7, 3), (7, 3)]),
+    "complex": (lambda x: (x * (1 + 2j)).conj().abs(), [(7,)]),
+    "pairs": (lambda x: torch.view_as_real(torch.view_as_complex(x) * 2), [(7, 2)]),
+    "cast": (lambda x: x.float().double() + x.bool(), [(7, 3)]),
+    "like": (lambda x: torch.zeros_like(x) + torch.ones_like(x) + torch.full_like(x, 3) + x, [(7, 3)]),
+    "new": (lambda x: x.new_zeros(x.shape) + x.new_ones(x.shape) + x.new_full(x.shape, 2.0) + x, [(7, 3)]),
+    "new of another shape": (lambda x: x * x.new_full((3,), 2.0), [(7, 3)]),
+    "masked": (lambda x: x.masked_fill(x > 0, 1.5), [(7, 3)]),
+    "in place": (lambda x: (x * x).add_(1).mul_(x).clamp_(max=2).sub_(x, alpha=3), [(7, 3)]),
+    # reductions
+    "sum": (lambda x: (x.sum(), x.sum(0), x.sum((0, 1), keepdim=True), x.sum(-1)), [(7, 3)]),
+    "mean": (lambda x: (x.mean(), x.mean(0), x.mean((0, 2), keepdim=True), x.mean(1)), [(7, 3, 2)]),
+    "moments": (lambda x: (x.var(), x.std(0), x.var(1, keepdim=True), x.var((0, 1), correction=0)), [(7, 3)]),
+    "moments and means": (lambda x: (*torch.var_mean(x, 0), *torch.std_mean(x)), [(7, 3)]),
+    "extremes": (lambda x: (x.amax(), x.amin(0), x.max(), x.min(), x.amax(1)), [(7, 3)]),
+    "product": (lambda x: (x.prod(1), x.prod(1, keepdim=True)), [(7, 3)]),
+    "norms": (lambda x: (x.norm(), torch.linalg.vector_norm(x, 3, 0), torch.linalg.vector_norm(x, 1)), [(7, 3)]),
+    "more norms": (lambda x: torch.stack([torch.linalg.vector_norm(x, p) for p in (float("inf"), -1, 0)]), [(7, 3)]),
+    "along": (lambda x: (x.softmax(1), x.log_softmax(-1), x.cumsum(1), x.cumprod(1), x.logsumexp(1)), [(7, 3)]),
+    "sum of sums": (lambda x: (x.sum(0) + x.mean(0)) * 2 - x.amax(0), [(7, 3)]),
+    # views
+    "view": (lambda x: x.view(7, 2, 3).reshape(7, 6).view(42), [(7, 6)]),
+    "permute": (lambda x: x.permute(2, 0, 1) * x.transpose(0, 2).transpose(1, 2), [(7, 3, 2)]),
+    "t": (lambda x: x.t() + x.mT, [(7, 3)]),
+    "squeeze": (lambda x: x.unsqueeze(0).squeeze(0).squeeze() + x[None, ..., None].squeeze((0, 3)), [(7, 3)]),
+    "expand": (lambda x: x.unsqueeze(1).expand(7, 4, 3) * 2, [(7, 3)]),
+    "select": (lambda x: x[:, 1] * x.select(1, -1), [(7, 3)]),
+    "slice": (lambda x: x[:, 1:3] * x[:, :2] + x[:][:, ::2][:, :2], [(7, 3)]),
+    "split": (lambda x: x.split(2, 1)[0] * x.split([1, 2], -1)[1] + x.chunk(3, 1)[2], [(7, 3)]),
+    "unbind": (lambda x: x.unbind(1)[0] * x.unbind(-1)[2], [(7, 3)]),
+    "cat": (lambda x, y: torch.cat([x, y * 2], 1), [(7, 3), (7, 2)]),
+    "stack": (lambda x, y: torch.stack([x, y], 1) + torch.stack([y, x], -2), [(7, 3), (7, 3)]),
+    "flip": (lambda x: x.flip(0) * x.flip(1) + x.flip(0, 1), [(7, 3)]),
+    "detach": (lambda x: x.detach() * x, [(7, 3)]),
+    "tensor_split": (lambda x: x.tensor_split(2, 1)[1] * 2, [(7, 3)]),
+}
+LAYOUTS = {
+    "uneven": ([Shard(0)], {0: (5, 1, 1)}),
+    "empty": ([Shard(0)], {0: (0, 7, 0)}),
+    "partial": ([Partial()], None),
+    "whole": ([Replicate()], None),
+}
+
+
+def matches_everywhere(layout):
+    """All cases in one layout; what is refused is returned, with the reason."""
+    placements, sizes = LAYOUTS[layout]
+    refused = []
+    for name, (function, shapes) in CASES.items():
+        tensors = [numbers(*shape, seed=i) for i, shape in enumerate(shapes)]
+        try:
+            assert_matches_unsharded(function, *tensors, mesh_shape=3, placements=placements, shard_sizes=sizes)
+        except UnsupportedSharding as error:
+            refused.append((name, str(error)))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    return refused
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_operators_match_one_device(layout):
+    assert run_distributed(matches_everywhere, 3, layout, timeout=120) == [[]] * 3
+
+
+def misaligned():
+    """Operands with different cuts, also on two mesh dims, and 1-D with 2-D operands."""
+    double = lambda x, y: (x * y + y, torch.maximum(x, y))  # noqa: E731
+    x, y = numbers(6, 5), numbers(6, 5, seed=1)
+    cuts = [
+        ([Shard(0), Shard(1)], {0: (5, 1), 1: (0, 5)}),
+        ([Shard(0), Replicate()], {0: (2, 4)}),
+        ([Shard(0), Partial()], {0: (3, 3)}),
+        ([Partial(), Partial()], None),
+        ([Replicate(), Shard(1)], {1: (4, 1)}),
+    ]
+    for a, a_sizes in cuts:
+        for b, b_sizes in cuts:
+            try:
+                assert_matches_unsharded(
+                    double, x, y, mesh_shape=(2, 2), placements=[a, b], shard_sizes=[a_sizes, b_sizes]
+                )
+            except UnsupportedSharding as error:
+                assert "would have to be gathered" in str(error), (a, b)
+                assert a != b
+    row = numbers(5, seed=2)
+    assert_matches_unsharded(
+        lambda x, r: x * r + r,
+        x,
+        row,
+        mesh_shape=(2, 2),
+        placements=[[Shard(0), Shard(1)], [Replicate(), Shard(0)]],
+        shard_sizes=[{0: (5, 1), 1: (1, 4)}, {1: (3, 2)}],
+    )
+
+
+def test_operands_with_different_cuts():
+    run_distributed(misaligned, 4)
+
+
+def unexercised():
+    """Rules that no case above reaches."""
+    used = set()
+    originals = dict(dispatch.RULES)
+    dispatch._plans.clear()
+
+    def recording(op, build):
+        def record(call):
+            used.add(op)
+            return build(call)
+
+        return record
+
+    try:
+        for op, build in originals.items():
+            dispatch.RULES[op] = recording(op, build)
+        for layout in ("uneven", "partial"):
+            matches_everywhere(layout)
+        x = shard(numbers(7, 3), shared_mesh(3), [Shard(0)], {0: (5, 1, 1)})
+        for flags in (x > 0, x < 100):
+            whole = flags.full_tensor()
+            for f in (lambda t: t.any(), lambda t: t.all(), lambda t: t.any(0), lambda t: t.all(1)):
+                assert torch.equal(f(flags).full_tensor(), f(whole))
+            for op in (aten.any.dims, aten.all.dims):
+                assert torch.equal(op(flags, [0, 1]).full_tensor(), op(whole, [0, 1]))
+        assert x.prod().item() == pytest.approx(x.full_tensor().prod().item())
+    finally:
+        dispatch.RULES.update(originals)
+        dispatch._plans.clear()
+    return sorted(str(op) for op in set(originals) - used if originals[op].__module__ in MODULES)
+
+
+# The families tested here; and other spellings of what is reached.
+MODULES = [f"shardtensor.ops.{name}" for name in ("pointwise", "reductions")]
+ELSEWHERE = (
+    *("alias", "lift_fresh", "_neg_view", "new_empty", "empty_like", "_reshape_alias", "_unsafe_view", "reshape"),
+    *("squeeze.default", "mean.default", "sum.default", "prod.default"),
+)
+
+
+def test_no_rule_is_left_out():
+    missing = [op for op in run_distributed(unexercised, 3, timeout=120)[0]]
+    missing = [op for op in missing if not any(op.removeprefix("aten.").startswith(name) for name in ELSEWHERE)]
+    assert not missing
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "svd": (lambda x: torch.linalg.svd(x), "_linalg_svd.default: no distributed form is known"),
+    "qr": (lambda x: torch.linalg.qr(x), "linalg_qr.default"),
+    "inverse": (lambda x: torch.linalg.pinv(x), "Remedy"),
+    "flatten": (lambda x: x.t().reshape(32), "does not stay a dim of the result"),
+    "unique": (lambda x: x.unique(), "unique"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero.default"),
+    "diagonal": (lambda x: x.diagonal(), "diagonal.default"),
+    "out": (lambda x: torch.add(x, 1, out=torch.empty_like(x)), "add.out"),
+    "in place, plain": (lambda x: torch.zeros(8, 4).mul_(x), "cannot be written into a plain tensor"),
+    "in place, cut otherwise": (lambda x: x.sum(0, keepdim=True).sub_(1), "a Partial cannot be changed in place"),
+    "strides": (lambda x: x.as_strided((2, 2), (1, 4)), "as_strided.default"),
+}
+# Operands whose layout is not that of the tensor above.
+OTHER_OPERANDS = {"flatten": "S(1)[7, 1]", "in place, cut otherwise": "P(sum)"}
+
+
+def refuse(name):
+    x = shard(numbers(8, 4, dtype=torch.float32), shared_mesh(2), [Shard(0)], {0: (7, 1)})
+    with count_communication() as counted:
+        try:
+            REFUSED[name][0](x)
+        finally:
+            assert counted.messages == 0 and not counted.collectives
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refusals_name_operator_layout_and_remedy_on_every_rank(name):
+    for error in run_expecting_errors(refuse, 2, name):
+        assert isinstance(error, UnsupportedSharding), repr(error)
+        for part in (REFUSED[name][1], OTHER_OPERANDS.get(name, "S(0)[7, 1]"), "Remedy: "):
+            assert part in str(error)
+
+
+RANDOM = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 5),
+    "normal_": lambda x: x.normal_(),
+    "uniform_": lambda x: x.uniform_(),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "exponential_": lambda x: x.exponential_(),
+    "multinomial": lambda x: x.abs().multinomial(2),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "feature dropout": lambda x: F.feature_alpha_dropout(x, 0.5, training=True),
+}
+
+
+def draw(name, placement, gather):
+    x = shard(numbers(8, 4), shared_mesh(2), [placement])
+    with shardtensor.allow_gather() if gather else contextlib.nullcontext():
+        RANDOM[name](x)
+
+
+@pytest.mark.parametrize("name", list(RANDOM))
+def test_random_numbers_are_refused(name):
+    for placement, gather in ((Shard(0), False), (Shard(0), True), (Replicate(), False)):
+        for error in run_expecting_errors(draw, 2, name, placement, gather):
+            assert isinstance(error, UnsupportedSharding), repr(error)
+
+
+def out_of_range():
+    x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)}, requires_grad=True)
+    for f in (lambda x: x.sum(2), lambda x: x.mean(-3), lambda x: x.amax(2), lambda x: x.transpose(0, 2)):
+        for y in (x, x.detach()):
+            with pytest.raises(IndexError, match="Dimension out of range"):
+                f(y)
+    for y in (x, x.detach()):
+        with pytest.raises(RuntimeError, match=r"appears multiple times|duplicate value"):
+            y.sum((0, 0))
+        with pytest.raises(RuntimeError, match=r"broadcast|size of tensor a"):
+            y + y[:, :3]
+
+
+def test_torchs_own_errors_come_on_every_rank():
+    run_distributed(out_of_range, 2)
+
+
+# -- gathering ------------------------------------------------------------------------------------------------------
+
+
+def gathers():
+    whole = numbers(8, 4)
+    x = shard(whole, shared_mesh(2), [Shard(0)], {0: (7, 1)})
+    for f in (
+        torch.linalg.svdvals,
+        lambda x: torch.linalg.qr(x).R,
+        lambda x: x.unique(),
+        lambda x: x.diagonal(),
+        lambda x: x.t().reshape(32),
+    ):
+        with pytest.raises(UnsupportedSharding):
+            f(x)
+        with shardtensor.allow_gather(), count_communication() as counted:
+            y = f(x)
+        assert counted.messages + sum(counted.collectives.values()) > 0
+        assert type(y) is ShardTensor
+        torch.testing.assert_close(y.full_tensor(), f(whole), rtol=1e-10, atol=1e-12)
+        if y.shape == x.shape:
+            assert y.shard_sizes == x.shard_sizes  # cut again like the operand
+        with pytest.raises(UnsupportedSharding):  # what was allowed once is not remembered
+            f(x)
+    with shardtensor.allow_gather():
+        with shardtensor.allow_gather():
+            pass
+        x.diagonal()  # still allowed
+        with pytest.raises(UnsupportedSharding, match="a view that is a copy on shards"):
+            x.diagonal().add_(1)  # would not reach x
+        trained = x.detach().requires_grad_()
+        torch.linalg.svdvals(trained).square().sum().backward()
+    plain = whole.clone().requires_grad_()
+    torch.linalg.svdvals(plain).square().sum().backward()
+    assert trained.grad.shard_sizes == {0: (7, 1)}
+    torch.testing.assert_close(trained.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ZeroDivisionError), shardtensor.allow_gather():
+        raise ZeroDivisionError
+    assert not dispatch.gather_allowed()
+
+
+def test_gathering_has_to_be_allowed_and_gives_the_right_answer():
+    run_distributed(gathers, 2)
+
+
+# -- plans and registered handlers -----------------------------------------------------------------------------------
+
+
+def cached():
+    x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)})
+    dispatch._plans.clear()
+    x * 2
+    first = len(dispatch._plans)
+    x * 3.0
+    x * 2
+    y = x.redistribute(shard_sizes="even")
+    assert (x * 2).shard_sizes == {0: (7, 1)} and (y * 2).shard_sizes == {0: (4, 4)}
+    # 1, 1.0 and True are equal and hash alike, but promote differently.
+    i = shard(torch.arange(8), shared_mesh(2), [Shard(0)], {0: (7, 1)})
+    assert [(i * factor).dtype for factor in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+    return first
+
+
+def test_plans_tell_cuts_and_argument_types_apart():
+    assert run_distributed(cached, 2)[0] >= 1
+
+
+def half(x):
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(half, (x,), x)
+    return x / 2
+
+
+def own_handlers():
+    x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)})
+    calls = []
+
+    @shardtensor.register(half)
+    def _(x):
+        calls.append("half")
+        return x * 0.5
+
+    @shardtensor.register(aten.trace.default)
+    def _(x):
+        calls.append("trace")
+        return NotImplemented
+
+    try:
+        torch.testing.assert_close(half(x).full_tensor(), x.full_tensor() / 2)
+        with pytest.raises(UnsupportedSharding):
+            torch.trace(x)
+        assert calls == ["half", "trace"]
+        assert {half, aten.trace.default} <= set(shardtensor.registered())
+        with pytest.raises(ValueError, match="has a handler already"):
+            shardtensor.register(half)
+        with pytest.raises(TypeError, match="neither a function"):
+            shardtensor.register("half")
+    finally:
+        shardtensor.unregister(half, aten.trace.default)
+    with pytest.raises(KeyError):
+        shardtensor.unregister(half)
+    shardtensor.registered().clear()  # a copy
+    assert torch.sum in shardtensor.registered()
+
+
+def test_users_register_operators_of_their_own():
+    run_distributed(own_handlers, 2)
+
+
+# -- everything that torch has ----------------------------------------------------------------------------------------
+
+
+def op_database():
+    """torch's own list of operators with sample inputs."""
+    if "expecttest" not in sys.modules:
+        try:
+            import expecttest  # noqa: F401
+        except ImportError:  # a package that the list's module imports and does not use for it
+            stub = types.ModuleType("expecttest")
+            stub.TestCase = object
+            sys.modules["expecttest"] = stub
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return op_db
+
+
+# Results without defined values, and generators.
+UNDEFINED = ("empty", "new_empty", "resize")
+
+
+def cut_last(t, dim, ranks):
+    """All but the last few indices on the first rank, one on each of the others, as long as there are any."""
+    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.ndim == 0 or t.shape[dim] == 0:
+        return t
+    dim %= t.ndim
+    first = max(0, t.shape[dim] - ranks + 1)
+    rest = [int(i < t.shape[dim] - first) for i in range(ranks - 1)]
+    return shard(t.detach(), shared_mesh(ranks), [Shard(dim)], {0: (first, *rest)}, requires_grad=t.requires_grad)
+
+
+def whole_of(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def agree(value, expected):
+    if not isinstance(expected, torch.Tensor):
+        return value == expected or (value != value and expected != expected) or abs(value - expected) < 1e-4
+    if not isinstance(value, torch.Tensor) or value.shape != expected.shape or value.dtype != expected.dtype:
+        return False
+    return expected.layout != torch.strided or torch.allclose(value, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def loss_of(outputs):
+    total = 0.0
+    for t in outputs:
+        weight = torch.linspace(0.5, 1.5, t.numel()).reshape(t.shape)
+        total = total + ((t.abs() if t.is_complex() else t) * weight).sum()
+    return total
+
+
+def attempt(function, sample, place, backward):
+    """Leaves of the result, and of the gradients."""
+    inp, args, kwargs = tree_map(
+        lambda t: place(t.detach().clone().requires_grad_(t.requires_grad)) if isinstance(t, torch.Tensor) else t,
+        (sample.input, sample.args, sample.kwargs),
+    )
+    torch.manual_seed(1)
+    results = [whole_of(t) for t in tree_leaves(function(inp, *args, **kwargs))]
+    if not backward:
+        return results, []
+    roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in tree_leaves((inp, args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not roots:
+        return results, []
+    grads = torch.autograd.grad(loss_of(roots), leaves, allow_unused=True)
+    return results, [torch.zeros(t.shape) if g is None else whole_of(g) for g, t in zip(grads, leaves)]
+
+
+def sweep(ranks, dim, kind, samples, gather=False):
+    """Problems, by operator and sample; and how many were right and how many refused."""
+    problems, right, refused = [], 0, 0
+    for op in op_database():
+        name = f"{op.name} {op.variant_test_name}".strip()
+        function = op.inplace_variant if kind == "in place" else op.op
+        backward = kind == "backward"
+        dtype = next((d for d in (torch.float32, torch.int64, torch.bool) if op.supports_dtype(d, "cpu")), None)
+        if (
+            function is None
+            or dtype is None
+            or op.name.startswith(UNDEFINED)
+            or "sparse" in name
+            or "jiterator" in name
+        ):
+            continue
+        if backward and not (op.supports_autograd and dtype.is_floating_point):
+            continue
+        torch.manual_seed(0)
+        try:
+            made = [s for _, s in zip(range(samples), op.sample_inputs("cpu", dtype, requires_grad=backward))]
+        except Exception:
+            continue
+        for i, sample in enumerate(made):
+            if not any(isinstance(t, torch.Tensor) and t.ndim for t in tree_leaves(sample.input)):
+                continue
+            try:
+                expected = attempt(function, sample, lambda t: t, backward)
+            except Exception:
+                continue  # not possible on one device
+            verdict = None
+            try:
+                with shardtensor.allow_gather() if gather else contextlib.nullcontext():
+                    got = attempt(function, sample, lambda t: cut_last(t, dim, ranks), backward)
+                if [len(part) for part in got] != [len(part) for part in expected]:
+                    verdict = "another number of results"
+                elif not all(agree(*pair) for parts in zip(got, expected) for pair in zip(*parts)):
+                    verdict = "wrong values"
+                else:
+                    right += 1
+            except UnsupportedSharding:
+                refused += 1
+            except Exception as error:
+                verdict = f"{type(error).__name__}: {str(error)[:200]}"
+            ranks_say = [None] * ranks
+            dist.all_gather_object(ranks_say, (name, i, right, refused))
+            if any(said != ranks_say[0] for said in ranks_say):
+                verdict = f"ranks differ: {ranks_say}, {verdict}"
+            if verdict:
+                problems.append(f"{name} #{i}: {verdict}")
+    return problems, right, refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("kind", ["forward", "backward", "in place"])
+def test_every_operator_of_torch_is_right_or_refused(kind, dim):
+    """Uneven shards of all tensor arguments: never a wrong value, another exception or a hang."""
+    for problems, right, refused in run_distributed(sweep, 2, 2, dim, kind, 2, timeout=500):
+        assert not problems, "\n".join(problems)
+        assert right > 100 and refused > 50  # the sweep sees what it should
+
+
+@pytest.mark.slow
+def test_every_operator_of_torch_is_right_on_three_ranks():
+    for problems, right, _ in run_distributed(sweep, 3, 3, 0, "forward", 2, timeout=500):
+        assert not problems, "\n".join(problems)
+        assert right > 100
+
+
+@pytest.mark.slow
+def test_every_operator_of_torch_is_right_when_gathered():
+    """Inside allow_gather only random operators and writes are refused."""
+    for problems, right, refused in run_distributed(sweep, 2, 2, 0, "forward", 1, gather=True, timeout=500):
+        assert not problems, "\n".join(problems)
+        assert right > 10 * refused
