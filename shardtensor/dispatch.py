@@ -100,14 +100,18 @@ class Call:
         return result
 
     def plan(self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, **kwargs: Any) -> Plan:
-        """A plan with the operands redistributed to ``targets``, refused where that would gather a shard."""
+        """A plan with the operands redistributed to ``targets``, refused where that would gather a shard.
+
+        A sharded dim of length 1 is an exception: one rank has all of it, and it is broadcast.
+        """
         inputs = []
         for path, target in (targets or {}).items():
             source = self.tensors[path]
             if source == target:
                 continue
             for m, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
-                if isinstance(old, Shard) and not isinstance(new, Shard) and not gather_allowed():
+                gathers = isinstance(old, Shard) and not isinstance(new, Shard) and source.shape[old.dim] > 1
+                if gathers and not gather_allowed():
                     raise self.refuse(
                         f"operand {path[0]} would have to be gathered over mesh dim {m}",
                         "redistribute it yourself, or call inside shardtensor.allow_gather()",

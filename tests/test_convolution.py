@@ -509,8 +509,6 @@ def bad(which):
         F.conv2d(x, w, stride=0)
     elif which == "dims":
         F.conv2d(x, torch.randn(6, 4, 3))
-    elif which == "transposed":
-        F.conv_transpose2d(x, torch.randn(4, 4, 2, 2), stride=2)
     elif which == "weight":
         F.conv2d(x, shard(w, mesh, [Shard(0)], {0: (3, 3)}))
     elif which == "dtype":
@@ -531,7 +529,6 @@ ERRORS = {
     "groups": (RuntimeError, r"conv2d: weight \(6, 4, 3, 3\) with groups=2 does not fit 4 input channels"),
     "stride": (RuntimeError, r"conv2d: stride \(0, 0\).* must be positive"),
     "dims": (RuntimeError, r"conv2d: expected a 3-D \(unbatched\) or 4-D \(batched\) input"),
-    "transposed": (UnsupportedSharding, r"conv_transpose: .*S\(2\)\[5, 3\].*Remedy: use F.interpolate"),
     "weight": (UnsupportedSharding, r"conv2d: the parameter is sharded.*S\(0\)\[3, 3\].*redistribute it to Replicate"),
     "dtype": (RuntimeError, r"conv2d: input of torch.float32 and weight of torch.float64 should be the same"),
     "same": (RuntimeError, r"conv2d: padding='same' is not supported for strided convolutions"),
@@ -555,9 +552,9 @@ def gathered():
     w = torch.randn(4, 4, 2, 2, dtype=torch.float64, requires_grad=True)
     sharded = shard(x, mesh, [Shard(2)], {0: (5, 3)}, requires_grad=True)
     with shardtensor.allow_gather():
-        y = F.conv_transpose2d(sharded, w)
+        y = F.conv2d(sharded, shard(w.detach(), mesh, [Shard(0)]))
         channels = F.conv2d(shard(x, mesh, [Shard(1)], {0: (3, 1)}), w)
-    torch.testing.assert_close(y.full_tensor(), F.conv_transpose2d(x, w), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(y.full_tensor(), F.conv2d(x, w), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(channels.full_tensor(), F.conv2d(x, w), rtol=1e-10, atol=1e-12)
 
 

@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401
     convolution,
+    extremes,
     joining,
     linear,
     losses,
@@ -11,7 +12,8 @@ from . import (  # noqa: F401
     pooling,
     reductions,
     resampling,
-    slicing,
     scans,
+    slicing,
+    transposed,
     views,
 )

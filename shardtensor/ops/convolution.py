@@ -375,26 +375,31 @@ def convolution(
         pads: zeros before and after each spatial dim of the whole tensor.
     """
     name = f"conv{len(stride)}d"
-    x = _sharded(input, weight, bias)
+    x = sharded_input(input, weight, bias)
     spec = x._spec
     if spec.tensor_meta.dtype.is_complex and weight.is_complex():
         return _as_real_convolution(x, weight, bias, stride, pads, dilation, groups)
     if spec.partial_mesh_dims():
         x = redistribute_to(x, spec.for_gradient())
         spec = x._spec
-    device = spec.mesh.device_type
-    if torch.is_autocast_enabled(device):
-        to = torch.get_autocast_dtype(device)
-        x, weight = x.to(to), weight.to(to)
-        bias = None if bias is None else bias.to(to)
+    x, weight, bias = autocast_operands(x, weight, bias)
     if weight.dtype != spec_of(x).tensor_meta.dtype:
         raise RuntimeError(
             f"{name}: input of {spec_of(x).tensor_meta.dtype} and weight of {weight.dtype} should be the same"
         )
     plan = _plan(x._spec, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups)
     w, b = local_parameters(name, x._spec, weight, bias)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(spec.mesh.device_type, enabled=False):
         return _Convolution.apply(x, w, b, plan)
+
+
+def autocast_operands(*tensors: Any) -> Any:
+    """The operands in the dtype that autocast, if it is on, gives convolutions; None stays None."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    to = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(to) for t in tensors)
 
 
 def _as_real_convolution(
@@ -417,7 +422,7 @@ def _as_real_convolution(
     return torch.view_as_complex(y.unflatten(1, (weight.shape[0], 2)).movedim(2, -1).contiguous())
 
 
-def _sharded(x: Any, *others: Any) -> Any:
+def sharded_input(x: Any, *others: Any) -> Any:
     """The input as a ShardTensor; a plain one that meets ShardTensor weights is replicated."""
     if isinstance(x, ShardTensor):
         return x
@@ -427,7 +432,7 @@ def _sharded(x: Any, *others: Any) -> Any:
     return promote(x, mesh)
 
 
-def _tuple(value: Any, n: int, name: str, what: str) -> tuple[int, ...]:
+def per_spatial_dim(value: Any, n: int, name: str, what: str) -> tuple[int, ...]:
     values = (value,) * n if isinstance(value, int) else tuple(value)
     if len(values) == 1:
         values *= n
@@ -448,7 +453,7 @@ def _pads(
             raise RuntimeError(f"{name}: padding='same' is not supported for strided convolutions")
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((t // 2, t - t // 2) for t in totals)
-    return tuple((p, p) for p in _tuple(padding, n, name, "padding"))
+    return tuple((p, p) for p in per_spatial_dim(padding, n, name, "padding"))
 
 
 def _make_function(n: int) -> Callable[..., Any]:
@@ -464,10 +469,10 @@ def _make_function(n: int) -> Callable[..., Any]:
                 f"{name}: expected a {n + 1}-D (unbatched) or {n + 2}-D (batched) input and a {n + 2}-D weight, got "
                 f"shapes {tuple(input.shape)} and {tuple(weight.shape)}"
             )
-        stride, dilation = _tuple(stride, n, name, "stride"), _tuple(dilation, n, name, "dilation")
+        stride, dilation = per_spatial_dim(stride, n, name, "stride"), per_spatial_dim(dilation, n, name, "dilation")
         pads = _pads(padding, n, name, weight.shape[2:], stride, dilation)
         if input.ndim == n + 1:
-            x = _sharded(input, weight, bias).unsqueeze(0)
+            x = sharded_input(input, weight, bias).unsqueeze(0)
             return convolution(x, weight, bias, stride, pads, dilation, groups).squeeze(0)
         return convolution(input, weight, bias, stride, pads, dilation, groups)
 
@@ -490,10 +495,12 @@ def _torch_convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    _refuse_transposed(transposed, input, weight)
     n = weight.ndim - 2
+    if transposed:
+        function = getattr(torch, f"conv_transpose{n}d")
+        return function(input, weight, bias, stride, padding, output_padding, groups, dilation)
     name = f"conv{n}d"
-    stride, dilation = _tuple(stride, n, name, "stride"), _tuple(dilation, n, name, "dilation")
+    stride, dilation = per_spatial_dim(stride, n, name, "stride"), per_spatial_dim(dilation, n, name, "dilation")
     pads = _pads(padding, n, name, weight.shape[2:], stride, dilation)
     return convolution(input, weight, bias, stride, pads, dilation, groups)
 
@@ -508,16 +515,9 @@ def _refuse_transposed(transposed: bool, *operands: Any) -> None:
         raise refuse(
             "conv_transpose",
             shown,
-            "transposed convolution has no distributed form yet",
-            "use F.interpolate and a convolution, or shardtensor.allow_gather()",
+            "below autograd, transposed convolution has no distributed form",
+            "call torch.conv_transpose1d/2d/3d",
         )
-
-
-@register(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-def _conv_transpose(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if _replicated(input, weight, bias):
-        return NotImplemented
-    _refuse_transposed(True, input, weight)
 
 
 # The catch-all below autograd, for callers that come past every function above: same kernels, strips exchanged anew.
@@ -537,8 +537,8 @@ def _operands(
         if isinstance(t, DTensor) and not spec_of(t).is_replicate():
             raise refuse("convolution", [spec, t], "the weight is sharded", "redistribute it to Replicate() first")
     n = weight.ndim - 2
-    pads = tuple((p, p) for p in _tuple(padding, n, "convolution", "padding"))
-    stride, dilation = (_tuple(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
+    pads = tuple((p, p) for p in per_spatial_dim(padding, n, "convolution", "padding"))
+    stride, dilation = (per_spatial_dim(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
     plan = _plan(spec, tuple(weight.shape), stride, pads, dilation, groups)
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in (input, weight, bias)]
     return spec, plan, *local

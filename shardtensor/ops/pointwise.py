@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate
 
 from ..dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of, rule
 from ..spec import ShardTensorSpec
@@ -179,10 +180,33 @@ def _like(call: Call) -> Plan:
     _aten.new_empty.default,
 )
 def _new(call: Call) -> Plan:
-    """A new tensor of the same shape lies like the old one; one of another shape is replicated."""
-    spec = call.specs[0].for_gradient()
-    same = tuple(call.args[1]) == tuple(spec.shape)
-    out = (spec if same else spec.replicated()).replace(meta=meta_of(call.meta))
+    """A new tensor lies like the old one; of another shape, along those sharded dims that have kept their length.
+
+    One with another number of dims is replicated.
+    """
+    out = _like_old(call, tuple(call.args[1]))
     size = list(out.local_shape())
     func = call.func
     return Plan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
+
+
+@rule(_aten.new_empty_strided.default)
+def _new_strided(call: Call) -> Plan:
+    out = _like_old(call, tuple(call.args[1]))
+    shape, stride = out.local_shape(), out.tensor_meta.stride
+    # The shard's dims lie in memory in the order of the whole tensor's, without gaps.
+    local, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        local[d] = step
+        step *= max(1, shape[d])
+    return Plan(out, call=lambda x, _, __, **kwargs: _aten.new_empty_strided.default(x, shape, local, **kwargs))
+
+
+def _like_old(call: Call, shape: tuple[int, ...]) -> ShardTensorSpec:
+    spec = call.specs[0].for_gradient()
+    sizes = list(spec.sizes)
+    for d, m in spec.sharded_dims().items():
+        if len(shape) != len(spec.shape) or shape[d] != spec.shape[d]:
+            sizes[m] = None
+    placements = [p if size is not None else Replicate() for p, size in zip(spec.placements, sizes, strict=True)]
+    return spec.replace(placements=placements, sizes=tuple(sizes), meta=meta_of(call.meta))

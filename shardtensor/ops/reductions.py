@@ -56,7 +56,7 @@ def reduced_spec(spec: ShardTensorSpec, meta: Tensor, dims: Sequence[int], keepd
     return ShardTensorSpec(spec.mesh, placements, meta_of(meta), tuple(sizes))
 
 
-def _neutral(op: str, dtype: torch.dtype) -> Any:
+def neutral_element(op: str, dtype: torch.dtype) -> Any:
     """What an empty shard contributes."""
     if dtype == torch.bool:
         return op in ("min", "product")
@@ -75,8 +75,9 @@ def _reduction(call: Call, dim: Any, keepdim: bool, op: str, local: Callable[...
     dims = reduced_dims(dim, len(spec.shape))
     out = reduced_spec(spec, call.meta, dims, keepdim, op)
     func: Callable[..., Tensor] = local or call.func
-    shape, value = out.local_shape(), _neutral(op, call.meta.dtype)
+    shape, value = out.local_shape(), neutral_element(op, call.meta.dtype)
     empty = spec.local_shape() and 0 in spec.local_shape() and 0 not in spec.shape
+    check_dtype(call)
 
     def compute(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if empty:
@@ -86,21 +87,34 @@ def _reduction(call: Call, dim: Any, keepdim: bool, op: str, local: Callable[...
     return call.plan(out, {(0,): spec}, call=compute)
 
 
-def _arg(call: Call, index: int, name: str, default: Any) -> Any:
+def argument(call: Call, index: int, name: str, default: Any) -> Any:
+    """An argument of an aten call, wherever it stands."""
     return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
+
+
+def check_dtype(call: Call) -> None:
+    """Let torch's kernel judge the dtype, on one element: ranks with empty shards would not call it.
+
+    Raises:
+        Exception: torch's own, on every rank alike.
+    """
+    one = {}
+    for path, s in call.tensors.items():
+        one[path] = torch.ones([1] * len(s.shape), dtype=s.tensor_meta.dtype, device=s.mesh.device_type)
+    call.func(*[one.get((i,), a) for i, a in enumerate(call.args)], **call.kwargs)
 
 
 @rule(_aten.sum.default, _aten.sum.dim_IntList)
 def _sum(call: Call) -> Plan:
-    return _reduction(call, _arg(call, 1, "dim", None), _arg(call, 2, "keepdim", False), "sum")
+    return _reduction(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum")
 
 
 @rule(_aten.mean.default, _aten.mean.dim)
 def _mean(call: Call) -> Plan:
     spec = call.specs[0]
-    dims = reduced_dims(_arg(call, 1, "dim", None), len(spec.shape))
+    dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
     count = _count(spec, dims)
-    keepdim, dtype = _arg(call, 2, "keepdim", False), call.meta.dtype
+    keepdim, dtype = argument(call, 2, "keepdim", False), call.meta.dtype
     # Divided before it is rounded: the sum of half precision numbers may overflow where their mean does not.
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     return _reduction(
@@ -111,7 +125,7 @@ def _mean(call: Call) -> Plan:
 @rule(_aten.amax.default, _aten.amin.default)
 def _extreme(call: Call) -> Plan:
     op = "max" if call.func == _aten.amax.default else "min"
-    return _reduction(call, _arg(call, 1, "dim", ()), _arg(call, 2, "keepdim", False), op)
+    return _reduction(call, argument(call, 1, "dim", ()), argument(call, 2, "keepdim", False), op)
 
 
 @rule(_aten.max.default, _aten.min.default)
@@ -121,13 +135,13 @@ def _extreme_of_all(call: Call) -> Plan:
 
 @rule(_aten.prod.default, _aten.prod.dim_int)
 def _prod(call: Call) -> Plan:
-    return _reduction(call, _arg(call, 1, "dim", None), _arg(call, 2, "keepdim", False), "product")
+    return _reduction(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "product")
 
 
 @rule(_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
 def _logical(call: Call) -> Plan:
     op = "max" if call.func._schema.name == "aten::any" else "min"
-    return _reduction(call, _arg(call, 1, "dim", None), _arg(call, 2, "keepdim", False), op)
+    return _reduction(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), op)
 
 
 def _count(spec: ShardTensorSpec, dims: Sequence[int]) -> int:

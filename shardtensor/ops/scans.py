@@ -20,7 +20,7 @@ from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, as_gradient, redistribute_to
 from .operands import common_cut, fit
-from .reductions import reduced_dims, reduced_spec
+from .reductions import argument, check_dtype, reduced_dims, reduced_spec
 
 _aten = torch.ops.aten
 
@@ -59,23 +59,6 @@ def _cut_plain(x: Tensor, spec: ShardTensorSpec) -> Tensor:
     return x
 
 
-def argument(call: Call, index: int, name: str, default: Any) -> Any:
-    """An argument of an aten call, wherever it stands."""
-    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
-
-
-def check_dtype(call: Call) -> None:
-    """Let torch's kernel judge the dtype, on one element: ranks with empty shards would not call it.
-
-    Raises:
-        Exception: torch's own, on every rank alike.
-    """
-    one = {}
-    for path, s in call.tensors.items():
-        one[path] = torch.ones([1] * len(s.shape), dtype=s.tensor_meta.dtype, device=s.mesh.device_type)
-    call.func(*[one.get((i,), a) for i, a in enumerate(call.args)], **call.kwargs)
-
-
 # -- softmax ----------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +71,7 @@ def _softmax(call: Call) -> Plan:
     over = mesh_dims_of(spec, dims)
     if not over:
         return call.plan(out, {(0,): spec})
+    check_dtype(call)
     logs = call.func == _aten._log_softmax.default
     dtype = call.meta.dtype
 

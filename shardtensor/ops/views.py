@@ -1,26 +1,32 @@
-"""Operators that rearrange dims: view, permute, expand, squeeze, select, slice, split, cat, stack, flip and backward.
+"""Operators that rearrange dims: view, permute, expand, squeeze, pixel_shuffle, flip, triangles and their gradients.
 
 A tensor dim keeps its shards where the result is a sharding again; where it is not, the call is refused. Never is a
 shard reinterpreted as something that it is not.
+
+[Note: whole blocks] A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``.
+Where one is not, the cuts are first moved to the nearest multiples, by an exchange of what differs (less than ``k``
+indices at each cut). The result is a copy then, not a view.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from ..dispatch import Call, Path, Plan, meta_of, rule, wrap
-from ..errors import refuse
-from ..geometry import intervals_of
+from ..dispatch import Call, Plan, meta_of, rule, run, wrap
+from ..geometry import intervals_of, map_cuts
 from ..redistribute import move_intervals
 from ..registry import register
 from ..spec import ShardTensorSpec
 
 _aten = torch.ops.aten
+
+__all__ = ["carry", "fitted", "regroup", "whole_blocks", "wrap_dim"]
 
 Carried = dict[int, tuple[int, int, int]]  # input dim -> (output dim, multiply sizes by, divide sizes by)
 
@@ -54,13 +60,33 @@ def carry(call: Call, spec: ShardTensorSpec, meta: Tensor, dims: dict[int, Any])
     return ShardTensorSpec(spec.mesh, placements, meta_of(meta), tuple(sizes))
 
 
+def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
+    """Sizes with every cut at the nearest multiple of ``block``, which divides their sum.
+
+    Example:
+        >>> whole_blocks((5, 0, 7), 4), whole_blocks((1, 11), 4)
+        ((4, 0, 8), (0, 12))
+    """
+    return map_cuts(sizes, lambda c: (2 * c + block) // (2 * block) * block)
+
+
+def fitted(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``spec`` with the sizes that :func:`carry` to ``dims`` asks for, see [Note: whole blocks]."""
+    sizes = list(spec.sizes)
+    for d, m in spec.sharded_dims().items():
+        to = dims.get(d)
+        if isinstance(to, tuple):
+            sizes[m] = whole_blocks(spec.cut(m), to[2] // math.gcd(to[1], to[2]))
+    return spec.replace(sizes=tuple(sizes))
+
+
 @rule(_aten.view_as_real.default, _aten.view_as_complex.default)
 def _complex_view(call: Call) -> Plan:
     ndim = min(call.meta.ndim, len(call.specs[0].shape))
     return Plan(carry(call, call.specs[0], call.meta, {d: d for d in range(ndim)}))
 
 
-def _wrap_dim(dim: int, ndim: int) -> int:
+def wrap_dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 
 
@@ -115,15 +141,36 @@ def _view(call: Call) -> Plan:
         dims: dict[int, Any] = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
     else:
         dims = dict(regroup(spec.shape, call.meta.shape))
-    out = carry(call, spec, call.meta, dims)
+    source = fitted(spec, dims)
+    out = carry(call, source, call.meta, dims)
     shape = out.local_shape()
-    return Plan(out, call=lambda x, *_: x.reshape(shape))
+    return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape))
+
+
+@rule(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.channel_shuffle.default)
+def _shuffle(call: Call) -> Plan:
+    """Blocks of ``r`` x ``r`` pixels to channels and back: both spatial dims, and the channels, stay dims."""
+    spec, r = call.specs[0], call.args[1]
+    n = len(spec.shape)
+    dims: dict[int, Any] = {d: d for d in range(n)}
+    if call.func == _aten.channel_shuffle.default:
+        del dims[1]
+    elif call.func == _aten.pixel_shuffle.default:
+        dims.update({n - 3: (n - 3, 1, r * r), n - 2: (n - 2, r, 1), n - 1: (n - 1, r, 1)})
+    else:
+        dims.update({n - 3: (n - 3, r * r, 1), n - 2: (n - 2, 1, r), n - 1: (n - 1, 1, r)})
+    source = fitted(spec, dims)
+    out = carry(call, source, call.meta, dims)
+    if 0 in out.local_shape():  # on which torch's kernels fail, or return other shapes
+        shape = out.local_shape()
+        return call.plan(out, {(0,): source}, call=lambda x, *_: x.new_empty(shape))
+    return call.plan(out, {(0,): source})
 
 
 @rule(_aten.permute.default)
 def _permute(call: Call) -> Plan:
     spec = call.specs[0]
-    order = [_wrap_dim(d, len(spec.shape)) for d in call.args[1]]
+    order = [wrap_dim(d, len(spec.shape)) for d in call.args[1]]
     return Plan(carry(call, spec, call.meta, {d: i for i, d in enumerate(order)}))
 
 
@@ -131,7 +178,7 @@ def _permute(call: Call) -> Plan:
 def _transpose(call: Call) -> Plan:
     spec = call.specs[0]
     n = len(spec.shape)
-    a, b = (_wrap_dim(d, n) for d in call.args[1:3])
+    a, b = (wrap_dim(d, n) for d in call.args[1:3])
     dims = {d: d for d in range(n)}
     if n:
         dims[a], dims[b] = b, a
@@ -147,7 +194,7 @@ def _t(call: Call) -> Plan:
 @rule(_aten.unsqueeze.default)
 def _unsqueeze(call: Call) -> Plan:
     spec = call.specs[0]
-    at = _wrap_dim(call.args[1], len(spec.shape) + 1)
+    at = wrap_dim(call.args[1], len(spec.shape) + 1)
     return Plan(carry(call, spec, call.meta, {d: d + (d >= at) for d in range(len(spec.shape))}))
 
 
@@ -156,7 +203,7 @@ def _squeeze(call: Call) -> Plan:
     spec = call.specs[0]
     n = len(spec.shape)
     given = call.args[1] if len(call.args) > 1 else range(n)
-    wanted = {_wrap_dim(d, n) for d in (given if not isinstance(given, int) else [given])}
+    wanted = {wrap_dim(d, n) for d in (given if not isinstance(given, int) else [given])}
     gone = [d for d in range(n) if d in wanted and spec.shape[d] == 1]
     kept = [d for d in range(n) if d not in gone]
     out = carry(call, spec, call.meta, {d: i for i, d in enumerate(kept)})
@@ -174,103 +221,12 @@ def _expand(call: Call) -> Plan:
     return Plan(out, call=lambda x, *_, **__: x.expand(shape))
 
 
-def _without(call: Call, dim: int, what: str) -> dict[int, int]:
-    """Every dim to itself, after a check that ``dim`` is not sharded."""
-    spec = call.specs[0]
-    dim = _wrap_dim(dim, len(spec.shape))
-    if dim in spec.sharded_dims():
-        raise call.refuse(f"{what} acts along tensor dim {dim}, which is sharded", "redistribute to shard another dim")
-    return {d: d for d in range(len(spec.shape))}
-
-
-@rule(_aten.select.int)
-def _select(call: Call) -> Plan:
-    dim = _wrap_dim(call.args[1], len(call.specs[0].shape))
-    kept = _without(call, dim, "select")
-    return Plan(carry(call, call.specs[0], call.meta, {d: d - (d > dim) for d in kept if d != dim}))
-
-
-@rule(_aten.slice.Tensor)
-def _slice(call: Call) -> Plan:
-    spec = call.specs[0]
-    dim = call.args[1] if len(call.args) > 1 else 0
-    if call.meta.shape == spec.shape:
-        return Plan(spec.replace(meta=meta_of(call.meta)), call=lambda x, *_: x.view_as(x))
-    return Plan(carry(call, spec, call.meta, _without(call, dim, "slice")))
-
-
-@rule(_aten.unbind.int)
-def _unbind(call: Call) -> Plan:
-    spec = call.specs[0]
-    dim = _wrap_dim(call.args[1] if len(call.args) > 1 else 0, len(spec.shape))
-    kept = _without(call, dim, "unbind")
-    dims = {d: d - (d > dim) for d in kept if d != dim}
-    return Plan([carry(call, spec, m, dims) for m in call.meta])
-
-
-@rule(_aten.split.Tensor, _aten.split_with_sizes.default)
-def _split(call: Call) -> Plan:
-    dims = _without(call, call.args[2] if len(call.args) > 2 else 0, "split")
-    return Plan([carry(call, call.specs[0], m, dims) for m in call.meta])
-
-
-@register(torch.tensor_split, Tensor.tensor_split)
-def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
-    """Only for indices in a ShardTensor: their values are read, so every rank must have them all."""
-    indices = kwargs.get("tensor_indices_or_sections", indices_or_sections)
-    if not isinstance(indices, DTensor):
-        return NotImplemented
-    if not all(p.is_replicate() for p in indices.placements):
-        raise refuse("tensor_split", [input, indices], "the indices are not whole", "pass a plain tensor or a list")
-    return torch.tensor_split(input, indices.to_local().tolist(), dim)
-
-
-@rule(_aten.select_backward.default, _aten.slice_backward.default)
-def _embed(call: Call) -> Plan:
-    """The gradient of select and slice: ``grad`` among zeros of the input's shape."""
-    spec = call.reduced()[(0,)]
-    dim = _wrap_dim(call.args[2], len(call.args[1]))
-    removed = call.func == _aten.select_backward.default
-    dims = {d: d + (removed and d >= dim) for d in range(len(spec.shape)) if removed or d != dim}
-    out = carry(call, spec, call.meta, dims)
-    shape = list(out.local_shape())
-    func = call.func
-    return call.plan(out, {(0,): spec}, call=lambda grad, _, *rest: func(grad, shape, *rest))
-
-
-def _alike(call: Call, dim: int, ndim: int) -> dict[Path, ShardTensorSpec]:
-    """Targets that bring the tensors of a list to the cut of the first sharded one (along dims other than ``dim``)."""
-    specs = call.reduced()
-    pattern = next((s for s in specs.values() if s.sharded_dims()), next(iter(specs.values())))
-    if dim in pattern.sharded_dims():
-        raise call.refuse(f"tensors are joined along dim {dim}, which is sharded", "redistribute to shard another dim")
-    return {
-        path: s.replace(placements=pattern.placements, sizes=pattern.sizes) if len(s.shape) == ndim else s
-        for path, s in specs.items()
-    }
-
-
-@rule(_aten.cat.default, _aten.stack.default)
-def _join(call: Call) -> Plan:
-    stacks = call.func == _aten.stack.default
-    ndim = call.meta.ndim
-    dim = _wrap_dim(call.args[1] if len(call.args) > 1 else 0, ndim)
-    if any(isinstance(a, Tensor) for a in call.args[0]):
-        raise call.refuse(
-            "plain tensors are joined with ShardTensors", "make them ShardTensors, e.g. by ShardTensor.from_local"
-        )
-    targets = _alike(call, -1 if stacks else dim, ndim - stacks)
-    pattern = next(s for s in targets.values() if len(s.shape) == ndim - stacks)
-    dims = {d: d + (stacks and d >= dim) for d in range(ndim - stacks)}
-    return call.plan(carry(call, pattern, call.meta, dims), targets)
-
-
 @register(_aten.flip.default)
 def _flip(x: Any, dims: Sequence[int]) -> Any:
     """Reverse dims; a sharded one is exchanged, so that the result has the input's sizes."""
     spec = x._spec
     local = x._local_tensor.flip(list(dims))
-    flipped = {_wrap_dim(d, len(spec.shape)) for d in dims}
+    flipped = {wrap_dim(d, len(spec.shape)) for d in dims}
     for d, m in spec.sharded_dims().items():
         if d in flipped:
             need = intervals_of(spec.cut(m))
@@ -280,4 +236,29 @@ def _flip(x: Any, dims: Sequence[int]) -> Any:
     return wrap(local, spec)
 
 
-__all__ = ["Replicate", "carry", "regroup"]
+@register(_aten.rot90.default)
+def _rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
+    """A quarter turn is a flip and a transposition; the sharding turns with the tensor."""
+    spec = x._spec
+    _aten.rot90.default(torch.empty(spec.shape, device="meta"), k, dims)  # torch's own errors
+    a, b = dims
+    if k % 4 == 0:
+        return run(_aten.clone.default, (x,), {})
+    if k % 4 == 2:
+        return run(_aten.flip.default, (x, [a, b]), {})
+    turned = run(_aten.flip.default, (x, [b if k % 4 == 1 else a]), {})
+    return run(_aten.transpose.int, (turned, a, b), {})
+
+
+@rule(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
+def _triangle(call: Call) -> Plan:
+    """A shard sees the diagonal from where it lies."""
+    spec, func = call.specs[0], call.func
+    diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
+    sharded = spec.sharded_dims()
+    row, column = (
+        spec.interval(sharded[d])[0] if d in sharded else 0 for d in (len(spec.shape) - 2, len(spec.shape) - 1)
+    )
+    out = spec.replace(meta=meta_of(call.meta))
+    inplace = func in (_aten.tril_.default, _aten.triu_.default)
+    return Plan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)

@@ -1,0 +1,347 @@
+"""Where the extremes are, and order: argmax, max and min along a dim, sort, topk and the like.
+
+[Note: positions] Indices are global. Among equal values the first one wins, as it does on one device: the ranks agree
+on the extreme by one all-reduce, and on the smallest index that holds it by another.
+
+[Note: whole rows] Sorting needs a whole row (a line of elements along the dim). Where the dim is sharded, the mesh dim
+cuts the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are spread
+over the ranks. sort puts its results back as the input lies (one all-to-all each); the others, whose results have
+another length along the dim, leave them spread. Without a free dim that is long enough the call is refused: one rank
+would get everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Shard
+
+from ..dispatch import Call, Plan, meta_of, rule, run, wrap
+from ..errors import refuse
+from ..geometry import chunk_sizes
+from ..redistribute import all_gather, all_reduce, redistribute_local
+from ..registry import register
+from ..spec import ShardTensorSpec, contiguous_stride
+from ..tensor import ShardTensor, as_gradient, redistribute_to
+from .reductions import argument, check_dtype, neutral_element, reduced_dims, reduced_spec
+from .scans import mesh_dims_of
+
+_aten = torch.ops.aten
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def _agree(value: Tensor, index: Tensor, spec: ShardTensorSpec, over: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
+    """The extreme over ranks along the mesh dims ``over``, and the smallest index where it is."""
+    for m in over:
+        group = spec.mesh.get_group(m)
+        best = all_reduce(value, group, op)
+        index = torch.where((value == best) | (value != value), index, _NOWHERE)
+        index = all_reduce(index, group, "min")
+        value = best
+    return value, index
+
+
+def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
+    """What an empty shard contributes."""
+    value = x.new_full(shape, neutral_element(op, x.dtype))
+    return value, torch.full(shape, _NOWHERE, dtype=torch.int64, device=x.device)
+
+
+# -- argmax, argmin -----------------------------------------------------------------------------------------------
+
+
+@rule(_aten.argmax.default, _aten.argmin.default)
+def _arg_extreme(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
+    dims = reduced_dims(dim, len(spec.shape))
+    out = reduced_spec(spec, call.meta, dims, keepdim, "sum").for_gradient()
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(out, {(0,): spec})
+    check_dtype(call)
+    op = "max" if call.func == _aten.argmax.default else "min"
+    starts = [0] * len(spec.shape)
+    for d, m in spec.sharded_dims().items():
+        starts[d] = spec.interval(m)[0] if d in dims else 0
+    strides = contiguous_stride(spec.shape)
+    row = [1 if d in dims else n for d, n in enumerate(spec.local_shape())]
+    shape, empty = out.local_shape(), any(spec.local_shape()[d] == 0 for d in dims)
+    func = call.func
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        if empty:
+            value, index = _nothing(x, row, op)
+        elif dim is None:
+            index = func(x)
+            value = x.reshape(-1)[index].reshape(row)
+            places = torch.unravel_index(index, x.shape)
+            index = sum(((i + a) * s for i, a, s in zip(places, starts, strides, strict=True)), 0 * index).reshape(row)
+        else:
+            index = func(x, dims[0], True)
+            value = x.gather(dims[0], index)
+            index = index + starts[dims[0]]
+        return _agree(value, index, spec, over, op)[1].reshape(shape)
+
+    return call.plan(out, {(0,): spec}, call=compute)
+
+
+# -- max and min along a dim --------------------------------------------------------------------------------------
+
+
+@rule(_aten.max.dim, _aten.min.dim)
+def _extreme_along(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(call.args[1], len(spec.shape))
+    keepdim = argument(call, 2, "keepdim", False)
+    outputs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in call.meta]
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(outputs, {(0,): spec}, call=_plain_tuple(call.func))
+    check_dtype(call)
+    op, dim, func = "max" if call.func == _aten.max.dim else "min", dims[0], call.func
+    start, _ = spec.interval(over[0])
+    row = [1 if d == dim else n for d, n in enumerate(spec.local_shape())]
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if x.shape[dim]:
+            value, index = func(x, dim, True)
+            index = index + start
+        else:
+            value, index = _nothing(x, row, op)
+        value, index = _agree(value, index, spec, over, op)
+        return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+def _plain_tuple(func: Any) -> Any:
+    return lambda *args, **kwargs: tuple(func(*args, **kwargs))
+
+
+@rule(_aten.aminmax.default)
+def _aminmax(call: Call) -> Plan:
+    """Two Partials, reduced when they are needed."""
+    spec = call.reduced()[(0,)]
+    dim, keepdim = call.kwargs.get("dim"), call.kwargs.get("keepdim", False)
+    dims = reduced_dims(dim, len(spec.shape))
+    outputs = [reduced_spec(spec, meta, dims, keepdim, op) for meta, op in zip(call.meta, ("min", "max"), strict=True)]
+    check_dtype(call)
+    empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
+
+    def compute(x: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        if not empty:
+            return tuple(func(x, **kwargs))
+        return tuple(_nothing(x, out.local_shape(), op)[0] for out, op in zip(outputs, ("min", "max"), strict=True))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+# -- cumulative maximum and minimum -------------------------------------------------------------------------------
+
+
+@rule(_aten.cummax.default, _aten.cummin.default)
+def _cumulative_extreme(call: Call) -> Plan:
+    """A local scan, continued from the last values and indices of the ranks before. The last of equal values wins."""
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(call.args[1], len(spec.shape))
+    outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(outputs, {(0,): spec}, call=_plain_tuple(call.func))
+    check_dtype(call)
+    dim, m, func = dims[0], over[0], call.func
+    beats = torch.ge if func == _aten.cummax.default else torch.le
+    start, _ = spec.interval(m)
+    before = [r for r in range(spec.coordinate[m]) if spec.cut(m)[r]]
+
+    def later(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        wins = beats(new[0], old[0]) | (new[0] != new[0])
+        return torch.where(wins, new[0], old[0]), torch.where(wins, new[1], old[1])
+
+    def compute(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        value, index = func(x, dim)
+        index = index + start
+        n, group = x.shape[dim], spec.mesh.get_group(m)
+        row = [1 if d == dim else size for d, size in enumerate(x.shape)]
+        last = [t.narrow(dim, n - 1, 1) if n else t.new_zeros(row) for t in (value, index)]
+        values, indices = (all_gather(t, group) for t in last)
+        if not before:
+            return value, index
+        carried = values[before[0]], indices[before[0]]
+        for r in before[1:]:
+            carried = later(carried, (values[r], indices[r]))
+        return later(carried, (value, index))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+# -- operators that need whole rows -------------------------------------------------------------------------------
+
+
+def _whole_rows(op: Any, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+    """``spec`` with its longest free dim sharded instead of ``dim``, see [Note: whole rows].
+
+    Raises:
+        UnsupportedSharding: no free dim is at least as long as there are ranks.
+    """
+    m = spec.sharded_dims().get(dim)
+    if m is None:
+        return spec
+    ranks = spec.mesh.size(m)
+    free = [d for d, n in enumerate(spec.shape) if d not in spec.sharded_dims() and n >= ranks]
+    if not free:
+        raise refuse(
+            op,
+            [spec],
+            f"it needs tensor dim {dim} whole, which is sharded on mesh dim {m}, and no other dim is free and long "
+            f"enough to be shared among its {ranks} ranks",
+            f"redistribute it to Replicate() on mesh dim {m} if it is small",
+        )
+    other = max(free, key=lambda d: spec.shape[d])
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    placements[m], sizes[m] = Shard(other), chunk_sizes(spec.shape[other], ranks)
+    return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+# operator: (positions of dim and keepdim among its arguments, default of dim)
+_ROWS: dict[torch._ops.OpOverload, tuple[int, int | None, int]] = {
+    _aten.sort.default: (1, None, -1),
+    _aten.sort.stable: (99, None, -1),
+    _aten.topk.default: (2, None, -1),
+    _aten.kthvalue.default: (2, 3, -1),
+    _aten.median.dim: (1, 2, -1),
+    _aten.nanmedian.dim: (1, 2, -1),
+    _aten.mode.default: (1, 2, -1),
+}
+_SORTS = (_aten.sort.default, _aten.sort.stable)
+
+
+@rule(*_ROWS)
+def _on_rows(call: Call) -> Plan:
+    dim_at, keepdim_at, default = _ROWS[call.func]
+    given = call.reduced()[(0,)]
+    dims = reduced_dims(argument(call, dim_at, "dim", default), len(given.shape))
+    spec = _whole_rows(call.func, given, dims[0]) if dims else given
+    if keepdim_at is None:
+        spread = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
+    else:
+        keepdim = argument(call, keepdim_at, "keepdim", False)
+        spread = [reduced_spec(spec, meta, dims, keepdim, "sum") for meta in call.meta]
+    func = call.func
+    if call.func not in _SORTS or spec == given:
+        return call.plan(spread, {(0,): spec}, call=_plain_tuple(func))
+    outputs = [given.replace(meta=meta_of(meta)) for meta in call.meta]
+
+    def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        results = func(*args, **kwargs)
+        return tuple(redistribute_local(r, *specs) for r, specs in zip(results, zip(spread, outputs), strict=True))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+# -- gradients: torch's formulas would write them into a plain tensor of the global shape -------------------------
+
+
+class _Selected(torch.autograd.Function):
+    """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, op: Any, dim: int, removed: bool, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        values, indices = run(op, (x, *args), kwargs)
+        ctx.spec, ctx.dim, ctx.removed, ctx.out = x._spec, dim, removed, values._spec
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return values, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 6
+        spec, dim = ctx.spec, ctx.dim
+        (indices,) = ctx.saved_tensors
+        local, index = as_gradient(grad, ctx.out)._local_tensor, indices._local_tensor
+        if ctx.removed:
+            local, index = local.unsqueeze(dim), index.unsqueeze(dim)
+        m = spec.sharded_dims().get(dim)
+        if m is not None:  # every rank has all positions, and takes those in its shard
+            start, stop = spec.interval(m)
+            inside = (index >= start) & (index < stop)
+            local, index = torch.where(inside, local, 0), torch.where(inside, index - start, 0)
+        result = local.new_zeros(spec.local_shape())
+        if result.numel():
+            result.scatter_add_(dim, index, local)
+        return wrap(result, spec), None, None, None, None, None
+
+
+def _picked(x: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any, kwargs: Any = None) -> Any:
+    """The handler of ``torch.<name>`` with a gradient: ``keepdim`` is None where the dim stays in any case."""
+    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim:
+        return NotImplemented
+    x = redistribute_to(x, x._spec.for_gradient())
+    (dim,) = reduced_dims(dim, x.ndim)
+    moved = redistribute_to(x, _whole_rows(name, x._spec, dim)) if op in _ROWS else x
+    values, indices = _Selected.apply(moved, op, dim, keepdim is False, args, kwargs or {})
+    if op in _SORTS:
+        values, indices = redistribute_to(values, x._spec), redistribute_to(indices, x._spec)
+    return getattr(torch.return_types, name)((values, indices))
+
+
+@register(torch.max, Tensor.max)
+def _max(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if not isinstance(dim, int) or kwargs:
+        return NotImplemented
+    return _picked(input, _aten.max.dim, "max", dim, keepdim, (dim, keepdim))
+
+
+@register(torch.min, Tensor.min)
+def _min(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if not isinstance(dim, int) or kwargs:
+        return NotImplemented
+    return _picked(input, _aten.min.dim, "min", dim, keepdim, (dim, keepdim))
+
+
+@register(torch.sort, Tensor.sort)
+def _sort(input: Any, dim: Any = -1, descending: bool = False, stable: bool = False, **kwargs: Any) -> Any:
+    if kwargs or not isinstance(dim, int):
+        return NotImplemented
+    options = {"stable": stable, "dim": dim, "descending": descending}
+    return _picked(input, _aten.sort.stable, "sort", dim, None, (), options)
+
+
+@register(torch.topk, Tensor.topk)
+def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **kwargs: Any) -> Any:
+    return (
+        NotImplemented if kwargs else _picked(input, _aten.topk.default, "topk", dim, None, (k, dim, largest, sorted))
+    )
+
+
+@register(torch.kthvalue, Tensor.kthvalue)
+def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False, **kwargs: Any) -> Any:
+    if kwargs:
+        return NotImplemented
+    return _picked(input, _aten.kthvalue.default, "kthvalue", dim, keepdim, (k, dim, keepdim))
+
+
+def _register_along(function: Any, method: Any, op: Any) -> None:
+    """median, nanmedian and mode: with a dim they are alike."""
+
+    @register(function, method)
+    def handler(
+        input: Any, dim: Any = -1 if function is torch.mode else None, keepdim: bool = False, **kwargs: Any
+    ) -> Any:
+        if not isinstance(dim, int) or kwargs:
+            return NotImplemented
+        return _picked(input, op, function.__name__, dim, keepdim, (dim, keepdim))
+
+
+_register_along(torch.median, Tensor.median, _aten.median.dim)
+_register_along(torch.nanmedian, Tensor.nanmedian, _aten.nanmedian.dim)
+_register_along(torch.mode, Tensor.mode, _aten.mode.default)

@@ -1,0 +1,341 @@
+"""Taking parts: slice, narrow, split, select and their gradients, along any dims.
+
+[Note: slices stay where they are] A slice of a sharded dim keeps its owners: a cut ``c`` of the input becomes the
+number of taken indices below ``c``. Nothing travels, forward or backward, and the result is a view of the shard.
+
+[Note: cuts of gradients] The gradient's operator knows the input's shape, but not how it was cut; and many cuts of the
+input give the same cut of the slice. So a slice remembers the cuts that it was made from. That is a hint: when the
+gradient arrives otherwise than the slice was cut, or when two inputs share their slice, the gradient gets *a* cut, and
+whoever needs a particular one redistributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from ..dispatch import Call, Plan, meta_of, rule, run, wrap
+from ..errors import refuse
+from ..geometry import map_cuts, sizes_of
+from ..redistribute import redistribute_local
+from ..registry import register
+from ..spec import ShardTensorSpec
+from ..tensor import ShardTensor, redistribute_to
+from .views import carry, wrap_dim
+
+__all__ = ["cut_of_slice", "cut_of_sliced"]
+
+_aten = torch.ops.aten
+
+# -- geometry ---------------------------------------------------------------------------------------------
+
+
+def cut_of_slice(taken: range) -> Callable[[int], int]:
+    """How a slice maps cuts: to the number of taken indices below.
+
+    Example:
+        >>> cut = cut_of_slice(range(2, 7, 2))
+        >>> [cut(c) for c in (0, 2, 3, 5, 8)]
+        [0, 0, 1, 2, 3]
+    """
+    return lambda c: max(0, min(len(taken), -((taken.start - c) // taken.step)))
+
+
+def cut_of_sliced(taken: range, n: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of a dim of length ``n`` whose slice has ``sizes``: each rank gets what lies up to its last taken index.
+
+    Example:
+        >>> cut_of_sliced(range(2, 7, 2), 9, (1, 0, 2))
+        (3, 0, 6)
+    """
+    cuts, at = [0], 0
+    for size in sizes[:-1]:
+        at += size
+        cuts.append(0 if at == 0 else n if at == len(taken) else taken[at - 1] + 1)
+    return sizes_of([*cuts, n])
+
+
+def _bounds(taken: range, own: tuple[int, int]) -> tuple[int, int]:
+    """The part of a slice that lies in a shard, in the shard's own indices."""
+    cut = cut_of_slice(taken)
+    first, stop = cut(own[0]), cut(own[1])
+    if stop <= first:
+        return 0, 0
+    return taken[first] - own[0], taken[stop - 1] + 1 - own[0]
+
+
+# -- slice ------------------------------------------------------------------------------------------------
+
+_sources: dict[Any, list[ShardTensorSpec]] = {}  # see [Note: cuts of gradients]
+
+
+def _arg(call: Call, index: int, name: str, default: Any) -> Any:
+    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
+
+
+def _sliced(spec: ShardTensorSpec, meta: Any, dim: int, taken: range) -> ShardTensorSpec:
+    m = spec.sharded_dims().get(dim)
+    sizes = list(spec.sizes)
+    if m is not None:
+        sizes[m] = map_cuts(spec.cut(m), cut_of_slice(taken))
+    return spec.replace(meta=meta, sizes=tuple(sizes))
+
+
+def _key(spec: ShardTensorSpec, shape: Sequence[int], dim: int, taken: range) -> Any:
+    return spec.mesh, spec.coordinate, tuple(shape), dim, taken.start, len(taken), taken.step
+
+
+def _remember(spec: ShardTensorSpec, dim: int, taken: range) -> None:
+    if dim in spec.sharded_dims():
+        known = _sources.setdefault(_key(spec, spec.shape, dim, taken), [])
+        if not any((s.placements, s.sizes) == (spec.placements, spec.sizes) for s in known):
+            known.append(spec)
+
+
+@rule(_aten.slice.Tensor)
+def _slice(call: Call) -> Plan:
+    spec = call.specs[0]
+    dim = wrap_dim(_arg(call, 1, "dim", 0), len(spec.shape))
+    start, end, step = _arg(call, 2, "start", None), _arg(call, 3, "end", None), _arg(call, 4, "step", 1)
+    taken = range(*slice(start, end, step).indices(spec.shape[dim]))
+    _remember(spec, dim, taken)
+    m = spec.sharded_dims().get(dim)
+    a, b = _bounds(taken, (0, spec.shape[dim]) if m is None else spec.interval(m))
+    out = _sliced(spec, meta_of(call.meta), dim, taken)
+    return Plan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
+
+
+@rule(_aten.slice_backward.default)
+def _slice_backward(call: Call) -> Plan:
+    """The gradient of a slice: ``grad`` among zeros."""
+    grad, (_, shape, dim, start, end, step) = call.reduced()[(0,)], call.args
+    dim = wrap_dim(dim, len(shape))
+    taken = range(*slice(start, end, step).indices(shape[dim]))
+    known = _sources.get(_key(grad, shape, dim, taken), [])
+    alike = [s for s in known if s.for_gradient().placements == grad.placements]
+    exact = [s for s in alike if _sliced(s, grad.tensor_meta, dim, taken).sizes == grad.sizes]
+    m = grad.sharded_dims().get(dim)
+    sizes = list(grad.sizes)
+    if m is not None:
+        source = next(iter(exact or alike), None)
+        sizes[m] = cut_of_sliced(taken, shape[dim], grad.cut(m)) if source is None else source.sizes[m]
+    out = grad.replace(meta=meta_of(call.meta), sizes=tuple(sizes))
+    a, b = _bounds(taken, (0, shape[dim]) if m is None else out.interval(m))
+    local = list(out.local_shape())
+    target = _sliced(out, grad.tensor_meta, dim, taken)
+    return call.plan(out, {(0,): target}, call=lambda g, *_: _aten.slice_backward.default(g, local, dim, a, b, step))
+
+
+@rule(
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+)
+def _split(call: Call) -> Plan:
+    spec = call.specs[0]
+    dim = wrap_dim(_arg(call, 2, "dim", 0), len(spec.shape))
+    m = spec.sharded_dims().get(dim)
+    own = (0, spec.shape[dim]) if m is None else spec.interval(m)
+    outputs, bounds, at = [], [], 0
+    for meta in call.meta:
+        taken = range(at, at + meta.shape[dim])
+        at = taken.stop
+        outputs.append(_sliced(spec, meta_of(meta), dim, taken))
+        bounds.append(_bounds(taken, own))
+    return Plan(outputs, call=lambda x, *_, **__: [_aten.slice.Tensor(x, dim, a, b) for a, b in bounds])
+
+
+@register(torch.tensor_split, Tensor.tensor_split)
+def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+    """Only for indices in a ShardTensor: their values are read, so every rank must have them all."""
+    indices = kwargs.get("tensor_indices_or_sections", indices_or_sections)
+    if not isinstance(indices, DTensor):
+        return NotImplemented
+    if not all(p.is_replicate() for p in indices.placements):
+        raise refuse("tensor_split", [input, indices], "the indices are not whole", "pass a plain tensor or a list")
+    return torch.tensor_split(input, indices.to_local().tolist(), dim)
+
+
+@rule(_aten.unfold.default)
+def _unfold(call: Call) -> Plan:
+    """Windows of a dim, as a new last dim."""
+    spec = call.specs[0]
+    dim = wrap_dim(call.args[1], len(spec.shape))
+    return Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
+
+
+@rule(_aten.unfold_backward.default)
+def _unfold_backward(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    shape, dim = call.args[1:3]
+    dim = wrap_dim(dim, len(shape))
+    out = carry(call, spec, call.meta, {d: d for d in range(len(shape)) if d != dim})
+    local = list(out.local_shape())
+    return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.unfold_backward.default(g, local, *rest))
+
+
+# -- select: an entry of a sharded dim is the sum of what its owner has and of the others' zeros -----------------
+
+
+def _summed(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+    """The spec of an entry of ``dim``, which is kept with length 1."""
+    m = spec.sharded_dims()[dim]
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    placements[m] = Partial() if spec.mesh.size(m) > 1 else Replicate()
+    sizes[m] = None
+    return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+def _entry(x: Any, dim: int, index: int) -> tuple[int, int]:
+    """The normalized arguments of a select from a sharded dim; torch's own error where there is no such entry."""
+    dim, n = wrap_dim(dim, x.ndim), x.shape[dim]
+    if not -n <= index < n:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
+    return dim, index % n
+
+
+def _is_sharded(x: Any, dim: Any) -> bool:
+    return (
+        isinstance(x, ShardTensor)
+        and isinstance(dim, int)
+        and -x.ndim <= dim < x.ndim
+        and dim % x.ndim in x._spec.sharded_dims()
+    )
+
+
+@register(torch.select, Tensor.select)
+def _select_function(input: Any, dim: Any, index: Any) -> Any:
+    if not _is_sharded(input, dim) or not isinstance(index, int):
+        return NotImplemented
+    dim, index = _entry(input, dim, index)
+    row = torch.narrow(input, dim, index, 1)
+    return redistribute_to(row, _summed(row._spec, dim)).squeeze(dim)
+
+
+@register(_aten.select.int)
+def _select_below_autograd(x: Any, dim: int, index: int) -> Any:
+    if not _is_sharded(x, dim):
+        return NotImplemented
+    dim, index = _entry(x, dim, index)
+    row = run(_aten.slice.Tensor, (x, dim, index, index + 1), {})
+    target = _summed(row._spec, dim)
+    return run(_aten.squeeze.dim, (wrap(redistribute_local(row._local_tensor, row._spec, target), target), dim), {})
+
+
+@rule(_aten.select.int)
+def _select(call: Call) -> Plan:
+    spec = call.specs[0]
+    dim = wrap_dim(call.args[1], len(spec.shape))
+    return Plan(carry(call, spec, call.meta, {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}))
+
+
+@rule(_aten.select_backward.default)
+def _select_backward(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    dim = wrap_dim(call.args[2], len(call.args[1]))
+    out = carry(call, spec, call.meta, {d: d + (d >= dim) for d in range(len(spec.shape))})
+    shape = list(out.local_shape())
+    return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.select_backward.default(g, shape, *rest))
+
+
+@rule(_aten.unbind.int)
+def _unbind(call: Call) -> Plan:
+    spec = call.specs[0]
+    dim = wrap_dim(_arg(call, 1, "dim", 0), len(spec.shape))
+    if dim in spec.sharded_dims():
+        # As summands every rank would hold all the entries: as much as the whole tensor.
+        raise call.refuse(
+            f"every entry of tensor dim {dim}, which is sharded, would have to be on every rank",
+            "select the entries that you need, split the dim, or redistribute to shard another dim",
+        )
+    dims = {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}
+    return Plan([carry(call, spec, m, dims) for m in call.meta])
+
+
+# -- x[...] -----------------------------------------------------------------------------------------------
+
+
+def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
+    """The entries of an index with the dim that each one acts on; None where that is left to torch."""
+    items = index if type(index) is tuple else (index,)
+    used = 0
+    for item in items:
+        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+            used += item.ndim
+        elif isinstance(item, (list, range, tuple, bool)):
+            return None
+        elif item is not None and item is not Ellipsis:
+            used += 1
+    if used > x.ndim or sum(item is Ellipsis for item in items) > 1:
+        return None
+    result: list[tuple[Any, int | None]] = []
+    dim = 0
+    for item in items:
+        if item is None or item is Ellipsis:
+            result.append((item, None))
+            dim += x.ndim - used if item is Ellipsis else 0
+        else:
+            result.append((item, dim))
+            dim += item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+    return result
+
+
+def _is_integer(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+@register(Tensor.__getitem__)
+def _getitem(self: Any, index: Any) -> Any:
+    """Numbers that select from a sharded dim come first; the rest of the index is torch's matter."""
+    if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
+        return NotImplemented
+    entries = _entries(self, index)
+    sharded = self._spec.sharded_dims()
+    if entries is None or not any(_is_integer(item) and dim in sharded for item, dim in entries):
+        return NotImplemented
+    x, rest = self, []
+    for item, dim in reversed(entries):
+        if _is_integer(item) and dim in sharded:
+            x = torch.select(x, dim, item)
+        else:
+            rest.append(item)
+    return x[tuple(reversed(rest))] if rest else x
+
+
+@register(Tensor.__setitem__)
+def _setitem(self: Any, index: Any, value: Any) -> Any:
+    """A number that selects from a sharded dim is written as a slice of length 1, which is a view of the shard."""
+    if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
+        return NotImplemented
+    entries = _entries(self, index)
+    sharded = self._spec.sharded_dims()
+    if entries is None or not any(_is_integer(item) and dim in sharded for item, dim in entries):
+        return NotImplemented
+    if any(isinstance(item, Tensor) for item, _ in entries):
+        raise refuse(
+            "__setitem__", self, "a number selects from a sharded dim beside an index tensor", "write in two steps"
+        )
+    items: list[Any] = [item for item, _ in entries]
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+        entries = [*entries, (Ellipsis, None)]
+    consumed = sum(dim is not None for _, dim in entries)
+    after = 0  # dims of the written part to the right of the entry
+    for i in reversed(range(len(entries))):
+        item, dim = entries[i]
+        if _is_integer(item):
+            if dim in sharded:
+                _, at = _entry(self, dim, item)  # type: ignore[arg-type]
+                items[i] = slice(at, at + 1)
+                if isinstance(value, Tensor) and value.ndim > after:
+                    value = value.unsqueeze(value.ndim - after)
+                after += 1
+        else:
+            after += self.ndim - consumed if item is Ellipsis else 1
+    self[tuple(items)] = value
+    return None
