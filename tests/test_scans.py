@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from shardtensor import UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
+    count_communication,
     run_distributed,
+    run_expecting_errors,
     shard,
     shared_mesh,
 )
@@ -208,3 +211,227 @@ def check_cumulative_details():
 
 def test_cumulative_in_half_precision_and_twice():
     run_distributed(check_cumulative_details, 2)
+
+
+# -- where the extremes are -----------------------------------------------------------------------------------------
+
+
+def extreme_cases():
+    x = values()
+    ties = (x * 2).round()  # values that stand on several ranks
+    unknown = x.clone()
+    unknown[1, 2, 0] = unknown[1, 7, 0] = float("nan")
+    unknown[2] = float("-inf")
+    unknown[3] = float("inf")
+    integers = (x * 3).round().int()
+    cases = []
+    for label, t in (("", x), (", ties", ties), (", NaN", unknown), (", integers", integers)):
+        for dim in (0, 1, -1):
+            cases += [
+                (f"argmax {dim}{label}", lambda x, d=dim: x.argmax(d), t),
+                (f"argmin {dim}, keepdim{label}", lambda x, d=dim: torch.argmin(x, d, keepdim=True), t),
+                (f"max {dim}{label}", lambda x, d=dim: tuple(x.max(d)), t),
+                (f"min {dim}, keepdim{label}", lambda x, d=dim: tuple(torch.min(x, dim=d, keepdim=True)), t),
+                (f"cummax {dim}{label}", lambda x, d=dim: tuple(x.detach().cummax(d)), t),
+                (f"cummin {dim}{label}", lambda x, d=dim: tuple(torch.cummin(x.detach(), d)), t),
+            ]
+        cases += [
+            (f"argmax{label}", lambda x: x.argmax(), t),
+            (f"argmin{label}", lambda x: torch.argmin(x), t),
+            (f"argmax, keepdim{label}", lambda x: torch.argmax(x, keepdim=True), t),
+            (f"max of all{label}", lambda x: x.max(), t),
+            (f"min of all{label}", lambda x: torch.min(x), t),
+            (f"aminmax of all{label}", lambda x: tuple(x.detach().aminmax()), t),
+            (f"aminmax{label}", lambda x: tuple(torch.aminmax(x.detach(), dim=1)), t),
+        ]
+    cases += [
+        ("aminmax, gradient", lambda x: tuple(x.aminmax(dim=1, keepdim=True)), x),
+        ("max of booleans", lambda x: tuple((x > 0).max(1)), x),
+        ("values by name", lambda x: x.max(1).values * 2, x),
+        ("of two tensors", lambda x: torch.max(x, x.sin()), x),
+    ]
+    return cases
+
+
+def check_extremes(mesh_shape, dims, sizes):
+    check_all(extreme_cases(), mesh_shape, dims, sizes)
+    with torch.inference_mode():
+        check_all(extreme_cases(), mesh_shape, dims, sizes, check_grads=False)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_extremes(mesh_shape, dims, sizes):
+    run_distributed(check_extremes, world_of(mesh_shape), mesh_shape, dims, sizes)
+
+
+# -- whole rows -------------------------------------------------------------------------------------------------------
+
+
+def row_cases():
+    x = values()
+    ties = (x * 2).round()
+    cases = []
+    for dim in (0, 1, -1):
+        cases += [
+            (f"sort {dim}", lambda x, d=dim: tuple(x.sort(d)), x),
+            (f"stable sort {dim}", lambda x, d=dim: tuple(torch.sort(x, dim=d, descending=True, stable=True)), ties),
+            (f"stable sort by keywords {dim}", lambda x, d=dim: tuple(torch.sort(x, stable=True, dim=d)), ties),
+            (f"argsort {dim}", lambda x, d=dim: x.argsort(d, descending=True), x),
+            (f"topk {dim}", lambda x, d=dim: tuple(x.topk(3, d)), x),
+            (f"smallest {dim}", lambda x, d=dim: tuple(torch.topk(x, 2, dim=d, largest=False)), x),
+            (f"kthvalue {dim}", lambda x, d=dim: tuple(x.kthvalue(2, d)), x),
+            (f"median {dim}", lambda x, d=dim: tuple(x.median(d)), x),
+            (f"nanmedian {dim}", lambda x, d=dim: tuple(torch.nanmedian(x, d, keepdim=True)), x),
+            (f"mode {dim}", lambda x, d=dim: tuple(torch.mode(x, d)), x),
+            (f"sort of integers {dim}", lambda x, d=dim: x.sort(d).values, (9 * x).int()),
+        ]
+    return cases
+
+
+def check_rows(mesh_shape, dims, sizes):
+    check_all(row_cases(), mesh_shape, dims, sizes)
+    with torch.no_grad():
+        check_all(row_cases(), mesh_shape, dims, sizes, check_grads=False)
+    x = shard(values(), shared_mesh(mesh_shape), placed(dims), sizes)
+    for result in (*x.sort(1), x.argsort(1)):  # back where the input lies
+        assert result.placements == x.placements and result.shard_sizes == x.shard_sizes
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_operators_on_whole_rows(mesh_shape, dims, sizes):
+    run_distributed(check_rows, world_of(mesh_shape), mesh_shape, dims, sizes)
+
+
+# -- what travels, and errors ---------------------------------------------------------------------------------------
+
+
+def communication():
+    """``{name: forward and backward as (messages, their bytes, collectives, their bytes)}``"""
+    mesh = shared_mesh(2)
+    counts = {}
+    for name, function in {
+        "softmax": lambda x: x.softmax(1),
+        "log_softmax": lambda x: x.log_softmax(1),
+        "logsumexp": lambda x: x.logsumexp(1),
+        "cumsum": lambda x: x.cumsum(1),
+        "logcumsumexp": lambda x: x.logcumsumexp(1),
+        "cumprod": lambda x: x.cumprod(1),
+        "max": lambda x: x.max(1).values,
+        "argmax": lambda x: x.argmax(1),
+        "cummax": lambda x: x.detach().cummax(1).values,
+        "aminmax": lambda x: x.detach().aminmax(dim=1).max,
+        "sort": lambda x: x.sort(1).values,
+        "topk": lambda x: x.topk(2, 1).values,
+        "softmax of whole rows": lambda x: x.softmax(0),
+        "max of whole rows": lambda x: x.max(0).values,
+        "sort of whole rows": lambda x: x.sort(0).values,
+    }.items():
+        x = shard(values().float(), mesh, [Shard(1)], {0: (6, 3)}, requires_grad=True)
+        with count_communication() as forward:
+            y = function(x)
+        if y.requires_grad:
+            grad = shard(torch.ones(y.shape), mesh, y.placements, y.shard_sizes)
+        with count_communication() as backward:
+            if y.requires_grad:
+                torch.autograd.grad(y, x, grad)
+        counts[name] = [
+            (c.messages, c.bytes_sent, dict(c.collectives), c.collective_bytes) for c in (forward, backward)
+        ]
+    return counts
+
+
+def test_what_travels():
+    rows = 4 * 5  # of 9 elements, 6 on rank 0 and 3 on rank 1
+    none = (0, 0, {}, 0)
+
+    def reduced(n, size=4):
+        return (0, 0, {"all_reduce": n}, n * size * rows)
+
+    def gathered(n, size=4):
+        return (0, 0, {"all_gather": n}, n * size * rows)
+
+    for rank, counts in enumerate(run_distributed(communication, 2)):
+        expected = {
+            "softmax": [reduced(2), reduced(1)],
+            "log_softmax": [reduced(2), reduced(1)],
+            "logsumexp": [reduced(2), none],
+            "cumsum": [gathered(1), gathered(1)],
+            "logcumsumexp": [gathered(1), gathered(2)],
+            # Backward: how many zeros come before (int64), and three scans.
+            "cumprod": [gathered(1), (0, 0, {"all_gather": 4}, (8 + 3 * 4) * rows)],
+            "max": [(0, 0, {"all_reduce": 2}, (4 + 8) * rows), none],
+            "argmax": [(0, 0, {"all_reduce": 2}, (4 + 8) * rows), none],
+            "cummax": [(0, 0, {"all_gather": 2}, (4 + 8) * rows), none],
+            "aminmax": [none, none],
+            "softmax of whole rows": [none, none],
+            "max of whole rows": [none, none],
+            "sort of whole rows": [none, none],
+        }
+        for name, count in expected.items():
+            assert counts[name] == count, name
+        # Half of what the rank has goes to the other (2 of the 4 rows of 5, or 3 of 5 columns), and back.
+        n = (6, 3)[rank]
+        for name in ("sort", "topk"):
+            (messages, sent, collectives, other), (back, _, back_collectives, _) = counts[name]
+            assert other == 0 and collectives["all_to_all"] == (3 if name == "sort" else 1) == messages
+            assert back == back_collectives["all_to_all"] == (2 if name == "sort" else 1)
+        assert counts["topk"][0][1] == 4 * 4 * n * (2 if rank == 0 else 3)
+
+
+def fail(case):
+    mesh = shared_mesh(2)
+    x = shard(torch.rand(8, 1), mesh, [Shard(0)], {0: (8, 0)}, requires_grad=True)
+    if case in ("sort", "topk", "median", "mode", "kthvalue", "argsort"):
+        getattr(x, case)(*{"topk": (2, 0), "kthvalue": (2, 0)}.get(case, (0,)))
+    elif case == "sort without grad":
+        x.detach().sort(0)
+    elif case == "median of all":
+        x.median()
+    elif case == "unique":
+        x.detach().unique()
+    elif case == "nonzero":
+        x.detach().nonzero()
+    elif case == "dim":
+        x.softmax(2)
+    elif case == "k":
+        shard(torch.rand(8, 8), mesh, [Shard(0)], {0: (8, 0)}).topk(9, 0)
+    elif case == "max of complex":
+        shard(torch.rand(8, 1) * 1j, mesh, [Shard(0)], {0: (8, 0)}).max(0)
+    elif case == "argmax of complex":
+        shard(torch.rand(8, 1) * 1j, mesh, [Shard(0)], {0: (8, 0)}).argmax(0)
+    elif case == "cummax of complex":
+        shard(torch.rand(8, 1) * 1j, mesh, [Shard(0)], {0: (8, 0)}).cummax(0)
+    elif case == "softmax of integers":
+        shard(torch.ones(8, 1, dtype=torch.int64), mesh, [Shard(0)], {0: (8, 0)}).softmax(0)
+    elif case == "logcumsumexp of integers":
+        shard(torch.ones(8, 1, dtype=torch.int64), mesh, [Shard(0)], {0: (8, 0)}).logcumsumexp(0)
+    elif case == "in place":
+        x.detach().cumsum_(0)
+
+
+WHOLE = r"{}.*: it needs tensor dim 0 whole, which is sharded on mesh dim 0, and no other dim is free.*\[8, 0\].*Remedy"
+ERRORS = [
+    *((name, UnsupportedSharding, WHOLE.format(name)) for name in ("sort", "topk", "median", "mode", "kthvalue")),
+    ("sort without grad", UnsupportedSharding, WHOLE.format("sort")),
+    ("argsort", UnsupportedSharding, WHOLE.format("sort")),
+    ("median of all", UnsupportedSharding, "median.*: no distributed form is known.*Remedy"),
+    ("unique", UnsupportedSharding, "unique.*: no distributed form is known"),
+    ("nonzero", UnsupportedSharding, "nonzero.*: no distributed form is known"),
+    ("in place", UnsupportedSharding, "cumsum_.*: "),
+    ("dim", IndexError, "Dimension out of range"),
+    ("k", RuntimeError, "k not in range|k out of range"),
+    ("max of complex", RuntimeError, "omplex"),
+    ("argmax of complex", RuntimeError, "omplex"),
+    ("cummax of complex", RuntimeError, "omplex"),
+    ("softmax of integers", (RuntimeError, NotImplementedError), "[Ii]nt|Long"),
+    ("logcumsumexp of integers", RuntimeError, "[Ii]nt|Long"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), ERRORS)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    errors = run_expecting_errors(fail, 2, case)
+    assert len(errors) == 2
+    for error in errors:
+        with pytest.raises(kind, match=text):
+            raise error

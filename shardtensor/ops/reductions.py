@@ -70,6 +70,7 @@ def neutral_element(op: str, dtype: torch.dtype) -> Any:
 
 def _reduction(call: Call, dim: Any, keepdim: bool, op: str, local: Callable[..., Tensor] | None = None) -> Plan:
     """A plan that reduces locally; ``local`` replaces the operator where the local part differs from it."""
+    check_dtype(call)
     keep = (lambda p: p.reduce_op == "sum") if op == "sum" else (lambda p: False)
     spec = call.reduced(keep=keep)[(0,)]
     dims = reduced_dims(dim, len(spec.shape))
@@ -77,7 +78,6 @@ def _reduction(call: Call, dim: Any, keepdim: bool, op: str, local: Callable[...
     func: Callable[..., Tensor] = local or call.func
     shape, value = out.local_shape(), neutral_element(op, call.meta.dtype)
     empty = spec.local_shape() and 0 in spec.local_shape() and 0 not in spec.shape
-    check_dtype(call)
 
     def compute(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if empty:
