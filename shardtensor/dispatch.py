@@ -37,6 +37,7 @@ __all__ = [
     "Plan",
     "allow_gather",
     "gather_allowed",
+    "mark_copied",
     "rule",
     "run",
     "spec_of",
@@ -233,14 +234,26 @@ def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
         return args[0]
     outputs = plan.outputs
     if type(outputs) is ShardTensorSpec:
-        return wrap(result, outputs)
+        out = wrap(result, outputs)
+        return mark_copied(out) if _is_view(func) and (plan.inputs or hasattr(args[0], "_copied")) else out
     if outputs is None:
         return result
-    return type(result)(r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True))
+    wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True)]
+    if _is_view(func) and (plan.inputs or hasattr(args[0], "_copied")):
+        wrapped = [mark_copied(r) for r in wrapped]
+    return type(result)(wrapped)
+
+
+def mark_copied(view: Any) -> Any:
+    """Remember that ``view`` stands for a view but is a copy, on some ranks at least."""
+    view._copied = True
+    return view
 
 
 def _check_view(func: torch._ops.OpOverload, written: Any) -> None:
     """Refuse to write to what stands for a view but had to be copied: the write would not reach the viewed tensor."""
+    if hasattr(written, "_copied"):
+        raise refuse(func, written, "it would write to a view that is a copy on shards", "use the out-of-place form")
     if not isinstance(written, DTensor) or not written._is_view() or not isinstance(written._base, DTensor):
         return
     mine, base = written._local_tensor, written._base._local_tensor

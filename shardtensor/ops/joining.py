@@ -213,7 +213,7 @@ def _roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     spec = x._spec
     sharded = spec.sharded_dims()
     if not sharded:
-        return NotImplemented
+        return wrap(x._local_tensor.roll(shifts, dims), spec)
     if len(shifts) != len(dims):
         if dims or len(shifts) != 1:
             return _aten.roll.default(_meta(spec), shifts, dims)  # raises torch's own error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..dispatch import Call, Plan, meta_of, rule, run, wrap
+from ..dispatch import Call, Plan, mark_copied, meta_of, rule, run, wrap
 from ..errors import refuse
 from ..geometry import map_cuts, sizes_of
 from ..redistribute import redistribute_local
@@ -214,7 +214,7 @@ def _select_function(input: Any, dim: Any, index: Any) -> Any:
         return NotImplemented
     dim, index = _entry(input, dim, index)
     row = torch.narrow(input, dim, index, 1)
-    return redistribute_to(row, _summed(row._spec, dim)).squeeze(dim)
+    return mark_copied(redistribute_to(row, _summed(row._spec, dim)).squeeze(dim))
 
 
 @register(_aten.select.int)
@@ -224,7 +224,8 @@ def _select_below_autograd(x: Any, dim: int, index: int) -> Any:
     dim, index = _entry(x, dim, index)
     row = run(_aten.slice.Tensor, (x, dim, index, index + 1), {})
     target = _summed(row._spec, dim)
-    return run(_aten.squeeze.dim, (wrap(redistribute_local(row._local_tensor, row._spec, target), target), dim), {})
+    entry = wrap(redistribute_local(row._local_tensor, row._spec, target), target)
+    return mark_copied(run(_aten.squeeze.dim, (entry, dim), {}))
 
 
 @rule(_aten.select.int)
