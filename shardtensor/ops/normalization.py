@@ -368,7 +368,11 @@ def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float 
 
 
 def _plain(buffer: Any) -> Any:
-    return buffer._local_tensor if isinstance(buffer, DTensor) else buffer
+    if not isinstance(buffer, DTensor):
+        return buffer
+    if not all(p.is_replicate() for p in buffer.placements):
+        raise refuse("batch_norm", buffer, "a running statistic is not whole on every rank", "redistribute it first")
+    return buffer._local_tensor
 
 
 def _channel_norm(
