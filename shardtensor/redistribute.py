@@ -115,6 +115,8 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
         return local.clone()
     via = _WIDENED.get(local.dtype)
     value = local.to(via) if via is not None else local.contiguous().clone()
+    if value.is_complex() and op == "product":  # no backend has it
+        return all_gather(value, group).prod(0)
     if value.is_complex() and op != "sum":
         raise ValueError(f"Partial({op!r}) of complex numbers is not defined")
     wire = torch.view_as_real(value) if value.is_complex() else value

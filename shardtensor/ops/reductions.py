@@ -17,7 +17,8 @@ from ..dispatch import Call, Plan, meta_of, rule, run, wrap
 from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, as_gradient
+from ..tensor import ShardTensor, as_gradient, redistribute_to
+from .operands import common_cut, fit
 
 _aten = torch.ops.aten
 
@@ -68,10 +69,22 @@ def neutral_element(op: str, dtype: torch.dtype) -> Any:
     return info.min if op == "max" else info.max
 
 
-def _reduction(call: Call, dim: Any, keepdim: bool, op: str, local: Callable[..., Tensor] | None = None) -> Plan:
-    """A plan that reduces locally; ``local`` replaces the operator where the local part differs from it."""
+def _reduction(
+    call: Call,
+    dim: Any,
+    keepdim: bool,
+    op: str,
+    local: Callable[..., Tensor] | None = None,
+    of_partial: bool = True,
+) -> Plan:
+    """A plan that reduces locally.
+
+    Args:
+        local: replaces the operator where the local part differs from it.
+        of_partial: whether a sum of what ranks contribute may be taken before they are added up.
+    """
     check_dtype(call)
-    keep = (lambda p: p.reduce_op == "sum") if op == "sum" else (lambda p: False)
+    keep = (lambda p: p.reduce_op == "sum") if op == "sum" and of_partial else (lambda p: False)
     spec = call.reduced(keep=keep)[(0,)]
     dims = reduced_dims(dim, len(spec.shape))
     out = reduced_spec(spec, call.meta, dims, keepdim, op)
@@ -98,15 +111,33 @@ def check_dtype(call: Call) -> None:
     Raises:
         Exception: torch's own, on every rank alike.
     """
-    one = {}
-    for path, s in call.tensors.items():
-        one[path] = torch.ones([1] * len(s.shape), dtype=s.tensor_meta.dtype, device=s.mesh.device_type)
-    call.func(*[one.get((i,), a) for i, a in enumerate(call.args)], **call.kwargs)
+    device = call.specs[0].mesh.device_type
+
+    def one(a: Any) -> Any:
+        if isinstance(a, (Tensor, ShardTensorSpec)):
+            meta = a.tensor_meta if isinstance(a, ShardTensorSpec) else a
+            return torch.ones([1] * len(a.shape), dtype=meta.dtype, device=device)
+        return a
+
+    call.func(*map(one, call.args), **call.kwargs)
 
 
 @rule(_aten.sum.default, _aten.sum.dim_IntList)
 def _sum(call: Call) -> Plan:
     return _reduction(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum")
+
+
+@rule(_aten.nansum.default)
+def _nansum(call: Call) -> Plan:
+    # NaN in a Partial is none in the sum.
+    return _reduction(
+        call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum", of_partial=False
+    )
+
+
+@rule(_aten.count_nonzero.default, _aten.count_nonzero.dim_IntList)
+def _count_nonzero(call: Call) -> Plan:
+    return _reduction(call, argument(call, 1, "dim", None), False, "sum", of_partial=False)
 
 
 @rule(_aten.mean.default, _aten.mean.dim)
@@ -142,6 +173,34 @@ def _prod(call: Call) -> Plan:
 def _logical(call: Call) -> Plan:
     op = "max" if call.func._schema.name == "aten::any" else "min"
     return _reduction(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), op)
+
+
+@rule(_aten.dot.default, _aten.vdot.default)
+def _dot(call: Call) -> Plan:
+    check_dtype(call)
+    reduced = call.reduced()
+    first = next(iter(reduced.values()))
+    base = common_cut(list(reduced.values()), first.tensor_meta)
+    out = reduced_spec(base, call.meta, [0], False, "sum")
+    bounds = [base.interval(m) for m in base.sharded_dims().values()]
+    func, plain = call.func, [i for i in (0, 1) if (i,) not in reduced]
+
+    def compute(*vectors: Tensor) -> Tensor:
+        parts = list(vectors)
+        for i in plain:  # counts as replicated
+            for start, stop in bounds:
+                parts[i] = parts[i][start:stop]
+        return func(*parts)
+
+    return call.plan(out, {path: fit(s, base) for path, s in reduced.items()}, call=compute)
+
+
+@rule(_aten.histc.default)
+def _histc(call: Call) -> Plan:
+    low, high = argument(call, 2, "min", 0), argument(call, 3, "max", 0)
+    if low == high:
+        raise call.refuse("its range is that of the values", "pass min and max, e.g. from x.aminmax()")
+    return _reduction(call, None, False, "sum", of_partial=False)
 
 
 def _count(spec: ShardTensorSpec, dims: Sequence[int]) -> int:
@@ -206,21 +265,117 @@ def _mean_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype:
     return _sum_or_mean(input, dim if axis is None else axis, keepdim, dtype, mean=True)
 
 
+# -- prod above autograd: torch's formula would flatten the shards -------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """Each factor's gradient is the product of the others: with one zero only that factor has one, with two none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, dim: int | None, keepdim: bool, dtype: torch.dtype) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        out = _product(x, dim, keepdim, dtype)
+        ctx.out, ctx.dim, ctx.keepdim = out._spec, dim, keepdim
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        (given,) = ctx.saved_tensors
+        grad, dim = as_gradient(grad, ctx.out), ctx.dim
+        if dim is not None and not ctx.keepdim:
+            grad = grad.unsqueeze(dim)
+        x = given.to(grad.dtype)
+        zero = x == 0
+        factors = x.masked_fill(zero, 1)
+        zeros = zero.sum() if dim is None else zero.sum(dim, keepdim=True)
+        others = _product(factors, dim, dim is not None, grad.dtype) / factors
+        others = others.masked_fill(zeros != zero.to(zeros.dtype), 0)
+        return (grad * others.conj()).to(given.dtype), None, None, None
+
+
+def _product(x: Any, dim: int | None, keepdim: bool, dtype: torch.dtype) -> Any:
+    if dim is None:
+        return run(_aten.prod.default, (x,), {"dtype": dtype})
+    return run(_aten.prod.dim_int, (x, dim, keepdim), {"dtype": dtype})
+
+
+@register(torch.prod, Tensor.prod)
+def _prod_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
+    x = input
+    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim or kwargs:
+        return NotImplemented
+    dims = reduced_dims(dim, x.ndim)
+    x = redistribute_to(x, x._spec.for_gradient())
+    return _Product.apply(x, None if dim is None else dims[0], keepdim, dtype or x.dtype)
+
+
+# -- trace ---------------------------------------------------------------------------------------------------------
+
+
+class _Trace(torch.autograd.Function):
+    """The sum over the part of the diagonal that runs through the shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor) -> Any:  # type: ignore[override]
+        spec = x._spec
+        starts = {d: spec.interval(m)[0] for d, m in spec.sharded_dims().items()}
+        ctx.spec, ctx.offset = spec, starts.get(0, 0) - starts.get(1, 0)
+        value = _diagonal(x._local_tensor, ctx.offset).sum()
+        return wrap(value, reduced_spec(spec, value, [0, 1], False, "sum"))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        value = as_gradient(grad, grad._spec.replicated())._local_tensor
+        result = value.new_zeros(ctx.spec.local_shape())
+        _diagonal(result, ctx.offset).copy_(value)
+        return wrap(result, ctx.spec)
+
+
+def _diagonal(x: Tensor, offset: int) -> Tensor:
+    # torch takes no offset beyond an edge.
+    return x.diagonal(offset) if -x.shape[0] <= offset <= x.shape[1] else x.new_empty(0)
+
+
+@register(torch.trace, Tensor.trace)
+def _trace(input: Any) -> Any:
+    if not isinstance(input, ShardTensor) or input._spec.is_replicate():
+        return NotImplemented
+    if input.ndim != 2:
+        raise RuntimeError("trace: expected a matrix")
+    return _Trace.apply(redistribute_to(input, input._spec.for_gradient()))
+
+
 # -- var and std: two passes, so that a large mean costs no precision -------------------------------------------
 
 
 def _moments(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
-    """Variance and mean, both reduced."""
+    """Variance and mean, both reduced; of half precision numbers in float32."""
     dims = reduced_dims(dim, x.ndim)
     count = _count(x._spec, dims)
+    dtype = x.dtype
+    x = _wide(x)
     mean = _whole(run(_aten.mean.dim, (x, dims, True), {}))
-    squares = run(_aten.square.default, (run(_aten.sub.Tensor, (x, mean), {}),), {})
+    distances = run(_aten.abs.default, (run(_aten.sub.Tensor, (x, mean), {}),), {})
+    squares = run(_aten.square.default, (distances,), {})
     total = _whole(run(_aten.sum.dim_IntList, (squares, dims, keepdim), {}))
     freedom = max(0, count - (1 if correction is None else correction))
-    var = run(_aten.div.Tensor, (total, freedom), {})
+    var = _narrow(run(_aten.div.Tensor, (total, freedom), {}), dtype)
+    mean = _narrow(mean, dtype)
     if not keepdim:
         mean = run(_aten.squeeze.dims, (mean, dims), {})
     return var, mean
+
+
+def _wide(x: Any) -> Any:
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return run(_aten._to_copy.default, (x,), {"dtype": torch.float32}) if half else x
+
+
+def _narrow(x: Any, dtype: torch.dtype) -> Any:
+    half = dtype in (torch.float16, torch.bfloat16)
+    return run(_aten._to_copy.default, (x,), {"dtype": dtype}) if half else x
 
 
 def _whole(x: Any) -> Any:
@@ -263,14 +418,22 @@ def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
     if dtype is not None:
         x = run(_aten._to_copy.default, (x,), {"dtype": dtype})
     dims = reduced_dims(dim, x.ndim)
-    size = run(_aten.abs.default, (_whole(x),), {})
+    given = x.dtype
+    size = run(_aten.abs.default, (_wide(_whole(x)),), {})
     if ord in (float("inf"), float("-inf")):
-        return _whole(run(_aten.amax.default if ord > 0 else _aten.amin.default, (size, dims, keepdim), {}))
+        op = _aten.amax.default if ord > 0 else _aten.amin.default
+        return _narrow(_whole(run(op, (size, dims, keepdim), {})), given)
     if ord == 0:
         size = run(_aten._to_copy.default, (run(_aten.ne.Scalar, (size, 0), {}),), {"dtype": size.dtype})
-        return _whole(run(_aten.sum.dim_IntList, (size, dims, keepdim), {}))
+        return _narrow(_whole(run(_aten.sum.dim_IntList, (size, dims, keepdim), {})), given)
     total = _whole(run(_aten.sum.dim_IntList, (run(_aten.pow.Tensor_Scalar, (size, ord), {}), dims, keepdim), {}))
-    return run(_aten.pow.Tensor_Scalar, (total, 1.0 / ord), {})
+    return _narrow(run(_aten.pow.Tensor_Scalar, (total, 1.0 / ord), {}), given)
+
+
+@register(_aten.norm.Scalar, _aten.norm.ScalarOpt_dtype, _aten.norm.ScalarOpt_dim, _aten.norm.ScalarOpt_dim_dtype)
+def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The older operator, which pairwise_distance still calls."""
+    return _vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 # -- leaving the tensor world: item(), float(), bool() mean the whole value -------------------------------------

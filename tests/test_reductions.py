@@ -1,0 +1,383 @@
+"""Reductions, norms and products of vectors against one device: values, gradients, what travels, errors."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+SHAPE = (4, 9, 5)
+INF = float("inf")
+# (mesh shape, dims cut, sizes) of inputs of shape SHAPE
+CUTS = [
+    (2, (1,), {0: (6, 3)}),
+    (2, (1,), {0: (0, 9)}),
+    (3, (1,), {0: (4, 0, 5)}),
+    (3, (2,), {0: (2, 3, 0)}),
+    ((2, 2), (1, 2), {0: (8, 1), 1: (0, 5)}),
+    ((2, 2), (None, 1), {1: (3, 6)}),
+]
+
+
+def placed(dims):
+    return [Replicate() if d is None else Shard(d) for d in dims]
+
+
+def world_of(mesh_shape):
+    return mesh_shape if isinstance(mesh_shape, int) else 4
+
+
+def check_all(make_cases, mesh_shape, dims, sizes):
+    """Compare every ``(name, function, tensor)``; the failures of all of them at once."""
+    warnings.simplefilter("ignore")  # var of too few elements
+    failures = []
+    for name, function, *tensors in make_cases():
+        try:
+            assert_matches_unsharded(
+                function, *tensors, mesh_shape=mesh_shape, placements=placed(dims), shard_sizes=sizes
+            )
+        except AssertionError as error:
+            failures.append(f"{name}: {error}")
+        except Exception as error:
+            raise RuntimeError(f"{name} on {dims}, {sizes}: {type(error).__name__}: {error}") from error
+    assert not failures, "\n".join(failures)
+
+
+def values(*shape):
+    torch.manual_seed(0)
+    return torch.randn(*(shape or SHAPE), dtype=torch.float64)
+
+
+def with_zeros():
+    x = values()
+    x[0, 1] = 0
+    x[1, :, 2] = 0
+    x[2, 3:6, 1] = 0
+    x[3, 7, 3] = 0
+    return x
+
+
+def with_nan():
+    x = values()
+    x[0, 2, 1] = x[1, :, 0] = float("nan")
+    return x
+
+
+def sums():
+    x, zeros, nan = values(), with_zeros(), with_nan()
+    ties = (2 * x).round()
+    for name in ("sum", "mean"):
+        yield f"{name}", lambda x, f=name: getattr(x, f)(), x
+        yield f"{name} of two dims", lambda x, f=name: getattr(torch, f)(x, (0, 1), keepdim=True), x
+        yield f"{name} in float64", lambda x, f=name: getattr(x, f)(1, dtype=torch.float64), x.float()
+        yield f"{name} of integers", lambda x, f=name: getattr(x, f)(1, dtype=torch.float64), (9 * x).int()
+    yield "sum of booleans", lambda x: x.sum(1), x > 0
+    for dim in (None, 1, (0, 2)):
+        yield f"nansum {dim}", lambda x, d=dim: x.nansum(d), nan
+        yield f"nanmean {dim}", lambda x, d=dim: torch.nanmean(x, d), nan
+        yield f"count_nonzero {dim}", lambda x, d=dim: x.count_nonzero(d), zeros
+    for label, t in (("", x), (", zeros", zeros)):
+        yield f"prod{label}", lambda x: x.prod(), t
+        yield f"prod 1{label}", lambda x: x.prod(1), t
+        yield f"prod 2{label}", lambda x: torch.prod(x, dim=-1, keepdim=True), t
+        yield f"prod in float64{label}", lambda x: x.prod(1, dtype=torch.float64), t.float()
+    only = x.clone()
+    only[2, 5, 3] = 0
+    yield "prod with one zero", lambda x: x.prod(), only
+    yield "prod of complex", lambda x: x.prod(1), torch.complex(zeros, zeros)
+    for label, t in (("", x), (", ties", ties), (", NaN", nan)):
+        yield f"amax 1{label}", lambda x: x.amax(1), t
+        yield f"amin{label}", lambda x: torch.amin(x, (0, 1), keepdim=True), t
+        yield f"amax{label}", lambda x: x.amax(), t
+        yield f"max{label}", lambda x: x.max(), t
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16):
+        t = zeros.to(dtype)
+        yield f"any 1 {dtype}", lambda x: x.any(1), t
+        yield f"any {dtype}", lambda x: torch.any(x), t
+        yield f"all {dtype}", lambda x: x.all(), t
+        yield f"all 1 {dtype}", lambda x: torch.all(x, 1, keepdim=True), t
+        yield f"any of two dims {dtype}", lambda x: torch.any(x, (0, 1)), t
+    yield "histc", lambda x: x.detach().histc(5, -1, 1), x
+
+
+def moments():
+    x = values()
+    for correction in (0, 1, 2, 9, 10):  # up to more than there are elements
+        for dim in (1, None, (1, 2)):
+            for name in ("var", "std", "var_mean", "std_mean"):
+                function = getattr(torch, name)
+                yield f"{name} {dim}, {correction}", lambda x, f=function, d=dim, c=correction: f(x, d, correction=c), x
+    yield "var, biased", lambda x: x.var(1, unbiased=False, keepdim=True), x
+    yield "std", lambda x: x.std(), x
+    yield "std of equal numbers", lambda x: x.std(1), torch.ones_like(x)
+    yield "var far from zero", lambda x: x.var(1), x + 1e4
+    yield "var of complex", lambda x: x.var(1), torch.complex(x, x.flip(1))
+
+
+def norms():
+    x, zeros = values(), with_zeros()
+    for p in (0, 1, 2, INF, -INF, 3, 0.5, -2):
+        for dim in (None, 1, (0, 1), 2):
+            yield f"vector_norm {p} {dim}", lambda x, p=p, d=dim: torch.linalg.vector_norm(x, p, d), x
+        yield f"vector_norm {p}, zeros", lambda x, p=p: torch.linalg.vector_norm(x, p, 1, keepdim=True), zeros
+        yield f"norm {p}", lambda x, p=p: x.norm(p, 1), x
+        yield f"linalg.norm {p}", lambda x, p=p: torch.linalg.norm(x, p, 1), x
+        yield f"normalize {p}", lambda x, p=p: F.normalize(x, p, 1), x
+    yield "norm", lambda x: torch.norm(x), zeros
+    yield "norm in float64", lambda x: torch.linalg.vector_norm(x, 2, 1, dtype=torch.float64), x.float()
+    yield "norm of complex", lambda x: torch.linalg.vector_norm(x, 2, 1), torch.complex(x, zeros)
+    y = values().flip(0).cos()
+    for dim in (1, 2):
+        yield f"cosine_similarity {dim}", lambda x, y, d=dim: F.cosine_similarity(x, y, dim=d), x, y
+    for p in (1, 2, INF):
+        yield f"pairwise_distance {p}", lambda x, y, p=p: F.pairwise_distance(x, y, p=p), x, y
+        yield (
+            f"pairwise_distance {p} along dim 1",
+            lambda x, y, p=p: F.pairwise_distance(x.transpose(1, 2), y.transpose(1, 2), p=p, keepdim=True),
+            x,
+            y,
+        )
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+@pytest.mark.parametrize("cases", [sums, moments, norms])
+def test_reductions(cases, mesh_shape, dims, sizes):
+    run_distributed(check_all, world_of(mesh_shape), cases, mesh_shape, dims, sizes)
+
+
+# -- vectors and matrices -----------------------------------------------------------------------------------------
+
+
+def vectors():
+    a, b = values(9), values(9).exp()
+    c, d = torch.complex(a, b), torch.complex(b, a)
+    whole = torch.arange(9.0, dtype=torch.float64)
+    for name, x, y in (("", a, b), (" of complex", c, d)):
+        yield f"dot{name}", lambda x, y: x.dot(y), x, y
+        yield f"vdot{name}", lambda x, y: torch.vdot(x, y), x, y
+        yield f"inner{name}", lambda x, y: torch.inner(x, y), x, y
+        yield f"linalg.vecdot{name}", lambda x, y: torch.linalg.vecdot(x, y), x, y
+    yield "dot with a plain vector", lambda x: x.dot(whole), a
+    yield "plain vector with it", lambda x: torch.vdot(whole, x), a
+
+
+def check_vectors():
+    for sizes in ({0: (7, 2)}, {0: (0, 9)}):
+        check_all(vectors, 2, (0,), sizes)
+    a, b = values(9), values(9).exp()
+    mixed = [
+        ([Shard(0)], None, {0: (7, 2)}, None),  # plain, with a gradient that is plain and complete
+        ([Shard(0)], [Shard(0)], {0: (7, 2)}, {0: (1, 8)}),
+        ([Replicate()], [Shard(0)], None, {0: (1, 8)}),
+        ([Partial()], [Shard(0)], None, {0: (1, 8)}),
+    ]
+    for p, q, s, t in mixed:
+        assert_matches_unsharded(torch.dot, a, b, mesh_shape=2, placements=[p, q], shard_sizes=[s, t])
+    assert shard(a, shared_mesh(2), [Shard(0)], {0: (7, 2)}).dot(b).placements == (Partial(),)
+
+
+def test_products_of_vectors():
+    run_distributed(check_vectors, 2)
+
+
+def check_trace():
+    for shape in ((9, 9), (9, 4), (3, 9)):
+        for dims, mesh_shape, sizes in (
+            ((0,), 4, {0: (1, 0, 0, shape[0] - 1)}),
+            ((1,), 4, {0: (0, 2, shape[1] - 2, 0)}),
+            ((0, 1), (2, 2), {0: (1, shape[0] - 1), 1: (shape[1] - 1, 1)}),
+        ):
+            assert_matches_unsharded(
+                torch.trace, values(*shape), mesh_shape=mesh_shape, placements=placed(dims), shard_sizes=sizes
+            )
+
+
+def test_trace():
+    run_distributed(check_trace, 4)
+
+
+# -- Partials, half precision, clipping ---------------------------------------------------------------------------
+
+
+def check_partials():
+    """A reduction that is not linear needs the sum of the contributions first."""
+    x = with_zeros()
+    for function in (
+        lambda x: x.sum(1),
+        lambda x: x.mean(),
+        lambda x: x.nansum(1),
+        lambda x: x.count_nonzero(1),
+        lambda x: x.amax(1),
+        lambda x: x.prod(1),
+        lambda x: x.var(1),
+        lambda x: torch.linalg.vector_norm(x, 2, 1),
+        lambda x: x.histc(5, -1, 1) if not x.requires_grad else x.sum(),
+        lambda x: (x > 0).any(1),
+    ):
+        assert_matches_unsharded(function, x, mesh_shape=2, placements=[Partial()])
+
+
+def test_partials():
+    run_distributed(check_partials, 2)
+
+
+def check_half_precision():
+    mesh = shared_mesh(2)
+    for dtype in (torch.float16, torch.bfloat16):
+        # The squares sum to 400 000 and more, which float16 does not hold.
+        x = torch.linspace(10, 30, 1000).to(dtype)
+        for function in (torch.linalg.vector_norm, torch.var, torch.std, torch.mean, torch.amax):
+            sharded = function(shard(x, mesh, [Shard(0)], {0: (900, 100)}))
+            assert sharded.dtype == dtype
+            torch.testing.assert_close(sharded.full_tensor(), function(x), rtol=1e-3, atol=0)
+
+
+def test_half_precision():
+    run_distributed(check_half_precision, 2)
+
+
+def check_extremes_keep_nan():
+    mesh = shared_mesh(2)
+    rows = torch.tensor([[1, float("nan"), -INF, -3.0, 0], [float("nan"), 2, -INF, -2, INF]])
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        x = rows.to(dtype)
+        for function in (torch.amax, torch.amin):
+            sharded = function(shard(x, mesh, [Shard(0)], {0: (1, 1)}), 0).full_tensor()
+            torch.testing.assert_close(sharded, function(x, 0), rtol=0, atol=0, equal_nan=True)
+
+
+def test_extremes_keep_nan():
+    run_distributed(check_extremes_keep_nan, 2)
+
+
+def check_clipping():
+    mesh = shared_mesh(2)
+    for p in (2.0, 1.0, INF):
+        norms, clipped = [], []
+        for sharded in (False, True):
+            made = []
+            for n in (0, 1):
+                t = values() + n
+                parameter = shard(t, mesh, [Shard(1 + n)], {0: (2, (9, 5)[n] - 2)}) if sharded else t
+                parameter.requires_grad_().square().sum().backward()
+                made.append(parameter)
+            norms.append(torch.nn.utils.clip_grad_norm_(made, 0.5, p))
+            clipped.append([t.grad for t in made])
+        torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+        for ours, theirs in zip(*reversed(clipped)):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+            assert ours.placements != (Replicate(),)
+
+
+def test_clip_grad_norm():
+    run_distributed(check_clipping, 2)
+
+
+# -- what travels, and errors -------------------------------------------------------------------------------------
+
+
+def communication():
+    mesh = shared_mesh(2)
+    counts = {}
+    for name, function in {
+        "sum": lambda x: x.sum(1),
+        "mean": lambda x: x.mean(1),
+        "prod": lambda x: x.prod(1),
+        "amax": lambda x: x.amax(1),
+        "norm": lambda x: x.norm(2, 1),
+        "var": lambda x: x.var(1),
+        "nansum": lambda x: x.nansum(1),
+        "count_nonzero": lambda x: x.detach().count_nonzero(1),
+        "normalize": lambda x: F.normalize(x, 2, 1),
+    }.items():
+        x = shard(values().float(), mesh, [Shard(1)], {0: (6, 3)}, requires_grad=True)
+        with count_communication() as forward:
+            y = function(x)
+        if y.requires_grad:
+            grad = shard(torch.ones(y.shape), mesh, y._spec.for_gradient().placements, y.shard_sizes)
+        with count_communication() as backward:
+            if y.requires_grad:
+                torch.autograd.grad(y, x, grad)
+        counts[name] = [(c.messages, dict(c.collectives), c.collective_bytes) for c in (forward, backward)]
+    return counts
+
+
+def test_what_travels():
+    rows = 4 * 5 * 4  # bytes of the result
+
+    def reduced(n, size=rows):
+        return (0, {"all_reduce": n}, n * size) if n else (0, {}, 0)
+
+    for counts in run_distributed(communication, 2):
+        assert counts == {
+            "sum": [reduced(0), reduced(0)],  # the result stays a Partial
+            "mean": [reduced(0), reduced(0)],
+            "prod": [reduced(0), (0, {"all_reduce": 2}, 3 * rows)],  # the other factors, and how many zeros (int64)
+            "amax": [reduced(0), (0, {"all_reduce": 2}, 3 * rows)],  # the extreme, and how often it stands there
+            "norm": [reduced(1), reduced(0)],
+            "var": [reduced(2), reduced(1)],
+            "nansum": [reduced(0), reduced(0)],
+            "count_nonzero": [reduced(0), reduced(0)],
+            "normalize": [reduced(1), reduced(1)],
+        }
+
+
+def fail(case):
+    mesh = shared_mesh(2)
+    x = shard(torch.rand(8, 3), mesh, [Shard(0)], {0: (8, 0)})
+    if case == "dim":
+        x.sum(2)
+    elif case == "dims twice":
+        x.mean((0, -2))
+    elif case == "mean of integers":
+        x.long().mean(0)
+    elif case == "amax of complex":
+        (x * 1j).amax(0)
+    elif case == "norm of integers":
+        torch.linalg.vector_norm(x.long())
+    elif case == "range of histc":
+        x.histc(5)
+    elif case == "dot of booleans":
+        (x[:, 0] > 0).dot(x[:, 0] > 0)
+    elif case == "dot of other lengths":
+        x[:, 0].dot(torch.rand(7))
+    elif case == "bincount":
+        x[:, 0].long().bincount()
+    elif case == "diagonal":
+        x.diagonal()
+
+
+ERRORS = [
+    ("dim", IndexError, "Dimension out of range"),
+    ("dims twice", RuntimeError, "multiple times|duplicate value"),
+    ("mean of integers", RuntimeError, "Input dtype|input dtype"),
+    ("amax of complex", (RuntimeError, NotImplementedError), "omplex"),
+    ("norm of integers", RuntimeError, "floating point or complex"),
+    ("range of histc", UnsupportedSharding, r"histc.*: its range is that of the values.*\[8, 0\].*Remedy: pass min"),
+    ("dot of booleans", (RuntimeError, NotImplementedError), "Bool"),
+    ("dot of other lengths", RuntimeError, "same number of elements|inconsistent tensor size"),
+    ("bincount", (UnsupportedSharding, NotImplementedError), "bincount"),
+    ("diagonal", UnsupportedSharding, "diagonal.*: no distributed form is known"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "text"), ERRORS)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    errors = run_expecting_errors(fail, 2, case)
+    assert len(errors) == 2
+    for error in errors:
+        with pytest.raises(kind, match=text):
+            raise error
