@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from ..dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of, rule
+from ..registry import register
 from ..spec import ShardTensorSpec
+from ..tensor import ShardTensor
 from .operands import common_cut, fit
 
 _aten = torch.ops.aten
@@ -210,3 +212,11 @@ def _like_old(call: Call, shape: tuple[int, ...]) -> ShardTensorSpec:
             sizes[m] = None
     placements = [p if size is not None else Replicate() for p, size in zip(spec.placements, sizes, strict=True)]
     return spec.replace(placements=placements, sizes=tuple(sizes), meta=meta_of(call.meta))
+
+
+@register(torch.nn.functional.logsigmoid)
+def _log_sigmoid(input: Any) -> Any:
+    """By parts: torch's own has a second result, whose shape is each backend's own affair."""
+    if not isinstance(input, ShardTensor):
+        return NotImplemented
+    return torch.minimum(input, torch.zeros_like(input)) - torch.log1p(torch.exp(-input.abs()))
