@@ -39,6 +39,8 @@ _UNTAGGED = (
     "hardswish_",
     "hardswish_backward",
     "hardtanh_backward",
+    "leaky_relu",
+    "leaky_relu_",
     "leaky_relu_backward",
     "masked_fill_",
     "log_sigmoid_backward",
@@ -76,10 +78,10 @@ def _find(op: torch._ops.OpOverload) -> Rule | None:
         return None
     if not all(str(r.type) == "Tensor" for r in op._schema.returns):
         return None
-    return _pointwise
+    return pointwise_plan
 
 
-def _pointwise(call: Call) -> Plan:
+def pointwise_plan(call: Call) -> Plan:
     meta = call.meta
     outputs = list(meta) if isinstance(meta, (list, tuple)) else [meta]
     shape = outputs[0].shape
