@@ -10,6 +10,7 @@ from . import (  # noqa: F401
     padding,
     pointwise,
     pooling,
+    random,
     reductions,
     resampling,
     scans,
