@@ -1,0 +1,426 @@
+"""What users asked of the first ShardTensor, one small test each; the depth is in the other files."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import shardtensor
+from shardtensor import ShardTensor, UnsupportedSharding, scatter_tensor
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+ROOT = Path(__file__).parents[1]
+UNEVEN = [(5, 3), (7, 1), (0, 8)]
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(tensor, sizes, **kwargs):
+    return shard(tensor, shared_mesh(len(sizes)), [Shard(kwargs.pop("dim", 0))], {0: sizes}, **kwargs)
+
+
+def round_trip():
+    whole = numbers(8, 3)
+    for sizes in UNEVEN:
+        x = rows(whole, sizes)
+        assert x.to_local().shape == (sizes[dist.get_rank()], 3)
+        assert torch.equal(x.full_tensor(), whole)
+        for others in UNEVEN:
+            assert torch.equal(x.redistribute(shard_sizes={0: others}).full_tensor(), whole)
+
+
+def test_shards_may_be_uneven_and_empty():
+    """A tensor cut 5 + 3, 7 + 1 or 0 + 8 is the same tensor."""
+    run_distributed(round_trip, 2)
+
+
+def sizes_are_a_dict():
+    x = rows(numbers(8, 3), (7, 1))
+    assert x.shard_sizes == {0: (7, 1)} and isinstance(x.shard_sizes, dict)
+    for y in (x + 1, x.t(), x.relu(), x.clone(), x[:, :2]):
+        assert y.shard_sizes == {0: (7, 1)}
+    assert x._spec.sharding_shapes() == {0: (torch.Size([7, 3]), torch.Size([1, 3]))}
+
+
+def test_shard_sizes_are_a_dict_by_mesh_dim_and_survive_operators():
+    """No list of tuples to be interpreted: {mesh dim: sizes}, after any operator."""
+    run_distributed(sizes_are_a_dict, 2)
+
+
+def other_sizes_out():
+    layout = {"mesh_shape": 2, "placements": [Shard(2)], "shard_sizes": {0: (7, 4)}}
+    x = numbers(2, 3, 11, 6)
+    torch.manual_seed(0)
+    assert_matches_unsharded(nn.Conv2d(3, 2, 3, stride=2, padding=1).double(), x, **layout)
+    assert_matches_unsharded(lambda t: F.pad(t, (1, 2, 3, 0)), x, **layout)
+    assert_matches_unsharded(lambda t: F.max_pool2d(t, 3, 2), x, **layout)
+    assert_matches_unsharded(lambda t: F.avg_pool2d(t, 2, ceil_mode=True), x, **layout)
+
+
+def test_output_shards_may_differ_from_input_shards():
+    """Strided convolution, padding and pooling change the sizes of uneven shards."""
+    run_distributed(other_sizes_out, 2)
+
+
+def convolutions():
+    torch.manual_seed(0)
+    for n, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
+        conv = layer(2, 3, 3, padding=1).double()
+        assert_matches_unsharded(
+            conv, numbers(1, 2, 8, *(4,) * (n - 1)), mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)}
+        )
+
+
+def test_convolutions_in_one_two_and_three_dims():
+    """Output, input gradient, weight and bias gradients as on one device."""
+    run_distributed(convolutions, 2)
+
+
+def automatic_halos():
+    """A stack whose receptive field is wider than a shard, fed with nothing but the tensor."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Conv1d(2, 2, 5, padding=2), nn.Tanh())]
+    x = numbers(1, 2, 13)
+    sizes = {0: (9, 1, 3)}
+    assert_matches_unsharded(nn.Sequential(*layers).double(), x, mesh_shape=3, placements=[Shard(2)], shard_sizes=sizes)
+
+
+def test_halos_are_worked_out_and_consistent_with_one_device():
+    """No halo size is given anywhere; edges between shards are as right as their middles, in both directions."""
+    run_distributed(automatic_halos, 3)
+
+
+def edge_gradients():
+    weight = torch.tensor([[[1.0, 10.0, 100.0]]], dtype=torch.float64)
+    x = rows(torch.zeros(1, 1, 8, dtype=torch.float64), (5, 3), dim=2, requires_grad=True)
+    F.conv1d(x, weight, padding=1).sum().backward()
+    # At the edge between the shards every element is read three times, by two ranks.
+    expected = torch.full((8,), 111.0, dtype=torch.float64)
+    expected[0], expected[7] = 11.0, 110.0
+    assert torch.equal(x.grad.full_tensor().flatten(), expected)
+
+
+def test_gradients_of_halos_return_to_the_edges():
+    """What the neighbour's outputs contribute to a shard's edge is collected and added."""
+    run_distributed(edge_gradients, 2)
+
+
+def both_transports():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 2, 5, padding=2).double()
+    results = []
+    for transport in ("all_to_all", "p2p"):
+        previous = shardtensor.set_transport(transport)
+        x = rows(numbers(1, 2, 9, 4), (2, 6, 1), dim=2, requires_grad=True)
+        y = conv(x)
+        y.square().sum().backward()
+        results.append((y.to_local().detach(), x.grad.to_local()))
+        shardtensor.set_transport(previous)
+    assert all(map(torch.equal, *results))
+
+
+def test_users_choose_between_collectives_and_point_to_point():
+    """The same bits either way."""
+    run_distributed(both_transports, 3)
+
+
+def one_rank_loads():
+    mesh = shared_mesh((2, 2), ("data", "domain"))["domain"]
+    source = dist.get_process_group_ranks(mesh.get_group())[0]
+    image = numbers(1, 3, 9, 4, seed=source) if dist.get_rank() == source else None
+    x = scatter_tensor(image, source, mesh, [Shard(2)], shard_sizes={0: (2, 7)})
+    assert torch.equal(x.full_tensor(), numbers(1, 3, 9, 4, seed=source))
+
+
+def test_a_data_pipeline_on_one_rank_per_domain_is_enough():
+    """Only the source has the tensor; domains of a 2-D mesh load different ones."""
+    run_distributed(one_rank_loads, 4)
+
+
+def unbind_qkv():
+    qkv = rows(numbers(7, 3, 4), (5, 2), requires_grad=True)
+    q, k, v = qkv.unbind(1)
+    assert q.shard_sizes == k.shard_sizes == {0: (5, 2)} and q.shape == (7, 4)
+    (q * 1 + k * 2 + v * 3).sum().backward()
+    expected = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)[None, :, None].expand(7, 3, 4)
+    assert torch.equal(qkv.grad.full_tensor(), expected)
+
+
+def test_unbind():
+    """q, k and v come out of one sharded tensor."""
+    run_distributed(unbind_qkv, 2)
+
+
+def every_door():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 3, 3, padding=1).double()
+    whole = numbers(1, 2, 8, 4)
+    x = rows(whole, (5, 3), dim=2)
+    w, b = conv.weight, conv.bias
+    for y in (
+        conv(x),
+        F.conv2d(x, w, b, padding=1),
+        torch.conv2d(x, w, b, padding=1),
+        torch.ops.aten.convolution.default(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ):
+        torch.testing.assert_close(y.full_tensor(), conv(whole), rtol=1e-10, atol=1e-12)
+
+
+def test_a_convolution_is_the_same_by_every_name():
+    """nn, functional, torch and aten."""
+    run_distributed(every_door, 2)
+
+
+def test_no_device_is_named():
+    """Code follows the mesh's device type; none is written down."""
+    files = [*(ROOT / "shardtensor").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    assert len(files) > 20
+    for file in files:
+        found = re.search(r"[\"']cuda|\.cuda\(", file.read_text())
+        assert not found, f"{file}: {found}"
+
+
+def test_what_is_patched_and_registered_can_be_looked_up():
+    """The handlers are listed by one call, the patches by another, and a page says so."""
+    handlers = shardtensor.registered()
+    for function in (F.conv1d, F.conv2d, F.conv3d):
+        function = inspect.unwrap(function)
+        assert "convolution" in inspect.getmodule(handlers[function]).__name__
+    assert "torch.nn.functional.conv2d" in shardtensor.patches.installed()
+    pages = [ROOT / "docs" / "how-it-works.md", ROOT / "docs" / "operators.md"]
+    assert any("shardtensor.registered()" in page.read_text() for page in pages)
+
+
+def test_importing_the_package_is_enough():
+    """No other module has to be imported for operators to work."""
+    script = """
+import shardtensor, torch
+names = {getattr(f, "__name__", "") for f in shardtensor.registered()}
+assert {"conv2d", "linear", "layer_norm", "group_norm", "cross_entropy", "interpolate", "pad"} <= names, names
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def missing_handler():
+    rows(numbers(8, 8), (5, 3)).logdet()
+
+
+def test_a_missing_handler_raises():
+    """Never a silently wrong result: the error names the operator."""
+    for error in run_expecting_errors(missing_handler, 2):
+        assert isinstance(error, UnsupportedSharding)
+        assert "_linalg_slogdet" in str(error) and "Remedy" in str(error)
+
+
+class Vanilla(nn.Module):
+    """Written for one device, years ago."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+        self.bias = nn.Parameter(torch.randn(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = F.gelu(self.norm(self.stem(x)))
+        x = x + F.conv2d(x, self.weight, self.bias, stride=1, padding=1)  # a layer of its own
+        x = F.max_pool2d(x, 2)
+        return self.head(x.mean((2, 3)))
+
+
+def unchanged_model():
+    torch.manual_seed(0)
+    model = Vanilla().double()
+    assert_matches_unsharded(model, numbers(2, 2, 12, 6), mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (7, 5)})
+
+
+def test_model_code_remains_unchanged():
+    """A plain nn.Module, with a functional layer of its own and a global mean, gets sharded input; that is all."""
+    run_distributed(unchanged_model, 2)
+
+
+def test_unsharded_code_is_unaffected():
+    """Plain tensors give bitwise the same with the package as without."""
+    script = """
+import sys, torch
+if sys.argv[1] == "with":
+    import shardtensor
+torch.manual_seed(0)
+from torch import nn
+model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3))
+loss = torch.nn.functional.l1_loss(model(torch.randn(2, 2, 6, 6)), torch.ones(2, 3))
+loss.backward()
+print([p.grad.double().sum().item().hex() for p in model.parameters()], loss.item().hex())
+"""
+    printed = [
+        subprocess.run([sys.executable, "-c", script, how], check=True, timeout=120, capture_output=True).stdout
+        for how in ("with", "without")
+    ]
+    assert printed[0] == printed[1] and b"0x" in printed[0]
+
+
+def test_modules_are_saved_and_loaded_after_the_import():
+    """What the first patches broke."""
+    stream = io.BytesIO()
+    model = Vanilla()
+    model.function = F.conv2d
+    torch.save(model, stream)
+    stream.seek(0)
+    twin = torch.load(stream, weights_only=False)
+    x = torch.randn(1, 2, 4, 4)
+    assert torch.equal(twin(x), model(x)) and torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def own_operator():
+    def scaled(x):
+        if torch.overrides.has_torch_function_unary(x):
+            return torch.overrides.handle_torch_function(scaled, (x,), x)
+        return x * x.shape[0]
+
+    shardtensor.register(scaled)(lambda x: x * x.shape[0])
+    try:
+        x = rows(numbers(8, 3), (7, 1))
+        assert torch.equal(scaled(x).full_tensor(), x.full_tensor() * 8)
+    finally:
+        shardtensor.unregister(scaled)
+
+
+def test_the_registry_is_open_to_users():
+    """A function-level mapping inside the class, with a public way in."""
+    run_distributed(own_operator, 2)
+
+
+def weighted():
+    layout = {"mesh_shape": 2, "placements": [Shard(0)], "shard_sizes": {0: (5, 3)}}
+    x, y = numbers(8, 3), numbers(8, 3, seed=1)
+    for f in (torch.mean, torch.var, torch.std, lambda t: t.mean(0), lambda t: t.var(0)):
+        assert_matches_unsharded(f, x, **layout)
+    assert_matches_unsharded(F.mse_loss, x, y, **layout)
+    assert_matches_unsharded(F.cross_entropy, x, y.softmax(1), **layout)
+    # A few numbers travel, never the tensor.
+    big = rows(numbers(800, 3), (799, 1))
+    with count_communication() as counted:
+        big.mean().item()
+    assert counted.bytes_sent + counted.collective_bytes <= 16
+    assert big.mean().placements == (Partial(),)
+
+
+def test_means_are_weighted_by_the_shards_sizes():
+    """Mean, variance, standard deviation and losses on 5 + 3, without gathering the input."""
+    run_distributed(weighted, 2)
+
+
+def explicit_and_differentiable():
+    x = rows(numbers(8, 3), (7, 1), requires_grad=True)
+    whole = x.full_tensor()
+    assert type(whole) is torch.Tensor and whole.shape == (8, 3)
+    (whole**2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * numbers(8, 3))
+
+
+def test_full_tensor_is_explicit_and_differentiable():
+    """Outputs are resolved by one call, through which gradients flow, uneven or not."""
+    run_distributed(explicit_and_differentiable, 2)
+
+
+def gradient_layout():
+    x = rows(numbers(8, 3), (7, 1), requires_grad=True)
+    for consumer in (
+        lambda t: t.redistribute(shard_sizes={0: (2, 6)}),
+        lambda t: t.redistribute(placements=[Shard(1)]),
+        lambda t: t.redistribute(placements=[Replicate()]),
+        lambda t: t.t() @ t,
+    ):
+        x.grad = None
+        consumer(x).square().sum().backward()
+        assert x.grad.shard_sizes == x.shard_sizes and x.grad.placements == x.placements
+
+
+def test_input_gradients_have_the_inputs_sharding():
+    """Whatever the consumer redistributes."""
+    run_distributed(gradient_layout, 2)
+
+
+def sums():
+    a, b = numbers(8, 3), numbers(8, 3, seed=1)
+    x = rows(a, (7, 1))
+    for other in (rows(b, (7, 1)), rows(b, (2, 6)), b, shard(b, shared_mesh(2), [Partial()])):
+        for left, right in ((x, other), (other, x)):
+            torch.testing.assert_close((left + right).full_tensor(), a + b)
+    with count_communication() as counted:
+        x + rows(b, (7, 1))
+        x + b
+    assert counted.messages == 0 and not counted.collectives
+
+
+def test_a_plus_b():
+    """Aligned, misaligned, and with a plain tensor."""
+    run_distributed(sums, 2)
+
+
+def alone():
+    mesh = shared_mesh((1, 2))
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 2, 3, padding=1).double()
+    x = numbers(1, 2, 8, 6)
+    assert_matches_unsharded(conv, x, mesh=mesh, placements=[Shard(2), Shard(3)], shard_sizes={0: (8,), 1: (5, 1)})
+    assert_matches_unsharded(
+        lambda t: t.flip(2, 3), x, mesh=mesh, placements=[Shard(2), Shard(3)], shard_sizes={1: (5, 1)}
+    )
+
+
+def test_a_domain_of_one_rank():
+    """Nothing special: convolution and flip on a mesh dim of size 1."""
+    run_distributed(alone, 2)
+
+
+def free_of_charge():
+    local = torch.ones((7, 1)[dist.get_rank()], 3)
+    with count_communication() as counted:
+        x = ShardTensor.from_local(local, shared_mesh(2), [Shard(0)], shard_sizes={0: (7, 1)})
+    assert x.shape == (8, 3)
+    assert counted.messages == 0 and not counted.collectives
+
+
+def test_from_local_with_given_sizes_does_not_communicate():
+    """Sizes that are known need not be asked for at every call."""
+    run_distributed(free_of_charge, 2)
+
+
+def requires_grad_works():
+    x = rows(numbers(8, 3), (7, 1))
+    assert not x.requires_grad
+    assert x.requires_grad_() is x and x.requires_grad and x.is_leaf
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    y = x.detach()
+    assert not y.requires_grad
+    y.requires_grad = True
+    assert y.is_leaf and (y * 1).requires_grad and not (y * 1).is_leaf
+
+
+def test_requires_grad_is_not_a_no_op():
+    """The method and the setter make leaves that collect gradients."""
+    run_distributed(requires_grad_works, 2)
