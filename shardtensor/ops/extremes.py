@@ -255,6 +255,7 @@ class _Selected(torch.autograd.Function):
     def forward(ctx: Any, x: ShardTensor, op: Any, dim: int, removed: bool, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
         values, indices = run(op, (x, *args), kwargs)
         ctx.spec, ctx.dim, ctx.removed, ctx.out = x._spec, dim, removed, values._spec
+        ctx.cumulative = op in (_aten.cummax.default, _aten.cummin.default)
         ctx.save_for_backward(indices)
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
@@ -271,14 +272,32 @@ class _Selected(torch.autograd.Function):
         if ctx.removed:
             local, index = local.unsqueeze(dim), index.unsqueeze(dim)
         m = spec.sharded_dims().get(dim)
-        if m is not None:  # every rank has all positions, and takes those in its shard
-            start, stop = spec.interval(m)
-            inside = (index >= start) & (index < stop)
-            local, index = torch.where(inside, local, 0), torch.where(inside, index - start, 0)
-        result = local.new_zeros(spec.local_shape())
-        if result.numel():
-            result.scatter_add_(dim, index, local)
+        if m is None:
+            result = _scattered(local, index, spec, dim, 0)
+        else:
+            start, _ = spec.interval(m)
+            result = _scattered(local, index, spec, dim, start)
+            if ctx.cumulative:
+                # A row's elements that point to an earlier rank all point to the same one there.
+                earlier = index < start
+                row = [1 if d == dim else n for d, n in enumerate(index.shape)]
+                sums = torch.where(earlier, local, 0).sum(dim, keepdim=True)
+                places = (
+                    torch.where(earlier, index, -1).amax(dim, True) if index.shape[dim] else index.new_full(row, -1)
+                )
+                group = spec.mesh.get_group(m)
+                for pair in zip(all_gather(sums, group), all_gather(places, group), strict=True):
+                    result += _scattered(*pair, spec, dim, start)
         return wrap(result, spec), None, None, None, None, None
+
+
+def _scattered(values: Tensor, index: Tensor, spec: ShardTensorSpec, dim: int, start: int) -> Tensor:
+    """A shard, which begins at ``start``, of zeros with the values added at their global indices along ``dim``."""
+    result = values.new_zeros(spec.local_shape())
+    if result.numel():
+        inside = (index >= start) & (index < start + result.shape[dim])
+        result.scatter_add_(dim, torch.where(inside, index - start, 0), torch.where(inside, values, 0))
+    return result
 
 
 def _picked(x: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any, kwargs: Any = None) -> Any:
@@ -328,6 +347,16 @@ def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False, **kwargs
     if kwargs:
         return NotImplemented
     return _picked(input, _aten.kthvalue.default, "kthvalue", dim, keepdim, (k, dim, keepdim))
+
+
+@register(torch.cummax, Tensor.cummax)
+def _cummax(input: Any, dim: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _picked(input, _aten.cummax.default, "cummax", dim, None, (dim,))
+
+
+@register(torch.cummin, Tensor.cummin)
+def _cummin(input: Any, dim: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _picked(input, _aten.cummin.default, "cummin", dim, None, (dim,))
 
 
 def _register_along(function: Any, method: Any, op: Any) -> None:
