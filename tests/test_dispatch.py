@@ -49,7 +49,7 @@ CASES = {
     "like": (lambda x: torch.zeros_like(x) + torch.ones_like(x) + torch.full_like(x, 3) + x, [(7, 3)]),
     "new": (lambda x: x.new_zeros(x.shape) + x.new_ones(x.shape) + x.new_full(x.shape, 2.0) + x, [(7, 3)]),
     "new of another shape": (lambda x: x * x.new_full((3,), 2.0), [(7, 3)]),
-    "masked": (lambda x: x.masked_fill(x > 0, 1.5), [(7, 3)]),
+    "masked": (lambda x: x.masked_fill(x > 0, 1.5) * x.masked_fill(x < 0, torch.tensor(2.0).double()), [(7, 3)]),
     "in place": (lambda x: (x * x).add_(1).mul_(x).clamp_(max=2).sub_(x, alpha=3), [(7, 3)]),
     # reductions
     "sum": (lambda x: (x.sum(), x.sum(0), x.sum((0, 1), keepdim=True), x.sum(-1)), [(7, 3)]),
