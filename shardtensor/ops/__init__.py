@@ -3,6 +3,7 @@
 from . import (  # noqa: F401
     convolution,
     extremes,
+    indexing,
     joining,
     linear,
     losses,

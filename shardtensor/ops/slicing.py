@@ -24,10 +24,10 @@ from ..geometry import map_cuts, sizes_of
 from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, redistribute_to
+from ..tensor import ShardTensor, _FromLocal, redistribute_to
 from .views import carry, wrap_dim
 
-__all__ = ["cut_of_slice", "cut_of_sliced"]
+__all__ = ["cut_of_slice", "cut_of_sliced", "select_rows"]
 
 _aten = torch.ops.aten
 
@@ -258,6 +258,38 @@ def _unbind(call: Call) -> Plan:
     return Plan([carry(call, spec, m, dims) for m in call.meta])
 
 
+def select_rows(x: Any, dim: Any, index: Any) -> Any:
+    """``x.index_select(dim, index)`` along a sharded dim, as a sum of what the owners have; else NotImplemented.
+
+    Only for indices so few that no rank gets more than an even shard: with more of them, it would be a gather.
+    """
+    if not _is_sharded(x, dim) or not isinstance(index, Tensor) or index.ndim != 1:
+        return NotImplemented
+    spec: ShardTensorSpec = x._spec
+    dim %= x.ndim
+    m = spec.sharded_dims()[dim]
+    n, ranks = spec.shape[dim], spec.mesh.size(m)
+    if isinstance(index, DTensor):
+        if not all(p.is_replicate() for p in index.placements):
+            return NotImplemented
+        index = index.to_local()
+    if index.dtype not in (torch.int64, torch.int32) or index.numel() * ranks > n:
+        return NotImplemented
+    meta = torch.empty(spec.shape, dtype=x.dtype, device="meta").index_select(dim, index.to("meta"))
+    if bool(((index < 0) | (index >= n)).any()):
+        raise IndexError(f"an index is out of range for dimension {dim} with size {n}")
+    start, stop = spec.interval(m)
+    here = (index >= start) & (index < stop)
+    local = x.to_local()
+    if start == stop:  # a row to look up in vain, so that empty shards stay in the graph
+        local = torch.cat([local, local.new_zeros([1 if d == dim else k for d, k in enumerate(local.shape)])], dim)
+    rows = local.index_select(dim, torch.where(here, index - start, 0))
+    # Not by a product: what is looked up in vain may be infinite.
+    rows = torch.where(here.view([-1 if d == dim else 1 for d in range(x.ndim)]), rows, rows.new_zeros(()))
+    out = _summed(spec, dim).replace(meta=meta_of(meta))
+    return _FromLocal.apply(rows, out)
+
+
 # -- x[...] -----------------------------------------------------------------------------------------------
 
 
@@ -266,7 +298,7 @@ def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
     items = index if type(index) is tuple else (index,)
     used = 0
     for item in items:
-        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+        if _is_mask(item):
             used += item.ndim
         elif isinstance(item, (list, range, tuple, bool)):
             return None
@@ -282,8 +314,22 @@ def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
             dim += x.ndim - used if item is Ellipsis else 0
         else:
             result.append((item, dim))
-            dim += item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+            dim += item.ndim if _is_mask(item) else 1
     return result
+
+
+def _with_tensors(index: Any, device: torch.device) -> Any:
+    """An index with lists of numbers made tensors."""
+
+    def convert(item: Any) -> Any:
+        plain = isinstance(item, list) and item and all(_is_integer(i) for i in item)
+        return torch.tensor(item, device=device) if plain else item
+
+    return tuple(convert(item) for item in index) if type(index) is tuple else convert(index)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def _is_integer(item: Any) -> bool:
@@ -295,9 +341,21 @@ def _getitem(self: Any, index: Any) -> Any:
     """Numbers that select from a sharded dim come first; the rest of the index is torch's matter."""
     if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
         return NotImplemented
+    index = _with_tensors(index, self.device)
     entries = _entries(self, index)
     sharded = self._spec.sharded_dims()
-    if entries is None or not any(_is_integer(item) and dim in sharded for item, dim in entries):
+    if entries is None:
+        return NotImplemented
+    tensors = [(item, dim) for item, dim in entries if isinstance(item, Tensor)]
+    if len(tensors) == 1 and tensors[0][1] in sharded and not _is_mask(tensors[0][0]):
+        item, dim = tensors[0]
+        n = self.shape[dim]  # type: ignore[index]
+        whole = not isinstance(item, DTensor)
+        rows = select_rows(self, dim, torch.where(item < 0, item + n, item) if whole else item)
+        if rows is not NotImplemented:
+            rest = [slice(None) if entry is item else entry for entry, _ in entries]
+            return rows[tuple(rest)] if any(entry != slice(None) for entry in rest) else rows
+    if not any(_is_integer(item) and dim in sharded for item, dim in entries):
         return NotImplemented
     x, rest = self, []
     for item, dim in reversed(entries):
