@@ -195,7 +195,11 @@ WRONG = {
     "gather": (lambda x: x.gather(1, numbers(4, 2, 6)), NotImplementedError, r"gather\.default: tensor dim 1 .*S\(1\)"),
     "shorter": (lambda x: x.gather(2, numbers(4, 3, 6)), NotImplementedError, "dim 1 .* is shorter in another operand"),
     "scatter": (lambda x: x.scatter(1, numbers(4, 2, 6), 1.0), NotImplementedError, r"scatter\.value: tensor dim 1"),
-    "put": (lambda x: x.__setitem__((slice(None), I), 1.0), NotImplementedError, r"index_put_\.default: tensor dim 1"),
+    "put": (
+        lambda x: x.__setitem__((slice(None), I), 1.0),
+        NotImplementedError,
+        r"index_(put|fill)_\.\w+: tensor dim 1 .* by index",
+    ),
     "mask": (
         lambda x: x[x > 0],
         NotImplementedError,

@@ -55,7 +55,6 @@ DRAWS = {
     "normal of deviations": lambda x: torch.normal(1.0, x),
     "normal of both": lambda x: torch.normal(x, x),
     "poisson": lambda x: torch.poisson(x * 100),
-    "gamma": lambda x: torch._standard_gamma(x),
     "multinomial": lambda x: x.multinomial(5),
     "multinomial replaced": lambda x: x.multinomial(50, replacement=True),
     "init": lambda x: nn.init.trunc_normal_(x),

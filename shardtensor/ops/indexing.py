@@ -70,7 +70,8 @@ def labelled(
             label = labels[p.dim]
             fixed = label in (None, _LOOKED_UP) or (label not in out and not accumulates) or len(lengths[label]) > 1
             if fixed and spec.shape[p.dim] > 1:  # type: ignore[union-attr]
-                what = "is shorter in another operand" if label in out else "is looked up or written to by index"
+                shorter = label != _LOOKED_UP and label in out
+                what = "is shorter in another operand" if shorter else "is looked up or written to by index"
                 raise call.refuse(
                     f"tensor dim {p.dim} of operand {path[0]}, sharded on mesh dim {m}, {what}",
                     "redistribute to shard another dim",

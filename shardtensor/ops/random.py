@@ -128,7 +128,7 @@ def _draw(call: Call) -> Plan:
     plan = pointwise_plan(call)
     inner = plan.call or call.func
     out = plan.outputs
-    positional = call.func in _POSITIONAL  # (self, generator)
+    positional = call.func == _aten.poisson.default
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -141,7 +141,6 @@ def _draw(call: Call) -> Plan:
     return plan
 
 
-_POSITIONAL = (_aten.poisson.default, _aten._standard_gamma.default)
 for _op in (
     _aten.bernoulli.default,
     _aten.bernoulli.p,
@@ -162,7 +161,7 @@ for _op in (
     _aten.random_.default,
     getattr(_aten.random_, "from"),
     _aten.random_.to,
-    *_POSITIONAL,
+    _aten.poisson.default,
 ):
     rule(_op)(_draw)
     register(_op)(_with_generator(_op))
