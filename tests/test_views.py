@@ -78,8 +78,8 @@ def cases():
     add("cat nothing", lambda x: torch.cat([torch.empty(0), x, x[:, :0]], 1), 2, 7, 4)
     add("cat other cuts", lambda x: torch.cat([x[:, 1:6], x.flip(1), x.roll(2, 1)[:, ::2]], 1), 2, 7, 4)
     add("stack", lambda x: torch.stack([x, x * 2, torch.ones(2, 7, 4).double()], 1), 2, 7, 4)
-    add("vstack", lambda x: torch.vstack([x, x * 2]), 5, 7, dims=(0, 1))
-    add("hstack", lambda x: torch.hstack([x, x * 2]), 5, 7, dims=(0, 1))
+    add("vstack", lambda x: torch.vstack([x, x * 2]), 5, 7, dims=(1,))
+    add("hstack", lambda x: torch.hstack([x, x * 2]), 5, 7, dims=(1,))
     # rolls and turns
     for shift in (1, -1, 3, -5, 7, 0, 100):
         add(f"roll {shift}", lambda x, shift=shift: x.roll(shift, 1), 2, 7, 4)
@@ -110,9 +110,10 @@ def cases():
     )
     add("patches to tokens", lambda x: x.view(2, 3, 4, 2, 6).transpose(1, 2).flatten(2), 2, 3, 8, 6, dims=(2,))
     add("ones", lambda x: x[:, None].view(2, 1, 7, 1, 4).squeeze().unsqueeze(-1), 2, 7, 4)
+    add("diagonal", lambda x: x.diagonal(1, 2, 3) * x.diagonal(dim1=-1, dim2=2)[..., :4], 2, 5, 4, 5, dims=(1,))
     add("contiguous", lambda x: x.transpose(1, 2).contiguous().view(2, 4, 7), 2, 7, 4)
     add("movedim", lambda x: x.movedim(1, -1).swapaxes(0, 1).swapdims(1, 2).mT, 2, 7, 4)
-    add("atleast", lambda x: torch.atleast_3d(x), 7, 4, dims=(0, 1))
+    add("atleast", lambda x: torch.atleast_3d(x), 7, 4, dims=(1,))
     add("pixel_shuffle", lambda x: torch.pixel_shuffle(x, 2), 1, 8, 5, 3, dims=(2, 3))
     add("pixel_shuffle channels", lambda x: torch.pixel_shuffle(x, 2), 1, 16, 5, 3, dims=(1, 2, 3))
     add("pixel_unshuffle", lambda x: torch.pixel_unshuffle(x, 2), 1, 2, 8, 6, dims=(1, 2, 3))
@@ -266,6 +267,7 @@ WRONG = {
     "view": (lambda x: x.view(5, 5), RuntimeError, "invalid for input of size"),
     "rot90": (lambda x: torch.rot90(x, 1, (1, 1)), RuntimeError, "rotation dims to be different"),
     "tril": (lambda x: x[0, :, 0].tril(), RuntimeError, "at least 2 dimensions"),
+    "diagonal": (lambda x: x.diagonal(), NotImplementedError, "diagonal.default: tensor dim 1, sharded"),
     "windows": (lambda x: x.unfold(1, 2, 1), NotImplementedError, "dim 1, sharded on mesh dim 0, does not stay"),
 }
 

@@ -179,6 +179,30 @@ def _unfold_backward(call: Call) -> Plan:
     return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.unfold_backward.default(g, local, *rest))
 
 
+def _beside(ndim: int, *gone: int) -> dict[int, int]:
+    """Where the dims of a tensor come to lie when some go."""
+    kept = [d for d in range(ndim) if d not in gone]
+    return {d: i for i, d in enumerate(kept)}
+
+
+@rule(_aten.diagonal.default)
+def _diagonal(call: Call) -> Plan:
+    spec = call.specs[0]
+    n = len(spec.shape)
+    dims = [wrap_dim(_arg(call, i, f"dim{i - 1}", i - 2), n) for i in (2, 3)]
+    return Plan(carry(call, spec, call.meta, _beside(n, *dims)))
+
+
+@rule(_aten.diagonal_backward.default)
+def _diagonal_backward(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    shape, _, *dims = call.args[1:]
+    kept = _beside(len(shape), *(wrap_dim(d, len(shape)) for d in dims))
+    out = carry(call, spec, call.meta, {i: d for d, i in kept.items()})
+    local = list(out.local_shape())
+    return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.diagonal_backward.default(g, local, *rest))
+
+
 # -- select: an entry of a sharded dim is the sum of what its owner has and of the others' zeros -----------------
 
 
