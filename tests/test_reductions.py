@@ -387,7 +387,7 @@ ERRORS = [
     ("dot of booleans", (RuntimeError, NotImplementedError), "Bool"),
     ("dot of other lengths", RuntimeError, "same number of elements|inconsistent tensor size"),
     ("bincount", (UnsupportedSharding, NotImplementedError), "bincount"),
-    ("diagonal", UnsupportedSharding, "diagonal.*: no distributed form is known"),
+    ("diagonal", UnsupportedSharding, "diagonal.*: tensor dim 0, sharded on mesh dim 0, does not stay"),
 ]
 
 
