@@ -124,7 +124,7 @@ class Call:
 Rule = Callable[[Call], Plan]
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 _default_rules: list[Callable[[torch._ops.OpOverload], Rule | None]] = []
-_plans: dict[Any, tuple[Plan, list[Any]]] = {}
+_plans: dict[Any, Plan] = {}
 _gather_depth = 0
 
 
@@ -192,7 +192,7 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
 
 def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an aten operator on ShardTensors (and plain tensors, which count as replicated)."""
-    if torch.is_inference_mode_enabled() and _is_view(func) and not args[0].is_inference():
+    if torch.is_inference_mode_enabled() and _traits(func)[1] and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
         with torch.inference_mode(False), torch.no_grad():
             return _run(func, args, kwargs)
@@ -205,7 +205,8 @@ def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if is_inplace(func):
+    inplace, view = _traits(func)
+    if inplace:
         _check_view(func, args[0])
     key: list[Any] = [func, _gather_depth > 0]
     local_args = _localize(args, key)
@@ -214,19 +215,17 @@ def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
         key.append(name)
         local_kwargs[name] = _localize((value,), key)[0]
     try:
-        found = _plans.get(tuple(key))
+        plan = _plans.get(tuple(key))
     except TypeError:  # an argument that cannot be hashed: no caching
-        found, key = None, []
-    if found is None:
+        plan, key = None, []
+    if plan is None:
         made = _make_plan(func, args, kwargs)
+        plan = made.plan if isinstance(made, _Done) else made
+        if plan is not None and key:
+            _plans[tuple(key)] = plan
         if isinstance(made, _Done):
-            if made.plan is not None and key:
-                _plans[tuple(key)] = (made.plan, [None])
             return made.value
-        found = (made, [None])
-        if key:
-            _plans[tuple(key)] = found
-    plan = found[0]
+        plan = made
     for path, source, target in plan.inputs:
         _replace(local_args, local_kwargs, path, source, target)
     result = (plan.call or func)(*local_args, **local_kwargs)
@@ -235,11 +234,11 @@ def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     outputs = plan.outputs
     if type(outputs) is ShardTensorSpec:
         out = wrap(result, outputs)
-        return mark_copied(out) if _is_view(func) and (plan.inputs or hasattr(args[0], "_copied")) else out
+        return mark_copied(out) if view and (plan.inputs or hasattr(args[0], "_copied")) else out
     if outputs is None:
         return result
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True)]
-    if _is_view(func) and (plan.inputs or hasattr(args[0], "_copied")):
+    if view and (plan.inputs or hasattr(args[0], "_copied")):
         wrapped = [mark_copied(r) for r in wrapped]
     return type(result)(wrapped)
 
@@ -356,18 +355,18 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
-@cache
 def is_inplace(func: torch._ops.OpOverload) -> bool:
     """Whether the operator writes to its first argument and returns it."""
-    first = func._schema.arguments[0] if func._schema.arguments else None
-    return bool(first is not None and first.alias_info is not None and first.alias_info.is_write)
+    return _traits(func)[0]
 
 
 @cache
-def _is_view(func: torch._ops.OpOverload) -> bool:
-    """Whether the result shares its memory with the first argument, which is not written to."""
+def _traits(func: torch._ops.OpOverload) -> tuple[bool, bool]:
+    """Whether the operator is in place, and whether its result is a view: shares memory that is not written to."""
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    inplace = first is not None and first.alias_info is not None and first.alias_info.is_write
     returned = [r.alias_info for r in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
+    return bool(inplace), any(alias is not None and not alias.is_write for alias in returned)
 
 
 def _paths(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ._compat import DisableTorchFunction
 from .registry import register
 from .tensor import ShardTensor
 
@@ -23,7 +24,8 @@ def _edge(tensor: Any) -> Any:
         return tensor
     if not tensor.requires_grad:
         raise RuntimeError("a ShardTensor that does not require grad and has no grad_fn cannot be differentiated")
-    return get_gradient_edge(tensor)
+    with DisableTorchFunction():
+        return get_gradient_edge(tensor)
 
 
 def _seeds(tensors: Sequence[Any], grads: Any) -> list[Any]:
