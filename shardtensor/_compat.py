@@ -52,7 +52,7 @@ def claim_dispatch(cls: type) -> None:
     """Make sure that operators on ``cls``, a DTensor subclass, reach its ``__torch_dispatch__``.
 
     Since 2.13 overriding that method is enough. Before, DTensor's C++ path took every instance of a subclass, too; but
-    rules of ``torch.library.register_torch_dispatch`` are looked up first, so there the class has one for every op.
+    rules made by ``register_torch_dispatch`` are looked up first, so there the class has one for every operator.
     """
     if torch.__version__ >= (2, 13):  # TorchVersion compares with tuples
         return

@@ -23,7 +23,8 @@ from ..parameters import local_parameters
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import _FromLocal
-from .convolution import autocast_operands, per_spatial_dim, sharded_input, stride_of
+from .convolution import autocast_operands, per_spatial_dim, sharded_input
+from .convolution_parts import stride_of
 from .operands import torch_judges
 from .spatial import borrow_dims, settled
 
