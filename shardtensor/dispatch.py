@@ -36,6 +36,7 @@ __all__ = [
     "Call",
     "Plan",
     "allow_gather",
+    "argument",
     "gather_allowed",
     "mark_copied",
     "rule",
@@ -119,6 +120,11 @@ class Call:
                     )
             inputs.append((path, source, target))
         return Plan(outputs, inputs, **kwargs)
+
+
+def argument(call: Call, index: int, name: str, default: Any) -> Any:
+    """An argument of an aten call, wherever it stands."""
+    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
 
 
 Rule = Callable[[Call], Plan]

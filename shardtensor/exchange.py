@@ -11,6 +11,7 @@ The same plan read backwards is the adjoint: gradients of the borrowed pieces re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,7 +115,7 @@ class Pending:
         for shapes in self._shapes:
             row = []
             for shape in shapes:
-                n = _numel(shape)
+                n = math.prod(shape)
                 row.append(self._received[at : at + n].view(*shape))
                 at += n
             pieces.append(row)
@@ -130,7 +131,7 @@ def start_swap(
     Returns at once; the transfer runs until :meth:`Pending.wait`.
     """
     send_counts = [sum(p.numel() for p in row) for row in pieces]
-    recv_counts = [sum(_numel(s) for s in row) for row in shapes]
+    recv_counts = [sum(math.prod(s) for s in row) for row in shapes]
     if debug_enabled():
         check_communication("exchange", dtype, send_counts, recv_counts, group, device)
     flat = [p.reshape(-1) for row in pieces for p in row if p.numel()]
@@ -155,10 +156,3 @@ def _batched(
             if part.numel():
                 ops.append(dist.P2POp(transfer, part, dist.get_global_rank(group, peer), group))
     return dist.batch_isend_irecv(ops) if ops else []
-
-
-def _numel(shape: Sequence[int]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -77,17 +79,9 @@ def scatter_tensor(
             problem = _OTHER_META
     # What follows is computed from arguments that are equal on all ranks, so it raises on all or none. The source
     # reports its own problem with the shards.
-    error = _spec_error = None
-    spec = None
-    try:
-        if requires_grad and not (dtype_.is_floating_point or dtype_.is_complex):
-            raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype_}")
-        spec = ShardTensorSpec.make(mesh, placements, shape, dtype_, shard_sizes=shard_sizes)
-    except (ValueError, TypeError, RuntimeError) as e:
-        error = e
-    if error is not None:
-        raise error
-    assert spec is not None
+    if requires_grad and not (dtype_.is_floating_point or dtype_.is_complex):
+        raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype_}")
+    spec = ShardTensorSpec.make(mesh, placements, shape, dtype_, shard_sizes=shard_sizes)
     local = _send_shards(tensor, spec, problem) if is_src else _receive_shard(spec, global_src)
     if local is None or problem:
         raise _error(problem, global_src)
@@ -151,10 +145,10 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, problem: int) -> 
     mine = None
     mesh = spec.mesh.mesh
     with torch.no_grad():
-        for at in _coordinates(spec):
+        for at in product(*(range(n) for n in spec.mesh.shape)):
             shape = spec.local_shape(at)
             if problem:
-                payload = torch.zeros(_numel(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+                payload = torch.zeros(math.prod(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
                 payload[-1] = 1
             else:
                 assert tensor is not None
@@ -173,7 +167,7 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, problem: int) -> 
 
 def _receive_shard(spec: ShardTensorSpec, src: int) -> Tensor | None:
     shape = spec.local_shape()
-    payload = torch.empty(_numel(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+    payload = torch.empty(math.prod(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
     dist.recv(_wire(payload), src)
     # The last element says whether the source could send: an error must reach every rank, and costs no message.
     return None if bool(payload[-1] != 0) else payload[:-1].view(shape)
@@ -182,14 +176,3 @@ def _receive_shard(spec: ShardTensorSpec, src: int) -> Tensor | None:
 def _wire(payload: Tensor) -> Tensor:
     """Bytes: backends do not know every dtype."""
     return payload.view(torch.uint8)
-
-
-def _coordinates(spec: ShardTensorSpec) -> list[tuple[int, ...]]:
-    return [
-        tuple(int(i) for i in at)
-        for at in torch.cartesian_prod(*(torch.arange(n) for n in spec.mesh.shape)).reshape(-1, spec.mesh.ndim).tolist()
-    ]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

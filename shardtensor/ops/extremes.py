@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard
 
-from ..dispatch import Call, Plan, meta_of, rule, run, wrap
+from ..dispatch import Call, Plan, argument, meta_of, rule, run, wrap
 from ..errors import refuse
 from ..geometry import chunk_sizes
 from ..redistribute import all_gather, all_reduce, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import ShardTensor, as_gradient, redistribute_to
-from .reductions import argument, check_dtype, neutral_element, reduced_dims, reduced_spec
+from .reductions import check_dtype, neutral_element, reduced_dims, reduced_spec
 from .scans import mesh_dims_of
 
 _aten = torch.ops.aten

@@ -22,7 +22,7 @@ from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import _FromLocal
-from .operands import as_operand, common_cut, common_mesh, fit, local_part, moved, torch_judges
+from .operands import as_operand, common_cut, common_mesh, fit, local_part, moved, torch_judges, wide_dtype
 
 # -- reducing terms to a value ------------------------------------------------------------------------------------
 
@@ -39,17 +39,13 @@ def _scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
     return ShardTensorSpec.make(spec.mesh, placements, (), dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any) -> Any:
     """The loss, from this rank's terms, which lie like ``spec``; ``divisor`` is what a mean divides by."""
     if reduction == "none":
         meta = TensorMeta(spec.shape, contiguous_stride(spec.shape), terms.dtype)
         return _FromLocal.apply(terms, spec.replace(meta=meta))
     # In float32 at least: a mean of half precision numbers must not overflow on its way.
-    value = terms.sum(dtype=_wide(terms.dtype))
+    value = terms.sum(dtype=wide_dtype(terms.dtype))
     if reduction == "mean":
         value = value / divisor
     return _FromLocal.apply(value.to(terms.dtype), _scalar_spec(spec, terms.dtype))
@@ -227,7 +223,7 @@ def _total_weight(t: Tensor, weight: Tensor | None, ignore_index: int, spec: Sha
         total = valid.sum()
     else:
         of_target = weight.detach()[torch.where(valid, t, 0)]
-        total = torch.where(valid, of_target, 0).sum(dtype=_wide(weight.dtype))
+        total = torch.where(valid, of_target, 0).sum(dtype=wide_dtype(weight.dtype))
     partial = _scalar_spec(spec, total.dtype)
     return redistribute_local(total, partial, partial.replicated())
 

@@ -29,7 +29,7 @@ from ..redistribute import all_gather, all_reduce, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, _FromLocal, as_gradient, redistribute_to
-from .operands import torch_judges
+from .operands import torch_judges, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,12 @@ def _plan_groups(name: str, spec: ShardTensorSpec, groups: int, eps: float) -> _
 # -- statistics over all ranks ----------------------------------------------------------------------------------
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _statistics(x: Tensor, plan: _Plan) -> tuple[Tensor | None, Tensor]:
     """Mean (None if not centered) and biased variance (else mean square) of the whole sets, in float32 at least.
 
     ``x`` is the local shard. Both results have the view's shape with 1 for the normalized dims.
     """
-    x = x.reshape(plan.view).to(_wide(x.dtype))
+    x = x.reshape(plan.view).to(wide_dtype(x.dtype))
     if x.numel() == 0:
         shape = [1 if d in plan.dims else n for d, n in enumerate(plan.view)]
         moments = x.new_zeros(1 + plan.centered, *shape)
@@ -356,7 +352,7 @@ def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float 
     dtype = x._local_tensor.dtype
     if dtype.is_complex:
         raise refuse("rms_norm", x, "complex numbers are not supported", "normalize real and imaginary parts")
-    smallest = torch.finfo(_wide(dtype)).eps if eps is None else eps
+    smallest = torch.finfo(wide_dtype(dtype)).eps if eps is None else eps
     plan = _plan_last("rms_norm", x._spec, len(shape), smallest, centered=False)
     if _needs_kernel(x, plan):
         return _run(x, weight, None, plan, _result_dtype(_rms_kernel, x, weight))

@@ -21,7 +21,12 @@ from ..errors import refuse
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, promote, redistribute_to
 
-__all__ = ["as_operand", "common_cut", "common_mesh", "fit", "local_part", "moved", "torch_judges"]
+__all__ = ["as_operand", "common_cut", "common_mesh", "fit", "local_part", "moved", "torch_judges", "wide_dtype"]
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
 
 # -- on specs -----------------------------------------------------------------------------------------------------
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
-from ..dispatch import Call, Plan, meta_of, rule, run, wrap
+from ..dispatch import Call, Plan, argument, meta_of, rule, run, wrap
 from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, as_gradient, redistribute_to
-from .operands import common_cut, fit
+from .operands import common_cut, fit, wide_dtype
 
 _aten = torch.ops.aten
 
@@ -100,11 +100,6 @@ def _reduction(
     return call.plan(out, {(0,): spec}, call=compute)
 
 
-def argument(call: Call, index: int, name: str, default: Any) -> Any:
-    """An argument of an aten call, wherever it stands."""
-    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
-
-
 def check_dtype(call: Call) -> None:
     """Let torch's kernel judge the dtype, on one element: ranks with empty shards would not call it.
 
@@ -147,7 +142,7 @@ def _mean(call: Call) -> Plan:
     count = _count(spec, dims)
     keepdim, dtype = argument(call, 2, "keepdim", False), call.meta.dtype
     # Divided before it is rounded: the sum of half precision numbers may overflow where their mean does not.
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = wide_dtype(dtype)
     return _reduction(
         call, dims, keepdim, "sum", lambda x, *_, **__: (x.sum(dims, keepdim, dtype=wide) / count).to(dtype)
     )
@@ -390,7 +385,7 @@ def _narrow(x: Any, dtype: torch.dtype) -> Any:
 def _whole(x: Any) -> Any:
     """A Partial reduced; anything else as it is."""
     spec = x._spec
-    target = spec.replace(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+    target = spec.for_gradient()
     return wrap(redistribute_local(x._local_tensor, spec, target), target)
 
 

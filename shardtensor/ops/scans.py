@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..dispatch import Call, Plan, meta_of, rule, wrap
+from ..dispatch import Call, Plan, argument, meta_of, rule, wrap
 from ..redistribute import all_gather, all_reduce
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, as_gradient, redistribute_to
-from .operands import common_cut, fit
-from .reductions import argument, check_dtype, opted_dtype, reduced_dims, reduced_spec
+from .operands import common_cut, fit, wide_dtype
+from .reductions import check_dtype, opted_dtype, reduced_dims, reduced_spec
 
 _aten = torch.ops.aten
 
@@ -37,11 +37,6 @@ def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], 
     for m in mesh_dims:
         local = all_reduce(local, spec.mesh.get_group(m), op)
     return local
-
-
-def accumulated_in(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is summed in float32, as torch's kernels do."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _maximum(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -76,7 +71,7 @@ def _softmax(call: Call) -> Plan:
     dtype = call.meta.dtype
 
     def compute(x: Tensor, *_: Any) -> Tensor:
-        x = x.to(accumulated_in(dtype))
+        x = x.to(wide_dtype(dtype))
         shifted = x - reduce_over(_maximum(x, dims), spec, over, "max")
         weights = shifted.exp()
         total = reduce_over(weights.sum(dims, keepdim=True), spec, over, "sum")
@@ -100,7 +95,7 @@ def _softmax_backward(call: Call) -> Plan:
         grad, output = (_cut_plain(a, base) if i in plain else a for i, a in enumerate(args[:2]))
         if not over:
             return func(grad, output, *args[2:])
-        wide = accumulated_in(output.dtype)
+        wide = wide_dtype(output.dtype)
         grad, output = grad.to(wide), output.to(wide)
         if not logs:
             grad = grad * output
@@ -122,7 +117,7 @@ def _logsumexp(call: Call) -> Plan:
     dtype = call.meta.dtype
 
     def compute(x: Tensor, *_: Any) -> Tensor:
-        x = x.to(accumulated_in(dtype))
+        x = x.to(wide_dtype(dtype))
         peak = reduce_over(_maximum(x.real if x.is_complex() else x, dims), spec, over, "max")
         peak = peak.masked_fill(peak.isinf(), 0)
         total = reduce_over((x - peak).exp().sum(dims, keepdim=True), spec, over, "sum")
@@ -145,7 +140,7 @@ _SCANS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float]] = 
 def _scanned(x: Tensor, spec: ShardTensorSpec, dim: int, kind: str, dtype: torch.dtype, reverse: bool) -> Tensor:
     """The scan of a shard, continued from the totals of the ranks before it (reverse: after it)."""
     scan, combine, neutral = _SCANS[kind]
-    x = x.to(accumulated_in(dtype))
+    x = x.to(wide_dtype(dtype))
     done = scan(x.flip(dim), dim) if reverse else scan(x, dim)
     m = spec.sharded_dims().get(dim)
     if m is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..dispatch import Call, Plan, mark_copied, meta_of, rule, run, wrap
+from ..dispatch import Call, Plan, argument, mark_copied, meta_of, rule, run, wrap
 from ..errors import refuse
 from ..geometry import map_cuts, sizes_of
 from ..redistribute import redistribute_local
@@ -73,10 +73,6 @@ def _bounds(taken: range, own: tuple[int, int]) -> tuple[int, int]:
 _sources: dict[Any, list[ShardTensorSpec]] = {}  # see [Note: cuts of gradients]
 
 
-def _arg(call: Call, index: int, name: str, default: Any) -> Any:
-    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
-
-
 def _sliced(spec: ShardTensorSpec, meta: Any, dim: int, taken: range) -> ShardTensorSpec:
     m = spec.sharded_dims().get(dim)
     sizes = list(spec.sizes)
@@ -99,8 +95,8 @@ def _remember(spec: ShardTensorSpec, dim: int, taken: range) -> None:
 @rule(_aten.slice.Tensor)
 def _slice(call: Call) -> Plan:
     spec = call.specs[0]
-    dim = wrap_dim(_arg(call, 1, "dim", 0), len(spec.shape))
-    start, end, step = _arg(call, 2, "start", None), _arg(call, 3, "end", None), _arg(call, 4, "step", 1)
+    dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
+    start, end, step = argument(call, 2, "start", None), argument(call, 3, "end", None), argument(call, 4, "step", 1)
     taken = range(*slice(start, end, step).indices(spec.shape[dim]))
     _remember(spec, dim, taken)
     m = spec.sharded_dims().get(dim)
@@ -138,7 +134,7 @@ def _slice_backward(call: Call) -> Plan:
 )
 def _split(call: Call) -> Plan:
     spec = call.specs[0]
-    dim = wrap_dim(_arg(call, 2, "dim", 0), len(spec.shape))
+    dim = wrap_dim(argument(call, 2, "dim", 0), len(spec.shape))
     m = spec.sharded_dims().get(dim)
     own = (0, spec.shape[dim]) if m is None else spec.interval(m)
     outputs, bounds, at = [], [], 0
@@ -189,7 +185,7 @@ def _beside(ndim: int, *gone: int) -> dict[int, int]:
 def _diagonal(call: Call) -> Plan:
     spec = call.specs[0]
     n = len(spec.shape)
-    dims = [wrap_dim(_arg(call, i, f"dim{i - 1}", i - 2), n) for i in (2, 3)]
+    dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 2), n) for i in (2, 3)]
     return Plan(carry(call, spec, call.meta, _beside(n, *dims)))
 
 
@@ -271,7 +267,7 @@ def _select_backward(call: Call) -> Plan:
 @rule(_aten.unbind.int)
 def _unbind(call: Call) -> Plan:
     spec = call.specs[0]
-    dim = wrap_dim(_arg(call, 1, "dim", 0), len(spec.shape))
+    dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
     if dim in spec.sharded_dims():
         # As summands every rank would hold all the entries: as much as the whole tensor.
         raise call.refuse(

@@ -117,21 +117,14 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> Carried:
         outputs = [d for d in range(b, min(j, len(new))) if new[d] != 1]
         if inputs and outputs:
             lead, to = inputs[0], outputs[0]
-            inner_in = _product(old[lead + 1 : i])
-            inner_out = _product(new[to + 1 : j])
+            inner_in = math.prod(old[lead + 1 : i])
+            inner_out = math.prod(new[to + 1 : j])
             carried[lead] = (to, inner_in, inner_out)
         else:
             # Dims of length 1 stay where there are as many of them.
             ones_in, ones_out = range(a, min(i, len(old))), range(b, min(j, len(new)))
             carried.update({d: (to, 1, 1) for d, to in zip(ones_in, ones_out)})
     return carried
-
-
-def _product(values: Sequence[int]) -> int:
-    n = 1
-    for v in values:
-        n *= v
-    return n
 
 
 @rule(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._reshape_alias.default)
