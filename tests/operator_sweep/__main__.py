@@ -1,0 +1,56 @@
+"""The command line of the sweep; see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+
+from .cases import DTYPES, operator_names
+from .drive import Report, sweep
+from .worker import Case, Options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m operator_sweep", description=__doc__)
+    parser.add_argument("operators", nargs="*", default=[""], help="names start with one of these (default: all)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--kind", choices=("function", "forward", "in place"), default="function")
+    parser.add_argument("--gather", action="store_true", help="inside allow_gather()")
+    parser.add_argument("--limit", type=int, default=10**9, help="samples of each operator")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
+    parser.add_argument("--json", help="write all cases to this file")
+    parser.add_argument("--refused", action="store_true", help="print the refused cases too, one line a reason")
+    options = parser.parse_args()
+    index, parts = map(int, options.part.split("/"))
+    names = operator_names(tuple(options.operators))[index::parts]
+    report = Report()
+    for ranks in options.ranks:
+        for dtype in options.dtypes:
+            start = time.monotonic()
+            swept = sweep(names, ranks, Options(dtype, options.kind, options.gather, options.limit))
+            report.cases += swept.cases
+            seconds = time.monotonic() - start
+            print(f"{ranks} ranks, {dtype}: {dict(swept.counted())}, {seconds:.0f} s", flush=True)
+            for case in swept.bad():
+                print(f"  {case.outcome}: {case.operator} #{case.sample}, {case.cut}: {case.detail}", flush=True)
+    if options.refused:
+        reasons = Counter((c.operator, c.detail) for c in report.cases if c.outcome == "refused")
+        for (operator, reason), count in reasons.most_common():
+            print(f"  refused {count} x: {operator}: {reason}")
+    print(f"{report.share_right(lambda case: not case.random):.1%} of the cases without random numbers are right")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([vars(case) for case in report.cases], file)
+
+
+def load(path: str) -> Report:
+    """What ``--json`` wrote."""
+    with open(path) as file:
+        return Report([Case(**case) for case in json.load(file)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What is swept: operators, their samples, and the ways to cut a sample's tensors."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardtensor.testing import shard, shared_mesh
+
+DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
+OTHERS = ("plain", "replicated", "alike")  # how the operands that are not the first one lie on the ranks
+
+
+@cache
+def database() -> dict[str, Any]:
+    """torch's own operators with sample inputs, by name."""
+    if "expecttest" not in sys.modules:
+        try:
+            import expecttest  # noqa: F401
+        except ImportError:  # a package that the list's module imports and does not use for it
+            stub = types.ModuleType("expecttest")
+            stub.TestCase = object  # type: ignore[attr-defined]
+            sys.modules["expecttest"] = stub
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
+
+
+def operator_names(prefixes: tuple[str, ...] = ("",)) -> list[str]:
+    """The names in the database that start so. Operators that only exist on CUDA are left out."""
+    names = [name for name in database() if "jiterator" not in name]
+    return [name for name in names if name.startswith(prefixes)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a sample's tensors are laid out: the first operand's dim ``dim`` in shards, the others as said."""
+
+    dim: int
+    empty: bool
+    others: str
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}{' with an empty shard' if self.empty else ''}, others {self.others}"
+
+
+def shard_sizes(length: int, ranks: int, empty: bool) -> tuple[int, ...]:
+    """Unequal sizes, one of them zero if ``empty``.
+
+    >>> shard_sizes(10, 2, False), shard_sizes(10, 3, False), shard_sizes(10, 2, True), shard_sizes(10, 3, True)
+    ((8, 2), (6, 2, 2), (0, 10), (7, 0, 3))
+    """
+    if empty:
+        first = length - length // 3
+        return (0, length) if ranks == 2 else (first, *(0,) * (ranks - 2), length - first)
+    if length < ranks:
+        return (1,) * length + (0,) * (ranks - length)
+    rest = max(1, length // (ranks + 2))
+    return (length - rest * (ranks - 1), *(rest,) * (ranks - 1))
+
+
+def first_operands(sample: Any) -> list[torch.Tensor]:
+    """The tensors that are cut first: the input, or all tensors of a list of inputs."""
+    return [t for t in tree_leaves(sample.input) if isinstance(t, torch.Tensor)]
+
+
+def other_operands(sample: Any) -> list[torch.Tensor]:
+    """The tensors among the further arguments."""
+    return [t for t in tree_leaves((sample.args, sample.kwargs)) if isinstance(t, torch.Tensor)]
+
+
+def _alike(first: torch.Tensor, dim: int, other: torch.Tensor) -> int | None:
+    """The dim of ``other`` that broadcasting pairs with ``dim`` of ``first``, if it has the same length."""
+    paired = dim - first.ndim + other.ndim
+    same = other.layout == torch.strided and paired >= 0 and other.shape[paired] == first.shape[dim]
+    return paired if same else None
+
+
+def cuts(sample: Any) -> Iterator[Cut]:
+    """All ways to cut a sample."""
+    first = [t for t in first_operands(sample) if t.layout == torch.strided]
+    others = other_operands(sample)
+    for dim in range(max((t.ndim for t in first), default=0)):
+        longest = max((t for t in first if t.ndim > dim), key=lambda t: t.shape[dim])
+        pairs = any(_alike(longest, dim, t) is not None for t in others)
+        for empty in (False, True)[: 1 + bool(longest.shape[dim])]:
+            for kind in OTHERS:
+                if kind == "plain" or (kind == "replicated" and others) or (kind == "alike" and pairs):
+                    yield Cut(dim, empty, kind)
+
+
+def place(sample: Any, cut: Cut, ranks: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Fresh arguments, laid out as ``cut`` says."""
+    longest = max((t for t in first_operands(sample) if t.ndim > cut.dim), key=lambda t: t.shape[cut.dim])
+
+    def laid_out(t: torch.Tensor, dim: int | None) -> torch.Tensor:
+        placement = Replicate() if dim is None else Shard(dim)
+        sizes = None if dim is None else {0: shard_sizes(t.shape[dim], ranks, cut.empty)}
+        return shard(t.detach().clone(), shared_mesh(ranks), [placement], sizes, requires_grad=t.requires_grad)
+
+    def first(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.ndim <= cut.dim:
+            return copied(t)
+        return laid_out(t, cut.dim)
+
+    def other(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or cut.others == "plain":
+            return copied(t)
+        return laid_out(t, _alike(longest, cut.dim, t) if cut.others == "alike" else None)
+
+    return tree_map(first, sample.input), tree_map(other, sample.args), tree_map(other, sample.kwargs)
+
+
+def copied(value: Any) -> Any:
+    """The same tensors again, as leaves of their own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def copied_sample(sample: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The plain arguments of a sample, fresh."""
+    return tree_map(copied, sample.input), tree_map(copied, sample.args), tree_map(copied, sample.kwargs)
+
+
+def in_double(sample: Any) -> Any:
+    """The sample in double precision, to tell rounding from mistakes."""
+    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in wider:
+            return value.detach().to(wider[value.dtype]).requires_grad_(value.requires_grad)
+        return wider.get(value, value) if isinstance(value, torch.dtype) else value
+
+    parts = (sample.input, sample.args, sample.kwargs)
+    return types.SimpleNamespace(**dict(zip(("input", "args", "kwargs"), (tree_map(widen, part) for part in parts))))
+
+
+def samples(name: str, dtype: torch.dtype, gradients: bool) -> Iterator[Any]:
+    """The operator's samples: the same on every rank."""
+    op = database()[name]
+    seed = zlib.crc32(name.encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    made = iter(op.sample_inputs("cpu", dtype, requires_grad=gradients))
+    while True:
+        try:
+            yield next(made)
+        except StopIteration:
+            return
+        except Exception:  # samples that need what this machine has not
+            return
+
+
+def variant(name: str, kind: str) -> Callable[..., Any] | None:
+    """The operator as a function, or its in-place form."""
+    op = database()[name]
+    return op.inplace_variant if kind == "in place" else op.op

@@ -1,0 +1,74 @@
+"""Run the cases of many operators on pools of processes, and add up how they ended."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardtensor.testing import DistributedFailure, run_distributed
+
+from .worker import Case, Options, run_operator
+
+BAD = ("wrong", "foreign", "split", "hang")
+
+
+@dataclass
+class Report:
+    """All cases of a sweep."""
+
+    cases: list[Case] = field(default_factory=list)
+
+    def counted(self, keep: Callable[[Case], bool] = lambda case: True) -> Counter[str]:
+        """How many cases ended in which way."""
+        return Counter(case.outcome for case in self.cases if keep(case))
+
+    def bad(self) -> list[Case]:
+        """What is neither right nor refused."""
+        return [case for case in self.cases if case.outcome in BAD]
+
+    def share_right(self, keep: Callable[[Case], bool] = lambda case: True) -> float:
+        """Right cases among those that ``keep`` accepts."""
+        counted = self.counted(keep)
+        return counted["right"] / max(1, sum(counted.values()))
+
+
+def sweep(names: Iterable[str], ranks: int, options: Options, timeout: float = 900.0) -> Report:
+    """Run every case of the operators ``names`` on ``ranks`` processes; hangs and disagreements cost that case only."""
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="operator-sweep-") as folder:
+        for attempt, name in enumerate(names):
+            report.cases += _operator(name, ranks, options, folder, attempt, timeout)
+    return report
+
+
+def _operator(name: str, ranks: int, options: Options, folder: str, attempt: int, timeout: float) -> list[Case]:
+    cases: list[Case] = []
+    skip = 0
+    while True:
+        for path in Path(folder).iterdir():
+            path.unlink()
+        started = time.monotonic_ns()
+        try:
+            return cases + run_distributed(
+                run_operator, ranks, name, options, folder, skip, started, timeout=timeout
+            )[0]
+        except DistributedFailure as failure:
+            seen, skip, split = _from_log(Path(folder) / "log-0", skip)
+            cases += seen
+            if not split:  # the case behind the last one that ended
+                skip += 1
+                cases.append(Case(name, -1, f"case {skip}", "hang", str(failure)[:2000], False))
+
+
+def _from_log(path: Path, skip: int) -> tuple[list[Case], int, bool]:
+    """The cases that a log holds, the number of the last one, and whether it was a disagreement."""
+    cases = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        number, name, sample, cut, outcome, detail, random = line.split("\t")
+        cases.append(Case(name, int(sample), cut, outcome, detail, random == "True"))
+        skip = int(number)
+    return cases, skip, bool(cases) and cases[-1].outcome == "split"

@@ -1,0 +1,272 @@
+"""What one rank does: run the cases of an operator and agree with the other ranks on how each one ended.
+
+[Note: lockstep] After every case the ranks tell each other how it went through a small shared file, not through a
+collective: a rank that has raised must not meet the others' messages. Only when all say the same does the next case
+begin; otherwise the ranks stop, and the parent goes on with new processes behind that case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import shardtensor
+from shardtensor import UnsupportedSharding
+
+from .cases import DTYPES, Cut, copied_sample, cuts, first_operands, in_double, place, samples, variant
+
+RIGHT, REFUSED, WRONG, FOREIGN, IMPRECISE = range(5)
+NAMES = {RIGHT: "right", REFUSED: "refused", WRONG: "wrong", FOREIGN: "foreign", IMPRECISE: "wrong"}
+PATIENCE = 15.0  # seconds that a rank waits for the others to end a case
+
+# Results that are memory as it was found.
+UNDEFINED = ("empty", "new_empty", "resize", "nn.functional.feature_alpha_dropout_without")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a sweep runs.
+
+    Attributes:
+        dtype: "float", "int" or "bool": the samples.
+        kind: "function" (with gradients where there are any), "forward" (without), "in place".
+        gather: inside allow_gather().
+        limit: at most so many samples of each operator.
+    """
+
+    dtype: str = "float"
+    kind: str = "function"
+    gather: bool = False
+    limit: int = 10**9
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one case ended, as rank 0 saw it. ``random``: its numbers are not compared."""
+
+    operator: str
+    sample: int
+    cut: str
+    outcome: str
+    detail: str
+    random: bool
+
+
+class Lockstep:
+    """The ranks' outcomes, case by case, in a file that all of them map."""
+
+    def __init__(self, path: Path, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.count = rank, ranks, 0
+        size = 16 * ranks
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.ftruncate(descriptor, size)
+        self.memory = mmap.mmap(descriptor, size)
+        os.close(descriptor)
+
+    def outcomes(self, mine: int) -> list[int]:
+        """Everybody's outcome of this case. A rank may be one case ahead, so there are two slots for each."""
+        self.count += 1
+        half = 8 * self.ranks * (self.count % 2)
+        struct.pack_into("q", self.memory, half + 8 * self.rank, self.count * 256 + mine)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            said = struct.unpack_from(f"{self.ranks}q", self.memory, half)
+            if all(value // 256 == self.count for value in said):
+                return [value % 256 for value in said]
+            if time.monotonic() > deadline:
+                waiting = [rank for rank, value in enumerate(said) if value // 256 != self.count]
+                raise TimeoutError(f"ranks {waiting} did not end the case; this rank: {NAMES[mine]}")
+            time.sleep(0.00005)
+
+
+class Randomness(TorchDispatchMode):
+    """Sees whether random numbers are drawn; those of shards are others than those of one device."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """A scalar that weighs every value differently."""
+    total: Any = 0.0
+    for t in outputs:
+        weight = torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype.to_real()).reshape(t.shape)
+        total = total + ((t.abs() if t.is_complex() else t) * weight).sum()
+    return total
+
+
+def evaluate(function: Callable[..., Any], arguments: tuple[Any, Any, Any], gradients: bool) -> list[Any]:
+    """The whole results, then the whole gradients."""
+    first, args, kwargs = arguments
+    torch.manual_seed(1)
+    outputs = tree_leaves(function(first, *args, **kwargs))
+    results = [whole(t).detach() if isinstance(t, torch.Tensor) else t for t in outputs]
+    roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not gradients or not roots:
+        return results
+    leaves = [t for t in tree_leaves((first, args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = torch.autograd.grad(loss_of(roots), leaves, allow_unused=True)
+    for leaf, grad in zip(leaves, found):
+        if grad is not None and isinstance(grad, DTensor) != isinstance(leaf, DTensor):
+            raise TypeError(f"a gradient of type {type(grad).__name__} for a {type(leaf).__name__}")
+    return results + [torch.zeros(t.shape, dtype=t.dtype) if g is None else whole(g) for g, t in zip(found, leaves)]
+
+
+def difference(got: list[Any], expected: list[Any], tolerance: float, values: bool) -> str | None:
+    """In words, or None."""
+    if len(got) != len(expected):
+        return f"{len(got)} results instead of {len(expected)}"
+    for i, (a, b) in enumerate(zip(got, expected)):
+        if not isinstance(b, torch.Tensor):
+            if isinstance(a, torch.Tensor) or (values and a != b and not (a != a and b != b)):
+                if not isinstance(b, float) or abs(a - b) > tolerance * max(1, abs(b)):
+                    return f"result {i} is {a!r} instead of {b!r}"
+            continue
+        if not isinstance(a, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+            shown = f"{tuple(a.shape)} {a.dtype} {a.layout}" if isinstance(a, torch.Tensor) else repr(a)
+            return f"result {i} is {shown} instead of {tuple(b.shape)} {b.dtype} {b.layout}"
+        if not values or not b.numel():
+            continue
+        if b.layout != torch.strided:
+            a, b = a.to_dense(), b.to_dense()
+        if not (b.is_floating_point() or b.is_complex()):
+            if not torch.equal(a, b):
+                return f"result {i} differs"
+            continue
+        finite = b[b.isfinite()].abs()
+        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        if not torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+            return f"result {i} differs by up to {float((a - b).abs().nan_to_num(9e99).max()):.3g}"
+    return None
+
+
+def run_operator(name: str, options: Options, folder: str, skip: int, started: int) -> list[Case]:
+    """All cases of one operator behind the first ``skip``; on every rank, which all return the same outcomes.
+
+    Each is also written to a file at once, for a parent that has to end this process.
+    """
+    warnings.simplefilter("ignore")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    lockstep = Lockstep(Path(folder) / f"lockstep-{started}", rank, ranks)
+    log = open(Path(folder) / f"log-{rank}", "a")  # noqa: SIM115
+    found: list[Case] = []
+    number = 0
+    with log:
+        for i, sample in enumerate(samples_of(name, options)):
+            reference: Expected | None = None
+            for cut in cuts(sample):
+                number += 1
+                if number <= skip:
+                    continue
+                reference = reference or Expected(name, sample, options)
+                if reference.impossible:
+                    break
+                outcome, detail = reference.compare(cut, ranks)
+                said = lockstep.outcomes(outcome)
+                if IMPRECISE in said and set(said) <= {RIGHT, IMPRECISE}:
+                    outcome, detail = reference.compare(cut, ranks, precisely=True)
+                    said = lockstep.outcomes(outcome)
+                together = NAMES[said[0]] if len(set(said)) == 1 else "split"
+                if together == "split" and WRONG in said and set(said) <= {RIGHT, WRONG, IMPRECISE}:
+                    together = "wrong"
+                case = Case(name, i, str(cut), together, detail, reference.random)
+                found.append(case)
+                print(number, *vars(case).values(), sep="\t", file=log, flush=True)
+                if together == "split":
+                    raise RuntimeError(f"the ranks disagree on {name} #{i}, {cut}: {said}")
+    return found
+
+
+def samples_of(name: str, options: Options) -> list[Any]:
+    """The samples that the options ask for, if the operator takes them."""
+    from .cases import database
+
+    op, dtype = database()[name], DTYPES[options.dtype]
+    function = variant(name, options.kind)
+    if function is None or not op.supports_dtype(dtype, "cpu"):
+        return []
+    made = []
+    for sample in samples(name, dtype, with_gradients(name, options)):
+        if len(made) == options.limit:
+            break
+        if first_operands(sample):
+            made.append(sample)
+    return made
+
+
+def with_gradients(name: str, options: Options) -> bool:
+    from .cases import database
+
+    return options.kind != "forward" and options.dtype == "float" and bool(database()[name].supports_autograd)
+
+
+class Expected:
+    """What one device gives for a sample, and how a cut compares with it."""
+
+    def __init__(self, name: str, sample: Any, options: Options) -> None:
+        self.sample, self.options = sample, options
+        self.function = variant(name, options.kind)
+        self.gradients = with_gradients(name, options)
+        self.in_place = options.kind == "in place"
+        self.undefined = name.startswith(UNDEFINED)
+        self.precise: tuple[Any, list[Any]] | None = None
+        self.impossible = False
+        try:
+            with Randomness() as randomness:
+                self.values = self.run(copied_sample(sample))
+        except Exception:
+            self.impossible = True
+        self.random = randomness.seen
+
+    def run(self, arguments: tuple[Any, Any, Any]) -> list[Any]:
+        assert self.function is not None
+        function = self.function
+        if self.in_place:
+            # Written to must be a result of something, as leaves that require gradients cannot be.
+            first, args, kwargs = arguments
+            return evaluate(lambda x, *a, **k: function(torch.clone(x), *a, **k), (first, args, kwargs), self.gradients)
+        return evaluate(function, arguments, self.gradients)
+
+    def compare(self, cut: Cut, ranks: int, precisely: bool = False) -> tuple[int, str]:
+        sample, expected = self.sample, self.values
+        if precisely:
+            if self.precise is None:
+                wide = in_double(sample)
+                try:
+                    self.precise = wide, self.run(copied_sample(wide))
+                except Exception:  # the operator does not take doubles
+                    self.precise = sample, self.values
+            sample, expected = self.precise
+        try:
+            with shardtensor.allow_gather() if self.options.gather else contextlib.nullcontext():
+                got = self.run(place(sample, cut, ranks))
+        except UnsupportedSharding as error:
+            return REFUSED, str(error).split(". Operands:")[0].replace("\n", " ")
+        except Exception as error:
+            return FOREIGN, f"{type(error).__name__}: {' '.join(str(error)[:300].split())}"
+        tolerance = 1e-9 if precisely and sample is not self.sample else 1e-3 if precisely else 2e-5
+        wrong = difference(got, expected, tolerance, values=not (self.random or self.undefined))
+        if wrong:
+            return (WRONG if precisely else IMPRECISE), wrong
+        return RIGHT, ""
