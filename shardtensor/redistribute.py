@@ -23,10 +23,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .debug import check_communication, debug_enabled
 from .exchange import plan_intervals, start_swap
-from .geometry import Interval, intervals_of
+from .geometry import Interval, intervals_of, length
 from .spec import ShardTensorSpec, stride_like
 
-__all__ = ["all_gather", "all_reduce", "move_intervals", "redistribute_local"]
+__all__ = ["all_gather", "all_reduce", "move_intervals", "redistribute_local", "swap_blocks"]
 
 _REDUCE = {
     "sum": (dist.ReduceOp.SUM, torch.add),
@@ -91,7 +91,7 @@ def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> 
         own = intervals_of(src.cut(m))
         if isinstance(new, Shard) and new.dim != old.dim:
             blocks = intervals_of(dst.cut(m))
-            return _swap_blocks(local, old.dim, own, new.dim, blocks, rank, group)
+            return swap_blocks([local], old.dim, [own], new.dim, [blocks], rank, group)[0]
         whole: Interval = (0, src.shape[old.dim])
         if new.is_partial():
             return _own_among_identity(local, old.dim, own[rank], whole[1], new)
@@ -202,28 +202,35 @@ def _empty_like(local: Tensor, dim: int, size: int) -> Tensor:
     return torch.empty_strided(shape, stride_like(local, shape), dtype=local.dtype, device=local.device)
 
 
-def _swap_blocks(
-    local: Tensor,
+def swap_blocks(
+    locals_: Sequence[Tensor],
     old_dim: int,
-    own: Sequence[Interval],
+    owns: Sequence[Sequence[Interval]],
     new_dim: int,
-    blocks: Sequence[Interval],
+    blocks: Sequence[Sequence[Interval]],
     rank: int,
     group: dist.ProcessGroup,
-) -> Tensor:
-    """From shards of ``old_dim`` to shards of ``new_dim``: rank ``r`` gets block ``r`` of everybody's shard."""
-    send = [[local.narrow(new_dim, a, b - a)] if r != rank else [] for r, (a, b) in enumerate(blocks)]
-    a, b = blocks[rank]
-    shape = _resized(local, new_dim, b - a)
-    shapes: list[list[list[int]]] = []
-    for s, (start, stop) in enumerate(own):
-        shapes.append([[stop - start if d == old_dim else n for d, n in enumerate(shape)]] if s != rank else [])
-    mine = local.narrow(new_dim, a, b - a)
-    if dist.get_world_size(group) == 1:
+) -> list[Tensor]:
+    """From shards of ``old_dim`` to shards of ``new_dim``, for several tensors of one dtype in one exchange.
+
+    Rank ``r`` gets block ``blocks[i][r]`` of every rank's shard ``owns[i]`` of tensor ``i``.
+    """
+    ranks = dist.get_world_size(group)
+    mine = [t.narrow(new_dim, b[rank][0], length(b[rank])) for t, b in zip(locals_, blocks, strict=True)]
+    if ranks == 1:
         return mine
-    received = start_swap(send, shapes, group, dtype=local.dtype, device=local.device).wait()
-    parts = [mine if s == rank else received[s][0] for s in range(len(own))]
-    return torch.cat(parts, dim=old_dim)
+    send: list[list[Tensor]] = [[] for _ in range(ranks)]
+    shapes: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for t, part, own, block in zip(locals_, mine, owns, blocks, strict=True):
+        for r in range(ranks):
+            if r != rank:
+                send[r].append(t.narrow(new_dim, block[r][0], length(block[r])))
+                shapes[r].append(_resized(part, old_dim, length(own[r])))
+    received = start_swap(send, shapes, group, dtype=locals_[0].dtype, device=locals_[0].device).wait()
+    return [
+        torch.cat([part if s == rank else received[s][i] for s in range(ranks)], dim=old_dim)
+        for i, part in enumerate(mine)
+    ]
 
 
 def _reduce_scatter(

@@ -34,7 +34,7 @@ from ..spec import ShardTensorSpec
 from .pointwise import pointwise_plan
 from .views import carry
 
-__all__ = ["shard_seed"]
+__all__ = ["common_draw", "shard_seed"]
 
 _aten = torch.ops.aten
 _given: torch.Generator | None = None  # the generator that the running call was given
@@ -62,14 +62,20 @@ def _own_generator(spec: ShardTensorSpec, device: torch.device) -> torch.Generat
             state = _state(_given, device)
             _check_agreement(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little"), spec, device)
         return _given
-    source = _given.device if _given is not None else torch.device("cpu")
-    drawn = int(torch.randint(2**62, (), generator=_given, device=source))
-    if debug_enabled():
-        _check_agreement(drawn, spec, device)
+    drawn = common_draw(spec, device)
     place = tuple(spec.coordinate[m] for m, p in enumerate(spec.placements) if isinstance(p, Shard))
     generator = torch.Generator(device)
     generator.manual_seed(shard_seed(drawn, place))
     return generator
+
+
+def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
+    """A number from the generator that the caller would have used, equal on all ranks of the mesh."""
+    source = _given.device if _given is not None else torch.device("cpu")
+    drawn = int(torch.randint(2**62, (), generator=_given, device=source))
+    if debug_enabled():
+        _check_agreement(drawn, spec, device)
+    return drawn
 
 
 def _state(generator: torch.Generator | None, device: torch.device) -> bytes:
