@@ -7,6 +7,7 @@ from . import (  # noqa: F401
     joining,
     linear,
     losses,
+    neighborhood,
     normalization,
     padding,
     pointwise,
