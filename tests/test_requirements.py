@@ -424,3 +424,225 @@ def requires_grad_works():
 def test_requires_grad_is_not_a_no_op():
     """The method and the setter make leaves that collect gradients."""
     run_distributed(requires_grad_works, 2)
+
+
+# -- numerics, attention inputs, saving, position embeddings -----------------------------------------------------------
+
+# The largest error against float64 on one device, as a multiple of what one device itself has in that dtype.
+NO_WORSE_THAN = 3.0
+
+
+def precision(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1))
+    exact = copy.deepcopy(model).double()
+    whole = numbers(1, 2, 16, 8)
+    sharded = rows(whole.to(dtype), (11, 5), dim=2)
+    with torch.no_grad():
+        expected = exact(whole)
+        own = (model.to(dtype)(whole.to(dtype)).double() - expected).abs().max()
+        ours = (model(sharded).full_tensor().double() - expected).abs().max()
+        assert ours <= NO_WORSE_THAN * own
+        expected = whole.softmax(2)
+        own = (whole.to(dtype).softmax(2).double() - expected).abs().max()
+        ours = (sharded.softmax(2).full_tensor().double() - expected).abs().max()
+        assert ours <= NO_WORSE_THAN * own
+        own = abs(whole.to(dtype).mean().item() - whole.mean().item())
+        assert abs(sharded.mean().item() - whole.mean().item()) <= max(NO_WORSE_THAN * own, torch.finfo(dtype).eps)
+
+
+def test_lower_precision_loses_no_more_than_on_one_device():
+    """float32, bfloat16 and float16 against float64: a stated multiple of one device's own error."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        run_distributed(precision, 2, dtype)
+
+
+def saved_whole():
+    """A model whose convolution is plain and whose embedding is sharded."""
+    torch.manual_seed(0)
+    mesh = shared_mesh(2)
+    plain = nn.ParameterDict({"table": nn.Parameter(numbers(1, 8, 3)), "weight": nn.Parameter(numbers(3, 3))})
+    sharded = nn.ParameterDict(
+        {"table": nn.Parameter(shard(numbers(1, 8, 3), mesh, [Shard(1)], {0: (5, 3)})), "weight": plain["weight"]}
+    )
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    for name, value in plain.state_dict().items():
+        assert type(full[name]) is torch.Tensor
+        torch.testing.assert_close(full[name], value, rtol=0, atol=0)
+    # and back into the placements and sizes that the model has
+    doubled = {name: 2 * value for name, value in full.items()}
+    set_model_state_dict(sharded, doubled, options=StateDictOptions(full_state_dict=True))
+    assert sharded["table"].shard_sizes == {0: (5, 3)} and sharded["table"].placements == (Shard(1),)
+    torch.testing.assert_close(sharded["table"].full_tensor(), 2 * numbers(1, 8, 3), rtol=0, atol=0)
+    # a checkpoint of shards keeps the cut
+    kept = io.BytesIO()
+    torch.save(sharded.state_dict(), kept)
+    kept.seek(0)
+    again = torch.load(kept, weights_only=False)["table"]
+    assert again.shard_sizes == {0: (5, 3)}
+    torch.testing.assert_close(again.full_tensor(), 2 * numbers(1, 8, 3), rtol=0, atol=0)
+
+
+def test_models_save_full_parameters_and_restore_their_sharding():
+    """The full state dict is that of one device; loading it keeps placements and sizes."""
+    run_distributed(saved_whole, 2)
+
+
+class Embedded(nn.Module):
+    """A parameter with a shape that follows the data."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = nn.Parameter(table)
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x + self.table).square()
+
+
+def train_table():
+    torch.manual_seed(0)
+    whole, table = numbers(2, 8, 3), numbers(1, 8, 3, seed=1)
+    one = Embedded(table.clone()).double()
+    many = copy.deepcopy(one)
+    many.table = nn.Parameter(shard(table, shared_mesh(2), [Shard(1)], {0: (7, 1)}))
+    for model, x in ((one, whole), (many, rows(whole, (7, 1), dim=1))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    assert many.table.shard_sizes == {0: (7, 1)}
+    torch.testing.assert_close(many.table.full_tensor(), one.table, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(many.linear.weight, one.linear.weight, rtol=1e-9, atol=1e-12)
+
+
+def test_sharded_position_embeddings_train():
+    """Cut like the data, next to plain weights."""
+    run_distributed(train_table, 2)
+
+
+# -- Partials, losses, reshapes, DTensors, batches ---------------------------------------------------------------------
+
+
+def resolved():
+    x = rows(numbers(8, 6), (5, 3), requires_grad=True)
+
+    def sent(function):
+        with count_communication() as counted:
+            result = function()
+        return counted.bytes_sent + counted.collective_bytes, sum(counted.collectives.values()), result
+
+    nbytes, collectives, mean = sent(lambda: x.mean(0))
+    assert (nbytes, collectives) == (0, 0) and mean.placements == (Partial(),)  # no gathering of the input
+    for function in (lambda: mean * 2, lambda: -mean, lambda: mean + mean, lambda: mean.view(2, 3), lambda: mean.sum()):
+        nbytes, collectives, result = sent(function)
+        assert (nbytes, collectives) == (0, 0) and result.placements == (Partial(),)
+    for function in (lambda: mean.exp(), lambda: mean + 1, lambda: mean > 0, lambda: F.linear(mean, numbers(2, 6))):
+        nbytes, collectives, result = sent(function)
+        if result.placements != (Partial(),):  # a linear layer may leave it
+            assert (nbytes, collectives) == (6 * 8, 1)
+    nbytes, collectives, result = sent(lambda: x * mean)
+    assert (nbytes, collectives) == (6 * 8, 1) and result.placements == (Shard(0),)
+    nbytes, collectives, value = sent(lambda: mean.sum().item())
+    assert (nbytes, collectives) == (8, 1)
+    assert abs(value - numbers(8, 6).mean(0).sum().item()) < 1e-12
+
+
+def test_when_a_partial_is_resolved():
+    """As the page on how it works tells in its table, counted."""
+    run_distributed(resolved, 2)
+    assert "## When a Partial is resolved" in (ROOT / "docs" / "how-it-works.md").read_text()
+
+
+def segmentation():
+    torch.manual_seed(0)
+    head = nn.Conv2d(2, 4, 1).double()
+    target = torch.randint(0, 4, (1, 8, 5), generator=torch.Generator().manual_seed(3))
+    target[0, 7, :] = 255
+    weight = torch.tensor([0.5, 1.0, 2.0, 0.1], dtype=torch.float64)
+    for sizes in UNEVEN:
+        for reduction in ("mean", "sum", "none"):
+            for w in (None, weight):
+                for label in (target, rows(target, sizes, dim=1)):
+                    x = rows(numbers(1, 2, 8, 5), sizes, dim=2, requires_grad=True)
+                    plain = numbers(1, 2, 8, 5).requires_grad_()
+                    head.zero_grad()
+                    loss = F.cross_entropy(head(x), label, w, ignore_index=255, reduction=reduction)
+                    loss.sum().backward()
+                    grad = head.weight.grad.clone()
+                    head.zero_grad()
+                    expected = F.cross_entropy(head(plain), target, w, ignore_index=255, reduction=reduction)
+                    expected.sum().backward()
+                    torch.testing.assert_close(loss.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+                    torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
+                    torch.testing.assert_close(grad, head.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_segmentation_losses():
+    """Cross entropy per pixel, on shards of the image, in every reduction, with weights and ignored pixels."""
+    run_distributed(segmentation, 2)
+
+
+def reshaped():
+    for function in (
+        lambda x: x.reshape(2, 8, 2, 3).transpose(2, 3).reshape(2, 8, 6),
+        lambda x: x.view(size=(2, 8, 6)) * 2,
+        lambda x: torch.reshape(input=x, shape=(2, 8, -1)).flatten(start_dim=2),
+        lambda x: x.unflatten(-1, (2, 3)).movedim(1, 2).flatten(0, 0),
+    ):
+        for sizes in UNEVEN:
+            assert_matches_unsharded(
+                function, numbers(2, 8, 6), mesh_shape=2, placements=[Shard(1)], shard_sizes={0: sizes}
+            )
+
+
+def test_reshape_forward_and_backward():
+    """Also by keyword."""
+    run_distributed(reshaped, 2)
+
+
+def mixed_with_dtensors():
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = shared_mesh(2)
+    a, b = numbers(8, 3), numbers(3, 3, seed=1)
+    x = rows(a, (5, 3), requires_grad=True)
+    d = distribute_tensor(b, mesh, [Replicate()]).requires_grad_()
+    e = distribute_tensor(a, mesh, [Shard(0)]).requires_grad_()
+    result = ((x @ d + e) * x).sum()
+    assert type(result) is ShardTensor
+    result.backward()
+    pa, pb, pe = a.clone().requires_grad_(), b.clone().requires_grad_(), a.clone().requires_grad_()
+    expected = ((pa @ pb + pe) * pa).sum()
+    expected.backward()
+    torch.testing.assert_close(result.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+    for ours, one in ((x, pa), (d, pb), (e, pe)):
+        torch.testing.assert_close(ours.grad.full_tensor(), one.grad, rtol=1e-10, atol=1e-12)
+    assert x.grad.shard_sizes == {0: (5, 3)}
+    # and through the conversion
+    e.grad = None
+    ShardTensor.from_dtensor(e).square().sum().backward()
+    torch.testing.assert_close(e.grad.full_tensor(), 2 * a, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_flow_between_dtensors_and_shardtensors():
+    """In one expression, to both."""
+    run_distributed(mixed_with_dtensors, 2)
+
+
+def batches():
+    torch.manual_seed(0)
+    for batch in (1, 2, 3):
+        for sizes in UNEVEN:
+            options = {"mesh_shape": 2, "shard_sizes": {0: sizes}}
+            conv, linear = nn.Conv2d(2, 3, 3, padding=1).double(), nn.Linear(6, 4).double()
+            assert_matches_unsharded(conv, numbers(batch, 2, 8, 5), placements=[Shard(2)], **options)
+            assert_matches_unsharded(linear, numbers(batch, 8, 6), placements=[Shard(1)], **options)
+
+
+def test_batches_of_more_than_one():
+    """Linear and convolutional layers on a batch within each domain."""
+    run_distributed(batches, 2)
