@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import Shard
 
 from ..dispatch import Call, Plan, argument, meta_of, rule, run, wrap
-from ..errors import refuse
-from ..geometry import chunk_sizes
 from ..redistribute import all_gather, all_reduce, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import ShardTensor, as_gradient, redistribute_to
+from .operands import whole_rows
 from .reductions import check_dtype, neutral_element, reduced_dims, reduced_spec
 from .scans import mesh_dims_of
 
@@ -184,31 +182,6 @@ def _cumulative_extreme(call: Call) -> Plan:
 # -- operators that need whole rows -------------------------------------------------------------------------------
 
 
-def _whole_rows(op: Any, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
-    """``spec`` with its longest free dim sharded instead of ``dim``, see [Note: whole rows].
-
-    Raises:
-        UnsupportedSharding: no free dim is at least as long as there are ranks.
-    """
-    m = spec.sharded_dims().get(dim)
-    if m is None:
-        return spec
-    ranks = spec.mesh.size(m)
-    free = [d for d, n in enumerate(spec.shape) if d not in spec.sharded_dims() and n >= ranks]
-    if not free:
-        raise refuse(
-            op,
-            [spec],
-            f"it needs tensor dim {dim} whole, which is sharded on mesh dim {m}, and no other dim is free and long "
-            f"enough to be shared among its {ranks} ranks",
-            f"redistribute it to Replicate() on mesh dim {m} if it is small",
-        )
-    other = max(free, key=lambda d: spec.shape[d])
-    placements, sizes = list(spec.placements), list(spec.sizes)
-    placements[m], sizes[m] = Shard(other), chunk_sizes(spec.shape[other], ranks)
-    return spec.replace(placements=placements, sizes=tuple(sizes))
-
-
 # operator: (positions of dim and keepdim among its arguments, default of dim)
 _ROWS: dict[torch._ops.OpOverload, tuple[int, int | None, int]] = {
     _aten.sort.default: (1, None, -1),
@@ -227,7 +200,7 @@ def _on_rows(call: Call) -> Plan:
     dim_at, keepdim_at, default = _ROWS[call.func]
     given = call.reduced()[(0,)]
     dims = reduced_dims(argument(call, dim_at, "dim", default), len(given.shape))
-    spec = _whole_rows(call.func, given, dims[0]) if dims else given
+    spec = whole_rows(call.func, given, dims[0]) if dims else given
     if keepdim_at is None:
         spread = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
     else:
@@ -306,7 +279,7 @@ def _picked(x: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: An
         return NotImplemented
     x = redistribute_to(x, x._spec.for_gradient())
     (dim,) = reduced_dims(dim, x.ndim)
-    moved = redistribute_to(x, _whole_rows(name, x._spec, dim)) if op in _ROWS else x
+    moved = redistribute_to(x, whole_rows(name, x._spec, dim)) if op in _ROWS else x
     values, indices = _Selected.apply(moved, op, dim, keepdim is False, args, kwargs or {})
     if op in _SORTS:
         values, indices = redistribute_to(values, x._spec), redistribute_to(indices, x._spec)

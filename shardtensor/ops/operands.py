@@ -18,10 +18,22 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._compat import TensorMeta
 from ..errors import refuse
+from ..geometry import chunk_sizes
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, promote, redistribute_to
 
-__all__ = ["as_operand", "common_cut", "common_mesh", "fit", "local_part", "moved", "torch_judges", "wide_dtype"]
+__all__ = [
+    "as_operand",
+    "common_cut",
+    "common_mesh",
+    "fit",
+    "local_part",
+    "moved",
+    "torch_judges",
+    "whole_rows",
+    "wide_dtype",
+]
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
@@ -70,6 +82,37 @@ def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
         placements.append(p)
         sizes.append(size)
     return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+def whole_rows(op: Any, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
+    """``spec`` with its longest free dims sharded instead of ``dims``, see [Note: whole rows] in extremes.py.
+
+    A sharded dim of length 1 is replicated instead: one rank has all of it.
+
+    Raises:
+        UnsupportedSharding: no free dim is at least as long as there are ranks.
+    """
+    for dim in dims:
+        m = spec.sharded_dims().get(dim)
+        if m is None:
+            continue
+        placements, sizes, ranks = list(spec.placements), list(spec.sizes), spec.mesh.size(m)
+        free = [d for d, n in enumerate(spec.shape) if d not in {*spec.sharded_dims(), *dims} and n >= ranks]
+        if spec.shape[dim] <= 1:
+            placements[m], sizes[m] = Replicate(), None
+        elif free:
+            other = max(free, key=lambda d: spec.shape[d])
+            placements[m], sizes[m] = Shard(other), chunk_sizes(spec.shape[other], ranks)
+        else:
+            raise refuse(
+                op,
+                [spec],
+                f"it needs tensor dim {dim} whole, which is sharded on mesh dim {m}, and no other dim is free and "
+                f"long enough to be shared among its {ranks} ranks",
+                f"redistribute it to Replicate() on mesh dim {m} if it is small",
+            )
+        spec = spec.replace(placements=placements, sizes=tuple(sizes))
+    return spec
 
 
 # -- what torch would say -----------------------------------------------------------------------------------------
