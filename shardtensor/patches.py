@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,22 @@ PATCHES = (
     Patch("torch.nn.functional", "l1_loss"),  # it asks __torch_function__, but leaves the weight out
     Patch("natten.functional", "neighborhood_attention_generic", lazy=True, required=True),
     Patch("natten.modules", "neighborhood_attention_generic", lazy=True, required=True),
+    Patch("natten.functional", "attention", lazy=True, required=True),
+    Patch("natten.functional", "merge_attentions", lazy=True, required=True),
+    Patch("natten", "attention", lazy=True, required=True),
+    Patch("natten", "merge_attentions", lazy=True, required=True),
 )
+
+
+def _operands(values: Iterable[Any]) -> list[ShardTensor]:
+    """The ShardTensors among some arguments, also those in lists."""
+    found = []
+    for value in values:
+        if isinstance(value, ShardTensor):
+            found.append(value)
+        elif type(value) is list:
+            found += [item for item in value if isinstance(item, ShardTensor)]
+    return found
 
 
 class PatchedFunction(wrapt.FunctionWrapper):
@@ -63,15 +78,13 @@ class PatchedFunction(wrapt.FunctionWrapper):
         self._self_patch = patch
 
     def _self_call(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        if not (
-            any(isinstance(a, ShardTensor) for a in args) or any(isinstance(a, ShardTensor) for a in kwargs.values())
-        ):
+        operands = _operands(args) or _operands(kwargs.values())
+        if not operands:
             return wrapped(*args, **kwargs)
         result = call_registered(wrapped, args, kwargs)
         if result is not NotImplemented:
             return result
         if self._self_patch.required:
-            operands = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor)]
             raise refuse(
                 f"{self._self_patch.module}.{self._self_patch.name}",
                 operands,
@@ -102,7 +115,7 @@ def install() -> None:
     global _active
     _active = True
     for patch in PATCHES:
-        if not patch.lazy or patch.module in sys.modules:
+        if not patch.lazy or sys.modules.get(patch.module) is not None:
             _apply(patch)
         elif patch not in _hooked:
             _hooked.add(patch)

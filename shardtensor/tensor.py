@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from . import dispatch
 from ._compat import DisableTorchFunction, claim_dispatch, current_mesh, new_wrapper, without_zero_tensor
 from .agreement import agree_on_local
-from .dispatch import spec_of, wrap
+from .dispatch import SCALARS, spec_of, wrap
 from .errors import UnsupportedSharding, refuse
 from .redistribute import redistribute_local
 from .registry import FUNCTIONS
@@ -184,13 +184,13 @@ class ShardTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = call_registered(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
+        if func in FUNCTIONS or isinstance(func, torch._ops.OpOverload):
+            result = call_registered(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if len(args) > 1 or kwargs or type(args[0]) in (list, tuple):
             args, kwargs = _promote_operands(func, args, kwargs)
-        with DisableTorchFunction():
-            return func(*args, **kwargs)
+        return DTensor.__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
@@ -320,9 +320,7 @@ class _Promote(torch.autograd.Function):
 
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
     """``tensor`` under the spec ``target``, differentiably; itself where it is there already."""
-    if tensor._spec.placements == target.placements and tensor._spec.sizes == target.sizes:
-        return tensor
-    return _Redistribute.apply(tensor, target)
+    return tensor if tensor._spec.lies_like(target) else _Redistribute.apply(tensor, target)
 
 
 def promote(plain: Tensor, mesh: DeviceMesh) -> Any:
@@ -342,7 +340,9 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
     elif not isinstance(grad, ShardTensor):
         grad = ShardTensor.from_dtensor(grad)
     target = spec.for_gradient()
-    return redistribute_to(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
+    if grad._spec.lies_like(target):
+        return grad
+    return _Redistribute.apply(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
 
 
 # What runs a graph cannot run it on other tensors instead.
@@ -366,17 +366,11 @@ def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Turn plain tensors that require grad, and DTensors, into ShardTensors: below autograd it would be too late."""
-    mesh = None
-    pending = False
-    flat: list[Any] = []
-    for a in (*args, *kwargs.values()):
-        flat.extend(a if type(a) in (list, tuple) else (a,))
-    for a in flat:
-        if isinstance(a, ShardTensor):
-            mesh = a._spec.mesh if mesh is None else mesh
-        elif isinstance(a, DTensor) or (isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()):
-            pending = True
-    if not pending or mesh is None:
+    if not any(map(_to_promote, args)) and not (kwargs and any(map(_to_promote, kwargs.values()))):
+        return args, kwargs
+    flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else (item,))]
+    mesh = next((a._spec.mesh for a in flat if isinstance(a, ShardTensor)), None)
+    if mesh is None:
         return args, kwargs
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
@@ -400,6 +394,16 @@ def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
 
 
+def _to_promote(a: Any) -> bool:
+    if type(a) is ShardTensor or type(a) in SCALARS:
+        return False
+    if type(a) in (list, tuple):
+        return any(map(_to_promote, a))
+    if isinstance(a, DTensor):
+        return not isinstance(a, ShardTensor)
+    return isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()
+
+
 def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
     operands = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
@@ -413,7 +417,10 @@ def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
 
     pattern = sharded[0]
-    result = func(*[whole(a) for a in args], **{k: whole(v) for k, v in kwargs.items()})
+    args, kwargs = tuple(whole(a) for a in args), {k: whole(v) for k, v in kwargs.items()}
+    result = call_registered(func, args, kwargs)  # libraries' functions dispatch on nothing
+    if result is NotImplemented:
+        result = func(*args, **kwargs)
     if not isinstance(result, ShardTensor) or result.ndim != len(pattern.shape):
         return result
     sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}

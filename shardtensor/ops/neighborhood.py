@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -266,10 +266,27 @@ def _by_natten(
     return results
 
 
+# -- registration ---------------------------------------------------------------------------------------------------
+
+
+def _merge_attentions(
+    outputs: Any, lse_tensors: Any, torch_compile: bool = True, use_autograd_fix: bool = True, *, original: Any
+) -> Any:
+    """Handler of natten's ``merge_attentions``: the same arithmetic, differentiated as it is written.
+
+    natten's "autograd fix" writes the merged result over what its kernels have saved for their backward pass. Here the
+    outputs are not those that a kernel saved, and would get wrong gradients.
+    """
+    return original(outputs, lse_tensors, torch_compile=False, use_autograd_fix=False)
+
+
 def _register(functional: Any) -> None:
-    function = functional.neighborhood_attention_generic
-    register(getattr(function, "__wrapped__", function))(_neighborhood_attention)
+    attention, merge = (
+        getattr(f, "__wrapped__", f) for f in (functional.neighborhood_attention_generic, functional.merge_attentions)
+    )
+    register(attention)(_neighborhood_attention)
+    register(merge)(partial(_merge_attentions, original=merge))
 
 
-# natten is optional: its function is registered when it is imported, at once if it is already.
+# natten is optional: its functions are registered when it is imported, at once if it is already.
 wrapt.register_post_import_hook(_register, "natten.functional")
