@@ -1,6 +1,7 @@
 """One module per family of operators; importing them fills the registry and the rules."""
 
 from . import (  # noqa: F401
+    attention,
     convolution,
     extremes,
     indexing,
