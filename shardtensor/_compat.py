@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+gradient_seeds = torch.autograd._make_grads
+run_engine = torch.autograd.graph._engine_run_backward
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 __all__ = [
@@ -21,9 +23,12 @@ __all__ = [
     "TensorMeta",
     "claim_dispatch",
     "current_mesh",
+    "gradient_seeds",
     "is_plain_shard",
+    "kernel",
     "new_wrapper",
     "register_scripting",
+    "run_engine",
     "without_zero_tensor",
 ]
 
@@ -31,6 +36,11 @@ __all__ = [
 def new_wrapper(cls: type, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Any:
     """Create a wrapper tensor of DTensor layout around ``local`` (2.4 us; no ``__init__`` is run)."""
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[attr-defined]
+
+
+def kernel(func: torch._ops.OpOverload) -> Any:
+    """What calling the operator calls, without the call to Python in between."""
+    return func._op
 
 
 def current_mesh() -> DeviceMesh:

@@ -2,7 +2,8 @@
 
 [Note: plans] What an aten operator does to shards follows from the specs of its tensors and its other arguments,
 never from data. So it is worked out once per ``(operator, specs, arguments)`` and kept as a :class:`Plan`; a later
-call with the same key unwraps, runs the operator on the local tensors and wraps. A *rule* builds the plan.
+call with the same key unwraps, runs the operator on the local tensors and wraps. A *rule* builds the plan. Building
+communicates nothing, and gives the same plan each time: a rank may forget plans, the oldest ones first, by itself.
 
 [Note: no silent gather] A plan may cut what is replicated, reduce what is Partial, exchange between cuts and between
 sharded dims. It may not make a shard whole: that is refused outside :func:`allow_gather`.
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._compat import TensorMeta, new_wrapper
+from ._compat import TensorMeta, kernel, new_wrapper
 from .errors import UnsupportedSharding, refuse
 from .redistribute import redistribute_local
 from .registry import OPERATORS
@@ -48,6 +49,9 @@ __all__ = [
 _aten = torch.ops.aten
 _tensor_class: type[DTensor] = DTensor  # tensor.py, which stands above this module, puts its class here
 
+# Arguments that hold no tensor, and say all about themselves to a plan.
+SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
+
 Path = tuple[Any, ...]
 
 
@@ -61,12 +65,14 @@ class Plan:
             ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
+        view: the result stands for a view of the first argument (:func:`run` fills this in).
     """
 
     outputs: Any
     inputs: list[tuple[Path, ShardTensorSpec, ShardTensorSpec]] = field(default_factory=list)
-    call: Callable[..., Any] | None = None
+    call: Any = None
     returns_self: bool = False
+    view: bool = False
 
 
 @dataclass(slots=True)
@@ -131,6 +137,7 @@ Rule = Callable[[Call], Plan]
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 _default_rules: list[Callable[[torch._ops.OpOverload], Rule | None]] = []
 _plans: dict[Any, Plan] = {}
+MAX_PLANS = 8192
 _gather_depth = 0
 
 
@@ -188,7 +195,7 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
 
 def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
     """A ShardTensor around ``local``, which must have the shape that the spec says."""
-    if local.shape != spec.local_shape():
+    if local.shape != spec.own_shape:
         raise RuntimeError(
             f"internal error: local shape {tuple(local.shape)} does not fit {spec} at {spec.coordinate}; "
             "please report it"
@@ -201,20 +208,13 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     if torch.is_inference_mode_enabled() and _traits(func)[1] and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
         with torch.inference_mode(False), torch.no_grad():
-            return _run(func, args, kwargs)
-    return _run(func, args, kwargs)
-
-
-def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            return run(func, args, kwargs)
     handler = OPERATORS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    inplace, view = _traits(func)
-    if inplace:
-        _check_view(func, args[0])
-    key: list[Any] = [func, _gather_depth > 0]
+    key: list[Any] = [func, _gather_depth > 0, torch.get_default_dtype()]
     local_args = _localize(args, key)
     local_kwargs = {}
     for name, value in kwargs.items():
@@ -225,28 +225,42 @@ def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     except TypeError:  # an argument that cannot be hashed: no caching
         plan, key = None, []
     if plan is None:
+        if is_inplace(func):
+            _check_view(func, args[0])
         made = _make_plan(func, args, kwargs)
         plan = made.plan if isinstance(made, _Done) else made
-        if plan is not None and key:
-            _plans[tuple(key)] = plan
+        if plan is not None:
+            plan.call, plan.view = plan.call or kernel(func), _traits(func)[1]
+            if key:
+                _keep(tuple(key), plan)
         if isinstance(made, _Done):
             return made.value
         plan = made
+    if plan.returns_self:
+        _check_view(func, args[0])
     for path, source, target in plan.inputs:
         _replace(local_args, local_kwargs, path, source, target)
-    result = (plan.call or func)(*local_args, **local_kwargs)
+    result = plan.call(*local_args, **local_kwargs)
     if plan.returns_self:
         return args[0]
     outputs = plan.outputs
+    copied = plan.view and (plan.inputs or hasattr(args[0], "_copied"))
     if type(outputs) is ShardTensorSpec:
         out = wrap(result, outputs)
-        return mark_copied(out) if view and (plan.inputs or hasattr(args[0], "_copied")) else out
+        return mark_copied(out) if copied else out
     if outputs is None:
         return result
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True)]
-    if view and (plan.inputs or hasattr(args[0], "_copied")):
+    if copied:
         wrapped = [mark_copied(r) for r in wrapped]
     return type(result)(wrapped)
+
+
+def _keep(key: Any, plan: Plan) -> None:
+    """See [Note: plans]."""
+    while len(_plans) >= MAX_PLANS:
+        _plans.pop(next(iter(_plans)), None)
+    _plans[key] = plan
 
 
 def mark_copied(view: Any) -> Any:
@@ -270,19 +284,26 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
     """Local versions of the arguments; what the plan depends on is appended to ``key``."""
     out = []
     for a in args:
-        if isinstance(a, DTensor):
+        kind = type(a)
+        if kind in SCALARS:
+            out.append(a)
+            key.append(kind)  # 1, 1.0 and True are equal, but promote differently
+            key.append(a)
+        elif kind is _tensor_class:
             out.append(a._local_tensor)
-            key.append(a._spec if type(a._spec) is ShardTensorSpec else spec_of(a))
+            key.append(a._spec)
+        elif isinstance(a, DTensor):
+            out.append(a._local_tensor)
+            key.append(spec_of(a))
         elif isinstance(a, Tensor):
             out.append(a)
             key.append((a.shape, a.stride(), a.dtype, a.device))
-        elif type(a) is list or type(a) is tuple:
+        elif kind is list or kind is tuple:
             key.append(len(a))
             out.append(_localize(a, key))
         else:
             out.append(a)
-            # The type matters: 1, 1.0 and True are equal but promote differently.
-            key.append(type(a))
+            key.append(kind)
             key.append(a)
     return out
 

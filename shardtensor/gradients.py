@@ -2,7 +2,7 @@
 
 Their graph runs as anybody's does, but not inside a call to a torch function of ours: whatever is computed while the
 engine runs (activation checkpointing recomputes the forward pass there, hooks may compute anything) must find the
-registered functions. So the engine gets the graph's edges instead of the ShardTensors.
+registered functions. So the engine is called directly, after what torch's functions do before they call it.
 """
 
 from __future__ import annotations
@@ -12,44 +12,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from ._compat import DisableTorchFunction
+from ._compat import gradient_seeds, run_engine
 from .registry import register
 from .tensor import ShardTensor
 
 
-def _edge(tensor: Any) -> Any:
-    if not isinstance(tensor, ShardTensor):
-        return tensor
-    if not tensor.requires_grad:
-        raise RuntimeError("a ShardTensor that does not require grad and has no grad_fn cannot be differentiated")
-    with DisableTorchFunction():
-        return get_gradient_edge(tensor)
+def _seed(output: Any, grad: Any) -> Any:
+    """The gradient to start from: a scalar's is one."""
+    if not isinstance(output, ShardTensor):
+        return gradient_seeds((output,), (grad,), is_grads_batched=False)[0]
+    meta = output._spec.tensor_meta
+    if grad is None:
+        if meta.shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if not meta.dtype.is_floating_point:
+            raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {meta.dtype}")
+        return torch.ones_like(output.detach())
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
+    if grad.shape != meta.shape:
+        raise RuntimeError(
+            f"a gradient of shape {tuple(grad.shape)} for a ShardTensor of shape {tuple(meta.shape)}; "
+            "a plain gradient must be that of the whole tensor"
+        )
+    return grad
 
 
-def _seeds(tensors: Sequence[Any], grads: Any) -> list[Any]:
-    """The gradients to start from: a scalar's is one."""
-    given = [None] * len(tensors) if grads is None else [grads] if isinstance(grads, Tensor) else list(grads)
-    if len(given) != len(tensors):
-        raise RuntimeError(f"got {len(tensors)} tensors and {len(given)} gradients")
-    seeds = []
-    for tensor, grad in zip(tensors, given, strict=True):
-        if grad is None and isinstance(tensor, ShardTensor):
-            if tensor.numel() != 1:
-                raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            grad = torch.ones_like(tensor.detach())
-        elif grad is not None and isinstance(tensor, ShardTensor) and grad.shape != tensor.shape:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} for a ShardTensor of shape {tuple(tensor.shape)}; "
-                "a plain gradient must be that of the whole tensor"
-            )
-        seeds.append(grad)
-    return seeds
+def _seeds(outputs: Sequence[Any], grads: Any) -> tuple[Any, ...]:
+    given = [None] * len(outputs) if grads is None else [grads] if isinstance(grads, Tensor) else list(grads)
+    if len(given) != len(outputs):
+        raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
+    return tuple(map(_seed, outputs, given))
 
 
-def _sequence(tensors: Any) -> tuple[Any, ...]:
-    return (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
+def _differentiable(tensors: Any) -> tuple[Any, ...]:
+    """One tensor or several, as the engine wants them."""
+    result = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
+    for tensor in result:
+        if isinstance(tensor, ShardTensor) and not tensor.requires_grad:
+            raise RuntimeError("a ShardTensor that does not require grad and has no grad_fn cannot be differentiated")
+    return result
 
 
 @register(torch.autograd.backward)
@@ -61,13 +65,15 @@ def _backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    tensors = _sequence(tensors)
-    torch.autograd.backward(
-        tuple(_edge(t) for t in tensors),
+    tensors = _differentiable(tensors)
+    run_engine(
+        tensors,
         _seeds(tensors, grad_variables if grad_tensors is None else grad_tensors),
-        retain_graph,
+        create_graph if retain_graph is None else retain_graph,
         create_graph,
-        inputs=None if inputs is None else tuple(_edge(t) for t in _sequence(inputs)),
+        () if inputs is None else _differentiable(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 
@@ -92,16 +98,17 @@ def _grad(
 ) -> tuple[Any, ...]:
     if is_grads_batched:
         raise NotImplementedError("is_grads_batched is not supported for ShardTensors; loop over the gradients")
-    outputs, inputs = _sequence(outputs), _sequence(inputs)
+    outputs, inputs = _differentiable(outputs), _differentiable(inputs)
     if materialize_grads and allow_unused is None:
         allow_unused = True
-    grads = torch.autograd.grad(
-        tuple(_edge(t) for t in outputs),
-        tuple(_edge(t) for t in inputs),
+    grads = run_engine(
+        outputs,
         _seeds(outputs, grad_outputs),
-        retain_graph,
+        create_graph if retain_graph is None else retain_graph,
         create_graph,
-        allow_unused=bool(allow_unused),
+        inputs,
+        allow_unreachable=bool(allow_unused),
+        accumulate_grad=False,
     )
     if not materialize_grads:
         return grads
