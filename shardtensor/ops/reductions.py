@@ -440,6 +440,11 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: 
     return _vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
+@register(_aten.dist.default)
+def _dist(a: Any, b: Any, p: Any = 2) -> Any:
+    return _vector_norm(run(_aten.sub.Tensor, (a, b), {}), p)
+
+
 # -- leaving the tensor world: item(), float(), bool() mean the whole value -------------------------------------
 
 
@@ -449,6 +454,22 @@ def _item(x: Any) -> Any:
     if spec.shape.numel() != 1:
         raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")
     return redistribute_local(x._local_tensor, spec, spec.replicated()).item()
+
+
+@register(_aten._is_all_true.default)
+def _is_all_true(x: Any) -> Any:
+    return run(_aten.all.default, (x,), {})
+
+
+@register(_aten._is_any_true.default)
+def _is_any_true(x: Any) -> Any:
+    return run(_aten.any.default, (x,), {})
+
+
+@register(_aten.allclose.default)
+def _allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    close = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return bool(_item(run(_aten.all.default, (close,), {})))
 
 
 @register(_aten.equal.default)
