@@ -239,30 +239,21 @@ def test_what_is_sent():
 def fail(case):
     mesh = shared_mesh(2)
     x = shard(data(2, 8, 4), mesh, [Shard(1)], {0: (5, 3)})
-    if case == "rows and columns":
-        x @ shard(data(4, 6), mesh, [Shard(1)])
-    elif case == "sizes":
-        shard(data(3, 8), mesh, [Shard(1)], {0: (5, 3)}) @ shard(data(8, 3), mesh, [Shard(0)], {0: (4, 4)})
-    elif case == "mm":
-        torch.mm(shard(data(4, 4), mesh, [Shard(0)]), shard(data(4, 4), mesh, [Shard(0)]))
-    elif case == "sharded weight":
-        F.linear(x, distribute_tensor(data(6, 4), mesh, [Shard(0)]))
-    elif case == "shapes of linear":
+    if case == "shapes of linear":
         F.linear(x, data(6, 5))
     elif case == "shapes":
         x @ data(5, 6)
     elif case == "dtypes":
         F.linear(x, data(6, 4).float())
+    elif case == "einsum":
+        torch.einsum("bij,jk->bik", x, data(5, 6))
 
 
 ERRORS = [
-    ("rows and columns", UnsupportedSharding, r"matmul.*needs one of them whole.*\[5, 3\].*\[3, 3\].*Replicate"),
-    ("sizes", UnsupportedSharding, r"matmul.*\[5, 3\].*\[4, 4\].*the same shard sizes"),
-    ("mm", UnsupportedSharding, "mm.*needs one of them whole"),
-    ("sharded weight", UnsupportedSharding, "linear: the parameter is sharded"),
     ("shapes of linear", RuntimeError, "same reduction dim|cannot be multiplied"),
     ("shapes", RuntimeError, "same reduction dim|cannot be multiplied"),
     ("dtypes", RuntimeError, "dtype"),
+    ("einsum", RuntimeError, "does not broadcast|subscript j"),
 ]
 
 

@@ -1,172 +1,55 @@
-"""Products: linear, matmul, mm, bmm, addmm, baddbmm, mv.
+"""Products: linear, matmul and its kin, einsum, tensordot, inner, outer, kron, bilinear.
 
-Every product is ``(*batch, M, K) @ (*batch, K, N)``. For each mesh dim one of these holds, anything else is refused:
-
-| cut | the other operand | result |
-|---|---|---|
-| a batch dim | cut alike, or broadcast along it | cut alike |
-| M or N | whole | cut alike |
-| K | cut alike | Partial(sum) |
-| nothing | nothing | whole |
-
-A replicated operand is cut locally where it has to be; nothing is ever gathered. Where ranks use a whole operand for
-different parts of the result, its gradient is a Partial, summed when it is needed.
+Each names its operands' dims and leaves the rest to products.py: rows, columns, batch dims and contracted dims may be
+cut, on one operand or on several, alike or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import string
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 
-from .._compat import TensorMeta
 from ..dispatch import Call, Plan, meta_of, rule, run
 from ..errors import UnsupportedSharding, refuse
 from ..parameters import local_parameters
 from ..registry import register
-from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import ShardTensor, _FromLocal
-from .operands import as_operand, common_mesh, local_part, moved, torch_judges
+from ..spec import ShardTensorSpec
+from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from .operands import as_operand, common_mesh, torch_judges, whole_rows
+from .products import Form, arrange, batch_labels, contract
 
 _aten = torch.ops.aten
 
-Cut = tuple[Placement, tuple[int, ...] | None]  # placement on one mesh dim, and sizes where it is Shard
-_WHOLE: Cut = (Replicate(), None)
+
+# -- matrix products ----------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Product:
-    """How operands and result of one product lie: per mesh dim, for ``a``, ``b`` and the result."""
-
-    a: list[Cut]
-    b: list[Cut]
-    out: list[Cut]
-
-
-def _product(op: Any, a: ShardTensorSpec, b: ShardTensorSpec) -> _Product:
-    """Geometry of ``a @ b``, both with at least two dims and nothing Partial."""
-    ndim = max(len(a.shape), len(b.shape))
-    result = _Product([], [], [])
-    for m in range(a.mesh.ndim):
-        triple = _one_mesh_dim(a, b, _cut_of(a, m, ndim), _cut_of(b, m, ndim), ndim)
-        if triple is None:
-            raise _refusal(op, a, b, m)
-        for row, cut in zip((result.a, result.b, result.out), triple, strict=True):
-            row.append(cut)
-    for row in (result.a, result.b, result.out):
-        dims = [p.dim for p, _ in row if isinstance(p, Shard)]
-        if len(set(dims)) < len(dims):
-            reason = "two mesh dims would have to cut the same dim of an operand or of the result"
-            raise refuse(op, [a, b], reason, "redistribute one of the operands to Replicate() on one of the mesh dims")
-    return result
+@lru_cache(maxsize=4096)
+def _matmul_form(a: torch.Size, b: torch.Size) -> Form:
+    """Of ``a @ b``: batch dims, rows, contracted dim and columns."""
+    (lead_a, lead_b), lead = batch_labels(a[:-2], b[:-2])
+    rows, columns = ("rows",) * (len(a) > 1), ("columns",) * (len(b) > 1)
+    return Form(((*lead_a, *rows, "k"), (*lead_b, "k", *columns)), (*lead, *rows, *columns))
 
 
-def _refusal(op: Any, a: ShardTensorSpec, b: ShardTensorSpec, m: int) -> UnsupportedSharding:
-    return refuse(
-        op,
-        [a, b],
-        f"the operands are cut on mesh dim {m} in a way that needs one of them whole",
-        f"redistribute the smaller one to Replicate() on mesh dim {m}, or cut both along the same batch dim or the "
-        "contracted dim with the same shard sizes",
-    )
-
-
-def _cut_of(spec: ShardTensorSpec, m: int, ndim: int) -> tuple[int, tuple[int, ...]] | None:
-    """``(dim, sizes)`` that mesh dim ``m`` cuts, dims counted as if the operand had ``ndim``."""
-    p, sizes = spec.placements[m], spec.sizes[m]
-    if not isinstance(p, Shard):
-        return None
-    assert sizes is not None
-    return p.dim + ndim - len(spec.shape), sizes
-
-
-def _one_mesh_dim(
-    a: ShardTensorSpec,
-    b: ShardTensorSpec,
-    cut_a: tuple[int, tuple[int, ...]] | None,
-    cut_b: tuple[int, tuple[int, ...]] | None,
-    ndim: int,
-) -> tuple[Cut, Cut, Cut] | None:
-    """The rows of the table in this module's docstring; None where there is none."""
-    rows, columns = ndim - 2, ndim - 1
-    lead_a, lead_b = ndim - len(a.shape), ndim - len(b.shape)
-
-    def in_a(dim: int, sizes: tuple[int, ...]) -> Cut:
-        return Shard(dim - lead_a), sizes
-
-    def in_b(dim: int, sizes: tuple[int, ...]) -> Cut:
-        return Shard(dim - lead_b), sizes
-
-    if cut_a is None and cut_b is None:
-        return _WHOLE, _WHOLE, _WHOLE
-    # The contracted dim: the last of a, the last but one of b.
-    sizes_a = cut_a[1] if cut_a and cut_a[0] == columns else None
-    sizes_b = cut_b[1] if cut_b and cut_b[0] == rows else None
-    if sizes_a or sizes_b:
-        if (cut_a and not sizes_a) or (cut_b and not sizes_b) or (sizes_a and sizes_b and sizes_a != sizes_b):
-            return None
-        sizes = sizes_a or sizes_b
-        assert sizes is not None
-        return in_a(columns, sizes), in_b(rows, sizes), (Partial(), None)
-    dim, sizes = cut_a or cut_b  # type: ignore[misc]
-    if dim >= rows:
-        if cut_a and cut_b:
-            return None
-        cut: Cut = (Shard(dim), sizes)
-        return (in_a(dim, sizes), _WHOLE, cut) if cut_a else (_WHOLE, in_b(dim, sizes), cut)
-    if cut_a and cut_b and cut_a != cut_b:
-        return None
-    here = []
-    for spec, lead, place in ((a, lead_a, in_a), (b, lead_b, in_b)):
-        spans = dim >= lead and spec.shape[dim - lead] == sum(sizes)
-        here.append(place(dim, sizes) if spans else _WHOLE)
-    if (cut_a and here[0] == _WHOLE) or (cut_b and here[1] == _WHOLE):
-        return None  # a dim of length 1 that is cut and broadcast
-    return here[0], here[1], (Shard(dim), sizes)
-
-
-def _with(spec: ShardTensorSpec, cuts: Sequence[Cut]) -> ShardTensorSpec:
-    return spec.replace(placements=[p for p, _ in cuts], sizes=tuple(s for _, s in cuts))
-
-
-def _out_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, cuts: Sequence[Cut]) -> ShardTensorSpec:
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-    return ShardTensorSpec(mesh, [p for p, _ in cuts], meta, tuple(s for _, s in cuts))
-
-
-# -- above autograd: matmul and linear ----------------------------------------------------------------------------
-
-
-@register(torch.matmul, Tensor.matmul, Tensor.__matmul__)
-def _matmul(input: Any, other: Any) -> Any:
-    if not any(isinstance(t, ShardTensor) for t in (input, other)) or not isinstance(other, Tensor):
+def _product(function: Callable[..., Tensor], form: Form | None, *operands: Any) -> Any:
+    """A product of ShardTensors and plain tensors; NotImplemented where none is a ShardTensor."""
+    if not all(isinstance(t, Tensor) for t in operands) or common_mesh(function.__name__, operands) is None:
         return NotImplemented
-    mesh = common_mesh("matmul", [input, other])
-    assert mesh is not None
-    torch_judges(torch.matmul, input, other)
-    a, b = as_operand(input, mesh), as_operand(other, mesh)
-    if a.ndim == 1:
-        a = a.unsqueeze(0)
-    if b.ndim == 1:
-        b = b.unsqueeze(1)
-    how = _product("matmul", a._spec, b._spec)
-    a, b = moved("matmul", a, _with(a._spec, how.a)), moved("matmul", b, _with(b._spec, how.b))
-    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    spec = _out_spec(mesh, shape, torch.promote_types(a.dtype, b.dtype), how.out)
-    y = local_part(a, spec) @ local_part(b, spec)
-    out = _FromLocal.apply(y, _out_spec(mesh, shape, y.dtype, how.out))
-    if other.ndim == 1:
-        out = out.squeeze(-1)
-    if input.ndim == 1:
-        out = out.squeeze(-1 if other.ndim == 1 else -2)
-    return out
+    torch_judges(function, *operands)
+    return contract(function.__name__, function, form or _matmul_form(*(t.shape for t in operands)), *operands)
+
+
+@register(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul)
+def _matmul(input: Any, other: Any) -> Any:
+    return _product(torch.matmul, None, input, other)
 
 
 @register(Tensor.__rmatmul__)
@@ -174,27 +57,250 @@ def _rmatmul(self: Any, other: Any) -> Any:
     return _matmul(other, self)
 
 
+_MM = Form(("ik", "kj"), "ij")
+_BMM = Form(("bik", "bkj"), "bij")
+_SUM_OF_MM = Form(("bik", "bkj"), "ij")
+_MV = Form(("ik", "k"), "i")
+_OUTER = Form(("i", "j"), "ij")
+
+
+@register(torch.mm, Tensor.mm)
+def _mm(input: Any, mat2: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _product(torch.mm, _MM, input, mat2)
+
+
+@register(torch.bmm, Tensor.bmm)
+def _bmm(input: Any, mat2: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _product(torch.bmm, _BMM, input, mat2)
+
+
+@register(torch.mv, Tensor.mv)
+def _mv(input: Any, vec: Any) -> Any:
+    return _product(torch.mv, _MV, input, vec)
+
+
+@register(torch.outer, Tensor.outer, torch.ger, Tensor.ger)
+def _outer(input: Any, vec2: Any) -> Any:
+    return _product(torch.outer, _OUTER, input, vec2)
+
+
+# -- added to something -----------------------------------------------------------------------------------------------
+
+
+def _sum_of_products(batch1: Tensor, batch2: Tensor) -> Tensor:
+    return torch.einsum("bik,bkj->ij", batch1, batch2)
+
+
+# name: (the product, its form)
+_ADDED: dict[str, tuple[Callable[..., Tensor], Form]] = {
+    "addmm": (torch.mm, _MM),
+    "addmv": (torch.mv, _MV),
+    "addr": (torch.outer, _OUTER),
+    "baddbmm": (torch.bmm, _BMM),
+    "addbmm": (_sum_of_products, _SUM_OF_MM),
+}
+
+
+def _register_added(name: str, product: Callable[..., Tensor], form: Form) -> None:
+    """``beta * input + alpha * product(a, b)``, also in place."""
+    function = getattr(torch, name)
+
+    def parts(input: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
+        if common_mesh(name, [input, a, b]) is None:
+            return NotImplemented
+        meta = torch_judges(function, input, a, b, beta=beta, alpha=alpha)
+        result = _product(product, form, a, b) if any(isinstance(t, ShardTensor) for t in (a, b)) else product(a, b)
+        result = result.to(meta.dtype) if not _autocast(result) else result
+        return result if alpha == 1 else result * alpha
+
+    @register(function, getattr(Tensor, name))
+    def added(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
+        result = NotImplemented if out is not None else parts(input, a, b, beta, alpha)
+        if result is NotImplemented or (beta == 0 and isinstance(result, ShardTensor)):
+            return result  # what input holds, NaN even, does not matter then
+        return torch.add(result, input.to(result.dtype), alpha=beta)
+
+    @register(getattr(Tensor, name + "_"))
+    def added_(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        if not isinstance(input, DTensor):
+            reason = "a ShardTensor cannot be written into a plain tensor"
+            raise refuse(name + "_", [input, a, b], reason, "use the out-of-place form")
+        result = parts(input, a, b, beta, alpha)
+        if result is NotImplemented:
+            return result
+        if beta == 0:
+            return input.copy_(result)
+        return (input if beta == 1 else input.mul_(beta)).add_(result)
+
+
+def _autocast(t: Tensor) -> bool:
+    return torch.is_autocast_enabled(t.device.type)
+
+
+for _name, _of in _ADDED.items():
+    _register_added(_name, *_of)
+
+
+# -- linear and bilinear layers -----------------------------------------------------------------------------------
+
+
 @register(F.linear)
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(input, ShardTensor):
+    mesh = common_mesh("linear", [t for t in (input, weight, bias) if t is not None])
+    if mesh is None:
         return NotImplemented
-    x = as_operand(input, input.device_mesh)
+    shape = torch_judges(F.linear, input, weight, bias).shape
+    x, last = as_operand(input, mesh), input.ndim - 1
     spec = x._spec
-    last = x.ndim - 1
-    shape = torch_judges(F.linear, x, weight, bias).shape
-    if last in spec.sharded_dims():
-        y = _matmul(x, weight.t() if weight.ndim == 2 else weight)
+    if last in spec.sharded_dims() or _is_cut(weight) or _is_cut(bias):
+        lead, rows = tuple(range(last)), ("rows",) * (weight.ndim - 1)
+        y = contract("linear", F.linear, Form(((*lead, "k"), (*rows, "k")), (*lead, *rows)), x, weight, mesh=mesh)
         return y if bias is None else y + bias.to(y.dtype)
     w, b = local_parameters("linear", spec, weight, bias)
     y = F.linear(x.to_local(), w, b)
-    return _FromLocal.apply(y, _out_spec(spec.mesh, shape, y.dtype, list(zip(spec.placements, spec.sizes))))
+    out = spec.replace(meta=spec.tensor_meta._replace(shape=shape, stride=_stride(shape), dtype=y.dtype))
+    return _FromLocal.apply(y, out)
 
 
-# -- below autograd: mm and bmm, whose gradients torch writes in terms of themselves ----------------------------------
+def _stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _is_cut(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements)
+
+
+@register(F.bilinear, torch.bilinear)
+def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    operands = [t for t in (input1, input2, weight, bias) if t is not None]
+    if common_mesh("bilinear", operands) is None:
+        return NotImplemented
+    torch_judges(F.bilinear, input1, input2, weight, bias)
+    y = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+# -- einsum and what it expresses -----------------------------------------------------------------------------------
+
+
+@register(torch.einsum, torch.functional.einsum)
+def _einsum(equation: Any, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or common_mesh("einsum", operands) is None:
+        return NotImplemented
+    torch_judges(torch.einsum, equation, *operands)
+    terms, out = _letters(equation, [t.ndim for t in operands])
+    return _contract_letters(terms, out, list(operands))
+
+
+@lru_cache(maxsize=1024)
+def _letters_of(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+    given, arrow, result = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    free = [c for c in string.ascii_letters if c not in equation]
+    longest = max(n - len(t.replace("...", "")) for t, n in zip(terms, ndims, strict=True))
+    dots = "".join(free[:longest])
+
+    def spelled(term: str, ndim: int) -> str:
+        n = ndim - len(term.replace("...", ""))
+        return term.replace("...", dots[len(dots) - n :]) if "..." in term else term
+
+    spelled_terms = tuple(spelled(t, n) for t, n in zip(terms, ndims, strict=True))
+    if not arrow:
+        once = sorted(c for c in set(given) - set(".,") if given.count(c) == 1)
+        result = "..." * ("..." in given) + "".join(once)
+    return spelled_terms, result.replace("...", dots)
+
+
+def _letters(equation: str, ndims: Sequence[int]) -> tuple[tuple[str, ...], str]:
+    """The operands' and the result's dims, one letter each.
+
+    Example:
+        >>> _letters("b...i, ij", [4, 2])
+        (('bcdi', 'ij'), 'cdbj')
+    """
+    return _letters_of(equation, tuple(ndims))
+
+
+def _contract_letters(terms: Sequence[str], out: str, operands: list[Any]) -> Any:
+    """All at once where the shards allow it, otherwise two operands at a time, from the left."""
+    equation = ",".join(terms) + "->" + out
+    length: dict[str, int] = {}
+    for term, t in zip(terms, operands, strict=True):
+        for letter, n in zip(term, t.shape, strict=True):
+            length[letter] = n if length.get(letter, 1) == 1 else length[letter]
+    labels = tuple(
+        tuple(c if n == length[c] else None for c, n in zip(term, t.shape, strict=True))
+        for term, t in zip(terms, operands, strict=True)
+    )
+    try:
+        return contract("einsum", lambda *locals_: torch.einsum(equation, *locals_), Form(labels, out), *operands)
+    except UnsupportedSharding:
+        if len(operands) < 3:
+            raise
+    (a, b), rest = terms[:2], terms[2:]
+    kept = "".join(dict.fromkeys(c for c in a + b if c in out or any(c in term for term in rest)))
+    first = torch.einsum(f"{a},{b}->{kept}", *operands[:2])
+    return _contract_letters([kept, *rest], out, [first, *operands[2:]])
+
+
+@register(torch.tensordot, torch.functional.tensordot)
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Any:
+    if out is not None or common_mesh("tensordot", [a, b]) is None:
+        return NotImplemented
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    judged = dims if isinstance(dims, int) else tuple(tuple(d) if isinstance(d, (list, tuple)) else (d,) for d in dims)
+    torch_judges(torch.tensordot, a, b, judged)
+    if isinstance(judged, int):
+        judged = tuple(range(a.ndim - judged, a.ndim)), tuple(range(judged))
+    pairs = [(i % a.ndim, j % b.ndim) for i, j in zip(*judged, strict=True)]
+    left: list[Any] = [("a", d) for d in range(a.ndim)]
+    right: list[Any] = [("b", d) for d in range(b.ndim)]
+    for i, j in pairs:
+        # A contracted dim of length 1 is broadcast.
+        left[i] = ("k", i) if a.shape[i] == b.shape[j] or b.shape[j] == 1 else None
+        right[j] = ("k", i) if a.shape[i] == b.shape[j] or a.shape[i] == 1 else None
+    kept = [label for label in (*left, *right) if label is not None and label[0] != "k"]
+    form = Form((tuple(left), tuple(right)), tuple(kept))
+    return contract("tensordot", lambda x, y: torch.tensordot(x, y, judged), form, a, b)
+
+
+@register(torch.inner, Tensor.inner)
+def _inner(input: Any, other: Any) -> Any:
+    if common_mesh("inner", [input, other]) is None:
+        return NotImplemented
+    torch_judges(torch.inner, input, other)
+    return torch.tensordot(input, other, ([-1], [-1])) if input.ndim and other.ndim else input * other
+
+
+@register(torch.kron, Tensor.kron)
+def _kron(input: Any, other: Any) -> Any:
+    """An outer product, whose dims are merged by pairs: the first factor's lead, unless they have length 1."""
+    if common_mesh("kron", [input, other]) is None:
+        return NotImplemented
+    ndim = max(input.ndim, other.ndim)
+    a, b = (t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)) for t in (input, other))
+    if not ndim:
+        return a * b
+    left, right = string.ascii_letters[:ndim], string.ascii_letters[ndim : 2 * ndim]
+    y = torch.einsum(f"{left},{right}->{''.join(map(''.join, zip(left, right)))}", a, b)
+    buried = [2 * d + 1 for d in range(ndim) if a.shape[d] != 1]
+    return _with_free(y, buried).reshape([m * n for m, n in zip(a.shape, b.shape, strict=True)])
+
+
+def _with_free(t: Any, dims: Sequence[int]) -> Any:
+    """``t`` with none of ``dims`` sharded; refused where no other dim can be."""
+    spec = t._spec.for_gradient()
+    return redistribute_to(t, whole_rows("kron", spec, *dims))
+
+
+# -- below autograd: what torch's own formulas call ---------------------------------------------------------------
 
 
 @rule(_aten.mm.default, _aten.bmm.default)
-def _mm(call: Call) -> Plan:
+def _mm_below(call: Call) -> Plan:
     reduced = call.reduced()
     mesh = call.specs[0].mesh
     specs = []
@@ -202,46 +308,48 @@ def _mm(call: Call) -> Plan:
         # A plain operand counts as replicated.
         plain = None if (i,) in reduced else ShardTensorSpec.make(mesh, [Replicate()] * mesh.ndim, a.shape, a.dtype)
         specs.append(reduced[(i,)] if plain is None else plain)
-    how = _product(call.func, *specs)
-    targets = [_with(s, cuts) for s, cuts in zip(specs, (how.a, how.b), strict=True)]
+    how = arrange(call.func, _MM if call.func == _aten.mm.default else _BMM, tuple(specs))
+    plain_slices = {
+        i: [(d, *t.interval(m)) for d, m in t.sharded_dims().items()]
+        for i, t in enumerate(how.targets)
+        if (i,) not in reduced
+    }
     func = call.func
-    slices = {i: [(d, *t.interval(m)) for d, m in t.sharded_dims().items()] for i, t in enumerate(targets)}
-    plain_slices = {i: s for i, s in slices.items() if (i,) not in reduced}
 
     def local(a: Tensor, b: Tensor) -> Tensor:
         operands = [a, b]
         for i, places in plain_slices.items():
             for d, start, stop in places:
                 operands[i] = operands[i].narrow(d, start, stop - start)
-        return func(*operands)
+        return how.compute(func, operands)
 
-    out = ShardTensorSpec(mesh, [p for p, _ in how.out], meta_of(call.meta), tuple(s for _, s in how.out))
-    return call.plan(out, {path: targets[path[0]] for path in reduced}, call=local)
+    out = how.out(call.meta.shape, call.meta.dtype).replace(meta=meta_of(call.meta))
+    return call.plan(out, {path: how.targets[path[0]] for path in reduced}, call=local)
 
 
 @register(_aten.addmm.default)
-def _addmm(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _added(input, _product_of(_aten.mm.default, a, b), beta, alpha)
+def _addmm_below(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _added_below(input, _product_below(_aten.mm.default, a, b), beta, alpha)
 
 
 @register(_aten.baddbmm.default)
-def _baddbmm(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _added(input, _product_of(_aten.bmm.default, a, b), beta, alpha)
+def _baddbmm_below(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _added_below(input, _product_below(_aten.bmm.default, a, b), beta, alpha)
 
 
-def _product_of(op: Any, a: Any, b: Any) -> Any:
+@register(_aten.mv.default)
+def _mv_below(a: Any, b: Any) -> Any:
+    column = run(_aten.unsqueeze.default, (b, 1), {}) if isinstance(b, DTensor) else b.unsqueeze(1)
+    return run(_aten.squeeze.dim, (_product_below(_aten.mm.default, a, column), 1), {})
+
+
+def _product_below(op: Any, a: Any, b: Any) -> Any:
     return run(op, (a, b), {}) if isinstance(a, DTensor) or isinstance(b, DTensor) else op(a, b)
 
 
-def _added(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
+def _added_below(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
     if alpha != 1:
         product = product * alpha
     if beta == 0 and isinstance(product, DTensor):
         return product  # what input holds, NaN even, does not matter then
     return run(_aten.add.Tensor, (product, input), {"alpha": beta})
-
-
-@register(_aten.mv.default)
-def _mv(a: Any, b: Any) -> Any:
-    column = run(_aten.unsqueeze.default, (b, 1), {}) if isinstance(b, DTensor) else b.unsqueeze(1)
-    return run(_aten.squeeze.dim, (_product_of(_aten.mm.default, a, column), 1), {})
