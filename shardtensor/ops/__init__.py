@@ -8,6 +8,7 @@ from . import (  # noqa: F401
     joining,
     linear,
     losses,
+    multihead,
     neighborhood,
     normalization,
     padding,
