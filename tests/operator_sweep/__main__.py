@@ -9,6 +9,7 @@ from collections import Counter
 
 from .cases import DTYPES, operator_names
 from .drive import Report, sweep
+from .table import write
 from .worker import Case, Options
 
 
@@ -22,8 +23,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=10**9, help="samples of each operator")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
     parser.add_argument("--json", help="write all cases to this file")
+    parser.add_argument("--write", action="store_true", help="renew docs/operators.md; takes hours for all operators")
+    parser.add_argument("--tables-of", nargs="+", metavar="TITLE=FILE", help="renew it from what --json wrote earlier")
     parser.add_argument("--refused", action="store_true", help="print the refused cases too, one line a reason")
     options = parser.parse_args()
+    if options.tables_of:
+        write([(title, load(path)) for title, path in (item.split("=", 1) for item in options.tables_of)])
+        return
     index, parts = map(int, options.part.split("/"))
     names = operator_names(tuple(options.operators))[index::parts]
     report = Report()
@@ -41,6 +47,9 @@ def main() -> None:
         for (operator, reason), count in reasons.most_common():
             print(f"  refused {count} x: {operator}: {reason}")
     print(f"{report.share_right(lambda case: not case.random):.1%} of the cases without random numbers are right")
+    if options.write:
+        ranks, dtypes = " and ".join(map(str, options.ranks)), ", ".join(options.dtypes)
+        write([(f"{ranks} ranks, {dtypes}", report)])
     if options.json:
         with open(options.json, "w") as file:
             json.dump([vars(case) for case in report.cases], file)

@@ -8,13 +8,14 @@ begin; otherwise the ranks stop, and the parent goes on with new processes behin
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 import os
 import struct
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import shardtensor
 from shardtensor import UnsupportedSharding
 
-from .cases import DTYPES, Cut, copied_sample, cuts, first_operands, in_double, place, samples, variant
+from .cases import DTYPES, Cut, copied_sample, cuts, database, first_operands, in_double, place, samples, variant
 
 RIGHT, REFUSED, WRONG, FOREIGN, IMPRECISE = range(5)
 NAMES = {RIGHT: "right", REFUSED: "refused", WRONG: "wrong", FOREIGN: "foreign", IMPRECISE: "wrong"}
@@ -46,12 +47,14 @@ class Options:
         kind: "function" (with gradients where there are any), "forward" (without), "in place".
         gather: inside allow_gather().
         limit: at most so many samples of each operator.
+        setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
     """
 
     dtype: str = "float"
     kind: str = "function"
     gather: bool = False
     limit: int = 10**9
+    setup: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,11 @@ def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def evaluate(function: Callable[..., Any], arguments: tuple[Any, Any, Any], gradients: bool) -> list[Any]:
-    """The whole results, then the whole gradients."""
+    """The results, then the gradients; on shards both are still sharded."""
     first, args, kwargs = arguments
     torch.manual_seed(1)
     outputs = tree_leaves(function(first, *args, **kwargs))
-    results = [whole(t).detach() if isinstance(t, torch.Tensor) else t for t in outputs]
+    results = [t.detach() if isinstance(t, torch.Tensor) else t for t in outputs]
     roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
     if not gradients or not roots:
         return results
@@ -130,7 +133,7 @@ def evaluate(function: Callable[..., Any], arguments: tuple[Any, Any, Any], grad
     for leaf, grad in zip(leaves, found):
         if grad is not None and isinstance(grad, DTensor) != isinstance(leaf, DTensor):
             raise TypeError(f"a gradient of type {type(grad).__name__} for a {type(leaf).__name__}")
-    return results + [torch.zeros(t.shape, dtype=t.dtype) if g is None else whole(g) for g, t in zip(found, leaves)]
+    return results + [torch.zeros(t.shape, dtype=t.dtype) if g is None else g for g, t in zip(found, leaves)]
 
 
 def difference(got: list[Any], expected: list[Any], tolerance: float, values: bool) -> str | None:
@@ -167,6 +170,12 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
     Each is also written to a file at once, for a parent that has to end this process.
     """
     warnings.simplefilter("ignore")
+    if options.setup is not None:
+        undo = getattr(importlib.import_module(options.setup[0]), options.setup[1])()
+        try:
+            return run_operator(name, replace(options, setup=None), folder, skip, started)
+        finally:
+            undo()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     lockstep = Lockstep(Path(folder) / f"lockstep-{started}", rank, ranks)
     log = open(Path(folder) / f"log-{rank}", "a")  # noqa: SIM115
@@ -182,13 +191,11 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
                 reference = reference or Expected(name, sample, options)
                 if reference.impossible:
                     break
-                outcome, detail = reference.compare(cut, ranks)
-                said = lockstep.outcomes(outcome)
-                if IMPRECISE in said and set(said) <= {RIGHT, IMPRECISE}:
-                    outcome, detail = reference.compare(cut, ranks, precisely=True)
-                    said = lockstep.outcomes(outcome)
+                said, detail = reference.compare(cut, lockstep)
+                if IMPRECISE in said:
+                    said, detail = reference.compare(cut, lockstep, precisely=True)
                 together = NAMES[said[0]] if len(set(said)) == 1 else "split"
-                if together == "split" and WRONG in said and set(said) <= {RIGHT, WRONG, IMPRECISE}:
+                if WRONG in said and set(said) <= {RIGHT, WRONG}:
                     together = "wrong"
                 case = Case(name, i, str(cut), together, detail, reference.random)
                 found.append(case)
@@ -200,8 +207,6 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
 
 def samples_of(name: str, options: Options) -> list[Any]:
     """The samples that the options ask for, if the operator takes them."""
-    from .cases import database
-
     op, dtype = database()[name], DTYPES[options.dtype]
     function = variant(name, options.kind)
     if function is None or not op.supports_dtype(dtype, "cpu"):
@@ -216,8 +221,6 @@ def samples_of(name: str, options: Options) -> list[Any]:
 
 
 def with_gradients(name: str, options: Options) -> bool:
-    from .cases import database
-
     return options.kind != "forward" and options.dtype == "float" and bool(database()[name].supports_autograd)
 
 
@@ -248,7 +251,8 @@ class Expected:
             return evaluate(lambda x, *a, **k: function(torch.clone(x), *a, **k), (first, args, kwargs), self.gradients)
         return evaluate(function, arguments, self.gradients)
 
-    def compare(self, cut: Cut, ranks: int, precisely: bool = False) -> tuple[int, str]:
+    def compare(self, cut: Cut, lockstep: Lockstep, precisely: bool = False) -> tuple[list[int], str]:
+        """Every rank's outcome, and this rank's words on it."""
         sample, expected = self.sample, self.values
         if precisely:
             if self.precise is None:
@@ -258,15 +262,20 @@ class Expected:
                 except Exception:  # the operator does not take doubles
                     self.precise = sample, self.values
             sample, expected = self.precise
+        got: list[Any] = []
+        outcome, detail = RIGHT, ""
         try:
             with shardtensor.allow_gather() if self.options.gather else contextlib.nullcontext():
-                got = self.run(place(sample, cut, ranks))
+                got = self.run(place(sample, cut, lockstep.ranks))
         except UnsupportedSharding as error:
-            return REFUSED, str(error).split(". Operands:")[0].replace("\n", " ")
+            outcome, detail = REFUSED, str(error).split(". Operands:")[0].replace("\n", " ")
         except Exception as error:
-            return FOREIGN, f"{type(error).__name__}: {' '.join(str(error)[:300].split())}"
+            outcome, detail = FOREIGN, f"{type(error).__name__}: {' '.join(str(error)[:300].split())}"
+        said = lockstep.outcomes(outcome)
+        if any(said):
+            return said, detail
+        # Only now, when all ranks have results, are they put together.
         tolerance = 1e-9 if precisely and sample is not self.sample else 1e-3 if precisely else 2e-5
-        wrong = difference(got, expected, tolerance, values=not (self.random or self.undefined))
-        if wrong:
-            return (WRONG if precisely else IMPRECISE), wrong
-        return RIGHT, ""
+        values = not (self.random or self.undefined)
+        detail = difference([whole(t) for t in got], expected, tolerance, values) or ""
+        return lockstep.outcomes(RIGHT if not detail else WRONG if precisely else IMPRECISE), detail

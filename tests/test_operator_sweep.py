@@ -1,0 +1,150 @@
+"""The sweep over torch's operators: that it sees what it should, and what it says."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from operator_sweep import operator_names, sweep
+from operator_sweep.cases import shard_sizes
+from operator_sweep.drive import Report
+from operator_sweep.table import render
+from operator_sweep.worker import Case, Options
+
+import shardtensor
+from shardtensor import UnsupportedSharding
+
+aten = torch.ops.aten
+
+
+def told(report):
+    """Enough to find a case again."""
+    return "\n".join(f"{c.outcome}: {c.operator} #{c.sample}, {c.cut}: {c.detail}" for c in report.bad())
+
+
+# -- the sweep itself: broken operators are found out -----------------------------------------------------------------
+
+
+def broken(handler):
+    """An operator that does not do what torch's does; on which a sweep is tried."""
+    shardtensor.register(aten.tril.default)(handler)
+    return lambda: shardtensor.unregister(aten.tril.default)
+
+
+def wrong_value():
+    return broken(lambda x, diagonal=0: x * 1.001)
+
+
+def wrong_on_one_rank():
+    return broken(lambda x, diagonal=0: x if dist.get_rank() else NotImplemented)
+
+
+def another_exception():
+    def handler(x, diagonal=0):
+        raise ZeroDivisionError("division by zero")
+
+    return broken(handler)
+
+
+def refused_by_one():
+    def handler(x, diagonal=0):
+        if dist.get_rank():
+            raise UnsupportedSharding("tril: only here")
+        return NotImplemented
+
+    return broken(handler)
+
+
+def waiting_for_nobody():
+    def handler(x, diagonal=0):
+        if dist.get_rank():
+            dist.all_reduce(torch.zeros(1))
+        raise UnsupportedSharding("tril: the other waits")
+
+    return broken(handler)
+
+
+def stuck():
+    def handler(x, diagonal=0):
+        time.sleep(1000)
+
+    return broken(handler)
+
+
+@pytest.mark.parametrize(
+    "setup, outcome",
+    [
+        (wrong_value, "wrong"),
+        (wrong_on_one_rank, "wrong"),
+        (another_exception, "foreign"),
+        (refused_by_one, "split"),
+        pytest.param(waiting_for_nobody, "hang", marks=pytest.mark.slow),
+        pytest.param(stuck, "hang", marks=pytest.mark.slow),
+    ],
+)
+def test_broken_operators_are_found_out(setup, outcome):
+    report = sweep(["tril"], 2, Options(kind="forward", limit=1, setup=(__name__, setup.__name__)), timeout=30)
+    assert report.counted()[outcome] >= 1, told(report)
+    good = sweep(["tril"], 2, Options(kind="forward", limit=1))
+    assert len(report.cases) == len(good.cases)  # it has gone on behind each
+    assert not good.bad() and good.counted()["right"]
+
+
+def test_what_is_swept():
+    names = operator_names()
+    assert len(names) > 600 and {"add", "nn.functional.conv2d", "linalg.svd"} <= set(names)
+    for length in (0, 1, 2, 5, 10):
+        for ranks in (2, 3):
+            for empty in (False, True):
+                assert sum(shard_sizes(length, ranks, empty)) == length
+            assert length == 0 or 0 in shard_sizes(length, ranks, True)
+    said = {case.cut for case in sweep(["mul"], 2, Options(limit=8)).cases}
+    for cut in ("dim 0, others plain", "dim 1, others replicated", "dim 0 with an empty shard, others alike"):
+        assert cut in said
+
+
+def test_tables_are_made_of_cases():
+    cases = [
+        Case("add", 0, "dim 0, others plain", "right", "", False),
+        Case("mul", 0, "dim 0, others plain", "right", "", False),
+        Case("mul", 0, "dim 1, others plain", "refused", "aten.mul: tensor dim 1 of (3, 4) is odd", False),
+        Case("svd", 0, "dim 0, others plain", "refused", "aten.svd: no distributed form is known", False),
+        Case("rand", 0, "dim 0, others plain", "right", "", True),
+    ]
+    text = render([("all", Report(cases))])
+    assert "| all | 5 | 3 | 2 | 0 | 50.0% |" in text
+    assert "### Right in every case (2 operators)" not in text and "### Right in every case (1 operators)" in text
+    assert "| `mul` | 1 of 2 | tensor dim d of (...) is odd |" in text
+    assert "| no distributed form is known | `svd` |" in text
+    assert "(1)\n\n`rand`" in text
+
+
+# -- what it says about the operators ---------------------------------------------------------------------------------
+
+
+def test_every_operator_is_right_or_refused():
+    """The first sample of each, in all cuts, on two ranks; with gradients."""
+    report = sweep(operator_names(), 2, Options(limit=1))
+    assert not report.bad(), told(report)
+    assert len(report.cases) > 3000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["function", "in place"])
+@pytest.mark.parametrize("dtype", ["float", "int", "bool"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_samples(ranks, dtype, kind):
+    report = sweep(operator_names(), ranks, Options(dtype, kind))
+    assert not report.bad(), told(report)
+
+
+@pytest.mark.slow
+def test_most_of_it_is_right():
+    report = sweep(operator_names(), 2, Options(limit=4))
+    assert not report.bad(), told(report)
+    assert report.share_right(lambda case: not case.random) > 0.9
+    report = sweep(operator_names(), 2, Options(limit=4, gather=True))
+    assert not report.bad(), told(report)
+    assert report.share_right(lambda case: not case.random) > 0.97
