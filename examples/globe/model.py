@@ -55,7 +55,11 @@ class UNet(nn.Module):
         features = [self.stem(x)]
         for down in self.downs:
             features.append(down(features[-1]))
-        x = features.pop()
+        x = self.lowest(features.pop())
         for up in reversed(self.ups):
             x = up(x, features.pop())
         return self.head(x)
+
+    def lowest(self, x: Tensor) -> Tensor:
+        """What happens to the coarsest features before the way up."""
+        return x

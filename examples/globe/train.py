@@ -3,6 +3,7 @@
 python train.py                                           plain PyTorch, one process
 torchrun --nproc-per-node 2 train.py                      two latitude bands of different heights
 torchrun --nproc-per-node 4 train.py --mesh 2x2 --check   latitude x longitude, compared with plain PyTorch
+torchrun --nproc-per-node 2 train.py --attention          with natten's neighborhood attention at the lowest level
 """
 
 import argparse
@@ -45,11 +46,20 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, image: Tensor
     return loss.item()
 
 
+def make_model(args: argparse.Namespace, sharded: bool) -> nn.Module:
+    if not args.attention:
+        return UNet(width=args.width)
+    from attention import AttentionUNet, PlainAttention
+
+    # On plain tensors natten needs an accelerator.
+    return AttentionUNet(width=args.width, attention=None if sharded else PlainAttention)
+
+
 def train(args: argparse.Namespace, image: Tensor, land: Tensor, label: str, quiet: bool) -> tuple[nn.Module, History]:
     """Train a fresh model on bytes `image` and `land`; the seed makes its first weights equal on every rank."""
     torch.manual_seed(args.seed)
     dtype = getattr(torch, args.dtype)
-    model = UNet(width=args.width).to(image.device, dtype)
+    model = make_model(args, sharded=hasattr(image, "shard_sizes")).to(image.device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     image, land = data.normalise(image, dtype), land.to(dtype)
     history = History()
@@ -112,6 +122,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, help="default: 100, or 10 with --check")
     add("--lr", type=float, default=0.01)
     add("--width", type=int, default=8, help="channels at full size; a multiple of 4")
+    add("--attention", action="store_true", help="neighborhood attention at the lowest level; needs natten")
     add("--dtype", choices=TOLERANCE, default="float32")
     add("--seed", type=int, default=0)
     add("--device", help="cpu, cuda, ...; default: the accelerator if there is one, else cpu")
@@ -128,6 +139,11 @@ def parse_arguments() -> argparse.Namespace:
             raise ValueError(f"--resolution must be from 32 to {data.FULL_HEIGHT}")
         if args.steps < 1 or args.width < 4 or args.width % 4:
             raise ValueError("--steps must be positive and --width a multiple of 4")
+        if args.attention:
+            from attention import AttentionUNet
+
+            if args.resolution < AttentionUNet.least():
+                raise ValueError(f"--attention needs a --resolution of at least {AttentionUNet.least()}")
         if args.check and not args.sharded:
             raise ValueError("--check compares with a sharded run: start it with torchrun")
         args.layout = make_layout(args.resolution, args.world_size, args.mesh, args.rank_sizes, args.rank_sizes_lon)
