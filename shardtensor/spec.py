@@ -84,7 +84,7 @@ class ShardTensorSpec(DTensorSpec):
         placements = normalize_placements(placements, mesh, len(shape))
         sizes = normalize_sizes(shard_sizes, placements, shape, mesh)
         stride = tuple(stride) if stride is not None else contiguous_stride(shape)
-        return cls(mesh, placements, TensorMeta(shape, stride, dtype), sizes)
+        return cls.of(mesh, placements, TensorMeta(shape, stride, dtype), sizes)
 
     def replace(
         self,

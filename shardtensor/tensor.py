@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import dispatch
-from ._compat import DisableTorchFunction, claim_dispatch, current_mesh, new_wrapper, without_zero_tensor
+from ._compat import DisableTorchFunction, TensorMeta, claim_dispatch, current_mesh, new_wrapper, without_zero_tensor
 from .agreement import agree_on_local
 from .dispatch import SCALARS, spec_of, wrap
 from .errors import UnsupportedSharding, refuse
@@ -172,6 +172,24 @@ class ShardTensor(DTensor):
     def shard_sizes(self) -> dict[int, tuple[int, ...]]:
         """``{mesh_dim: (size on rank 0, size on rank 1, ...)}`` for the sharded mesh dims."""
         return self._spec.shard_sizes
+
+    # Asked for all the time, and known without the way through torch functions.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._spec.tensor_meta.shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._spec.tensor_meta.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._spec.tensor_meta.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._local_tensor.device
 
     # -- torch's protocols --------------------------------------------------------------------------------
 
@@ -327,7 +345,8 @@ def promote(plain: Tensor, mesh: DeviceMesh) -> Any:
     """A plain tensor, equal on every rank, as a replicated ShardTensor on ``mesh``. Differentiable."""
     if plain.device.type != mesh.device_type:
         raise ValueError(f"a plain tensor on {plain.device} meets a ShardTensor on a mesh of {mesh.device_type}")
-    spec = ShardTensorSpec.make(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, stride=plain.stride())
+    meta = TensorMeta(plain.shape, plain.stride(), plain.dtype)
+    spec = ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta, (None,) * mesh.ndim)
     return _Promote.apply(plain, spec)
 
 

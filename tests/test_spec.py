@@ -75,7 +75,7 @@ def compare():
         return ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=given, stride=stride)
 
     base = spec()
-    same = spec()
+    same = copy.copy(base)
     others = [
         spec(sizes=(4, 4)),
         spec(sizes=(3, 5)),
@@ -91,7 +91,8 @@ def compare():
         assert base._stable_hash() != other._stable_hash()
     assert base._stable_hash() == same._stable_hash()
     assert base != base.__class__.__mro__[1](base.mesh, base.placements, base.tensor_meta)  # DTensor's own spec
-    assert copy.copy(base) == base
+    assert spec() is base and base.replace(placements=base.placements) is base
+    assert base.coordinate == (1,) and "coordinate" not in vars(copy.copy(base))  # another rank's is another
     return True
 
 

@@ -100,7 +100,7 @@ def plan_convolution(
         axes.append(Axis(dim, m, plan))
         reads[dim], outs[dim] = read[rank], out[rank]
     out_global = (shape[0], weight[0], *(w.outputs for w in windows))
-    out_spec = ShardTensorSpec(
+    out_spec = ShardTensorSpec.of(
         spec.mesh,
         spec.placements,
         type(spec.tensor_meta)(torch.Size(out_global), stride_of(spec, out_global), spec.tensor_meta.dtype),

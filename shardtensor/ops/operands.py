@@ -63,7 +63,7 @@ def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTenso
                 chosen = (p, None)
         placements.append(chosen[0])
         sizes.append(chosen[1])
-    return ShardTensorSpec(mesh, placements, meta, tuple(sizes))
+    return ShardTensorSpec.of(mesh, placements, meta, tuple(sizes))
 
 
 def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
@@ -136,8 +136,9 @@ def torch_judges(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Ten
     def describe(a: Any) -> Any:
         if isinstance(a, Tensor):
             # Autocast would cast, but does not act on meta tensors.
-            cast = a.is_floating_point() and torch.is_autocast_enabled(a.device.type)
-            return _Like(tuple(a.shape), tuple(a.stride()), torch.float32 if cast else a.dtype)
+            cast = a.dtype.is_floating_point and torch.is_autocast_enabled(a.device.type)
+            stride = a._spec.tensor_meta.stride if isinstance(a, ShardTensor) else a.stride()
+            return _Like(a.shape, stride, torch.float32 if cast else a.dtype)
         return tuple(a) if isinstance(a, list) else a
 
     named = tuple((k, describe(v)) for k, v in kwargs.items())

@@ -54,7 +54,7 @@ def reduced_spec(spec: ShardTensorSpec, meta: Tensor, dims: Sequence[int], keepd
                 p = p if keepdim else Shard(p.dim - sum(d < p.dim for d in dims))
         placements.append(p)
         sizes.append(size)
-    return ShardTensorSpec(spec.mesh, placements, meta_of(meta), tuple(sizes))
+    return ShardTensorSpec.of(spec.mesh, placements, meta_of(meta), tuple(sizes))
 
 
 def neutral_element(op: str, dtype: torch.dtype) -> Any:

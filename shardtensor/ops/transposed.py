@@ -124,7 +124,7 @@ def _transposed(
     w, b = local_parameters(name, spec, weight, bias)
     assert w is not None
     meta = meta._replace(stride=stride_of(spec, meta.shape), dtype=x.dtype)
-    out_spec = ShardTensorSpec(spec.mesh, spec.placements, meta, tuple(sizes))
+    out_spec = ShardTensorSpec.of(spec.mesh, spec.placements, meta, tuple(sizes))
     part = borrow_dims(x.to_local(), spec, needs)
     shape = out_spec.local_shape()
     if 0 in shape or part.numel() == 0:

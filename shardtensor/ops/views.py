@@ -57,7 +57,7 @@ def carry(call: Call, spec: ShardTensorSpec, meta: Tensor, dims: dict[int, Any])
             p, size = Shard(dim), tuple(n * times // by for n in size)
         placements.append(p)
         sizes.append(size)
-    return ShardTensorSpec(spec.mesh, placements, meta_of(meta), tuple(sizes))
+    return ShardTensorSpec.of(spec.mesh, placements, meta_of(meta), tuple(sizes))
 
 
 def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
