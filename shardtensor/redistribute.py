@@ -99,7 +99,7 @@ def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> 
         return move_intervals(local, old.dim, own, need, rank, group)
     if isinstance(old, Partial):
         if isinstance(new, Shard):
-            return _reduce_scatter(local, old, new.dim, intervals_of(dst.cut(m)), rank, group)
+            return reduce_scatter(local, old, new.dim, intervals_of(dst.cut(m)), rank, group)
         whole_value = all_reduce(local, group, old.reduce_op)
         return whole_value if new.is_replicate() else _replicate_to_partial(whole_value, new, rank)
     if isinstance(new, Shard):
@@ -233,7 +233,7 @@ def swap_blocks(
     ]
 
 
-def _reduce_scatter(
+def reduce_scatter(
     local: Tensor, partial: Partial, dim: int, blocks: Sequence[Interval], rank: int, group: dist.ProcessGroup
 ) -> Tensor:
     """Each rank's slice of the reduced value; contributions are reduced in rank order, so runs repeat exactly."""

@@ -7,6 +7,7 @@ from . import (  # noqa: F401
     indexing,
     joining,
     linear,
+    lookups,
     losses,
     multihead,
     neighborhood,
@@ -19,6 +20,7 @@ from . import (  # noqa: F401
     resampling,
     scans,
     slicing,
+    subscripts,
     transposed,
     views,
 )

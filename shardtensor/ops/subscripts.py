@@ -1,0 +1,296 @@
+"""``x[index]`` and ``x[index] = value``, with numbers, slices, index tensors and masks along any dims.
+
+Reading: everything but tensors comes first (views and entries), then index tensors look up, see lookups.py. Writing:
+the part that slices and numbers name is a view of the shard (a number on a sharded dim is a slice of length 1), and
+index tensors or masks write into that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..errors import refuse
+from ..registry import register
+from ..tensor import ShardTensor
+from .indexing import is_mask
+from .lookups import flat_cumsum, is_cut, look_up
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+
+
+def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
+    """The entries of an index with the dim that each one acts on; None where that is left to torch."""
+    items = index if type(index) is tuple else (index,)
+    used = 0
+    for item in items:
+        if is_mask(item):
+            used += item.ndim
+        elif isinstance(item, (list, range, tuple, bool)):
+            return None
+        elif item is not None and item is not Ellipsis:
+            used += 1
+    if used > x.ndim or sum(item is Ellipsis for item in items) > 1:
+        return None
+    result: list[tuple[Any, int | None]] = []
+    dim = 0
+    for item in items:
+        if item is None or item is Ellipsis:
+            result.append((item, None))
+            dim += x.ndim - used if item is Ellipsis else 0
+        else:
+            result.append((item, dim))
+            dim += item.ndim if is_mask(item) else 1
+    return result
+
+
+def _with_tensors(index: Any, device: torch.device) -> Any:
+    """An index with lists of numbers made tensors."""
+
+    def convert(item: Any) -> Any:
+        plain = isinstance(item, list) and item and all(_is_integer(i) for i in item)
+        return torch.tensor(item, device=device) if plain else item
+
+    return tuple(convert(item) for item in index) if type(index) is tuple else convert(index)
+
+
+def _is_integer(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _entry(x: Any, dim: int, index: int) -> int:
+    n = x.shape[dim]
+    if not -n <= index < n:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
+    return index % n
+
+
+def _concerned(self: Any, entries: Sequence[tuple[Any, int | None]] | None) -> bool:
+    """Whether numbers or tensors of an index act on a sharded dim."""
+    if entries is None:
+        return False
+    sharded = self._spec.sharded_dims()
+    for item, dim in entries:
+        if dim is None or isinstance(item, slice):
+            continue
+        dims = range(dim, dim + (item.ndim if is_mask(item) else 1))
+        if any(d in sharded for d in dims):
+            return True
+    return False
+
+
+@register(Tensor.__getitem__)
+def _getitem(self: Any, index: Any) -> Any:
+    if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
+        return NotImplemented
+    index = _with_tensors(index, self.device)
+    entries = _entries(self, index)
+    if entries is None or not _concerned(self, entries):
+        return NotImplemented
+    if any(isinstance(item, Tensor) for item, _ in entries):
+        items, tensors = _part(self, entries, numbers_stay=False)
+        x = self[tuple(items)] if any(item != slice(None) for item in items) else self
+        return look_up(x, _indices("__getitem__", x, tensors))
+    sharded = self._spec.sharded_dims()
+    x, rest = self, []
+    for item, dim in reversed(entries):
+        if _is_integer(item) and dim in sharded:
+            x = torch.select(x, dim, item)
+        else:
+            rest.append(item)
+    return x[tuple(reversed(rest))] if rest else x
+
+
+def _part(
+    x: Any, entries: Sequence[tuple[Any, int | None]], *, numbers_stay: bool
+) -> tuple[list[Any], list[tuple[int, Any]]]:
+    """An index without its tensors, and for each of these the dim of the part on which it acts.
+
+    Args:
+        numbers_stay: a number on a sharded dim becomes a slice of length 1, which keeps the dim.
+    """
+    sharded = x._spec.sharded_dims()
+    consumed = sum(item.ndim if is_mask(item) else 1 for item, dim in entries if dim is not None)
+    items: list[Any] = []
+    tensors: list[tuple[int, Any]] = []
+    at = 0
+    for item, dim in entries:
+        if isinstance(item, Tensor):
+            n = item.ndim if is_mask(item) else 1
+            tensors.append((at, item))
+            items += [slice(None)] * n
+            at += n
+        elif _is_integer(item):
+            if numbers_stay and dim in sharded:
+                place = _entry(x, dim, item)  # type: ignore[arg-type]
+                tensors.append((at, place))
+                items.append(slice(place, place + 1))
+                at += 1
+            else:
+                items.append(item)
+        else:
+            items.append(item)
+            at += x.ndim - consumed if item is Ellipsis else 1
+    return items, tensors
+
+
+def _indices(op: str, x: Any, tensors: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
+    """One index for each dim of ``x``. A mask that every rank has whole stands for the places where it is true."""
+    result: list[Tensor | None] = [None] * x.ndim
+    for dim, item in tensors:
+        if not is_mask(item):
+            result[dim] = item
+            continue
+        if item.shape != x.shape[dim : dim + item.ndim]:
+            raise IndexError(
+                f"the mask of shape {tuple(item.shape)} does not fit the dims {tuple(x.shape[dim : dim + item.ndim])}"
+            )
+        if isinstance(item, DTensor):
+            if not all(p.is_replicate() for p in item.placements):
+                raise refuse(
+                    op,
+                    [x, item],
+                    "how many entries a sharded mask selects depends on its values",
+                    "use torch.where or masked_fill, or redistribute the mask to Replicate()",
+                )
+            item = item.to_local()
+        result[dim : dim + item.ndim] = item.nonzero().unbind(1)
+    return result
+
+
+# -- writing --------------------------------------------------------------------------------------------------
+
+
+@register(Tensor.__setitem__)
+def _setitem(self: Any, index: Any, value: Any) -> Any:
+    if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
+        return NotImplemented
+    index = _with_tensors(index, self.device)
+    entries = _entries(self, index)
+    if entries is None or not _concerned(self, entries):
+        return NotImplemented
+    items, tensors = _part(self, entries, numbers_stay=True)
+    part = self[tuple(items)]
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=self.dtype, device=self.device)
+    if not any(isinstance(item, Tensor) for _, item in tensors):
+        part.copy_(_with_numbers(value, part.ndim, [dim for dim, _ in tensors]))
+        return None
+    # A number beside index tensors has been taken out before torch looks which of these stand together.
+    numbers = [dim for dim, item in tensors if not isinstance(item, Tensor)]
+    if numbers:
+        places = [(dim, item) for dim, item in tensors if isinstance(item, Tensor)]
+        first = places[0][0]
+        order = [d for d in range(part.ndim) if d not in numbers]
+        at = order.index(first)
+        order[at:at] = numbers
+        part = part.permute(order)
+        tensors = [(order.index(d), item) for d, item in places]
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        tensors += [(order.index(d), zero) for d in numbers]
+        tensors.sort(key=lambda pair: pair[0])
+    masks = [(dim, item) for dim, item in tensors if is_mask(item)]
+    if len(tensors) == 1 and masks:
+        _write_masked(part, *masks[0], value, False)
+        return None
+    _aten.index_put_.default(part, _indices("__setitem__", part, tensors), value.to(self.dtype))
+    return None
+
+
+def _with_numbers(value: Any, ndim: int, dims: Sequence[int]) -> Any:
+    """A value for a part of ``ndim`` dims, of which it does not know ``dims``: they get length 1."""
+    for d in sorted(dims, reverse=True):
+        after = ndim - 1 - d
+        if value.ndim > after:
+            value = value.unsqueeze(value.ndim - after)
+    while value.ndim > ndim and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+def _write_masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> None:
+    """``x[:, ..., mask] = values``, where the mask may be sharded."""
+    values = values.to(x.dtype)
+    x.copy_(masked(x, dim, mask, values, accumulate))
+
+
+def masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> Any:
+    """``x`` with the entries of its dims from ``dim`` on where ``mask`` is true replaced by ``values`` (or added)."""
+    if mask.shape != x.shape[dim : dim + mask.ndim]:
+        raise IndexError(
+            f"the mask of shape {tuple(mask.shape)} does not fit the dims {tuple(x.shape[dim : dim + mask.ndim])}"
+        )
+    mask = mask.bool()
+    after = x.ndim - dim - mask.ndim  # dims of x behind those of the mask
+    many = values.ndim > after and values.shape[values.ndim - 1 - after] != 1
+    if many:
+        count, n = int(mask.sum()), values.shape[values.ndim - 1 - after]
+        if n != count:
+            raise IndexError(f"shape mismatch: {n} values for the {count} entries that the mask selects")
+        if not n:
+            return x
+        place = (flat_cumsum(mask.long()) - 1).clamp(min=0)
+        lead = values.ndim - 1 - after
+        values = look_up(values, [None] * lead + [place])
+    elif values.ndim > after:
+        for _ in range(mask.ndim - 1):
+            values = values.unsqueeze(values.ndim - 1 - after)
+    wide = mask
+    for _ in range(after):
+        wide = wide.unsqueeze(-1)
+    return torch.where(wide, x + values if accumulate else values, x)
+
+
+@register(torch.masked_scatter, Tensor.masked_scatter)
+def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
+    if not is_cut(input, mask, source):
+        return NotImplemented
+    if input.dtype != source.dtype or mask.dtype != torch.bool:
+        raise RuntimeError(
+            f"masked_scatter: expected self and source to have same dtypes and a bool mask, but got {input.dtype}, "
+            f"{source.dtype} and {mask.dtype}"
+        )
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    input, mask = input.expand(shape), mask.expand(shape)
+    place = flat_cumsum(mask.long())
+    needed = int(place.max()) if place.numel() else 0
+    if needed > source.numel():
+        raise RuntimeError("Number of elements of source < number of ones in mask")
+    if not needed:
+        return input.clone()
+    return torch.where(mask, look_up(source.reshape(-1), [(place - 1).clamp(min=0)]), input)
+
+
+@register(Tensor.masked_scatter_)
+def _masked_scatter_in_place(self: Any, mask: Any, source: Any) -> Any:
+    if not is_cut(self, mask, source):
+        return NotImplemented
+    if not isinstance(self, ShardTensor):
+        reason = "a ShardTensor cannot be written into a plain tensor"
+        raise refuse("masked_scatter_", [self, mask, source], reason, "use the out-of-place form")
+    return self.copy_(_masked_scatter(self, mask, source))
+
+
+def _put_sharded_mask(x: Any, indices: Any, values: Any, accumulate: bool) -> Any:
+    """What ``index_put`` gives for one mask that is sharded; NotImplemented for everything else."""
+    found = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(found) != 1 or not is_mask(found[0][1]) or not is_cut(found[0][1]) or not isinstance(values, Tensor):
+        return NotImplemented
+    return masked(x, *found[0], values, accumulate)
+
+
+@register(torch.index_put, Tensor.index_put)
+def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    return _put_sharded_mask(input, indices, values, accumulate)
+
+
+@register(torch.index_put_, Tensor.index_put_)
+def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    result = _put_sharded_mask(input, indices, values, accumulate)
+    return result if result is NotImplemented else input.copy_(result)
