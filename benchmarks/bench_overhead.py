@@ -1,86 +1,209 @@
-"""Host overhead per operator: plain tensors, DTensor and ShardTensor on tiny tensors, interleaved in one run.
+"""Host overhead: plain tensors, DTensor and ShardTensor on tiny tensors, sharded evenly along the batch.
 
-    python benchmarks/bench_overhead.py
+    python benchmarks/bench_overhead.py [--only NAME] [--rounds N] [--number N]
 
-Runs on the fake process group, in one process, so that nothing but Python and dispatch is timed. Printed: the minimum
-over rounds in microseconds, and ShardTensor's ratio to DTensor.
+Runs on the fake process group, in one process, so that nothing but Python and dispatch is timed: the CPU time of the
+calling thread. Each round times the three kinds one after the other; printed are the medians over the rounds in
+microseconds, and the median of the rounds' ratios of ShardTensor to DTensor, which a machine that is slower at times
+does not move. Weights are plain tensors for ShardTensor, replicated DTensors for DTensor. A dash: refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import ShardTensor
 
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda x, w: x + x,
-    "relu": lambda x, w: torch.relu(x),
-    "gelu": lambda x, w: torch.nn.functional.gelu(x),
-    "mul scalar": lambda x, w: x * 2.0,
-    "add_": lambda x, w: x.add_(1.0),
-    "transpose": lambda x, w: x.transpose(1, 2),
-    "view": lambda x, w: x.view(8, 2, 2, 6),
-    "cat": lambda x, w: torch.cat([x, x], 1),
-    "sum(1)": lambda x, w: x.sum(1),
-    "mean, left Partial": lambda x, w: x.mean(),
-    "softmax": lambda x, w: x.softmax(-1),
-    "x.shape": lambda x, w: x.shape,
+# A case gets the tensors by name; those of floating point require grad where its backward is timed, too.
+Case = Callable[[dict[str, Any]], Any]
+
+POINTWISE: dict[str, Case] = {
+    "x + x": lambda t: t["x"] + t["x"],
+    "x * y": lambda t: t["x"] * t["y"],
+    "relu": lambda t: torch.relu(t["x"]),
+    "gelu": lambda t: F.gelu(t["x"]),
+    "x * 2.0": lambda t: t["x"] * 2.0,
+    "x.add_(1.0)": lambda t: t["x"].add_(1.0),
+    "where": lambda t: torch.where(t["x"] > 0, t["x"], t["y"]),
+    "x.to(float64)": lambda t: t["x"].to(torch.float64),
+}
+OTHERS: dict[str, Case] = {
+    "transpose": lambda t: t["x"].transpose(1, 2),
+    "view": lambda t: t["x"].view(8, 2, 2, 6),
+    "slice": lambda t: t["x"][:, 1:3],
+    "cat": lambda t: torch.cat([t["x"], t["y"]], 1),
+    "sum(1)": lambda t: t["x"].sum(1),
+    "mean, left Partial": lambda t: t["x"].mean(),
+    "amax(-1)": lambda t: t["x"].amax(-1),
+    "softmax": lambda t: t["x"].softmax(-1),
+    "linear": lambda t: F.linear(t["x"], t["weight"], t["bias"]),
+    "matmul": lambda t: t["x"] @ t["z"],
+    "conv2d": lambda t: F.conv2d(t["image"], t["kernel"], t["channels"], padding=1),
+    "max_pool2d": lambda t: F.max_pool2d(t["image"], 2),
+    "layer_norm": lambda t: F.layer_norm(t["x"], (6,), t["scale"], t["scale"]),
+    "group_norm": lambda t: F.group_norm(t["image"], 2, t["channels"], t["channels"]),
+    "mse_loss": lambda t: F.mse_loss(t["x"], t["y"]),
+    "cross_entropy": lambda t: F.cross_entropy(t["logits"], t["classes"]),
+    "attention": lambda t: F.scaled_dot_product_attention(t["heads"], t["heads"], t["heads"]),
+    "x.shape": lambda t: t["x"].shape,
 }
 
 
-def best(run: Callable[[], Any], rounds: int, number: int) -> float:
-    low = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(number):
+def chain(t: dict[str, Any]) -> Any:
+    return torch.tanh(torch.relu(t["x"] * 2.0)) + t["x"]
+
+
+def perceptron(t: dict[str, Any]) -> Any:
+    return F.linear(F.gelu(F.layer_norm(t["x"], (6,), t["scale"], t["scale"])), t["weight"], t["bias"])
+
+
+def backward(case: Case, t: dict[str, Any], names: tuple[str, ...]) -> Callable[[], Any]:
+    inputs = [t[name] for name in names]
+    seed: list[Any] = []
+
+    def run() -> None:
+        y = case(t)
+        if not seed:
+            seed.append(torch.ones_like(y.detach()))
+        torch.autograd.grad(y, inputs, seed[0])
+
+    return run
+
+
+def to_leaves(case: Case, t: dict[str, Any]) -> Callable[[], Any]:
+    def run() -> None:
+        case(t).sum().backward()
+        for leaf in t.values():
+            leaf.grad = None
+
+    return run
+
+
+# name: case and the tensors to differentiate for
+BACKWARD: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "pointwise chain": (chain, ("x",)),
+    "transpose": (OTHERS["transpose"], ("x",)),
+    "view": (OTHERS["view"], ("x",)),
+    "slice": (OTHERS["slice"], ("x",)),
+    "cat": (OTHERS["cat"], ("x", "y")),
+    "sum(1)": (OTHERS["sum(1)"], ("x",)),
+    "softmax": (OTHERS["softmax"], ("x",)),
+    "linear": (OTHERS["linear"], ("x", "weight", "bias")),
+    "matmul": (OTHERS["matmul"], ("x", "z")),
+    "conv2d": (OTHERS["conv2d"], ("image", "kernel", "channels")),
+    "layer_norm": (OTHERS["layer_norm"], ("x", "scale")),
+    "mse_loss": (OTHERS["mse_loss"], ("x",)),
+    "cross_entropy": (OTHERS["cross_entropy"], ("logits",)),
+    "norm, gelu, linear": (perceptron, ("x", "scale", "weight", "bias")),
+}
+
+
+def timed(run: Callable[[], Any], number: int) -> float:
+    run()
+    start = time.thread_time()
+    for _ in range(number):
+        run()
+    return (time.thread_time() - start) / number * 1e6
+
+
+def row(name: str, runs: dict[str, Callable[[], Any]], args: argparse.Namespace) -> None:
+    if args.only and args.only not in name:
+        return
+    possible = {}
+    for kind, run in runs.items():
+        try:
             run()
-        low = min(low, (time.perf_counter() - start) / number)
-    return low * 1e6
+        except (RuntimeError, NotImplementedError):
+            continue
+        possible[kind] = run
+    rounds = [{kind: timed(run, args.number) for kind, run in possible.items()} for _ in range(args.rounds)]
+
+    def show(width: int, digits: int, value: Callable[[dict[str, float]], float], *kinds: str) -> str:
+        if not all(kind in possible for kind in kinds):
+            return f"{'-':>{width}s}"
+        return f"{median(value(r) for r in rounds):{width}.{digits}f}"
+
+    print(
+        f"{name:24s}",
+        show(8, 1, lambda r: r["plain"], "plain"),
+        show(8, 1, lambda r: r["DTensor"], "DTensor"),
+        show(11, 1, lambda r: r["ShardTensor"], "ShardTensor"),
+        show(6, 2, lambda r: r["ShardTensor"] / r["DTensor"], "ShardTensor", "DTensor"),
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--number", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--number", type=int, default=20)
+    parser.add_argument("--only", help="rows whose name contains this")
     args = parser.parse_args()
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    local = torch.randn(4, 4, 6)
-    tensors = {
-        "plain": torch.randn(8, 4, 6),
-        "DTensor": DTensor.from_local(local.clone(), mesh, [Shard(0)]),
-        "ShardTensor": ShardTensor.from_local(local.clone(), mesh, [Shard(0)], shard_sizes={0: (4, 4)}),
+
+    batches = {
+        "x": torch.randn(8, 4, 6),
+        "y": torch.randn(8, 4, 6),
+        "z": torch.randn(8, 6, 4),
+        "image": torch.randn(8, 4, 4, 4),
+        "heads": torch.randn(8, 2, 4, 6),
+        "logits": torch.randn(8, 5),
+        "classes": torch.randint(5, (8,)),
     }
-    print(f"{'operator':24s}{'plain':>9s}{'DTensor':>9s}{'ShardTensor':>13s}{'ratio':>7s}   microseconds")
+    weights = {
+        "weight": torch.randn(6, 6),
+        "bias": torch.randn(6),
+        "scale": torch.randn(6),
+        "kernel": torch.randn(4, 4, 3, 3),
+        "channels": torch.randn(4),
+    }
 
-    def row(name: str, runs: dict[str, Callable[[], Any]]) -> None:
-        for run in runs.values():
-            run()
-        times = {kind: best(run, args.rounds, args.number) for kind, run in runs.items()}
-        ratio = times["ShardTensor"] / times["DTensor"]
-        print(f"{name:24s}{times['plain']:9.1f}{times['DTensor']:9.1f}{times['ShardTensor']:13.1f}{ratio:7.2f}")
+    def tensors(requires_grad: bool) -> dict[str, dict[str, Any]]:
+        def leaf(t: Any) -> Any:
+            return t.requires_grad_(requires_grad and t.is_floating_point())
 
+        def local(t: torch.Tensor) -> torch.Tensor:
+            return t[:4].clone()
+
+        cut = [Shard(0)]
+        return {
+            "plain": {n: leaf(t.clone()) for n, t in {**batches, **weights}.items()},
+            "DTensor": {
+                **{n: leaf(DTensor.from_local(local(t), mesh, cut)) for n, t in batches.items()},
+                **{n: leaf(distribute_tensor(t, mesh, [Replicate()])) for n, t in weights.items()},
+            },
+            "ShardTensor": {
+                **{n: leaf(ShardTensor.from_local(local(t), mesh, cut, shard_sizes=sizes)) for n, t in batches.items()},
+                **{n: leaf(t.clone()) for n, t in weights.items()},
+            },
+        }
+
+    sizes = {0: (4, 4)}
+    print(f"{'microseconds':24s} {'plain':>8s} {'DTensor':>8s} {'ShardTensor':>11s} {'ratio':>6s}")
+    kinds = tensors(requires_grad=False)
     with torch.no_grad():
-        for name, op in OPERATORS.items():
-            row(name, {kind: (lambda x=x, op=op: op(x, None)) for kind, x in tensors.items()})
-    leaves = {kind: x.detach().requires_grad_() for kind, x in tensors.items()}
-    seeds = {kind: torch.ones_like(x) for kind, x in tensors.items()}
-
-    def forward_backward(kind: str) -> Callable[[], Any]:
-        x, seed = leaves[kind], seeds[kind]
-        return lambda: torch.autograd.grad(torch.tanh(torch.relu(x * 2.0)) + x, x, seed)
-
-    row("pointwise chain fwd+bwd", {kind: forward_backward(kind) for kind in tensors})
+        for name, case in {**POINTWISE, **OTHERS}.items():
+            row(name, {kind: (lambda t=t, case=case: case(t)) for kind, t in kinds.items()}, args)
+    kinds = tensors(requires_grad=True)
+    for name, (case, names) in BACKWARD.items():
+        row(f"{name}, grad()", {kind: backward(case, t, names) for kind, t in kinds.items()}, args)
+    row("chain, sum, backward()", {kind: to_leaves(chain, t) for kind, t in kinds.items()}, args)
+    local = torch.randn(4, 4, 6)
     row(
         "from_local, to_local",
         {
@@ -88,6 +211,7 @@ def main() -> None:
             "DTensor": lambda: DTensor.from_local(local, mesh, [Replicate()]).to_local(),
             "ShardTensor": lambda: ShardTensor.from_local(local, mesh, [Shard(0)], shard_sizes={0: (4, 12)}).to_local(),
         },
+        args,
     )
 
 
