@@ -50,7 +50,8 @@ def check_modules(batch_first: bool) -> None:
     masks = {"attn_mask": torch.rand(7, 7) < 0.3, "key_padding_mask": padding(2, 7)}
     masks["attn_mask"].fill_diagonal_(False)
     for need in (True, False):
-        def check(module, *tensors, placements, sizes, **kwargs):
+
+        def check(module, *tensors, placements, sizes, need=need, **kwargs):
             assert_matches_unsharded(
                 With(module, need_weights=need, **kwargs),
                 *tensors,

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Shard
 
 from .._compat import TensorMeta
+from ..dispatch import wrap
+from ..errors import refuse
 from ..geometry import intervals_of
 from ..redistribute import all_reduce, swap_blocks
 from ..registry import register
@@ -122,9 +123,7 @@ def global_attention(
         work = _Work(layout, q._spec, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, dropout)
         compute = work.attend if layout.head_cuts is None else work.by_heads
         out = compute(local_q, local_k, local_v, local_mask)
-    meta = TensorMeta(judged.shape, contiguous_stride(judged.shape), out.dtype)
-    spec = ShardTensorSpec(mesh, [p for p, _ in layout.out], meta, tuple(sizes for _, sizes in layout.out))
-    return _FromLocal.apply(out, spec)
+    return _FromLocal.apply(out, _result_spec(layout, mesh, judged.shape, out.dtype))
 
 
 def _cast(t: Any) -> Any:
@@ -284,21 +283,41 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         needed = ctx.needs_input_grad
         q, k, v, mask, out, lse = ctx.saved_tensors
-        with torch.autocast(grad.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             grads = backward(
                 ctx.work, ctx.kernel, grad, q, k, v, mask, out, lse, keys_needed=any(needed[1:3]), mask_needed=needed[3]
             )
+        if torch.is_grad_enabled():
+            grads = _Once.apply(ctx.work.query, q, k, v, *grads)
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
+
+
+class _Once(torch.autograd.Function):
+    """First derivatives that refuse to be differentiated, which torch's own attention on the CPU does as well."""
+
+    @staticmethod
+    def forward(ctx: Any, query: ShardTensorSpec, q: Tensor, k: Tensor, v: Tensor, *grads: Any) -> Any:  # type: ignore[override]
+        ctx.query = query
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+        raise refuse(
+            _NAME,
+            ctx.query,
+            "it cannot be differentiated twice",
+            "write the attention out as products and a softmax, whose derivatives have derivatives",
+        )
 
 
 def forward(
     work: _Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of the local queries."""
+    dtype, q = q.dtype, q.to(wide_dtype(q.dtype))
     running = RunningSoftmax(q, v.shape[-1])
     for index, block in work.blocks(k, v, mask):
         for part in work.parts(index, q, block, mask):
@@ -315,7 +334,7 @@ def forward(
     out, lse = running.out, running.lse
     if work.layout.ring is None and work.layout.mesh_dim is not None and work.layout.head_cuts is None:
         out, lse = _over_ranks(out, lse, work.group())
-    return out.to(q.dtype), lse
+    return out.to(dtype), lse
 
 
 def _over_ranks(out: Tensor, lse: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -342,8 +361,10 @@ def backward(
     mask_needed: bool,
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and mask; those that are not needed may be left out."""
+    dtypes = [None if t is None else t.dtype for t in (q, k, v, mask)]
     wide = wide_dtype(q.dtype)
-    dq = torch.zeros_like(q, dtype=wide)
+    grad, q, out = grad.to(wide), q.to(wide), out.to(wide)
+    dq = torch.zeros_like(q)
     travels = work.layout.mask_travels
     d_mask = torch.zeros_like(mask, dtype=wide) if mask is not None and mask_needed and not travels else None
 
@@ -381,14 +402,84 @@ def backward(
     else:
         for index, block in work.blocks(k, v, mask):
             sums = contribute(index, block)
-    if travels and len(sums) > 2:
-        d_mask = sums[2]
-    return [
-        dq.to(q.dtype),
-        sums[0].to(k.dtype),
-        sums[1].to(v.dtype),
-        None if d_mask is None or mask is None else d_mask.to(mask.dtype),
+    grads = [dq, sums[0], sums[1], sums[2] if travels and mask_needed else d_mask]
+    return [None if g is None else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+
+
+# -- below autograd: what torch's function consists of on the CPU, and autograd's formula for it ----------------------
+
+
+def _prepared(
+    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None
+) -> tuple[_Work, Kernel, list[Any]]:
+    mesh = common_mesh(_NAME, [query, key, value, attn_mask])
+    assert mesh is not None
+    given = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
+    layout = layout_of(_NAME, *(None if t is None else t._spec for t in given), is_causal, "ring")  # type: ignore[arg-type]
+    local = [
+        None if target is None else moved(_NAME, t, target)._local_tensor
+        for t, target in zip(given, layout.targets, strict=True)
     ]
+    queries = layout.targets[0]
+    assert queries is not None
+    work = _Work(layout, queries, is_causal, query.shape[-1] ** -0.5 if scale is None else scale, None)
+    return work, work.kernel(*local), local
+
+
+def _result_spec(layout: Layout, mesh: Any, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+    return ShardTensorSpec(mesh, [p for p, _ in layout.out], meta, tuple(sizes for _, sizes in layout.out))
+
+
+@register(_aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _flash(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> Any:
+    if dropout_p:
+        return NotImplemented
+    work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
+    out, lse = forward(work, kernel, *local)
+    shape, mesh = (*query.shape[:-1], value.shape[-1]), work.query.mesh
+    return tuple(
+        wrap(t, _result_spec(work.layout, mesh, s, t.dtype)) for t, s in ((out, shape), (lse, shape[:-1]))
+    )
+
+
+@register(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _flash_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> Any:
+    work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
+    mesh = work.query.mesh
+    results = [
+        moved(_NAME, as_operand(t, mesh), _result_spec(work.layout, mesh, t.shape, t.dtype))._local_tensor
+        for t in (grad_out, out, logsumexp)
+    ]
+    grads = backward(work, kernel, results[0], *local, *results[1:], keys_needed=True, mask_needed=False)
+    wrapped = []
+    for grad, target in zip(grads, work.layout.targets[:3]):
+        assert target is not None and grad is not None
+        pairs = enumerate(target.placements)
+        whole = [Partial() if m in work.layout.split and not isinstance(p, Shard) else p for m, p in pairs]
+        wrapped.append(wrap(grad, target.replace(placements=whole)))
+    return tuple(wrapped)
 
 
 class _Swap(torch.autograd.Function):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..geometry import Interval
-from .operands import wide_dtype
 
 __all__ = ["Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "pieces"]
 
@@ -87,23 +86,22 @@ class RunningSoftmax:
     """Results of blocks as they come, see [Note: log-sum-exp]."""
 
     def __init__(self, query: Tensor, features: int) -> None:
-        self.dtype = wide_dtype(query.dtype)
-        self.out = query.new_zeros((*query.shape[:-1], features), dtype=self.dtype)
-        self.lse = query.new_full(query.shape[:-1], -_INF, dtype=self.dtype)
+        self.out = query.new_zeros((*query.shape[:-1], features))
+        self.lse = query.new_full(query.shape[:-1], -_INF)
         self._empty = True
 
     def add(self, start: int, out: Tensor, lse: Tensor) -> None:
         """Take in a block's result for the rows from ``start`` on."""
         n = lse.shape[-1]
         if self._empty and n == self.lse.shape[-1]:
-            self.out, self.lse, self._empty = out.to(self.dtype), lse, False
+            self.out, self.lse, self._empty = out, lse, False
             return
         self._empty = False
         mine, total = self.out.narrow(-2, start, n), self.lse.narrow(-1, start, n)
         both = torch.logaddexp(total, lse)
         shift = finite(both)
         mine.mul_((total - shift).exp().unsqueeze(-1))
-        mine.addcmul_(out.to(self.dtype), (lse - shift).exp().unsqueeze(-1))
+        mine.addcmul_(out, (lse - shift).exp().unsqueeze(-1))
         total.copy_(both)
 
 
@@ -115,15 +113,16 @@ def finite(lse: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Kernel, square: bool, at: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Result (in the dtype it was computed in) and lse of one block.
+    """Result and lse of one block.
 
     Args:
-        q: (..., heads, rows, E); k and v: (..., heads / group, columns, E and Ev), columns not empty.
+        q: (..., heads, rows, E), in the dtype to compute in: float32 for half precision, because results of blocks are
+            added up. k and v: (..., heads / group, columns, E and Ev), columns not empty.
         mask: broadcastable to (..., heads, rows, columns), bool or floating-point.
         square: a key is seen by the rows from its own on.
         at: the block's place, for dropout.
     """
-    k, v = _for_heads(k, q), _for_heads(v, q)
+    k, v = _like_queries(k, q), _like_queries(v, q)
     if kernel.fused:
         bias = None if mask is None else _bias(mask, q.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -132,16 +131,14 @@ def attend(
         if bias is not None:  # for a row that sees nothing, the kernel gives zero
             lse = torch.where((bias == -_INF).all(-1), -_INF, lse)
         return out, lse
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide_dtype(q.dtype))
-    lse = q.new_empty(q.shape[:-1], dtype=out.dtype)
-    wide_v = v.to(out.dtype)
+    out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1])
     for start, n in _tiles(q, k):
         scores = _scores(q, k, mask, kernel, square, start, n)
         total = torch.logsumexp(scores, -1)
         p = (scores - finite(total).unsqueeze(-1)).exp_()
         if kernel.dropout is not None:
             p *= kernel.dropout.factors(p, (*at, start))
-        out.narrow(-2, start, n).copy_(p @ wide_v)
+        out.narrow(-2, start, n).copy_(p @ v)
         lse.narrow(-1, start, n).copy_(total)
     return out, lse
 
@@ -163,45 +160,39 @@ def attend_backward(
 
     ``grad_mask``, of the mask's shape, is added to.
     """
-    heads = k.shape, v.shape
-    k, v = _for_heads(k, q), _for_heads(v, q)
+    shapes = k.shape, v.shape
+    k, v = _like_queries(k, q), _like_queries(v, q)
     if kernel.fused:
         bias = None if mask is None else _bias(mask, q.dtype)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_rows_in_memory, (grad, q, k, v, out)), finite(lse), 0.0, square, attn_mask=bias, scale=kernel.scale
         )
-    else:
-        wide = wide_dtype(q.dtype)
-        dq = torch.empty_like(q, dtype=wide)
-        dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        wide_q, wide_k, wide_v, wide_grad = (t.to(wide) for t in (q, k, v, grad))
-        delta = (wide_grad * out.to(wide)).sum(-1, keepdim=True)
-        for start, n in _tiles(q, k):
-            rows = (-2, start, n)
-            scores = _scores(q, k, mask, kernel, square, start, n)
-            p = (scores - finite(lse).narrow(-1, start, n).unsqueeze(-1)).exp_()
-            d_out = wide_grad.narrow(*rows)
-            dp = d_out @ wide_v.mT
-            if kernel.dropout is not None:
-                factors = kernel.dropout.factors(p, (*at, start))
-                dv += (p * factors).mT @ d_out
-                dp *= factors
-            else:
-                dv += p.mT @ d_out
-            ds = p.mul_(dp.sub_(delta.narrow(*rows)))
-            dq.narrow(*rows).copy_(ds @ wide_k).mul_(kernel.scale)
-            dk += (ds.mT @ wide_q.narrow(*rows)).mul_(kernel.scale)
-            if grad_mask is not None:
-                part = grad_mask if grad_mask.shape[-2] == 1 else grad_mask.narrow(*rows)
-                part += ds.sum_to_size(part.shape)
-    return dq, _from_heads(dk, heads[0]), _from_heads(dv, heads[1])
+        return dq, _from_heads(dk, shapes[0]), _from_heads(dv, shapes[1])
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (grad * out).sum(-1, keepdim=True)
+    for start, n in _tiles(q, k):
+        rows = (-2, start, n)
+        p = _scores(q, k, mask, kernel, square, start, n)
+        p.sub_(finite(lse).narrow(-1, start, n).unsqueeze(-1)).exp_()
+        d_out = grad.narrow(*rows)
+        dp = d_out @ v.mT
+        if kernel.dropout is None:
+            dv += p.mT @ d_out
+        else:
+            factors = kernel.dropout.factors(p, (*at, start))
+            dv += (p * factors).mT @ d_out
+            dp *= factors
+        ds = p.mul_(dp.sub_(delta.narrow(*rows)))
+        dq.narrow(*rows).copy_(ds @ k).mul_(kernel.scale)
+        dk += (ds.mT @ q.narrow(*rows)).mul_(kernel.scale)
+        if grad_mask is not None:
+            part = grad_mask if grad_mask.shape[-2] == 1 else grad_mask.narrow(*rows)
+            part += ds.sum_to_size(part.shape)
+    return dq, _from_heads(dk, shapes[0]), _from_heads(dv, shapes[1])
 
 
-def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, kernel: Kernel, square: bool, start: int, n: int
-) -> Tensor:
-    wide = wide_dtype(q.dtype)
-    scores = (q.narrow(-2, start, n).to(wide) @ k.to(wide).mT).mul_(kernel.scale)
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, kernel: Kernel, square: bool, start: int, n: int) -> Tensor:
+    scores = (q.narrow(-2, start, n) @ k.mT).mul_(kernel.scale)
     if mask is not None:
         part = mask if mask.shape[-2] == 1 else mask.narrow(-2, start, n)
         if part.dtype == torch.bool:
@@ -222,8 +213,9 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(step, rows - start)
 
 
-def _for_heads(t: Tensor, q: Tensor) -> Tensor:
-    """Keys or values with one head for each of the queries': grouped queries share theirs."""
+def _like_queries(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values in the queries' dtype, with one head for each of theirs: grouped queries share some."""
+    t = t.to(q.dtype)
     if t.ndim < 3 or t.shape[-3] == q.shape[-3]:
         return t
     return t.repeat_interleave(q.shape[-3] // t.shape[-3], -3)
