@@ -88,16 +88,14 @@ def _reduction(
     spec = call.reduced(keep=keep)[(0,)]
     dims = reduced_dims(dim, len(spec.shape))
     out = reduced_spec(spec, call.meta, dims, keepdim, op)
-    func: Callable[..., Tensor] = local or call.func
-    shape, value = out.local_shape(), neutral_element(op, call.meta.dtype)
-    empty = spec.local_shape() and 0 in spec.local_shape() and 0 not in spec.shape
+    if 0 in spec.own_shape and 0 not in spec.shape:
+        shape, value = out.own_shape, neutral_element(op, call.meta.dtype)
 
-    def compute(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if empty:
+        def neutral(x: Tensor, *_: Any, **__: Any) -> Tensor:
             return torch.full(shape, value, dtype=out.tensor_meta.dtype, device=x.device)
-        return func(x, *args, **kwargs)
 
-    return call.plan(out, {(0,): spec}, call=compute)
+        local = neutral
+    return call.plan(out, {(0,): spec}, call=local)
 
 
 def check_dtype(call: Call) -> None:
@@ -141,6 +139,8 @@ def _mean(call: Call) -> Plan:
     dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
     count = _count(spec, dims)
     keepdim, dtype = argument(call, 2, "keepdim", False), call.meta.dtype
+    if not any(d in dims for d in spec.sharded_dims()):
+        return _reduction(call, dims, keepdim, "sum")
     # Divided before it is rounded: the sum of half precision numbers may overflow where their mean does not.
     wide = wide_dtype(dtype)
     return _reduction(
@@ -252,7 +252,7 @@ class _ExpandedGradient(torch.autograd.Function):
 
 
 def _sum_or_mean(x: Any, dim: Any, keepdim: bool, dtype: Any, mean: bool) -> Any:
-    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled():
+    if not isinstance(x, ShardTensor) or not torch.is_grad_enabled() or not x.requires_grad:
         return NotImplemented
     dtype = opted_dtype(torch.mean if mean else torch.sum, x, dtype)
     return _SumOrMean.apply(x, reduced_dims(dim, x.ndim), keepdim, dtype, mean)

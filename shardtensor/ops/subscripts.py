@@ -60,6 +60,12 @@ def _with_tensors(index: Any, device: torch.device) -> Any:
     return tuple(convert(item) for item in index) if type(index) is tuple else convert(index)
 
 
+def _is_view(index: Any) -> bool:
+    """Whether an index has slices only, which are torch's affair."""
+    items = index if type(index) is tuple else (index,)
+    return all(type(item) is slice or item is None or item is Ellipsis for item in items)
+
+
 def _is_integer(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
@@ -87,7 +93,7 @@ def _concerned(self: Any, entries: Sequence[tuple[Any, int | None]] | None) -> b
 
 @register(Tensor.__getitem__)
 def _getitem(self: Any, index: Any) -> Any:
-    if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
+    if not isinstance(self, ShardTensor) or _is_view(index) or not self._spec.sharded_dims():
         return NotImplemented
     index = _with_tensors(index, self.device)
     entries = _entries(self, index)
