@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-import shardtensor
 from shardtensor import UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -64,6 +63,10 @@ def elementwise():
             ("logits, row", F.binary_cross_entropy_with_logits, {"weight": row, "pos_weight": row[0]}, True),
             ("kl", F.kl_div, {}, True),
             ("kl, logs", F.kl_div, {"log_target": True}, True),
+            ("soft margin", lambda x, t, **o: F.soft_margin_loss(x, t.detach(), **o), {}, False),
+            ("hinge", F.hinge_embedding_loss, {"margin": 0.5}, False),
+            ("poisson", F.poisson_nll_loss, {"full": True}, True),
+            ("multilabel soft margin", F.multilabel_soft_margin_loss, {"weight": row}, True),
         ]:
             options = {**options, "reduction": reduction}
             cases.append((f"{name}, {reduction}", lambda x, t, f=function, o=options: f(x, t, **o), probabilities))
@@ -287,25 +290,219 @@ def test_nothing_but_scalars_is_sent():
         assert cross_entropy == [(0, {"all_reduce": 1}, 8), (0, {}, 0), scalar]
 
 
-def check_allow_gather():
-    x, t = torch.randn(2, 8, 3), torch.randint(8, (2, 3))
-    with shardtensor.allow_gather():
-        loss = F.cross_entropy(shard(x, shared_mesh(2), [Shard(1)], {0: (5, 3)}), t)
-    assert loss.item() == pytest.approx(F.cross_entropy(x, t).item(), rel=1e-6)
+SHARDED_CLASSES = [
+    # mesh shape, shape, dims cut, sizes
+    (2, (3, 5, 4), (1,), {0: (4, 1)}),
+    (2, (3, 5), (1,), {0: (0, 5)}),
+    (2, (5,), (0,), {0: (2, 3)}),
+    (3, (3, 5, 2, 2), (1,), {0: (3, 0, 2)}),
+    (4, (3, 5, 4), (1,), {0: (1, 2, 0, 2)}),
+    ((2, 2), (3, 5, 4), (1, 2), {0: (4, 1), 1: (4, 0)}),
+    ((2, 2), (3, 5), (0, 1), {0: (3, 0), 1: (2, 3)}),
+]
 
 
-def test_sharded_classes_inside_allow_gather():
-    run_distributed(check_allow_gather, 2)
+def check_sharded_classes(mesh_shape, shape, dims, sizes):
+    torch.manual_seed(0)
+    x, soft = torch.randn(2, *shape, dtype=torch.float64).softmax(min(1, len(shape) - 1))
+    hard = torch.randint(shape[min(1, len(shape) - 1)], (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
+    weight = torch.rand(shape[min(1, len(shape) - 1)], dtype=torch.float64)
+    places = [Shard(d) for d in dims]
+    failures = []
+
+    def check(loss, *tensors):
+        for alike in (False, True):
+            others = [places if alike and t.shape == x.shape else None for t in tensors]
+            other_sizes = [sizes if alike and t.shape == x.shape else None for t in tensors]
+            try:
+                assert_matches_unsharded(
+                    loss,
+                    x,
+                    *tensors,
+                    mesh_shape=mesh_shape,
+                    placements=[places, *others],
+                    shard_sizes=[sizes, *other_sizes],
+                )
+            except AssertionError as error:
+                failures.append(f"{loss} {[tuple(t.shape) for t in tensors]}: {error}")
+
+    for options in ({}, {"ignore_index": 1}, {"label_smoothing": 0.2}, {"label_smoothing": 0.2, "ignore_index": 1}):
+        for reduction in ("mean", "sum", "none"):
+            for w in (None, weight):
+                o = {**options, "reduction": reduction, "weight": w}
+                check(lambda x, t, o=o: F.cross_entropy(x, t, **o), hard)
+                if "label_smoothing" not in o:
+                    check(lambda x, t, o=o: F.nll_loss(x, t, **o), hard)
+                if "ignore_index" not in o:
+                    check(lambda x, t, o=o: F.cross_entropy(x, t, **o), soft)
+    check(lambda x, t, w: F.cross_entropy(x, t, w, label_smoothing=0.1), soft, weight)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape", "dims", "sizes"), SHARDED_CLASSES)
+def test_sharded_classes(mesh_shape, shape, dims, sizes):
+    world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
+    run_distributed(check_sharded_classes, world, mesh_shape, shape, dims, sizes)
+
+
+def sharded_class_messages():
+    mesh = shared_mesh(2)
+    x, t = torch.randn(3, 8, 5), torch.randint(8, (3, 5))
+    counts = []
+    for loss in (F.cross_entropy, F.nll_loss):
+        sharded = shard(x, mesh, [Shard(1)], {0: (5, 3)}, requires_grad=True)
+        with count_communication() as forward:
+            value = loss(sharded, t)
+        with count_communication() as backward:
+            value.backward()
+        counts.append([(c.messages, dict(c.collectives), c.collective_bytes) for c in (forward, backward)])
+    # A class that no rank holds: the ranks that are asked for it raise, as one device does.
+    with pytest.raises(IndexError, match="out of bounds"):
+        F.nll_loss(shard(x, mesh, [Shard(1)], {0: (5, 3)}), torch.full((3, 5), 8))
+    return counts
+
+
+def test_sharded_classes_send_numbers_of_rows():
+    row = 3 * 5 * 4
+    for cross_entropy, nll in run_distributed(sharded_class_messages, 2):
+        # Maximum and sum of each row, and how many targets count, an int64; backward a sum of each row.
+        assert cross_entropy == [(0, {"all_reduce": 3}, 2 * row + 8), (0, {"all_reduce": 1}, row)]
+        assert nll == [(0, {"all_reduce": 1}, 8), (0, {}, 0)]
+
+
+def check_rows():
+    """Losses of whole rows, their dims cut in turn."""
+    torch.manual_seed(0)
+    x, y, z = torch.randn(3, 4, 6, dtype=torch.float64)
+    sign = torch.tensor([1, -1, 1, -1])
+    labels = torch.tensor([[3, 0, -1, 1, 0, 0], [-1, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0], [2, -1, 0, 0, 0, 0]])
+    classes, weight = torch.tensor([0, 5, 3, 3]), torch.rand(6, dtype=torch.float64)
+    for reduction in ("mean", "sum", "none"):
+        o = {"reduction": reduction}
+        cases = [
+            (lambda a, b, c, o=o: F.cosine_embedding_loss(a, b, sign, 0.1, **o), (x, y, z)),
+            (lambda a, b, c, o=o: F.triplet_margin_loss(a, b, c, swap=True, **o), (x, y, z)),
+            (lambda a, b, c, o=o: F.triplet_margin_with_distance_loss(a, b, c, **o), (x, y, z)),
+            (lambda a, b, c, o=o: F.margin_ranking_loss(a, b, c.sign(), 0.1, **o), (x, y, z)),
+            (lambda a, b, c, o=o: F.gaussian_nll_loss(a, b, c.exp(), full=True, **o), (x, y, z)),
+            (lambda a, o=o: F.multi_margin_loss(a, classes, **o), (x,)),
+            (lambda a, o=o: F.multi_margin_loss(a, classes, p=2, margin=0.5, weight=weight, **o), (x,)),
+            (lambda a, o=o: F.multilabel_margin_loss(a, labels, **o), (x,)),
+        ]
+        for function, tensors in cases:
+            for dim, sizes in ((0, (1, 3)), (0, (0, 4)), (1, (5, 1)), (1, (0, 6))):
+                alike = [[Shard(dim)]] * len(tensors)
+                for places in (alike, [[Shard(dim)], *[None] * (len(tensors) - 1)]):
+                    cuts = [None if p is None else {0: sizes} for p in places]
+                    assert_matches_unsharded(function, *tensors, mesh_shape=2, placements=places, shard_sizes=cuts)
+
+
+def test_losses_of_rows():
+    run_distributed(check_rows, 2)
+
+
+def margin_messages():
+    mesh = shared_mesh(2)
+    x, t = torch.randn(4, 6), torch.tensor([0, 5, 3, 3])
+    counts = []
+    for dim in (0, 1):
+        sharded = shard(x, mesh, [Shard(dim)], requires_grad=True)
+        with count_communication() as forward:
+            value = F.multi_margin_loss(sharded, t)
+        with count_communication() as backward:
+            value.backward()
+        counts.append([(c.messages, c.bytes_sent) for c in (forward, backward)])
+    return counts
+
+
+def test_margins_exchange_what_is_sharded():
+    for rows, classes in run_distributed(margin_messages, 2):
+        assert rows == [(0, 0), (0, 0)]
+        assert classes == [(1, 2 * 3 * 4), (1, 2 * 3 * 4)]  # half of what each rank holds, there and back
+
+
+def check_by_name():
+    """The operators below ``torch.nn.functional``."""
+    aten = torch.ops.aten
+    x, t = torch.randn(2, 4, 6, dtype=torch.float64)
+    hard = torch.tensor([0, 5, 3, 3])
+    for dim, sizes in ((0, (1, 3)), (1, (0, 6))):
+        for function in (
+            lambda x: aten.mse_loss(x, t),
+            lambda x: aten.mse_loss.default(x, t, 2),
+            lambda x: aten.smooth_l1_loss(x, t, 1, 0.5),
+            lambda x: torch._C._nn.huber_loss(x, t, 1, 0.5),
+            lambda x: torch.kl_div(x, t.exp(), 1, log_target=False),
+            lambda x: torch.binary_cross_entropy_with_logits(x, t.sigmoid(), None, None, 1),
+            lambda x: aten.nll_loss_nd(x, hard),
+            lambda x: torch._C._nn.cross_entropy_loss(x, hard, None, 1, -100, 0.1),
+            lambda x: aten.multi_margin_loss(x, hard, 2),
+        ):
+            assert_matches_unsharded(function, x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
+
+
+def test_operators_by_name():
+    run_distributed(check_by_name, 2)
+
+
+def check_autocast():
+    torch.manual_seed(0)
+    x, t = torch.randn(2, 6, 4).sigmoid().bfloat16()
+    hard = torch.tensor([0, 3, 1, 1, 2, 0])
+    with torch.autocast("cpu", torch.bfloat16):
+        for function in (
+            lambda x: F.cross_entropy(x, hard, label_smoothing=0.1),
+            lambda x: F.cross_entropy(x, t),
+            lambda x: F.nll_loss(x, hard),
+            lambda x: F.mse_loss(x, t),
+            lambda x: F.kl_div(x, t),
+            lambda x: F.soft_margin_loss(x, t),
+            lambda x: F.multi_margin_loss(x, hard),
+        ):
+            for dim, sizes in ((0, (0, 6)), (1, (3, 1)), (0, (2, 4))):
+                result = assert_matches_unsharded(
+                    function, x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes}
+                )
+                assert result.dtype == torch.float32
+
+
+def test_autocast():
+    run_distributed(check_autocast, 2)
+
+
+def check_second_derivatives():
+    x, t = torch.randn(2, 4, 6, dtype=torch.float64)
+    hard = torch.tensor([0, 5, 3, 3])
+
+    def penalty(loss):
+        def function(x):
+            (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
+            return (grad * grad).sum()
+
+        return function
+
+    for loss in (
+        lambda x: F.mse_loss(x.tanh(), t),
+        lambda x: F.cross_entropy(x, hard),
+        lambda x: F.cross_entropy(x, t.softmax(1)),
+        lambda x: F.binary_cross_entropy_with_logits(x, t.sigmoid()),
+        lambda x: F.huber_loss(x * x, t),
+    ):
+        for dim, sizes in ((0, (1, 3)), (1, (0, 6)), (1, (5, 1))):
+            assert_matches_unsharded(penalty(loss), x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
+
+
+def test_second_derivatives():
+    run_distributed(check_second_derivatives, 2)
 
 
 def fail(case):
     mesh = shared_mesh(2)
     x = shard(torch.rand(2, 8, 3), mesh, [Shard(1)], {0: (5, 3)})
     if case == "classes":
-        F.cross_entropy(x, torch.zeros(2, 3, dtype=torch.long))
-    elif case == "classes of target":
-        soft = shard(torch.rand(2, 8, 3), mesh, [Shard(1)], {0: (5, 3)})
-        F.cross_entropy(torch.rand(2, 8, 3), soft)
+        F.multilabel_margin_loss(shard(torch.rand(8), mesh, [Shard(0)]), torch.zeros(8, dtype=torch.long))
+    elif case == "weights of classes":
+        F.cross_entropy(x, torch.zeros(2, 3, dtype=torch.long), torch.rand(8, requires_grad=True))
     elif case == "broadcast of a cut dim":
         F.mse_loss(x, shard(torch.rand(1, 1, 1), mesh, [Shard(0)], {0: (1, 0)}))
     elif case == "shapes":
@@ -321,8 +518,8 @@ def fail(case):
 
 
 ERRORS = [
-    ("classes", UnsupportedSharding, r"cross_entropy: the classes \(tensor dim 1\) are sharded.*\[5, 3\].*Remedy"),
-    ("classes of target", UnsupportedSharding, r"cross_entropy: the classes \(tensor dim 1\) are sharded"),
+    ("classes", UnsupportedSharding, r"multilabel_margin_loss: it needs tensor dim 0 whole.*\[4, 4\].*Remedy"),
+    ("weights of classes", RuntimeError, "weights of the classes cannot be differentiated"),
     ("broadcast of a cut dim", UnsupportedSharding, "mse_loss: an operand would have to be gathered over mesh dim 0"),
     ("shapes", ValueError, "different to the input size"),
     ("shapes that do not broadcast", RuntimeError, "must match the size|not broadcastable|Shape mismatch"),

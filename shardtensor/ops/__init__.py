@@ -9,6 +9,7 @@ from . import (  # noqa: F401
     linear,
     lookups,
     losses,
+    losses_over_classes,
     multihead,
     neighborhood,
     normalization,

@@ -3,43 +3,40 @@
 Each rank computes the terms of its shard with torch's own function and ``reduction="none"``, sums them, and divides
 by the *global* count or weight: the result is a Partial(sum) scalar, reduced when it is needed. Targets and weights
 that are cut otherwise than the input are brought to its cut; plain ones count as replicated and are cut locally.
+
+Losses that torch composes of other operators, like ``cosine_embedding_loss``, need nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate
 
 from .._compat import TensorMeta
-from ..errors import refuse
-from ..parameters import local_parameters
-from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import _FromLocal
+from ..tensor import ShardTensor, _FromLocal
 from .operands import as_operand, common_cut, common_mesh, fit, local_part, moved, torch_judges, wide_dtype
+
+__all__ = ["full_precision", "reduced", "register_loss", "scalar_spec"]
 
 # -- reducing terms to a value ------------------------------------------------------------------------------------
 
 
-def _reduction(size_average: Any, reduce: Any, reduction: str) -> str:
-    """The reduction that deprecated arguments mean."""
-    if size_average is None and reduce is None:
-        return reduction
-    return "none" if reduce is False else "sum" if size_average is False else "mean"
-
-
-def _scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
-    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
+def scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
+    """The spec of the sum over all elements of a tensor with ``spec``."""
+    placements = [Replicate() if p.is_replicate() else Partial() for p in spec.placements]
     return ShardTensorSpec.make(spec.mesh, placements, (), dtype)
 
 
-def _reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any) -> Any:
+def reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any) -> Any:
     """The loss, from this rank's terms, which lie like ``spec``; ``divisor`` is what a mean divides by."""
     if reduction == "none":
         meta = TensorMeta(spec.shape, contiguous_stride(spec.shape), terms.dtype)
@@ -48,26 +45,74 @@ def _reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any)
     value = terms.sum(dtype=wide_dtype(terms.dtype))
     if reduction == "mean":
         value = value / divisor
-    return _FromLocal.apply(value.to(terms.dtype), _scalar_spec(spec, terms.dtype))
+    return _FromLocal.apply(value.to(terms.dtype), scalar_spec(spec, terms.dtype))
 
 
-def _checked(name: str, reduction: str, *more: str) -> str:
-    if reduction not in ("none", "mean", "sum", *more):
-        raise ValueError(f"{reduction} is not a valid value for reduction of {name}")
-    return reduction
+@contextmanager
+def full_precision(device: str) -> Iterator[Callable[[Any], Any]]:
+    """Without autocast, whose rule for losses (float32) the given function applies to their tensors."""
+
+    def cast(t: Any) -> Any:
+        return t.float() if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+
+    if not torch.is_autocast_enabled(device):
+        yield lambda t: t
+        return
+    with torch.autocast(device, enabled=False):
+        yield cast
+
+
+# -- doors --------------------------------------------------------------------------------------------------------
+
+
+def register_loss(function: Callable[..., Tensor], handler: Callable[[dict[str, Any], str], Any], *names: str) -> None:
+    """Make ``handler(arguments by name, reduction)`` that of a loss in ``torch.nn.functional``, and of the operators
+    ``names`` below it, which take a number for the reduction.
+    """
+    signature = inspect.signature(function)
+
+    def functional(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        reduction = given.pop("reduction")
+        average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+        if (average, reduce) != (None, None):  # deprecated
+            reduction = "none" if reduce is False else "sum" if average is False else "mean"
+        if reduction not in ("none", "mean", "sum") and (function, reduction) != (F.kl_div, "batchmean"):
+            raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
+        return handler(given, reduction)
+
+    register(function)(functional)
+    for name in names:
+        packet = getattr(torch.ops.aten, name)
+        order = ["input" if a.name == "self" else a.name for a in packet.default._schema.arguments]
+
+        def by_name(*args: Any, _order: list[str] = order, **kwargs: Any) -> Any:
+            given = {**dict(zip(_order, args)), **kwargs}
+            given = {"input" if k == "self" else k: v for k, v in given.items()}
+            if "reduction" in given:
+                given["reduction"] = ("none", "mean", "sum")[given["reduction"]]
+            return functional(**given)
+
+        register(packet, *(getattr(home, name) for home in (torch, torch._C._nn) if hasattr(home, name)))(by_name)
 
 
 # -- losses that treat every element alone --------------------------------------------------------------------------
 
 
 def _elementwise(
-    function: Callable[..., Tensor], tensors: dict[str, Any], reduction: str, divisor: int | None = None, **options: Any
+    function: Callable[..., Tensor],
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    reduction: str,
+    divisor: int | None = None,
 ) -> Any:
     """A loss whose terms depend on one element of each operand.
 
     Args:
         function: torch's.
-        tensors: its tensor arguments by name, "input" and "target" first; None where not given.
+        tensors: its tensor arguments by name; None where not given. Weights do not count for the terms' shape.
         divisor: of the mean; default: the number of terms.
     """
     name = function.__name__
@@ -79,192 +124,61 @@ def _elementwise(
     operands = {k: as_operand(t, mesh) for k, t in tensors.items()}
     spec = common_cut([t._spec for t in operands.values()], meta)
     local = {k: local_part(moved(name, t, fit(t._spec, spec)), spec) for k, t in operands.items()}
-    for k in ("input", "target"):
-        local[k] = local[k].expand(spec.local_shape())
+    for k in local:
+        if not k.endswith("weight"):
+            local[k] = local[k].expand(spec.local_shape())
     terms = function(**local, **options, reduction="none")
-    return _reduced(terms, spec, reduction, meta.shape.numel() if divisor is None else divisor)
+    return reduced(terms, spec, reduction, meta.shape.numel() if divisor is None else divisor)
 
 
-def _weighted(function: Callable[..., Tensor], tensors: dict[str, Any], reduction: str) -> Any:
-    """A loss whose mean divides by the sum of its weights, if it has any."""
-    weight = tensors["weight"]
-    if weight is None or reduction != "mean":
-        return _elementwise(function, tensors, reduction)
-    total = _elementwise(function, tensors, "sum")
-    return total if total is NotImplemented else total / weight.sum()
+# Each with its tensor arguments.
+_ELEMENTWISE: dict[Callable[..., Tensor], tuple[str, ...]] = {
+    F.mse_loss: ("input", "target", "weight"),
+    F.l1_loss: ("input", "target", "weight"),
+    F.smooth_l1_loss: ("input", "target"),
+    F.huber_loss: ("input", "target", "weight"),
+    F.binary_cross_entropy: ("input", "target", "weight"),
+    F.binary_cross_entropy_with_logits: ("input", "target", "weight", "pos_weight"),
+    F.kl_div: ("input", "target"),
+    F.soft_margin_loss: ("input", "target"),
+    F.hinge_embedding_loss: ("input", "target"),
+    F.poisson_nll_loss: ("input", "target"),
+    F.margin_ranking_loss: ("input1", "input2", "target"),
+}
 
 
-@register(F.mse_loss)
-def _mse_loss(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None
-) -> Any:
-    reduction = _checked("mse_loss", _reduction(size_average, reduce, reduction))
-    return _weighted(F.mse_loss, {"input": input, "target": target, "weight": weight}, reduction)
+def _register_elementwise(function: Callable[..., Tensor], names: tuple[str, ...]) -> None:
+    def handler(given: dict[str, Any], reduction: str) -> Any:
+        tensors, divisor = {k: given.pop(k, None) for k in names}, None
+        if reduction == "batchmean":
+            first = tensors["input"]
+            reduction, divisor = "mean", first.shape[0] if first.ndim else 1
+        weight = tensors.get("weight")
+        if weight is not None and reduction == "mean" and function in (F.mse_loss, F.l1_loss):
+            total = _elementwise(function, tensors, given, "sum")
+            return total if total is NotImplemented else total / weight.sum()
+        return _elementwise(function, tensors, given, reduction, divisor)
+
+    register_loss(function, handler, function.__name__)
 
 
-@register(F.l1_loss)
-def _l1_loss(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None
-) -> Any:
-    reduction = _checked("l1_loss", _reduction(size_average, reduce, reduction))
-    return _weighted(F.l1_loss, {"input": input, "target": target, "weight": weight}, reduction)
+for _function, _names in _ELEMENTWISE.items():
+    _register_elementwise(_function, _names)
 
 
-@register(F.smooth_l1_loss)
-def _smooth_l1_loss(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", beta: float = 1.0
-) -> Any:
-    reduction = _checked("smooth_l1_loss", _reduction(size_average, reduce, reduction))
-    return _elementwise(F.smooth_l1_loss, {"input": input, "target": target}, reduction, beta=beta)
+# -- composed ---------------------------------------------------------------------------------------------------------
 
 
-@register(F.huber_loss)
-def _huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
-    tensors = {"input": input, "target": target, "weight": weight}
-    return _elementwise(F.huber_loss, tensors, _checked("huber_loss", reduction), delta=delta)
-
-
-@register(F.binary_cross_entropy)
-def _binary_cross_entropy(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> Any:
-    reduction = _checked("binary_cross_entropy", _reduction(size_average, reduce, reduction))
-    return _elementwise(F.binary_cross_entropy, {"input": input, "target": target, "weight": weight}, reduction)
-
-
-@register(F.binary_cross_entropy_with_logits)
-def _binary_cross_entropy_with_logits(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    pos_weight: Any = None,
-) -> Any:
-    reduction = _checked("binary_cross_entropy_with_logits", _reduction(size_average, reduce, reduction))
-    tensors = {"input": input, "target": target, "weight": weight, "pos_weight": pos_weight}
-    return _elementwise(F.binary_cross_entropy_with_logits, tensors, reduction)
-
-
-@register(F.kl_div)
-def _kl_div(
-    input: Any,
-    target: Any,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    log_target: bool = False,
-) -> Any:
-    reduction = _checked("kl_div", _reduction(size_average, reduce, reduction), "batchmean")
-    divisor = None
-    if reduction == "batchmean":
-        reduction, divisor = "mean", input.shape[0] if input.ndim else 1
-    return _elementwise(F.kl_div, {"input": input, "target": target}, reduction, divisor, log_target=log_target)
-
-
-# -- losses over classes --------------------------------------------------------------------------------------------
-
-
-def _over_classes(
-    function: Callable[..., Tensor],
-    input: Any,
-    target: Any,
-    weight: Any,
-    reduction: str,
-    ignore_index: int,
-    **options: Any,
-) -> Any:
-    """Cross entropy or negative log likelihood.
-
-    Args:
-        input: ``(C,)`` or ``(N, C, *spatial)``, sharded in batch or spatial dims.
-        target: class indices, ``()`` or ``(N, *spatial)``, or for cross entropy probabilities in the input's shape.
-        weight: of the classes ``(C,)``, plain or replicated, or None.
-    """
-    name = function.__name__
-    mesh = common_mesh(name, [t for t in (input, target, weight) if t is not None])
-    if mesh is None:
+def _multilabel_soft_margin(given: dict[str, Any], reduction: str) -> Any:
+    """Torch's own composition; its ``logsigmoid`` has no distributed form below autograd."""
+    x, y, weight = given["input"], given["target"], given["weight"]
+    if not any(isinstance(t, ShardTensor) for t in (x, y, weight)):
         return NotImplemented
-    _checked(name, reduction)
-    options["ignore_index"] = ignore_index
-    meta = torch_judges(function, input, target, weight, **options, reduction="none")
-    x, t = as_operand(input, mesh), as_operand(target, mesh)
-    classes = min(1, x.ndim - 1)
-    soft = input.shape == target.shape and function is F.cross_entropy
-    common = common_cut([x._spec, t._spec if soft else _with_dim(t._spec, classes, x._spec)], x._spec.tensor_meta)
-    if classes in common.sharded_dims():
-        raise refuse(
-            name,
-            [x, t],
-            f"the classes (tensor dim {classes}) are sharded",
-            "redistribute to shard the batch or a spatial dim instead, e.g. placements=(Shard(0),)",
-        )
-    spec = _without_dim(common, classes, meta)
-    x = moved(name, x, common).to_local()
-    t = moved(name, t, common if soft else spec.replace(meta=t._spec.tensor_meta)).to_local()
-    (w,) = local_parameters(name, common, weight)
-    if x.numel() == 0:
-        # Not all of torch's kernels take empty spatial dims. This one does, and keeps dtype and graph what they are on
-        # other ranks: backward must communicate on every rank alike.
-        flat = x.movedim(classes, -1).reshape(0, x.shape[classes])
-        x, t = flat, (t.movedim(classes, -1).reshape(flat.shape) if soft else t.reshape(0))
-    terms = function(x, t, w, **options, reduction="none").reshape(spec.local_shape())
-    divisor: Any = None
-    if reduction == "mean":
-        divisor = meta.shape.numel() if soft else _total_weight(t, w, ignore_index, spec)
-    return _reduced(terms, spec, reduction, divisor)
+    loss = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
+    if weight is not None:
+        loss = loss * weight
+    loss = loss.sum(x.ndim - 1) / x.shape[x.ndim - 1]
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _total_weight(t: Tensor, weight: Tensor | None, ignore_index: int, spec: ShardTensorSpec) -> Tensor:
-    """The summed class weights of all targets that are not ignored (without weights: their number), on every rank."""
-    valid = t != ignore_index
-    if weight is None:
-        total = valid.sum()
-    else:
-        of_target = weight.detach()[torch.where(valid, t, 0)]
-        total = torch.where(valid, of_target, 0).sum(dtype=wide_dtype(weight.dtype))
-    partial = _scalar_spec(spec, total.dtype)
-    return redistribute_local(total, partial, partial.replicated())
-
-
-def _with_dim(spec: ShardTensorSpec, dim: int, pattern: ShardTensorSpec) -> ShardTensorSpec:
-    """The spec with one more dim in front of ``dim``, to have the shape of ``pattern``."""
-    placements = [Shard(p.dim + (p.dim >= dim)) if isinstance(p, Shard) else p for p in spec.placements]
-    return ShardTensorSpec(spec.mesh, placements, pattern.tensor_meta, spec.sizes)
-
-
-def _without_dim(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSpec:
-    """The spec without ``dim``, which is not sharded."""
-    placements = [Shard(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in spec.placements]
-    return ShardTensorSpec(spec.mesh, placements, meta, spec.sizes)
-
-
-@register(F.cross_entropy)
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    reduction = _reduction(size_average, reduce, reduction)
-    return _over_classes(
-        F.cross_entropy, input, target, weight, reduction, ignore_index, label_smoothing=label_smoothing
-    )
-
-
-@register(F.nll_loss)
-def _nll_loss(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    return _over_classes(F.nll_loss, input, target, weight, _reduction(size_average, reduce, reduction), ignore_index)
+register_loss(F.multilabel_soft_margin_loss, _multilabel_soft_margin)
