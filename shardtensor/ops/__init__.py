@@ -16,6 +16,7 @@ from . import (  # noqa: F401
     padding,
     pointwise,
     pooling,
+    quantiles,
     random,
     reductions,
     resampling,

@@ -6,25 +6,30 @@ on the extreme by one all-reduce, and on the smallest index that holds it by ano
 [Note: whole rows] Sorting needs a whole row (a line of elements along the dim). Where the dim is sharded, the mesh dim
 cuts the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are spread
 over the ranks. sort puts its results back as the input lies (one all-to-all each); the others, whose results have
-another length along the dim, leave them spread. Without a free dim that is long enough the call is refused: one rank
-would get everything.
+another length along the dim, leave them spread. Without a free dim that is long enough one rank would get everything;
+there the rows stay cut, and what ordering.py can do with them is done: elements are found by counting, sorted rows are
+exchanged, and a few largest ones gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import Call, Plan, argument, meta_of, rule, run, wrap
+from ..errors import UnsupportedSharding
+from ..geometry import map_cuts
+from ..gradients import once_differentiable
 from ..redistribute import all_gather, all_reduce, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import ShardTensor, as_gradient, redistribute_to
 from .operands import whole_rows
+from .ordering import Sorted, find_places, sort_keys
 from .reductions import check_dtype, neutral_element, reduced_dims, reduced_spec
 from .scans import mesh_dims_of
 
@@ -195,12 +200,24 @@ _ROWS: dict[torch._ops.OpOverload, tuple[int, int | None, int]] = {
 _SORTS = (_aten.sort.default, _aten.sort.stable)
 
 
+def _room(op: Any, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
+    """``spec`` with whole rows along ``dim``; None where that would give one rank everything."""
+    try:
+        return whole_rows(op, spec, dim)
+    except UnsupportedSharding:
+        if op in _ACROSS:
+            return None
+        raise
+
+
 @rule(*_ROWS)
 def _on_rows(call: Call) -> Plan:
     dim_at, keepdim_at, default = _ROWS[call.func]
     given = call.reduced()[(0,)]
     dims = reduced_dims(argument(call, dim_at, "dim", default), len(given.shape))
-    spec = whole_rows(call.func, given, dims[0]) if dims else given
+    spec = _room(call.func, given, dims[0]) if dims else given
+    if spec is None:
+        return _ACROSS[call.func](call, given, dims[0])
     if keepdim_at is None:
         spread = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
     else:
@@ -216,6 +233,151 @@ def _on_rows(call: Call) -> Plan:
         return tuple(redistribute_local(r, *specs) for r, specs in zip(results, zip(spread, outputs), strict=True))
 
     return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+# -- the same where rows stay cut ---------------------------------------------------------------------------------
+
+
+def _as_rows(x: Tensor, dim: int) -> Tensor:
+    x = x.movedim(dim, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _from_rows(rows: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """``rows`` as a tensor of this shape, but for its own number of columns."""
+    others = [n for d, n in enumerate(shape) if d != dim]
+    return rows.view(*others, rows.shape[-1]).movedim(-1, dim)
+
+
+class _RowsAcross:
+    """The sorted rows of a shard along a sharded dim, which lie as the shard does."""
+
+    def __init__(self, x: Tensor, spec: ShardTensorSpec, dim: int, descending: bool) -> None:
+        m = spec.sharded_dims()[dim]
+        self._dim, self._shape = dim, x.shape
+        self._sorted = Sorted(_as_rows(x, dim), spec.cut(m), spec.cut(m), descending, spec.mesh.get_group(m))
+        rows, columns = self._sorted.shape
+        start, _ = spec.interval(m)
+        index = torch.arange(start, start + columns, device=x.device).expand(rows, -1)
+        self.values = _from_rows(self._sorted.values, dim, x.shape)
+        self.indices = _from_rows(self._sorted.there(index), dim, x.shape)
+
+    def back(self, grad: Tensor) -> Tensor:
+        return _from_rows(self._sorted.back(_as_rows(grad, self._dim)), self._dim, self._shape)
+
+
+def _check_order(spec: ShardTensorSpec) -> None:
+    """Let torch judge on every rank whether it orders this dtype."""
+    torch.ones(1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type).sort()
+
+
+def _sort_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+    _check_order(spec)
+    at = 2 if call.func == _aten.sort.default else 3
+    descending = argument(call, at, "descending", False)
+    outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        rows = _RowsAcross(x, spec, dim, descending)
+        return rows.values, rows.indices
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+def _is_few(spec: ShardTensorSpec, dim: int, k: int) -> bool:
+    """Whether every rank may hold the ``k`` largest elements of all ranks: no more than a shard."""
+    ranks = spec.mesh.size(spec.sharded_dims()[dim])
+    return k * ranks <= spec.shape[dim] // ranks
+
+
+def _topk_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+    """A few are gathered from every rank; many are cut from the sorted rows."""
+    _check_order(spec)
+    k, largest = call.args[1], argument(call, 3, "largest", True)
+    m = spec.sharded_dims()[dim]
+    sizes, group, (start, stop) = spec.cut(m), spec.mesh.get_group(m), spec.interval(m)
+    if _is_few(spec, dim, k):
+        outputs = [reduced_spec(spec, meta, [dim], True, "sum").for_gradient() for meta in call.meta]
+
+        def gathered(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+            best = torch.topk(_as_rows(x, dim), min(k, stop - start), largest=largest)
+            room = (0, k - best.values.shape[-1])
+            pairs = [torch.nn.functional.pad(t, room) for t in (best.values, best.indices + start)]
+            values, indices = (
+                torch.cat([t[:, : min(k, n)] for t, n in zip(all_gather(p, group), sizes, strict=True)], -1)
+                for p in pairs
+            )
+            order = torch.argsort(values, dim=-1, descending=largest, stable=True)[:, :k]
+            return tuple(_from_rows(t.gather(-1, order), dim, x.shape) for t in (values, indices))
+
+        return call.plan(outputs, {(0,): spec}, call=gathered)
+    kept = map_cuts(sizes, lambda c: min(c, k))
+    cut = tuple(kept if i == m else s for i, s in enumerate(spec.sizes))
+    outputs = [spec.replace(meta=meta_of(meta), sizes=cut) for meta in call.meta]
+
+    def sorted_(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        rows = _RowsAcross(x, spec, dim, largest)
+        return tuple(t.narrow(dim, 0, kept[spec.coordinate[m]]) for t in (rows.values, rows.indices))
+
+    return call.plan(outputs, {(0,): spec}, call=sorted_)
+
+
+def _kth_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+    """Found by counting, without moving anything: kthvalue, median, nanmedian."""
+    _check_order(spec)
+    func, length = call.func, spec.shape[dim]
+    m = spec.sharded_dims()[dim]
+    group, (start, _) = spec.mesh.get_group(m), spec.interval(m)
+    keepdim = argument(call, _ROWS[func][1] or 0, "keepdim", False)
+    outputs = [reduced_spec(spec, meta, [dim], keepdim, "sum").for_gradient() for meta in call.meta]
+    given = call.args[1] - 1 if func == _aten.kthvalue.default else None
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        ordered, order = torch.sort(_as_rows(x, dim), dim=-1, stable=True)
+        if given is not None:
+            place = torch.full((len(ordered), 1), given, device=x.device)
+        else:
+            missing = all_reduce(ordered.isnan().sum(-1, keepdim=True), group)
+            if func == _aten.median.dim:  # the first NaN, if there is one
+                place = torch.where(missing > 0, length - missing, (length - 1) // 2)
+            else:
+                place = (length - missing - 1).clamp(min=0) // 2
+        found = find_places(sort_keys(ordered), x.dtype, place, [group])
+        pairs = [_from_rows(found.pick(t, [group]), dim, x.shape) for t in (ordered, order + start)]
+        return tuple(t if keepdim else t.squeeze(dim) for t in pairs)
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+_ACROSS: dict[Any, Callable[[Call, ShardTensorSpec, int], Plan]] = {
+    _aten.sort.default: _sort_across,
+    _aten.sort.stable: _sort_across,
+    _aten.topk.default: _topk_across,
+    _aten.kthvalue.default: _kth_across,
+    _aten.median.dim: _kth_across,
+    _aten.nanmedian.dim: _kth_across,
+}
+
+
+class _SortedAcross(torch.autograd.Function):
+    """Rows sorted where they are cut; gradients go back to where the elements came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, dim: int, descending: bool) -> Any:  # type: ignore[override]
+        ctx.spec, ctx.rows = x._spec, _RowsAcross(x._local_tensor, x._spec, dim, descending)
+        ctx.set_materialize_grads(False)
+        meta = x._spec.tensor_meta
+        values = wrap(ctx.rows.values, x._spec)
+        indices = wrap(ctx.rows.indices, x._spec.replace(meta=meta._replace(dtype=torch.int64)))
+        ctx.mark_non_differentiable(indices)
+        return values, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None, None, None
+        return wrap(ctx.rows.back(as_gradient(grad, ctx.spec)._local_tensor), ctx.spec), None, None
 
 
 # -- gradients: torch's formulas would write them into a plain tensor of the global shape -------------------------
@@ -279,7 +441,13 @@ def _picked(x: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: An
         return NotImplemented
     x = redistribute_to(x, x._spec.for_gradient())
     (dim,) = reduced_dims(dim, x.ndim)
-    moved = redistribute_to(x, whole_rows(name, x._spec, dim)) if op in _ROWS else x
+    room = _room(op, x._spec, dim) if op in _ROWS else x._spec
+    if room is None and (op in _SORTS or (op == _aten.topk.default and not _is_few(x._spec, dim, args[0]))):
+        pair = _SortedAcross.apply(x, dim, kwargs["descending"] if op in _SORTS else args[2])
+        if op not in _SORTS:
+            pair = [t.narrow(dim, 0, args[0]) for t in pair]
+        return getattr(torch.return_types, name)(pair)
+    moved = x if room is None else redistribute_to(x, room)
     values, indices = _Selected.apply(moved, op, dim, keepdim is False, args, kwargs or {})
     if op in _SORTS:
         values, indices = redistribute_to(values, x._spec), redistribute_to(indices, x._spec)
