@@ -66,17 +66,21 @@ class _Return(torch.autograd.Function):
         plan = plan_intervals(own, need, rank)
         shape = list(grad.shape)
         shape[dim] = length(plan.own)
-        total = grad.new_zeros(shape)
-        a, b = max(plan.own[0], plan.need[0]), min(plan.own[1], plan.need[1])
-        if b > a:
-            total.narrow(dim, a - plan.own[0], b - a).copy_(grad.narrow(dim, a - plan.need[0], b - a))
+        pending = None
         if plan.active:
             send = [[grad.narrow(dim, a - plan.need[0], b - a)] if b > a else [] for a, b in plan.recvs]
             shapes = [[[*shape[:dim], b - a, *shape[dim + 1 :]]] if b > a else [] for a, b in plan.sends]
-            received = start_swap(send, shapes, group, dtype=grad.dtype, device=grad.device).wait()
-            for (a, b), row in zip(plan.sends, received, strict=True):
-                if b > a:
-                    total.narrow(dim, a - plan.own[0], b - a).add_(row[0])
+            pending = start_swap(send, shapes, group, dtype=grad.dtype, device=grad.device)
+        a, b = max(plan.own[0], plan.need[0]), min(plan.own[1], plan.need[1])
+        if (a, b) == plan.own:
+            total = grad.narrow(dim, a - plan.need[0], b - a).clone(memory_format=torch.contiguous_format)
+        else:
+            total = grad.new_zeros(shape)
+            if b > a:
+                total.narrow(dim, a - plan.own[0], b - a).copy_(grad.narrow(dim, a - plan.need[0], b - a))
+        for (a, b), row in zip(plan.sends, pending.wait() if pending else ()):
+            if b > a:
+                total.narrow(dim, a - plan.own[0], b - a).add_(row[0])
         return total
 
     @staticmethod

@@ -59,32 +59,33 @@ def tiled_attention(
     """
     if 0 in query.shape:
         return _nothing(query, key_value, additional, return_lse)
-    n = len(dims)
-    everything = key_value.flatten(1, n)
+    everything = key_value.flatten(1, len(dims))
     if additional is not None:
         everything = torch.cat([everything, additional], 1)
-    plan = _plan(dims, 0 if additional is None else additional.shape[1], query.device)
-    for i, order in enumerate(plan.order):
-        query = query if order is None else query.index_select(1 + i, order)
-    results = [_attend(query, everything, kind, scale, return_lse) for kind in plan.kinds]
-    return tuple(_joined(pieces, plan) for pieces in zip(*results))
+    plan = _plan(dims, 0 if additional is None else additional.shape[1], len(query), query.device)
+    boxes = [query]
+    for i, (order, widths) in enumerate(zip(plan.order, plan.widths), 1):
+        ordered = boxes if order is None else [box.index_select(i, order) for box in boxes]
+        boxes = [part for box in ordered for part in box.split(widths, i)]
+    # All copies at once: their gradients are added up in one go, too.
+    gathered = everything.flatten(0, 1).index_select(0, plan.keys).split([kind.keys for kind in plan.kinds])
+    results = [_attend(*of_kind, scale, return_lse) for of_kind in zip(boxes, gathered, plan.kinds)]
+    return tuple(_joined(parts, plan) for parts in zip(*results))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Tiles that look alike.
+    """Tiles that look alike, a box of them.
 
     Attributes:
-        start, tiles, length: per dim, where their queries begin among the ordered ones, how many tiles there are, and
-            how many queries a tile has.
-        keys: ``(tiles, keys of a tile)``, indices into the flattened keys.
+        tiles, length: per dim, how many tiles there are, and how many queries a tile has.
+        keys: how many keys are copied for all of them.
         mask: ``(queries of a tile, keys of a tile)``, True where the query sees the key; None where all see all.
     """
 
-    start: tuple[int, ...]
     tiles: tuple[int, ...]
     length: tuple[int, ...]
-    keys: Tensor
+    keys: int
     mask: Tensor | None
 
 
@@ -95,53 +96,56 @@ class _Plan:
     Attributes:
         order: per dim, the queries in the order of the kinds; None where that is their own.
         back: per dim, the inverse.
-        counts: per dim, how many kinds of tiles there are.
+        widths: per dim, how many queries each kind has.
         kinds: those of all dims together, the last dim's varying fastest.
+        keys: for each kind, batch entry, tile and key, its index in the flattened keys.
     """
 
     order: tuple[Tensor | None, ...]
     back: tuple[Tensor | None, ...]
-    counts: tuple[int, ...]
+    widths: tuple[list[int], ...]
     kinds: tuple[_Kind, ...]
+    keys: Tensor
 
 
 @lru_cache(maxsize=256)
-def _plan(dims: tuple[Dim, ...], additional: int, device: torch.device) -> _Plan:
+def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
     kinds_of = [_kinds(dim, _tile_length(dim, len(dims))) for dim in dims]
-    orders, starts = [], []
-    for dim, kinds in zip(dims, kinds_of):
-        rows = [_places([t.query for t in kind], len(kind[0].windows), dim, dim.queries).flatten() for kind in kinds]
-        starts.append(list(itertools.accumulate((row.numel() for row in rows[:-1]), initial=0)))
-        orders.append(torch.cat(rows))
-    keys_at = [
+    rows_of = [
+        [_places([t.query for t in kind], len(kind[0].windows), dim, dim.queries).flatten() for kind in kinds]
+        for dim, kinds in zip(dims, kinds_of)
+    ]
+    keys_of = [
         [_places([t.key for t in kind], kind[0].keys, dim, dim.keys) for kind in kinds]
         for dim, kinds in zip(dims, kinds_of)
     ]
-    masks = [[_mask(kind[0]) for kind in kinds] for kinds in kinds_of]
+    masks_of = [[_mask(kind[0]) for kind in kinds] for kinds in kinds_of]
     sizes = [length(dim.keys) for dim in dims]
-    combined = []
-    for choice in itertools.product(*(range(len(kinds)) for kinds in kinds_of)):
-        chosen = [kinds_of[i][c] for i, c in enumerate(choice)]
-        keys = _flat_indices([keys_at[i][c] for i, c in enumerate(choice)], sizes)
-        extra = math.prod(sizes) + torch.arange(additional)
-        keys = torch.cat([keys, extra.expand(len(keys), -1)], 1)
-        mask = _outer([masks[i][c] for i, c in enumerate(choice)])
-        mask = F.pad(mask, (0, additional), value=True)
-        combined.append(
+    extra = math.prod(sizes) + torch.arange(additional)
+    entries = torch.arange(batch)[:, None, None] * (math.prod(sizes) + additional)
+    kinds, keys = [], []
+    for chosen in itertools.product(*(list(zip(*of_dim)) for of_dim in zip(kinds_of, keys_of, masks_of))):
+        tiles, places, masks = zip(*chosen)
+        at = _flat_indices(places, sizes)
+        at = (entries + torch.cat([at, extra.expand(len(at), -1)], 1)).flatten()
+        mask = F.pad(_outer(masks), (0, additional), value=True)
+        keys.append(at)
+        kinds.append(
             _Kind(
-                start=tuple(starts[i][c] for i, c in enumerate(choice)),
-                tiles=tuple(len(kind) for kind in chosen),
-                length=tuple(len(kind[0].windows) for kind in chosen),
-                keys=keys.to(device),
+                tiles=tuple(len(kind) for kind in tiles),
+                length=tuple(len(kind[0].windows) for kind in tiles),
+                keys=at.numel(),
                 mask=None if mask.all() else mask.to(device),
             )
         )
+    orders = [torch.cat(rows) for rows in rows_of]
     identity = [bool((order.diff() == 1).all()) for order in orders]
     return _Plan(
         order=tuple(None if same else order.to(device) for same, order in zip(identity, orders)),
         back=tuple(None if same else order.argsort().to(device) for same, order in zip(identity, orders)),
-        counts=tuple(len(kinds) for kinds in kinds_of),
-        kinds=tuple(combined),
+        widths=tuple([row.numel() for row in rows] for rows in rows_of),
+        kinds=tuple(kinds),
+        keys=torch.cat(keys).to(device),
     )
 
 
@@ -188,26 +192,21 @@ def _outer(masks: Sequence[Tensor]) -> Tensor:
 
 
 def _attend(query: Tensor, key_value: Tensor, kind: _Kind, scale: float, return_lse: bool) -> tuple[Tensor, ...]:
-    """The outputs of one kind of tiles, as a box of the ordered queries."""
-    n, batch, (heads, head_dim) = len(kind.tiles), query.shape[0], query.shape[-2:]
-    for i, (start, tiles, size) in enumerate(zip(kind.start, kind.tiles, kind.length)):
-        query = query.narrow(1 + i, start, tiles * size)
+    """The outputs of one kind of tiles: its box of the queries, the keys that are copied for it."""
+    n, batch, (heads, head_dim) = len(kind.tiles), len(query), query.shape[-2:]
     split = [entry for pair in zip(kind.tiles, kind.length) for entry in pair]
     tiles_first = [0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1, 2 * n + 2]
-    query = query.reshape(batch, *split, heads, head_dim).permute(tiles_first)
-    q = query.reshape(-1, math.prod(kind.length), heads, head_dim)
-    gathered = key_value.index_select(1, kind.keys.flatten())
-    kv = gathered.view(len(q), -1, *key_value.shape[2:])
-    k, v = kv[..., :head_dim], kv[..., head_dim:]
+    tiles = query.reshape(batch, *split, heads, head_dim).permute(tiles_first)
+    q = tiles.reshape(-1, math.prod(kind.length), heads, head_dim)
+    k, v = key_value.view(len(q), -1, *key_value.shape[1:]).split([head_dim, key_value.shape[-1] - head_dim], -1)
     attention = _with_lse if return_lse else _without_lse
     results = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), kind.mask, scale)
     dims_first = [0, *(d for i in range(n) for d in (1 + i, 1 + n + i)), 2 * n + 1, 2 * n + 2]
-    box = [tiles * size for tiles, size in zip(kind.tiles, kind.length)]
     return tuple(
         r.transpose(1, 2)
         .reshape(batch, *kind.tiles, *kind.length, heads, r.shape[-1])
         .permute(dims_first)
-        .reshape(batch, *box, heads, r.shape[-1])
+        .reshape(*query.shape[:-1], r.shape[-1])
         for r in results
     )
 
@@ -229,14 +228,13 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     return ((scores - lse).exp() @ v).to(dtype), lse
 
 
-def _joined(pieces: Sequence[Tensor], plan: _Plan) -> Tensor:
+def _joined(parts: Sequence[Tensor], plan: _Plan) -> Tensor:
     """The boxes of all kinds as one tensor, the queries in their own order."""
-    for i in reversed(range(len(plan.counts))):
-        count = plan.counts[i]
-        pieces = [torch.cat(list(pieces[at : at + count]), 1 + i) for at in range(0, len(pieces), count)]
-    (result,) = pieces
-    for i, back in enumerate(plan.back):
-        result = result if back is None else result.index_select(1 + i, back)
+    for i, (back, widths) in reversed(list(enumerate(zip(plan.back, plan.widths), 1))):
+        rows = [parts[at : at + len(widths)] for at in range(0, len(parts), len(widths))]
+        joined = [row[0] if len(row) == 1 else torch.cat(list(row), i) for row in rows]
+        parts = joined if back is None else [part.index_select(i, back) for part in joined]
+    (result,) = parts
     return result
 
 
