@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 
 gradient_seeds = torch.autograd._make_grads
 run_engine = torch.autograd.graph._engine_run_backward
@@ -23,6 +24,7 @@ __all__ = [
     "TensorMeta",
     "claim_dispatch",
     "current_mesh",
+    "flex_attention_checks_operands",
     "gradient_seeds",
     "is_plain_shard",
     "kernel",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor
@@ -500,6 +501,8 @@ def call_badly(which: str) -> None:
         y = sdpa(q, q, q)
         (grad,) = torch.autograd.grad(y.sum(), q, create_graph=True)
         grad.sum().backward()
+    elif which == "flex":
+        flex_attention(q, q, q, score_mod=lambda score, *_: score)
     elif which == "method":
         with shardtensor.attention_method("quick"):
             pass
@@ -513,6 +516,7 @@ def call_badly(which: str) -> None:
         ("causal", RuntimeError, "attn_mask should not be set when is_causal=True"),
         ("shape", RuntimeError, "should be broadcastable"),
         ("twice", UnsupportedSharding, "it cannot be differentiated twice"),
+        ("flex", UnsupportedSharding, "use scaled_dot_product_attention with a mask or a bias"),
         ("method", ValueError, "choose 'auto', 'ring' or 'heads'"),
     ],
 )

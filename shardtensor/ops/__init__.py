@@ -4,6 +4,7 @@ from . import (  # noqa: F401
     attention,
     convolution,
     extremes,
+    flex,
     indexing,
     joining,
     linear,
