@@ -3,6 +3,8 @@
 from . import (  # noqa: F401
     attention,
     convolution,
+    copies,
+    diagonals,
     extremes,
     flex,
     indexing,
@@ -26,4 +28,5 @@ from . import (  # noqa: F401
     subscripts,
     transposed,
     views,
+    windows,
 )

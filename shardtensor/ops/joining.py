@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..dispatch import Call, Path, Plan, meta_of, rule, wrap
-from ..errors import refuse
 from ..exchange import plan_intervals, start_swap
 from ..geometry import Interval, chunk_sizes, cuts_of, intersect, intervals_of, length
 from ..registry import register
@@ -217,9 +216,7 @@ def _roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     if len(shifts) != len(dims):
         if dims or len(shifts) != 1:
             return _aten.roll.default(_meta(spec), shifts, dims)  # raises torch's own error
-        raise refuse(
-            _aten.roll.default, x, "without dims it rolls the flattened tensor, which has no shards", "name the dims"
-        )
+        return x.reshape(-1).roll(shifts, 0).reshape(x.shape)
     amounts: dict[int, int] = {}
     for d, shift in zip(dims, shifts, strict=True):
         d = wrap_dim(d, len(spec.shape))
@@ -259,8 +256,8 @@ def _repeat_function(self: Any, *repeats: Any, **kwargs: Any) -> Any:
         return NotImplemented
     x, new = self, len(counts) - self.ndim
     for d in self._spec.sharded_dims():
-        if counts[d + new] > 1:
-            x = torch.cat([x] * counts[d + new], d)
+        if counts[d + new] != 1:
+            x = torch.cat([x] * counts[d + new], d) if counts[d + new] else x.narrow(d, 0, 0)
             counts[d + new] = 1
     if x is self:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Taking parts: slice, narrow, split, select and their gradients, along any dims.
+"""Taking parts: slice, narrow, split, select, unbind and their gradients, along any dims.
 
 [Note: slices stay where they are] A slice of a sharded dim keeps its owners: a cut ``c`` of the input becomes the
 number of taken indices below ``c``. Nothing travels, forward or backward, and the result is a view of the shard.
@@ -25,9 +25,9 @@ from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, redistribute_to
-from .views import carry, wrap_dim
+from .views import carry, moved_off, wrap_dim
 
-__all__ = ["cut_of_slice", "cut_of_sliced"]
+__all__ = ["cut_of_slice", "cut_of_sliced", "remember", "remembered"]
 
 _aten = torch.ops.aten
 
@@ -70,7 +70,48 @@ def _bounds(taken: range, own: tuple[int, int]) -> tuple[int, int]:
 
 # -- slice ------------------------------------------------------------------------------------------------
 
-_sources: dict[Any, list[ShardTensorSpec]] = {}  # see [Note: cuts of gradients]
+MAX_REMEMBERED = 16384
+
+
+class _Memory:
+    """What has been taken from where on one mesh, see [Note: cuts of gradients].
+
+    All ranks must remember alike, though they build their plans anew at different times. The ranks of a mesh make the
+    same calls, so what is new is new to all of them. Nothing is forgotten: a full memory takes nothing more. And an
+    answer, once given, stays.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[Any, list[ShardTensorSpec]] = {}
+        self.answers: dict[Any, list[ShardTensorSpec]] = {}
+        self.count = 0
+
+
+_memories: dict[Any, _Memory] = {}
+
+
+def _memory(spec: ShardTensorSpec) -> _Memory:
+    return _memories.setdefault((id(spec.mesh), spec.mesh, spec.coordinate), _Memory())
+
+
+def remember(key: Any, spec: ShardTensorSpec) -> None:
+    """Note that what ``key`` describes was taken from a tensor with this spec."""
+    memory = _memory(spec)
+    known = memory.sources.get((key, spec.shape), [])
+    if memory.count < MAX_REMEMBERED and not any(s.lies_like(spec) for s in known):
+        memory.sources[key, spec.shape] = [*known, spec]
+        memory.count += 1
+
+
+def remembered(key: Any, grad: ShardTensorSpec, shape: Sequence[int]) -> list[ShardTensorSpec]:
+    """The specs of tensors of ``shape`` from which what ``key`` describes had been taken when its gradient first came
+    with the spec ``grad``.
+    """
+    memory = _memory(grad)
+    answer = memory.answers.get((key, grad, tuple(shape)))
+    if answer is None and len(memory.answers) < MAX_REMEMBERED:
+        answer = memory.answers[key, grad, tuple(shape)] = memory.sources.get((key, tuple(shape)), [])
+    return answer or []
 
 
 def _sliced(spec: ShardTensorSpec, meta: Any, dim: int, taken: range) -> ShardTensorSpec:
@@ -81,25 +122,15 @@ def _sliced(spec: ShardTensorSpec, meta: Any, dim: int, taken: range) -> ShardTe
     return spec.replace(meta=meta, sizes=tuple(sizes))
 
 
-def _key(spec: ShardTensorSpec, shape: Sequence[int], dim: int, taken: range) -> Any:
-    return spec.mesh, spec.coordinate, tuple(shape), dim, taken.start, len(taken), taken.step
-
-
-def _remember(spec: ShardTensorSpec, dim: int, taken: range) -> None:
-    if dim in spec.sharded_dims():
-        known = _sources.setdefault(_key(spec, spec.shape, dim, taken), [])
-        if not any((s.placements, s.sizes) == (spec.placements, spec.sizes) for s in known):
-            known.append(spec)
-
-
 @rule(_aten.slice.Tensor)
 def _slice(call: Call) -> Plan:
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
     start, end, step = argument(call, 2, "start", None), argument(call, 3, "end", None), argument(call, 4, "step", 1)
     taken = range(*slice(start, end, step).indices(spec.shape[dim]))
-    _remember(spec, dim, taken)
     m = spec.sharded_dims().get(dim)
+    if m is not None:
+        remember((dim, taken), spec)
     a, b = _bounds(taken, (0, spec.shape[dim]) if m is None else spec.interval(m))
     out = _sliced(spec, meta_of(call.meta), dim, taken)
     return Plan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
@@ -111,7 +142,7 @@ def _slice_backward(call: Call) -> Plan:
     grad, (_, shape, dim, start, end, step) = call.reduced()[(0,)], call.args
     dim = wrap_dim(dim, len(shape))
     taken = range(*slice(start, end, step).indices(shape[dim]))
-    known = _sources.get(_key(grad, shape, dim, taken), [])
+    known = remembered((dim, taken), grad, shape)
     alike = [s for s in known if s.for_gradient().placements == grad.placements]
     exact = [s for s in alike if _sliced(s, grad.tensor_meta, dim, taken).sizes == grad.sizes]
     m = grad.sharded_dims().get(dim)
@@ -155,48 +186,6 @@ def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **k
     if not all(p.is_replicate() for p in indices.placements):
         raise refuse("tensor_split", [input, indices], "the indices are not whole", "pass a plain tensor or a list")
     return torch.tensor_split(input, indices.to_local().tolist(), dim)
-
-
-@rule(_aten.unfold.default)
-def _unfold(call: Call) -> Plan:
-    """Windows of a dim, as a new last dim."""
-    spec = call.specs[0]
-    dim = wrap_dim(call.args[1], len(spec.shape))
-    return Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
-
-
-@rule(_aten.unfold_backward.default)
-def _unfold_backward(call: Call) -> Plan:
-    spec = call.reduced()[(0,)]
-    shape, dim = call.args[1:3]
-    dim = wrap_dim(dim, len(shape))
-    out = carry(call, spec, call.meta, {d: d for d in range(len(shape)) if d != dim})
-    local = list(out.local_shape())
-    return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.unfold_backward.default(g, local, *rest))
-
-
-def _beside(ndim: int, *gone: int) -> dict[int, int]:
-    """Where the dims of a tensor come to lie when some go."""
-    kept = [d for d in range(ndim) if d not in gone]
-    return {d: i for i, d in enumerate(kept)}
-
-
-@rule(_aten.diagonal.default)
-def _diagonal(call: Call) -> Plan:
-    spec = call.specs[0]
-    n = len(spec.shape)
-    dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 2), n) for i in (2, 3)]
-    return Plan(carry(call, spec, call.meta, _beside(n, *dims)))
-
-
-@rule(_aten.diagonal_backward.default)
-def _diagonal_backward(call: Call) -> Plan:
-    spec = call.reduced()[(0,)]
-    shape, _, *dims = call.args[1:]
-    kept = _beside(len(shape), *(wrap_dim(d, len(shape)) for d in dims))
-    out = carry(call, spec, call.meta, {i: d for d, i in kept.items()})
-    local = list(out.local_shape())
-    return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.diagonal_backward.default(g, local, *rest))
 
 
 # -- select: an entry of a sharded dim is the sum of what its owner has and of the others' zeros -----------------
@@ -266,13 +255,19 @@ def _select_backward(call: Call) -> Plan:
 
 @rule(_aten.unbind.int)
 def _unbind(call: Call) -> Plan:
+    """Of a sharded dim, see [Note: moved off] in views.py. Where no other dim is long enough, short Partials."""
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
-    if dim in spec.sharded_dims():
-        # As summands every rank would hold all the entries: as much as the whole tensor.
-        raise call.refuse(
-            f"every entry of tensor dim {dim}, which is sharded, would have to be on every rank",
-            "select the entries that you need, split the dim, or redistribute to shard another dim",
-        )
     dims = {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}
-    return Plan([carry(call, spec, m, dims) for m in call.meta])
+    source = moved_off(spec, dims)
+    if dim not in source.sharded_dims():
+        return call.plan([carry(call, source, m, dims) for m in call.meta], {(0,): source})
+    entry = _summed(spec, dim)
+    outputs = [carry(call, entry, m, dims) for m in call.meta]
+    a, b = spec.interval(spec.sharded_dims()[dim])
+    shape = outputs[0].local_shape()
+
+    def entries(x: Tensor, *_: Any) -> list[Tensor]:
+        return [x.select(dim, i - a) if a <= i < b else x.new_zeros(shape) for i in range(len(outputs))]
+
+    return Plan(outputs, [((0,), spec, spec)], call=entries)  # with an input that moves: they are copies

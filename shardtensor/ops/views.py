@@ -1,7 +1,12 @@
 """Operators that rearrange dims: view, permute, expand, squeeze, pixel_shuffle, flip, triangles and their gradients.
 
-A tensor dim keeps its shards where the result is a sharding again; where it is not, the call is refused. Never is a
-shard reinterpreted as something that it is not.
+A tensor dim keeps its shards where the result is a sharding again. Never is a shard reinterpreted as something that it
+is not.
+
+[Note: moved off] A sharded dim that does not stay a dim of the result (the inner one of two that are flattened) is
+exchanged for another: by one all-to-all the mesh dim cuts the longest free dim that stays, evenly, and every rank holds
+as much as it did. That dim must have at least one entry for each rank, or the call is refused. A dim of length 1, which
+one rank has all of, is broadcast.
 
 [Note: whole blocks] A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``.
 Where one is not, the cuts are first moved to the nearest multiples, by an exchange of what differs (less than ``k``
@@ -16,17 +21,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from ..dispatch import Call, Plan, meta_of, rule, run, wrap
-from ..geometry import intervals_of, map_cuts
+from ..geometry import chunk_sizes, intervals_of, map_cuts
 from ..redistribute import move_intervals
 from ..registry import register
 from ..spec import ShardTensorSpec
 
 _aten = torch.ops.aten
 
-__all__ = ["carry", "fitted", "regroup", "whole_blocks", "wrap_dim"]
+__all__ = ["carry", "fitted", "moved_off", "regroup", "whole_blocks", "wrap_dim"]
 
 Carried = dict[int, tuple[int, int, int]]  # input dim -> (output dim, multiply sizes by, divide sizes by)
 
@@ -82,8 +87,32 @@ def fitted(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
 
 @rule(_aten.view_as_real.default, _aten.view_as_complex.default)
 def _complex_view(call: Call) -> Plan:
-    ndim = min(call.meta.ndim, len(call.specs[0].shape))
-    return Plan(carry(call, call.specs[0], call.meta, {d: d for d in range(ndim)}))
+    dims = {d: d for d in range(min(call.meta.ndim, len(call.specs[0].shape)))}
+    source = moved_off(call.specs[0], dims)
+    return call.plan(carry(call, source, call.meta, dims), {(0,): source})
+
+
+def moved_off(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``spec`` with sharded dims that ``dims`` lacks exchanged for others where possible, see [Note: moved off]."""
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    for d, m in spec.sharded_dims().items():
+        if d in dims:
+            continue
+        ranks = spec.mesh.size(m)
+        if spec.shape[d] <= 1 or ranks == 1:
+            placements[m], sizes[m] = Replicate(), None
+            continue
+        taken = [p.dim for p in placements if isinstance(p, Shard)]
+        entries = {}
+        for other, to in dims.items():
+            block = to[2] // math.gcd(to[1], to[2]) if isinstance(to, tuple) else 1
+            if other not in taken and spec.shape[other] // block >= ranks:
+                entries[other] = spec.shape[other] // block, block
+        if entries:
+            other = max(entries, key=lambda k: spec.shape[k])
+            n, block = entries[other]
+            placements[m], sizes[m] = Shard(other), tuple(block * k for k in chunk_sizes(n, ranks))
+    return spec.replace(placements=placements, sizes=tuple(sizes))
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
@@ -132,12 +161,24 @@ def _view(call: Call) -> Plan:
     spec = call.specs[0]
     if 0 in spec.shape:
         dims: dict[int, Any] = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
-    else:
-        dims = dict(regroup(spec.shape, call.meta.shape))
-    source = fitted(spec, dims)
+        out = carry(call, _forgotten(spec, dims), call.meta, dims)
+        shape = out.local_shape()
+        return Plan(out, call=lambda x, *_: x.new_empty(shape))
+    dims = dict(regroup(spec.shape, call.meta.shape))
+    source = fitted(moved_off(spec, dims), dims)
     out = carry(call, source, call.meta, dims)
     shape = out.local_shape()
-    return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape))
+    flattens = any(times > 1 for _, times, _ in dims.values())
+    return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape), may_copy=flattens)
+
+
+def _forgotten(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``spec`` of a tensor without elements, whole on the mesh dims that cut a dim which ``dims`` lacks."""
+    lost = [isinstance(p, Shard) and p.dim not in dims for p in spec.placements]
+    placements = [Replicate() if gone else p for gone, p in zip(lost, spec.placements, strict=True)]
+    return spec.replace(
+        placements=placements, sizes=tuple(None if gone else s for gone, s in zip(lost, spec.sizes, strict=True))
+    )
 
 
 @rule(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.channel_shuffle.default)
@@ -152,7 +193,7 @@ def _shuffle(call: Call) -> Plan:
         dims.update({n - 3: (n - 3, 1, r * r), n - 2: (n - 2, r, 1), n - 1: (n - 1, r, 1)})
     else:
         dims.update({n - 3: (n - 3, r * r, 1), n - 2: (n - 2, 1, r), n - 1: (n - 1, 1, r)})
-    source = fitted(spec, dims)
+    source = fitted(moved_off(spec, dims), dims)
     out = carry(call, source, call.meta, dims)
     if 0 in out.local_shape():  # on which torch's kernels fail, or return other shapes
         shape = out.local_shape()
@@ -198,10 +239,10 @@ def _squeeze(call: Call) -> Plan:
     given = call.args[1] if len(call.args) > 1 else range(n)
     wanted = {wrap_dim(d, n) for d in (given if not isinstance(given, int) else [given])}
     gone = [d for d in range(n) if d in wanted and spec.shape[d] == 1]
-    kept = [d for d in range(n) if d not in gone]
-    out = carry(call, spec, call.meta, {d: i for i, d in enumerate(kept)})
+    dims = {d: i for i, d in enumerate(d for d in range(n) if d not in gone)}
+    source = moved_off(spec, dims)
     # By name, not by length: a shard of length 1 is not a dim of length 1.
-    return Plan(out, call=lambda x, *_: x.squeeze(gone))
+    return call.plan(carry(call, source, call.meta, dims), {(0,): source}, call=lambda x, *_: x.squeeze(gone))
 
 
 @rule(_aten.expand.default)
@@ -209,9 +250,10 @@ def _expand(call: Call) -> Plan:
     spec = call.specs[0]
     new = len(call.meta.shape) - len(spec.shape)
     dims = {d: d + new for d in range(len(spec.shape)) if spec.shape[d] == call.meta.shape[d + new]}
-    out = carry(call, spec, call.meta, dims)
+    source = moved_off(spec, dims)
+    out = carry(call, source, call.meta, dims)
     shape = out.local_shape()
-    return Plan(out, call=lambda x, *_, **__: x.expand(shape))
+    return call.plan(out, {(0,): source}, call=lambda x, *_, **__: x.expand(shape))
 
 
 @register(_aten.flip.default)
