@@ -7,7 +7,8 @@ registered functions. So the engine is called directly, after what torch's funct
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -113,3 +114,49 @@ def _grad(
     if not materialize_grads:
         return grads
     return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True))
+
+
+# -- derivatives of derivatives ---------------------------------------------------------------------------------------
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a ``backward``: what it returns raises when it is differentiated in turn.
+
+    torch's own decorator of that name looks at the incoming gradients only. Where these are constants (the gradient of
+    a sum), it returns constants, even if they depend on what was saved for backward: a second derivative would be
+    wrong without a word.
+
+    Raises:
+        RuntimeError: on every rank alike, while the second derivative is computed.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        sources = [t for t in (*grads, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
+        if not sources:
+            return results
+        name = type(ctx).__name__.removesuffix("Backward").strip("_")
+        single = not isinstance(results, tuple)
+        results = (results,) if single else results
+        marked = tuple(r if r is None else _NotAgain.apply(name, r, *sources) for r in results)
+        return marked[0] if single else marked
+
+    return wrapper
+
+
+class _NotAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, result: Any, *sources: Any) -> Any:  # type: ignore[override]
+        ctx.name = name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"the gradient of {ctx.name} on a ShardTensor cannot be differentiated twice; "
+            "if it need not be, detach it or leave out create_graph"
+        )

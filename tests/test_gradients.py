@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 
 CUT = {0: (5, 3)}
 
@@ -109,4 +110,60 @@ def bad(how):
 def test_errors(how, text):
     for error in run_expecting_errors(bad, 2, how):
         with pytest.raises(RuntimeError, match=text):
+            raise error
+
+
+def check_second_derivatives():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def penalty(function):
+        def squared_gradient(x):
+            (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+            return (grad * grad).sum()
+
+        return squared_gradient
+
+    functions = {
+        "sum": lambda x: x.square().sum(1).square(),
+        "mean": lambda x: (x * x * x).mean(),
+        "mean of rows": lambda x: (x * x * x).mean(0, keepdim=True).exp(),
+        "softmax": lambda x: x.softmax(1)[:, :1],
+        "softmax of columns": lambda x: x.softmax(0).square(),
+        "logsumexp": lambda x: x.logsumexp(1),
+        "var": lambda x: x.var(1),
+        "norm": lambda x: x.norm(dim=1),
+        "cumsum": lambda x: x.square().cumsum(1).square(),
+        "gelu": F.gelu,
+        "normalize": lambda x: F.normalize(x) ** 3,
+    }
+    failures = []
+    for name, function in functions.items():
+        for dim, sizes in ((0, (1, 3)), (1, (0, 6)), (1, (5, 1))):
+            try:
+                assert_matches_unsharded(
+                    penalty(function), x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes}
+                )
+            except AssertionError as error:
+                failures.append(f"{name} {dim} {sizes}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def test_second_derivatives():
+    run_distributed(check_second_derivatives, 2)
+
+
+def second_derivative(case):
+    x = shard(torch.rand(1, 2, 8, 6), shared_mesh(2), [Shard(2)], {0: (5, 3)}, requires_grad=True)
+    w = torch.rand(2, 2, 3, 3, requires_grad=True)
+    # The gradient of a sum is a constant, but what comes of it depends on the weights, or on the input.
+    value = F.conv2d(x, w) if case == "conv2d" else x.prod(2)
+    (grad,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+@pytest.mark.parametrize(("case", "name"), [("conv2d", "Convolution"), ("prod", "Product")])
+def test_what_cannot_be_differentiated_twice_says_so(case, name):
+    for error in run_expecting_errors(second_derivative, 2, case):
+        with pytest.raises(RuntimeError, match=f"gradient of {name} on a ShardTensor cannot be differentiated twice"):
             raise error

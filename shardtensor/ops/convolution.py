@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..dispatch import spec_of, wrap
 from ..errors import refuse
+from ..gradients import once_differentiable
 from ..halo import Strips
 from ..parameters import local_parameters
 from ..registry import FUNCTIONS, register
@@ -41,7 +42,7 @@ class _Convolution(torch.autograd.Function):
         return _wrapped(y, plan.out_spec)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         x, weight, *saved = ctx.saved_tensors
         plan: ConvolutionPlan = ctx.plan

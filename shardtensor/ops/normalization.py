@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .._compat import TensorMeta
 from ..dispatch import wrap
 from ..errors import refuse
+from ..gradients import once_differentiable
 from ..parameters import local_parameters
 from ..redistribute import all_gather, all_reduce, redistribute_local
 from ..registry import register
@@ -177,7 +178,7 @@ class _Normalize(torch.autograd.Function):
         return wrap(y.to(dtype).reshape(plan.spec.local_shape()), ctx.out_spec)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         x, weight, mean, rstd = ctx.saved_tensors
         plan: _Plan = ctx.plan

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from ..dispatch import Call, Plan, argument, meta_of, rule, run, wrap
+from ..gradients import once_differentiable
 from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
@@ -235,20 +236,23 @@ class _SumOrMean(torch.autograd.Function):
                 for d in ctx.dims:
                     local = local.unsqueeze(d)
             local = local.expand(spec.local_shape()).to(spec.tensor_meta.dtype)
-        return _ExpandedGradient.apply(grad, wrap(local, spec)), None, None, None, None
+        expanded = _ExpandedGradient.apply(grad, wrap(local, spec), ctx.dims, ctx.keepdim, ctx.scale)
+        return expanded, None, None, None, None
 
 
 class _ExpandedGradient(torch.autograd.Function):
-    """Hands the gradient on; asked to differentiate it once more, it says that it cannot."""
+    """Hands the expanded gradient on; its own gradient is a sum again."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Any, expanded: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, grad: Any, expanded: Any, dims: list[int], keepdim: bool, scale: int | None) -> Any:  # type: ignore[override]
+        ctx.args = dims, keepdim, scale, grad.dtype
         return expanded.view_as(expanded)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        raise NotImplementedError("sum and mean of a ShardTensor cannot be differentiated twice yet")
+        dims, keepdim, scale, dtype = ctx.args
+        total = torch.sum(grad, dims, keepdim, dtype=dtype) if dims else grad.to(dtype)
+        return total if scale is None else total / scale, None, None, None, None
 
 
 def _sum_or_mean(x: Any, dim: Any, keepdim: bool, dtype: Any, mean: bool) -> Any:
@@ -282,7 +286,7 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         (given,) = ctx.saved_tensors
         grad, dim = as_gradient(grad, ctx.out), ctx.dim
@@ -329,7 +333,7 @@ class _Trace(torch.autograd.Function):
         return wrap(value, reduced_spec(spec, value, [0, 1], False, "sum"))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         value = as_gradient(grad, grad._spec.replicated())._local_tensor
         result = value.new_zeros(ctx.spec.local_shape())

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import Call, Plan, argument, meta_of, rule, wrap
+from ..gradients import once_differentiable
 from ..redistribute import all_gather, all_reduce
 from ..registry import register
 from ..spec import ShardTensorSpec
