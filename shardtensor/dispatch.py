@@ -8,6 +8,10 @@ communicates nothing, and gives the same plan each time: a rank may forget plans
 [Note: no silent gather] A plan may cut what is replicated, reduce what is Partial, exchange between cuts and between
 sharded dims. It may not make a shard whole: that is refused outside :func:`allow_gather`.
 
+[Note: views that are copies] What stands for a view may be a copy. Where that follows from the specs (operands had to
+be redistributed) nobody may write to it: the viewed tensor would not change. A reshape of a shard copies or not as the
+shard's strides have it, on one rank and not on another; so every rank may write, and one with a copy writes it back.
+
 [Note: allowlist] DTensor's sharding propagation is not consulted. It mislabels some results on even shards and cannot
 express uneven ones, and it gathers without a word; a rule here is a few lines. An operator without a rule is refused,
 unless all its tensors are replicated.
@@ -66,6 +70,7 @@ class Plan:
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
         view: the result stands for a view of the first argument (:func:`run` fills this in).
+        may_copy: a view that some ranks may have to copy, see [Note: views that are copies].
     """
 
     outputs: Any
@@ -73,6 +78,7 @@ class Plan:
     call: Any = None
     returns_self: bool = False
     view: bool = False
+    may_copy: bool = False
 
 
 @dataclass(slots=True)
@@ -226,7 +232,7 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         plan, key = None, []
     if plan is None:
         if is_inplace(func):
-            _check_view(func, args[0])
+            _check_written(func, args[0])
         made = _make_plan(func, args, kwargs)
         plan = made.plan if isinstance(made, _Done) else made
         if plan is not None:
@@ -237,22 +243,23 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
             return made.value
         plan = made
     if plan.returns_self:
-        _check_view(func, args[0])
+        _check_written(func, args[0])
     for path, source, target in plan.inputs:
         _replace(local_args, local_kwargs, path, source, target)
     result = plan.call(*local_args, **local_kwargs)
     if plan.returns_self:
+        _write_back(args[0])
         return args[0]
     outputs = plan.outputs
-    copied = plan.view and (plan.inputs or hasattr(args[0], "_copied"))
+    note = plan.view and (plan.inputs or plan.may_copy or hasattr(args[0], "_copied"))
     if type(outputs) is ShardTensorSpec:
         out = wrap(result, outputs)
-        return mark_copied(out) if copied else out
+        return _note_copies(out, args[0], plan) if note else out
     if outputs is None:
         return result
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True)]
-    if copied:
-        wrapped = [mark_copied(r) for r in wrapped]
+    if note:
+        wrapped = [_note_copies(r, args[0], plan) for r in wrapped]
     return type(result)(wrapped)
 
 
@@ -263,21 +270,36 @@ def _keep(key: Any, plan: Plan) -> None:
     _plans[key] = plan
 
 
+# -- see [Note: views that are copies] --------------------------------------------------------------------------------
+
+
 def mark_copied(view: Any) -> Any:
-    """Remember that ``view`` stands for a view but is a copy, on some ranks at least."""
-    view._copied = True
+    """Remember that ``view`` stands for a view but is a copy, on some ranks at least: nobody may write to it."""
+    view._copied = None
     return view
 
 
-def _check_view(func: torch._ops.OpOverload, written: Any) -> None:
-    """Refuse to write to what stands for a view but had to be copied: the write would not reach the viewed tensor."""
-    if hasattr(written, "_copied"):
+def _note_copies(view: Any, viewed: Any, plan: Plan) -> Any:
+    """Keep with a view how what is written to it comes back: ``(copy, original)`` for each copy on the way here."""
+    copies = getattr(viewed, "_copied", ())
+    if plan.inputs or copies is None:
+        return mark_copied(view)
+    copy, original = view._local_tensor, viewed._local_tensor
+    if plan.may_copy and copy.untyped_storage().data_ptr() != original.untyped_storage().data_ptr():
+        copies = (*copies, (copy, original))
+    if copies:
+        view._copied = copies
+    return view
+
+
+def _check_written(func: torch._ops.OpOverload, written: Any) -> None:
+    if getattr(written, "_copied", ()) is None:
         raise refuse(func, written, "it would write to a view that is a copy on shards", "use the out-of-place form")
-    if not isinstance(written, DTensor) or not written._is_view() or not isinstance(written._base, DTensor):
-        return
-    mine, base = written._local_tensor, written._base._local_tensor
-    if mine.numel() and mine.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
-        raise refuse(func, written, "it would write to a view that is a copy on shards", "use the out-of-place form")
+
+
+def _write_back(written: Any) -> None:
+    for copy, original in reversed(getattr(written, "_copied", ())):
+        original.copy_(copy.view(original.shape))
 
 
 def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
@@ -338,6 +360,8 @@ def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
         raise refuse(func, specs, "it would change the layout of a tensor in place", "use the out-of-place form")
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
+    if build is None and not replicated and _returning(func) is not None:
+        return _Done(_written(func, args, kwargs))
     if build is None and (random or not replicated):
         if gather_allowed() and not random:
             return _Done(_gathered(func, args, kwargs))
@@ -430,13 +454,35 @@ def _on_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
         return func(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
 
 
+@cache
+def _returning(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operator that returns what the in-place operator ``func`` writes, if there is one."""
+    namespace, name = func._schema.name.split("::")
+    if not is_inplace(func) or not name.endswith("_"):
+        return None
+    found = getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
+    return None if found is None or is_inplace(found) else found
+
+
+def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An in-place operator without a rule: what its other form returns, copied into the first argument."""
+    _on_meta(func, args, kwargs)  # raises where the result's dtype does not fit
+    returning = _returning(func)
+    assert returning is not None
+    return run(_aten.copy_.default, (args[0], run(returning, args, kwargs)), {})
+
+
 def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Gather the operands, compute, and cut what still has the shape of the first sharded operand."""
-    if is_inplace(func):
+    """Gather the operands, compute, and cut what still has the shape of the first sharded operand.
+
+    What an in-place operator writes to gets its part of the result.
+    """
+    inplace = is_inplace(func)
+    if inplace and not isinstance(args[0], DTensor):
         raise refuse(
             func,
             [spec for _, spec in _paths(args, kwargs)],
-            "an in-place operator cannot gather",
+            "it would write to something else than a ShardTensor",
             "use the out-of-place form",
         )
     leaves, structure = tree_flatten((tuple(args), kwargs))
@@ -446,6 +492,13 @@ def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
         for a in leaves
     ]
     plain_args, plain_kwargs = tree_unflatten(whole, structure)
+    if inplace:
+        written, spec = args[0], spec_of(args[0])
+        value = plain_args[0].clone()
+        func(value, *plain_args[1:], **plain_kwargs)
+        written._local_tensor.copy_(redistribute_local(value, spec.replicated(), spec))
+        _write_back(written)
+        return written
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor):

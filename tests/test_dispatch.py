@@ -342,6 +342,57 @@ def test_plans_tell_cuts_and_argument_types_apart():
     assert run_distributed(cached, 2)[0] >= 1
 
 
+def default_dtype():
+    i = shard(torch.arange(8), shared_mesh(2), [Shard(0)], {0: (7, 1)})
+    before = torch.get_default_dtype()
+    seen = []
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            y = i / 2
+            seen.append((y.dtype, y.to_local().dtype))
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == [(torch.float32,) * 2, (torch.float64,) * 2]
+
+
+def test_a_plan_holds_for_one_default_dtype():
+    run_distributed(default_dtype, 2)
+
+
+def forgetful():
+    """Rank 0 forgets all plans but two, rank 1 none."""
+    keeps = 2 if dist.get_rank() == 0 else 10**6
+    dispatch._plans.clear()
+    before, dispatch.MAX_PLANS = dispatch.MAX_PLANS, keeps
+    torch.manual_seed(0)
+    whole = torch.randn(12, 4, dtype=torch.float64)
+    counts = []
+    try:
+        for _ in range(2):
+            # Slices of differently cut tensors are cut alike: whose gradient is whose is a matter of memory.
+            for sizes in ((5, 7), (6, 6), (8, 4)):
+                x = shard(whole, shared_mesh(2), [Shard(0)], {0: sizes}, requires_grad=True)
+                plain = whole.clone().requires_grad_()
+                with count_communication() as counted:
+                    for t in (x, plain):
+                        y = t[6:10] * t[:4].roll(1, 0) + t.t()[:, 8:].t()
+                        (y.square().mean(0) * t[2]).sum().backward()
+                counts.append((counted.messages, counted.collectives))
+                assert x.grad.shard_sizes == {0: sizes}
+                torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-12)
+        assert len(dispatch._plans) <= keeps
+    finally:
+        dispatch.MAX_PLANS = before
+    assert counts[:3] == counts[3:]
+    return len(dispatch._plans)
+
+
+def test_a_rank_may_forget_plans_by_itself():
+    kept = run_distributed(forgetful, 2)
+    assert kept[0] == 2 and kept[1] > 20
+
+
 def half(x):
     if torch.overrides.has_torch_function_unary(x):
         return torch.overrides.handle_torch_function(half, (x,), x)

@@ -125,6 +125,33 @@ def test_in_place_arithmetic():
     run_distributed(in_place, 2)
 
 
+def written_flat(requires_grad):
+    """Of a shard that lies in memory column by column, a flattened view is a copy, unless it has one row."""
+    whole, at = whole_tensor(), dist.get_rank()
+    local = (whole[:1], whole[1:])[at].t().contiguous().t()
+    x = ShardTensor.from_local(local, shared_mesh(2), [Shard(0)], shard_sizes={0: (1, 7)})
+    if requires_grad:
+        leaf, expected_leaf = x.detach().requires_grad_(), whole.clone().requires_grad_()
+        x, whole = leaf * 1, expected_leaf * 1
+    else:
+        whole = whole.clone()
+    for t in (x, whole):
+        flat = t.view(-1)
+        flat.add_(1)
+        flat[2:7].mul_(3)
+        flat.view(8, 4).view(-1)[8:].neg_()
+    same_kind(x.detach(), whole.detach(), {0: (1, 7)})
+    if requires_grad:
+        x.square().sum().backward()
+        whole.square().sum().backward()
+        same_kind(leaf.grad, expected_leaf.grad, {0: (1, 7)})
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_written_to_a_flattened_view_arrives_on_every_rank(requires_grad):
+    run_distributed(written_flat, 2, requires_grad)
+
+
 IN_PLACE_REFUSED = {
     "t_": lambda x: x.t_(),
     "unsqueeze_": lambda x: x.unsqueeze_(0),
