@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import pkgutil
 import subprocess
 import sys
 
@@ -14,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.nn.attention.flex_attention import flex_attention
 
 import shardtensor
 from shardtensor import patches
 from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
 
 EAGER = [p for p in patches.PATCHES if not p.lazy]
-NAMES = [p.name for p in EAGER]
+NAMES = [f"{p.module}:{p.name}" for p in EAGER]
 
 
 class Holder(nn.Module):
@@ -49,7 +51,7 @@ def x():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_patched_function_looks_like_the_original(name):
-    patched = getattr(F, name)
+    patched = pkgutil.resolve_name(name)
     original = patched.__wrapped__
     assert isinstance(patched, patches.PatchedFunction)
     assert (patched.__name__, patched.__doc__) == (original.__name__, original.__doc__)
@@ -63,11 +65,11 @@ def test_a_patched_function_looks_like_the_original(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_patched_functions_pickle_and_copy_by_name(name):
-    patched = getattr(F, name)
+    patched = pkgutil.resolve_name(name)
     assert pickle.loads(pickle.dumps(patched)) is patched
     assert copy.deepcopy(patched) is copy.copy(patched) is patched
     stored = pickle.dumps(patched)
-    assert b"shardtensor" not in stored and f"torch.nn.functional:{name}".encode() in stored
+    assert b"shardtensor" not in stored and name.encode() in stored
 
 
 def test_models_that_hold_them_are_saved_and_copied(model, x):
@@ -143,7 +145,9 @@ def everything(seed=0):
         y.square().sum().backward()
         results += [y, x.grad, w.grad, getattr(F, f"conv{n}d")(input=x, weight=w, padding="same", groups=2)]
     x, w = torch.randn(3, 5, generator=g), torch.randn(2, 5, generator=g)
-    return [t.detach() for t in (*results, F.linear(x, w), F.linear(x, w, bias=torch.ones(2)), F.l1_loss(x, x + 1))]
+    q = torch.randn(1, 2, 16, 4, generator=g)
+    results += [F.linear(x, w), F.linear(x, w, bias=torch.ones(2)), F.l1_loss(x, x + 1), flex_attention(q, q, q)]
+    return [t.detach() for t in results]
 
 
 def test_plain_results_are_bitwise_those_of_the_originals():
@@ -155,8 +159,8 @@ def test_plain_results_are_bitwise_those_of_the_originals():
         without = everything()
     finally:
         patches.install()
-    assert all(map(torch.equal, with_patches, without)) and len(without) == 15
-    assert {f"torch.nn.functional.{name}" for name in NAMES} <= set(patches.installed())
+    assert all(map(torch.equal, with_patches, without)) and len(without) == 16
+    assert {name.replace(":", ".") for name in NAMES} <= set(patches.installed())
 
 
 def test_installing_twice_wraps_once():
