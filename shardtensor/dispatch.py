@@ -509,4 +509,5 @@ def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
         target = spec.replace(placements=pattern.for_gradient().placements, sizes=pattern.sizes)
         return wrap(redistribute_local(value, spec, target), target)
 
-    return tree_map(cut, func(*plain_args, **plain_kwargs))
+    result = tree_map(cut, func(*plain_args, **plain_kwargs))
+    return tree_map(mark_copied, result) if _traits(func)[1] else result

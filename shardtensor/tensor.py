@@ -202,6 +202,8 @@ class ShardTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("out") is not None:
+            return _write_out(func, args, kwargs)
         if func in FUNCTIONS or isinstance(func, torch._ops.OpOverload):
             result = call_registered(func, args, kwargs)
             if result is not NotImplemented:
@@ -393,8 +395,7 @@ def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
         return args, kwargs
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-    if writes and not isinstance(first, ShardTensor) and name not in ("__invert__", "__index__"):
+    if _writes(func) and not isinstance(first, ShardTensor):
         raise refuse(name, flat, "a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
     if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
         "torch.autograd"
@@ -423,6 +424,37 @@ def _to_promote(a: Any) -> bool:
     return isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()
 
 
+def _write_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function with ``out=``: what it returns without, copied into ShardTensors, which keep their cuts."""
+    out = kwargs["out"]
+    outs = out if isinstance(out, (list, tuple)) else (out,)
+    name, tensors = getattr(func, "__name__", str(func)), [a for a in (*args, *outs) if isinstance(a, Tensor)]
+    if any(not isinstance(t, ShardTensor) for t in outs):
+        raise refuse(name, [*outs], "a ShardTensor cannot be written into a plain tensor", "use the form without out=")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
+    if isinstance(func, torch._ops.OpOverload):
+        func = func.overloadpacket
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    for target, value in zip(outs, results, strict=True):
+        if target.shape != value.shape:
+            reason = f"out= has shape {tuple(target.shape)}, but the result {tuple(value.shape)}"
+            raise refuse(name, target, reason, "pass a ShardTensor of the result's shape")
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+        target.copy_(value)
+    return type(result)(outs) if isinstance(result, (list, tuple)) else out
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function writes to its first argument, as its name tells."""
+    name = getattr(func, "__name__", "")
+    if name in ("__invert__", "__index__"):
+        return False
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
     operands = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
@@ -436,15 +468,23 @@ def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
 
     pattern = sharded[0]
+    written = args[0] if args and (_writes(func) or kwargs.get("inplace")) else None
     args, kwargs = tuple(whole(a) for a in args), {k: whole(v) for k, v in kwargs.items()}
     result = call_registered(func, args, kwargs)  # libraries' functions dispatch on nothing
     if result is NotImplemented:
         result = func(*args, **kwargs)
-    if not isinstance(result, ShardTensor) or result.ndim != len(pattern.shape):
+    if isinstance(written, ShardTensor):
+        if written is not args[0]:
+            written.copy_(args[0])
+        return None if result is None else written
+    if not isinstance(result, ShardTensor):
         return result
+    finish = dispatch.mark_copied if result._is_view() else lambda t: t
+    if result.ndim != len(pattern.shape):
+        return finish(result)
     sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}
     placements = [p if m in sizes else Replicate() for m, p in enumerate(pattern.placements)]
-    return result.redistribute(placements=placements, shard_sizes=sizes)
+    return finish(result.redistribute(placements=placements, shard_sizes=sizes))
 
 
 # -- leaves -----------------------------------------------------------------------------------------------
