@@ -270,6 +270,27 @@ for _op in (_aten.index_put.default, _aten.index_put_.default):
 rule(_aten.masked_fill.Tensor)(pointwise_plan)
 
 
+# -- with indices that may be out of range where a mask says so ---------------------------------------------------
+
+
+def _clamped(x: Any, indices: Sequence[Any]) -> list[Any]:
+    return [i if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape, strict=False)]
+
+
+@register(_aten._unsafe_masked_index.default)
+def _masked_index(x: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
+    if not x.numel():
+        return NotImplemented
+    return _aten.index.Tensor(x, _clamped(x, indices)).masked_fill(mask.logical_not(), fill)
+
+
+@register(_aten._unsafe_masked_index_put_accumulate.default)
+def _masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
+    if not x.numel():
+        return NotImplemented
+    return _aten.index_put.default(x, _clamped(x, indices), values.masked_fill(mask.logical_not(), 0), True)
+
+
 # -- tables -----------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor
 from .views import wrap_dim
 
-__all__ = ["flat_cumsum", "is_cut", "look_up", "looks_into_a_shard"]
+__all__ = ["flat_cumsum", "is_cut", "look_up", "looks_into_a_shard", "replicated"]
 
 _aten = torch.ops.aten
 
@@ -195,34 +195,47 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Of a table whose rows are sharded."""
-    if not looks_into_a_shard(weight, [0]) or weight.ndim != 2:
+    """Of a table whose rows are sharded, or with gradients that depend on how often a row is asked for."""
+    if weight.ndim != 2 or not (looks_into_a_shard(weight, [0]) or (scale_grad_by_freq and is_cut(input, weight))):
         return NotImplemented
     if max_norm is not None:
         raise refuse("embedding", [weight], "max_norm writes to the table", "renormalize the table beforehand")
     n = weight.shape[0]
     if padding_idx is not None and not -n <= padding_idx < n:
         raise AssertionError("padding_idx must be within num_embeddings")
-    rows = _LookUp.apply(
-        weight,
-        lambda t, found: run(_aten.embedding.default, (t, *found), {}),
-        lambda zeros, found, grad: _aten.index_put.default(zeros, list(found), grad, True),
-        input,
-    )
+    if looks_into_a_shard(weight, [0]):
+        rows = _LookUp.apply(
+            weight,
+            lambda t, found: run(_aten.embedding.default, (t, *found), {}),
+            lambda zeros, found, grad: _aten.index_put.default(zeros, list(found), grad, True),
+            input,
+        )
+    else:
+        rows = F.embedding(input, weight)
     if padding_idx is not None:
         padded = (input == padding_idx % n).unsqueeze(-1)
         rows = torch.where(padded, rows.detach(), rows)
     if scale_grad_by_freq and rows.requires_grad:
-        ones = torch.ones_like(input)
-        counts = torch.zeros(n, dtype=torch.int64, device=weight.device)
-        counts = torch.index_add(_replicated(counts, weight._spec), 0, input.reshape(-1), ones.reshape(-1))
+        spec = (weight if isinstance(weight, ShardTensor) else input)._spec
+        counts = replicated(torch.zeros(n, dtype=torch.int64, device=weight.device), spec)
+        flat = input.reshape(-1)
+        counts = torch.index_add(counts, 0, flat, torch.ones_like(flat, dtype=torch.int64))
         often = look_up(counts, [input]).unsqueeze(-1)
         rows.register_hook(lambda grad: grad / often)
     return rows
 
 
-def _replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
+def replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
+    """A plain tensor, equal on every rank and without a gradient, on the mesh of ``spec``."""
     return wrap(t, ShardTensorSpec.make(spec.mesh, spec.replicated().placements, t.shape, t.dtype))
+
+
+@register(torch.combinations)
+def _combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    if not is_cut(input) or input.ndim != 1:
+        return NotImplemented
+    numbers = torch.combinations(torch.arange(input.shape[0], device=input.device), r, with_replacement)
+    return look_up(input, [numbers])
 
 
 # -- filled entries -------------------------------------------------------------------------------------------
@@ -235,7 +248,7 @@ def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
     if d is None or not is_cut(index) or not isinstance(value, Tensor) or not value.requires_grad:
         return NotImplemented
     n = input.shape[d]
-    mask = _replicated(torch.zeros(n, dtype=torch.bool, device=index.device), index._spec)
+    mask = replicated(torch.zeros(n, dtype=torch.bool, device=index.device), index._spec)
     filled = torch.index_fill(mask, 0, index, True).reshape([n if k == d else 1 for k in range(input.ndim)])
     return torch.where(filled, value, input)
 
