@@ -2,8 +2,13 @@
 
 A plain weight that meets a sharded input gets, on each rank, only the contribution of that rank's shard. The sum over
 the domain is done here, in the gradient's own way back, so ``.grad`` is plain and complete and optimizers, DDP and
-FSDP see what they see on one device. A DTensor weight gets its contribution as a Partial DTensor instead, which FSDP2
-reduces together with its own communication.
+FSDP see what they see on one device.
+
+[Note: contributions] The gradient of a DTensor that is Replicate on a mesh dim comes back as ``Partial()`` there,
+always, however it was used. Where ranks worked on different shards that is what they have. Where they all did the same
+work, one keeps the gradient and the others get zeros: nothing is sent. So gradients of several uses add up as they
+are, and FSDP2, which sums over the mesh dims it is given without asking for placements, reduces all of them rightly in
+its own communication.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .errors import refuse
 from .redistribute import all_reduce
 from .spec import ShardTensorSpec
+from .tensor import ShardTensor
 
 __all__ = ["local_parameters"]
 
@@ -49,7 +55,7 @@ def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None)
                 raise refuse(
                     op, [spec, p], "the parameter is sharded", "redistribute it to Replicate() before the call"
                 )
-            result[i] = p.to_local(grad_placements=grad_placements)
+            result[i] = ShardTensor.from_dtensor(p).to_local(grad_placements=grad_placements)
         elif p is not None and p.requires_grad and torch.is_grad_enabled():
             plain.append(i)
     if plain and mesh_dims:

@@ -112,6 +112,14 @@ class ShardTensorSpec(DTensorSpec):
             return self
         return self.replace(placements=[Replicate() if p.is_partial() else p for p in self.placements])
 
+    def for_contributions(self) -> ShardTensorSpec:
+        """The layout of this tensor's gradient where each rank only gives its contribution to what all of them hold."""
+        gradient = self.for_gradient()
+        shared = [p.is_replicate() and n > 1 for p, n in zip(self.placements, self.mesh.shape, strict=True)]
+        return gradient.replace(
+            placements=[Partial() if s else p for s, p in zip(shared, gradient.placements, strict=True)]
+        )
+
     def lies_like(self, other: ShardTensorSpec) -> bool:
         """Whether both have the same placements and sizes."""
         return self is other or (self.placements == other.placements and self.sizes == other.sizes)

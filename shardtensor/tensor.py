@@ -87,11 +87,16 @@ class ShardTensor(DTensor):
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
-        """The same tensor as a ShardTensor (shards as torch.chunk cuts them). Differentiable, no copy."""
+        """The same tensor as a ShardTensor (shards as torch.chunk cuts them). Differentiable, no copy.
+
+        Its gradient comes back as contributions, ``Partial()``, on every mesh dim where it is Replicate, see
+        [Note: contributions] in parameters.py.
+        """
         if isinstance(dtensor, ShardTensor):
             return dtensor
         spec = spec_of(dtensor)
-        return _FromLocal.apply(dtensor.to_local(grad_placements=spec.for_gradient().placements), spec)
+        grad_spec = spec.for_contributions()
+        return _FromLocal.apply(dtensor.to_local(grad_placements=grad_spec.placements), spec, grad_spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # type: ignore[override]
         """This rank's shard, copy or contribution as a plain tensor. Differentiable.
@@ -283,16 +288,18 @@ class _SizedShardOrder(tuple):
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None = None
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.spec = spec
+        ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
         return wrap(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         if grad is None:
-            return None, None
-        return as_gradient(grad, ctx.spec).to_local(), None
+            return None, None, None
+        return _laid_out(grad, ctx.grad_spec).to_local(), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -356,11 +363,14 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
     """A gradient, in whatever layout it arrives (a plain one counts as replicated), in the layout of ``spec``."""
     if grad is None:  # autograd hands undefined gradients to hooks, too
         return None
+    return _laid_out(grad, spec.for_gradient())
+
+
+def _laid_out(grad: Any, target: ShardTensorSpec) -> Any:
     if not isinstance(grad, DTensor):
-        grad = promote(grad, spec.mesh)
+        grad = promote(grad, target.mesh)
     elif not isinstance(grad, ShardTensor):
         grad = ShardTensor.from_dtensor(grad)
-    target = spec.for_gradient()
     if grad._spec.lies_like(target):
         return grad
     return _Redistribute.apply(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
