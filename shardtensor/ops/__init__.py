@@ -3,6 +3,7 @@
 from . import (  # noqa: F401
     attention,
     bags,
+    batches,
     convolution,
     copies,
     diagonals,
