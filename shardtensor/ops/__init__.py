@@ -29,6 +29,7 @@ from . import (  # noqa: F401
     slicing,
     subscripts,
     transposed,
+    uniques,
     views,
     windows,
 )

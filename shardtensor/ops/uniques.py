@@ -1,0 +1,180 @@
+"""Runs of equal elements: ``unique_consecutive``, ``unique`` of all elements, ``bincount``.
+
+How long the results are depends on data. The ranks tell each other how much each has, and the result is cut so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ..dispatch import run, spec_of, wrap
+from ..errors import refuse
+from ..geometry import chunk_sizes, intervals_of
+from ..redistribute import all_gather, move_intervals, redistribute_local
+from ..registry import register
+from ..spec import ShardTensorSpec
+from .operands import moved
+from .ordering import Sorted
+from .reductions import reduced_dims
+from .scans import reduce_over
+
+_aten = torch.ops.aten
+
+
+def _whole_value(x: Any) -> tuple[Tensor, ShardTensorSpec]:
+    """The local part with any Partial reduced."""
+    spec = spec_of(x)
+    return redistribute_local(x._local_tensor, spec, spec.for_gradient()), spec.for_gradient()
+
+
+def _lines_up(spec: ShardTensorSpec, mesh_dim: int | None, length: int, sizes: Any, dtype: torch.dtype) -> Any:
+    """The spec of a vector that is cut along this mesh dim."""
+    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(spec.mesh.ndim)]
+    cut = {} if mesh_dim is None else {mesh_dim: sizes}
+    return ShardTensorSpec.make(spec.mesh, placements, (length,), dtype, shard_sizes=cut)
+
+
+def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[Any, Any, Any]:
+    """The first slice of each run of equal slices along ``dim``, the runs that slices belong to, and their lengths.
+
+    A rank asks the one before for one slice; then all tell each other how many runs begin with them and where.
+    """
+    m, length = spec.sharded_dims().get(dim), spec.shape[dim]
+    start, stop = (0, length) if m is None else spec.interval(m)
+    seen = x
+    if m is not None:
+        own = intervals_of(spec.cut(m))
+        need = [(max(0, a - 1), b) if b > a else (a, b) for a, b in own]
+        seen = move_intervals(x, dim, own, need, spec.coordinate[m], spec.mesh.get_group(m))
+    seen = seen.movedim(dim, 0).flatten(1) if x.ndim > 1 else seen.unsqueeze(1)
+    begins = (seen[1:] != seen[:-1]).any(1)
+    if start == 0 and stop:
+        begins = torch.nn.functional.pad(begins, (1, 0), value=True)
+    begins = reduce_over(begins, spec, [i for d, i in spec.sharded_dims().items() if d != dim], "max")
+    at = begins.nonzero().squeeze(1)
+    here, ranks = 0, [[len(at), start + int(at[0]) if len(at) else length]]
+    if m is not None:
+        mine = torch.tensor(ranks[0], device=x.device)
+        here, ranks = spec.coordinate[m], all_gather(mine, spec.mesh.get_group(m)).tolist()
+    counts = tuple(n for n, _ in ranks)
+    following = next((first for n, first in ranks[here + 1 :] if n), length)
+    total = sum(counts)
+    values = x.index_select(dim, at)
+    shape = [total if d == dim else n for d, n in enumerate(spec.shape)]
+    sizes = [counts if i == m else s for i, s in enumerate(spec.sizes)]
+    cuts = {i: s for i, s in enumerate(sizes) if s is not None}
+    out = ShardTensorSpec.make(spec.mesh, spec.placements, shape, x.dtype, shard_sizes=cuts)
+    inverse = begins.cumsum(0) + (sum(counts[:here]) - 1)
+    lengths = torch.nn.functional.pad(at + start, (0, 1), value=following).diff()
+    return (
+        wrap(values, out),
+        wrap(inverse, _lines_up(spec, m, length, None if m is None else spec.cut(m), torch.int64)),
+        wrap(lengths, _lines_up(spec, m, total, counts, torch.int64)),
+    )
+
+
+def _results(x: Any, values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
+    """What is not asked for is empty, as torch has it."""
+    nothing = x._local_tensor.new_empty(0, dtype=torch.int64)
+    return values, inverse if return_inverse else nothing, counts if return_counts else nothing.clone()
+
+
+def _leading(op: str, x: Tensor, spec: ShardTensorSpec) -> tuple[Tensor, ShardTensorSpec]:
+    """The elements in a line: a shard has to be a part of it."""
+    first = next((d for d, n in enumerate(spec.shape) if n != 1), 0)
+    for d, m in spec.sharded_dims().items():
+        ranks = spec.mesh.size(m)
+        if d != first and spec.shape[d] > 1:
+            if first in spec.sharded_dims() or spec.shape[first] < ranks:
+                reason = f"tensor dim {d}, sharded on mesh dim {m}, does not lead, nor can dim {first} be cut instead"
+                raise refuse(op, [spec], reason, "redistribute it so that the first dim is sharded")
+            placements, sizes = list(spec.placements), list(spec.sizes)
+            placements[m], sizes[m] = Shard(first), chunk_sizes(spec.shape[first], ranks)
+            target = spec.replace(placements=placements, sizes=tuple(sizes))
+            return redistribute_local(x, spec, target), target
+    return x, spec
+
+
+def _line(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]:
+    """The mesh dim that cuts a tensor with one sharded dim, and how many elements each of its ranks has."""
+    dims = spec.sharded_dims()
+    if not dims:
+        return None, None
+    ((d, m),) = dims.items()
+    others = math.prod(n for i, n in enumerate(spec.shape) if i != d)
+    return m, tuple(n * others for n in spec.cut(m))
+
+
+@register(_aten.unique_consecutive.default)
+def _unique_consecutive(
+    x: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    if x._spec.is_replicate():
+        return NotImplemented
+    local, spec = _whole_value(x)
+    if dim is not None:
+        results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
+        return _results(x, *results, return_inverse, return_counts)
+    local, lead = _leading("unique_consecutive", local, spec)
+    m, sizes = _line(lead)
+    line = _lines_up(lead, m, lead.shape.numel(), sizes, x.dtype)
+    values, inverse, counts = _runs(local.reshape(-1), line, 0)
+    if return_inverse:
+        like = lead.replace(meta=lead.tensor_meta._replace(dtype=torch.int64))
+        back = like.replace(placements=spec.placements, sizes=spec.sizes)
+        inverse = wrap(redistribute_local(inverse._local_tensor.view(lead.local_shape()), like, back), back)
+    return _results(x, values, inverse, counts, return_inverse, return_counts)
+
+
+@register(_aten._unique2.default)
+def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
+    if x._spec.is_replicate():
+        return NotImplemented
+    local, spec = _whole_value(x)
+    if len(spec.sharded_dims()) > 1:
+        raise refuse("unique", [spec], "it is cut on several mesh dims", "shard it on one mesh dim only")
+    m, sizes = _line(spec)
+    if m is None or sizes is None:
+        return run(_aten._unique2.default, (wrap(local, spec), sorted, return_inverse, return_counts), {})
+    rows = Sorted(local.reshape(1, -1), sizes, sizes, False, spec.mesh.get_group(m))
+    line = _lines_up(spec, m, spec.shape.numel(), sizes, x.dtype)
+    values, inverse, counts = _runs(rows.values.flatten(), line, 0)
+    if return_inverse:
+        here = rows.back(inverse._local_tensor.view(1, -1)).view(spec.local_shape())
+        inverse = wrap(here, spec.replace(meta=spec.tensor_meta._replace(dtype=torch.int64)))
+    return _results(x, values, inverse, counts, return_inverse, return_counts)
+
+
+@register(_aten.bincount.default)
+def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """The ranks agree on the greatest number; then each has its own counts, a Partial."""
+    if not hasattr(x, "_spec") or x._spec.is_replicate():
+        return NotImplemented
+    local, spec = _whole_value(x)
+    torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
+    over = list(spec.sharded_dims().values())
+    ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)
+    greatest, least = reduce_over(ends.long(), spec, over, "max").tolist()
+    if spec.shape.numel() and least > 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    if weights is not None:
+        if tuple(weights.shape) != tuple(spec.shape):
+            raise RuntimeError("weights should be 1-d and have the same length as input")
+        if hasattr(weights, "_spec"):
+            like = spec.replace(meta=spec.tensor_meta._replace(dtype=weights.dtype))
+            weights = moved("bincount", weights, like)._local_tensor
+        else:
+            for m in over:
+                start, stop = spec.interval(m)
+                weights = weights[start:stop]
+    counts = torch.bincount(local, weights, minlength=max(minlength, greatest + 1))
+    if weights is not None:  # torch forgets the weights' dtype where there are no elements
+        counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
+    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
+    return wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))
