@@ -183,7 +183,7 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
 # -- einsum and what it expresses -----------------------------------------------------------------------------------
 
 
-@register(torch.einsum, torch.functional.einsum)
+@register(torch.einsum)
 def _einsum(equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
@@ -245,7 +245,7 @@ def _contract_letters(terms: Sequence[str], out: str, operands: list[Any]) -> An
     return _contract_letters([kept, *rest], out, [first, *operands[2:]])
 
 
-@register(torch.tensordot, torch.functional.tensordot)
+@register(torch.tensordot)
 def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Any:
     if out is not None or common_mesh("tensordot", [a, b]) is None:
         return NotImplemented

@@ -33,12 +33,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from .._compat import TensorMeta
 from ..errors import UnsupportedSharding, refuse
 from ..geometry import Interval, chunk_sizes, intervals_of
+from ..gradients import once_differentiable
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import _FromLocal, redistribute_to
 from .operands import as_operand, common_mesh
 from .ring import ring_of, travel, travel_and_return
 
-__all__ = ["Arrangement", "Form", "arrange", "batch_labels", "contract"]
+__all__ = ["Arrangement", "Form", "Tour", "arrange", "batch_labels", "contract", "part_by_part"]
 
 Label = Hashable
 Labels = tuple[Label, ...]
@@ -113,17 +114,24 @@ class Arrangement:
     journeys: tuple[Journey, ...]
     lengths: dict[Label, int]
 
-    def out(self, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
-        """The spec of a result of this shape, whose dims the form labels; the last ones may have no label."""
+    def out(
+        self, shape: Sequence[int], dtype: torch.dtype, labels: Sequence[Label] | None = None
+    ) -> ShardTensorSpec:
+        """The spec of a result of this shape.
+
+        Args:
+            labels: of its dims, the last of which may have none; default: the form's.
+        """
+        labels = self.form.out if labels is None else labels
         placements: list[Any] = [Replicate() for _ in self.cuts]
         sizes: list[Any] = [None for _ in self.cuts]
         for m, cut in enumerate(self.cuts):
-            if cut is not None and cut.label in self.form.out:
-                placements[m], sizes[m] = Shard(self.form.out.index(cut.label)), cut.sizes
-            elif cut is not None:
+            if cut is not None and cut.label in labels:
+                placements[m], sizes[m] = Shard(labels.index(cut.label)), cut.sizes
+            elif cut is not None and self.form.summed(cut.label):
                 placements[m] = Partial()
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-        return ShardTensorSpec(self.targets[0].mesh, placements, meta, tuple(sizes))
+        return ShardTensorSpec.of(self.targets[0].mesh, placements, meta, tuple(sizes))
 
     def local(self, i: int, tensor: Any) -> Tensor:
         """The local part of operand ``i``, a ShardTensor, moved to its target. Differentiable.
@@ -168,7 +176,7 @@ class Arrangement:
         tour = Tour(target.mesh, journey.mesh_dim, target.coordinate[journey.mesh_dim], p.dim, into, intervals)
 
         def call(*operands: Tensor) -> Tensor:
-            return _PartByPart.apply(part_of, tour, operands[at], *operands[:at], *operands[at + 1 :])  # type: ignore[no-any-return]
+            return part_by_part(part_of, tour, operands[at], *operands[:at], *operands[at + 1 :])
 
         return call
 
@@ -206,7 +214,11 @@ def arrange(op: Any, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangem
         later = {c.label for n in range(m + 1, mesh.ndim) for c in _held(form, specs, n).values()}
         options = list(_options(form, specs, held, lengths, mesh.size(m), taken, later))
         if not options:
-            raise _refusal(op, form, specs, held, m)
+            moved = _off_whole(form, held, lengths, mesh.size(m), taken | later)
+            options = list(_options(form, specs, moved, lengths, mesh.size(m), taken, later))
+            if not options:
+                raise _refusal(op, form, specs, held, m)
+            held = moved
         best = min(options, key=lambda option: (option.cost, -lengths[option.cut.label]))
         cuts.append(best.cut)
         taken.add(best.cut.label)
@@ -225,6 +237,19 @@ def _held(form: Form, specs: Sequence[ShardTensorSpec], m: int) -> dict[int, Cut
         if isinstance(p, Shard) and form.terms[i][p.dim] is not None:
             held[i] = Cut(form.terms[i][p.dim], spec.cut(m))
     return held
+
+
+def _off_whole(
+    form: Form, held: dict[int, Cut], lengths: dict[Label, int], ranks: int, busy: set[Label]
+) -> dict[int, Cut]:
+    """``held`` with what must not be cut exchanged to the operand's own longest free label, where it has one."""
+    result = dict(held)
+    for i, cut in held.items():
+        free = [x for x in form.terms[i] if x is not None and x not in busy | form.whole and lengths[x] >= ranks]
+        if cut.label in form.whole and free:
+            label = max(free, key=lambda x: lengths[x])
+            result[i] = Cut(label, chunk_sizes(lengths[label], ranks))
+    return result
 
 
 def _options(
@@ -269,16 +294,17 @@ def _target(
 ) -> ShardTensorSpec:
     placements: list[Any] = []
     sizes: list[Any] = []
-    for m, cut in enumerate(cuts):
-        p, size = spec.placements[m], spec.sizes[m]
-        if not any((j.mesh_dim, j.operand) == (m, i) for j in journeys):
-            if cut is None or cut.label not in form.terms[i]:
-                p, size = Replicate(), None
-            else:
-                stays = isinstance(p, Shard) and form.terms[i][p.dim] == cut.label
-                p, size = p if stays else Shard(form.terms[i].index(cut.label)), cut.sizes
-        placements.append(p)
-        sizes.append(size)
+    term = form.terms[i]
+    for m, common in enumerate(cuts):
+        p = spec.placements[m]
+        cut = next((j.cut for j in journeys if (j.mesh_dim, j.operand) == (m, i)), common)
+        if cut is None or cut.label not in term:
+            placements.append(Replicate())
+            sizes.append(None)
+        else:
+            stays = isinstance(p, Shard) and term[p.dim] == cut.label
+            placements.append(p if stays else Shard(term.index(cut.label)))
+            sizes.append(cut.sizes)
     return spec.replace(placements=placements, sizes=tuple(sizes))
 
 
@@ -361,6 +387,14 @@ class Tour:
         return tuple(b - a if d == self.dim else n for d, n in enumerate(local.shape))
 
 
+def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
+    """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable once.
+
+    Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
+    """
+    return _PartByPart.apply(function, tour, part, *others)  # type: ignore[no-any-return]
+
+
 class _PartByPart(torch.autograd.Function):
     """See [Note: part by part]."""
 
@@ -384,7 +418,7 @@ class _PartByPart(torch.autograd.Function):
         return torch.cat([results[owner] for owner in sorted(results)], dim=tour.into or 0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         part, *others = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
