@@ -650,8 +650,27 @@ WRONG = {
         UnsupportedSharding,
         "would have to be gathered over mesh dim 0",
     ),
-    "attention": (lambda q: natten.attention(*[q[:, :, 0]] * 3), UnsupportedSharding, "attention: no distributed form"),
+    "nothing is reduced before": (
+        lambda q: natten.na2d(half(q), q.redistribute(placements=[Shard(4)]), half(q), 3),
+        UnsupportedSharding,
+        r"head_dim \(tensor dim 4\) is sharded",
+    ),
+    "attention's log-sum-exp": (
+        lambda q: natten.attention(*[q[:, :, 0]] * 3, return_lse=True),
+        UnsupportedSharding,
+        "natten.attention: torch's attention returns no log-sum-exp.*Remedy: drop return_lse",
+    ),
+    "packed sequences": (
+        lambda q: natten.attention(*[q[:, :, 0]] * 3, seqlens_Q=torch.tensor([8]), seqlens_KV=torch.tensor([8])),
+        UnsupportedSharding,
+        "packed sequences have no distributed form",
+    ),
 }
+
+
+def half(q):
+    """A Partial of the same shape."""
+    return ShardTensor.from_local(torch.ones(x_shape) / 2, q.device_mesh, [Partial()])
 
 
 def wrong(name):
@@ -660,8 +679,9 @@ def wrong(name):
         try:
             WRONG[name][0](q)
         finally:
-            moved = name in ("head_dim", "grouped heads")  # their operands are made by communication
-            assert moved or not counts.messages
+            assert not counts.collectives["all_reduce"]
+            # The operands of some are made by communication.
+            assert not counts.messages or name in ("head_dim", "grouped heads", "nothing is reduced before")
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -687,6 +707,22 @@ def gathered():
 
 def test_refused_layouts_may_be_gathered():
     run_distributed(gathered, 2)
+
+
+def plain_attention():
+    """natten's ``attention``, over which additional contexts go: heads behind the sequence, fewer of them for keys."""
+    problem = plane((9,), 9, heads=4, heads_kv=2)
+    query, key, value = problem.tensors()
+    for causal in (False, True):
+        expected = dense_attention(query, key, value, **(problem.arguments | {"is_causal": (causal,)}))
+        shards = [shard(t, shared_mesh(2), [Shard(1)], {0: (2, 7)}) for t in (query, key, value)]
+        got = natten.attention(*shards, is_causal=causal)
+        assert got.shard_sizes == {0: (2, 7)}
+        torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_nattens_attention_is_torchs():
+    run_distributed(plain_attention, 2)
 
 
 def merged():

@@ -16,18 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import wrapt
-from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._compat import TensorMeta
+from ..dispatch import spec_of
 from ..errors import refuse
 from ..geometry import Interval, intervals_of
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import _FromLocal
+from ..tensor import ShardTensor, _FromLocal, promote, redistribute_to
 from .neighborhood_geometry import Neighborhood
+from .neighborhood_natten import attention_by_natten, natten_kernel
 from .neighborhood_tiles import Dim, tiled_attention
-from .operands import as_operand, common_cut, common_mesh, local_part, moved
+from .operands import common_cut, common_mesh, local_part, refuse_gathering
 from .spatial import borrow_dims
 
 
@@ -75,14 +76,24 @@ def _neighborhood_attention(
     if mesh is None:
         return NotImplemented
 
-    q, k, v = (as_operand(t, mesh) for t in (query, key, value))
-    cut = _cut(name, [t._spec for t in (q, k, v)])
-    q = moved(name, q, cut)
-    k, v = (moved(name, t, _keys_cut(name, t._spec, cut)) for t in (k, v))
-    extra = None if not additional else _additional(name, torch.cat(additional, -1), mesh, k._spec, cut)
-
+    # Everything that may be refused, before anything is sent.
+    q, k, v = (_distributed(t, mesh) for t in (query, key, value))
+    specs = [t._spec.for_gradient() for t in (q, k, v)]
+    cut = _cut(name, specs)
+    targets = [cut, *(_keys_cut(name, spec, cut) for spec in specs[1:])]
+    for t in additional:
+        if isinstance(t, DTensor):
+            specs.append(spec_of(t))
+            targets.append(_additional_cut(specs[-1], targets[1]))
+    refuse_gathering(name, specs, targets)
     whole = checks.is_self_attention(query, windows[0], windows[3], bool(additional))
-    kernel = None if whole else _natten_kernel(backend, q, k, v, bool(additional), tuning.get("torch_compile", False))
+    kernel = None if whole else natten_kernel(backend, q, k, v, bool(additional), tuning.get("torch_compile", False))
+
+    q, k, v = (redistribute_to(t, target) for t, target in zip((q, k, v), targets))
+    extra = None
+    if additional:
+        pair = _distributed(torch.cat(additional, -1), mesh)
+        extra = local_part(redistribute_to(pair, _additional_cut(pair._spec, targets[1])), cut)
     plan = _plan(cut, *windows, kernel is not None)
     local_q = q.to_local()
     local_kv = borrow_dims(torch.cat([k.to_local(), v.to_local()], -1), cut, plan.needs)
@@ -93,12 +104,16 @@ def _neighborhood_attention(
         else:
             arguments = dict(zip(("kernel_size", "stride", "dilation", "is_causal"), windows), **tuning)
             arguments |= {"scale": scale, "backend": kernel, "attention_kwargs": attention_kwargs}
-            results = _by_natten(local_q, local_kv, plan.dims, extra, return_lse, arguments)
+            results = attention_by_natten(local_q, local_kv, plan.dims, extra, return_lse, arguments)
     shape = (*query.shape[:-1], value.shape[-1])
     out = _FromLocal.apply(results[0].contiguous(), _result_spec(cut, shape, results[0].dtype))
     if not return_lse:
         return out
     return out, _FromLocal.apply(results[1].squeeze(-1), _result_spec(cut, shape[:-1], results[1].dtype))
+
+
+def _distributed(t: Any, mesh: Any) -> Any:
+    return ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else promote(t, mesh)
 
 
 # -- who has what -------------------------------------------------------------------------------------------------
@@ -135,17 +150,16 @@ def _keys_cut(name: str, spec: ShardTensorSpec, cut: ShardTensorSpec) -> ShardTe
     return spec.replace(placements=cut.placements, sizes=tuple(sizes))
 
 
-def _additional(name: str, pair: Any, mesh: Any, keys: ShardTensorSpec, cut: ShardTensorSpec) -> Tensor:
-    """This rank's part of the additional keys and values: whole, but for batch and heads."""
-    t = as_operand(pair, mesh)
-    heads = len(cut.shape) - 2
-    places = {0: 0, heads: 2}
-    placements, sizes = [], []
+def _additional_cut(spec: ShardTensorSpec, keys: ShardTensorSpec) -> ShardTensorSpec:
+    """How additional keys or values lie next to keys as ``keys``: batch and heads alike, otherwise whole."""
+    places = {0: 0, len(keys.shape) - 2: 2}
+    placements: list[Any] = []
+    sizes: list[Any] = []
     for p, size in zip(keys.placements, keys.sizes):
         shared = isinstance(p, Shard) and p.dim in places
         placements.append(Shard(places[p.dim]) if shared else Replicate())  # type: ignore[attr-defined]
         sizes.append(size if shared else None)
-    return local_part(moved(name, t, t._spec.replace(placements=placements, sizes=tuple(sizes))), cut)
+    return spec.replace(placements=placements, sizes=tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,87 +200,44 @@ def _result_spec(cut: ShardTensorSpec, shape: tuple[int, ...], dtype: torch.dtyp
     return cut.replace(meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
-# -- natten's kernels -----------------------------------------------------------------------------------------------
+# -- natten's other functions, and registration ---------------------------------------------------------------------
 
 
-def _natten_kernel(asked: str | None, q: Any, k: Any, v: Any, additional: bool, torch_compile: bool) -> str | None:
-    """The kernel of natten to use, None where the tiles have to do: from what every rank knows, as halos depend on it.
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *lengths: Any,
+    return_lse: bool = False,
+    **more: Any,
+) -> Any:
+    """Handler of natten's ``attention``: torch's, with heads behind the sequence."""
+    from natten.utils import checks
 
-    Raises:
-        Exception: natten's own, for a backend that the caller names and that cannot run.
-    """
-    from natten import backends
-
-    checks = {
-        "blackwell-fna": backends.can_run_cutlass_blackwell_fna,
-        "hopper-fna": backends.can_run_cutlass_hopper_fna,
-        "cutlass-fna": backends.can_run_cutlass_fna,
-    }
-    # natten judges dtypes, devices, heads and head_dim; on each rank alike if there are no other dims.
-    samples = [_sample(t, t.dim() - 3) for t in (q, k, v)]
-    if asked == "flex-fna":
-        backends.can_run_flex_attention(*samples, torch_compile=torch_compile, raise_error=True)
-        on_cpu = q.device.type == "cpu"
-        return None if on_cpu and any(t.requires_grad for t in samples) else asked
-    if asked is not None and asked not in checks:
-        raise NotImplementedError(f"Unrecognized NATTEN backend {asked}.")
-    if asked is not None:
-        checks[asked](*samples, raise_error=True)
-        return asked
-    able = [name for name, check in checks.items() if check(*samples)]
-    if not able or (additional and not _attends(*(_sample(t, 1) for t in (q, k, v)))):
-        return None
-    return able[0]
-
-
-def _sample(t: Any, ndim: int) -> Tensor:
-    """A tensor without elements, but with the device, the dtype, the heads and the need for a gradient of ``t``."""
-    needs_grad = t.requires_grad and torch.is_grad_enabled()
-    return t._local_tensor.new_empty((0,) * (1 + ndim) + t.shape[-2:]).requires_grad_(needs_grad)
-
-
-def _attends(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether natten has a kernel for attention to the additional keys."""
-    from natten.backends import choose_fmha_backend
-
-    try:
-        choose_fmha_backend(q, k, v, is_causal=False, is_varlen=False, torch_compile=False)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _by_natten(
-    query: Tensor,
-    key_value: Tensor,
-    dims: tuple[Dim, ...],
-    additional: Tensor | None,
-    return_lse: bool,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, ...]:
-    """What ``tiled_attention`` returns, by natten's kernel on the keys' slice of the tensor.
-
-    The kernel wants as many queries as keys; those that are not this rank's are zero, and their outputs are dropped.
-    """
-    if 0 in query.shape:
-        return tiled_attention(query, key_value, dims, additional, arguments["scale"], return_lse)
-    from natten.functional import neighborhood_attention_generic
-
-    head_dim = query.shape[-1]
-    margins = [(queries[0] - keys[0], keys[1] - queries[1]) for _, queries, keys in dims]
-    padded = F.pad(query, [0, 0, 0, 0, *(side for margin in reversed(margins) for side in margin)])
-    key, value = key_value.split([head_dim, key_value.shape[-1] - head_dim], -1)
-    if additional is not None:
-        extra_keys, extra_values = additional.split([head_dim, additional.shape[-1] - head_dim], -1)
-        arguments = arguments | {"additional_keys": extra_keys, "additional_values": extra_values}
-    result = neighborhood_attention_generic(padded, key, value, return_lse=return_lse, **arguments)
-    results = (result[0], result[1].unsqueeze(-1)) if return_lse else (result,)
-    for i, (before, _) in enumerate(margins):
-        results = tuple(r.narrow(1 + i, before, query.shape[1 + i]) for r in results)
-    return results
-
-
-# -- registration ---------------------------------------------------------------------------------------------------
+    checks.fmha_tensor_checks(query, key, value)
+    lengths += tuple(value for name, value in more.items() if "seqlen" in name)
+    if any(length is not None for length in lengths):
+        raise refuse(
+            "natten.attention", [query, key, value], "packed sequences have no distributed form", "pad them to a batch"
+        )
+    if return_lse:
+        raise refuse(
+            "natten.attention", [query, key, value], "torch's attention returns no log-sum-exp", "drop return_lse"
+        )
+    if is_causal and query.shape[1] != key.shape[1]:
+        raise refuse(
+            "natten.attention",
+            [query, key, value],
+            "natten does not say how a causal mask lies on sequences of different lengths",
+            "call torch.nn.functional.scaled_dot_product_attention with a mask",
+        )
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    grouped = query.shape[2] != key.shape[2]
+    scale = scale or query.shape[-1] ** -0.5
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def _merge_attentions(
@@ -281,10 +252,11 @@ def _merge_attentions(
 
 
 def _register(functional: Any) -> None:
-    attention, merge = (
-        getattr(f, "__wrapped__", f) for f in (functional.neighborhood_attention_generic, functional.merge_attentions)
-    )
-    register(attention)(_neighborhood_attention)
+    names = ("neighborhood_attention_generic", "attention", "merge_attentions")
+    functions = [getattr(functional, name) for name in names]
+    neighborhood, attention, merge = (getattr(f, "__wrapped__", f) for f in functions)
+    register(neighborhood)(_neighborhood_attention)
+    register(attention)(_attention)
     register(merge)(partial(_merge_attentions, original=merge))
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "fit",
     "local_part",
     "moved",
+    "refuse_gathering",
     "torch_judges",
     "whole_rows",
     "wide_dtype",
@@ -183,15 +184,21 @@ def as_operand(t: Tensor, mesh: DeviceMesh) -> Any:
 
 def moved(op: str, t: Any, target: ShardTensorSpec) -> Any:
     """The ShardTensor ``t`` under the spec ``target``, refused where that would gather it."""
-    for m, (old, new) in enumerate(zip(t._spec.placements, target.placements, strict=True)):
-        if isinstance(old, Shard) and not isinstance(new, Shard):
-            raise refuse(
-                op,
-                [t, target],
-                f"an operand would have to be gathered over mesh dim {m}",
-                "shard all operands alike, or redistribute this one to Replicate() yourself",
-            )
+    refuse_gathering(op, [t._spec], [target])
     return redistribute_to(t, target)
+
+
+def refuse_gathering(op: str, specs: Sequence[ShardTensorSpec], targets: Sequence[ShardTensorSpec]) -> None:
+    """UnsupportedSharding where an operand would have to be gathered to lie as its target."""
+    for spec, target in zip(specs, targets, strict=True):
+        for m, (old, new) in enumerate(zip(spec.placements, target.placements, strict=True)):
+            if isinstance(old, Shard) and not isinstance(new, Shard):
+                raise refuse(
+                    op,
+                    [spec, target],
+                    f"an operand would have to be gathered over mesh dim {m}",
+                    "shard all operands alike, or redistribute this one to Replicate() yourself",
+                )
 
 
 def local_part(t: Any, out: ShardTensorSpec) -> Tensor:
