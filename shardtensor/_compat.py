@@ -24,6 +24,7 @@ __all__ = [
     "TensorMeta",
     "claim_dispatch",
     "current_mesh",
+    "flattened",
     "flex_attention_checks_operands",
     "gradient_seeds",
     "is_plain_shard",
@@ -31,6 +32,7 @@ __all__ = [
     "new_wrapper",
     "register_scripting",
     "run_engine",
+    "spmd_options",
     "without_zero_tensor",
 ]
 
@@ -48,6 +50,20 @@ def kernel(func: torch._ops.OpOverload) -> Any:
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:`` block; RuntimeError where there is none."""
     return _mesh_resources.get_current_mesh()
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of ``mesh`` as a mesh of one dim; the same one each time."""
+    return mesh._flatten()
+
+
+def spmd_options(shard: tuple[str, ...], replicate: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments with which ``fully_shard`` reduces over these axes the gradients of DTensors on the whole mesh."""
+    from torch.distributed import fsdp
+
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        raise ValueError(f"spmd=True needs FSDP2's dp_mesh_dims, which torch {torch.__version__} lacks (2.13 has it)")
+    return {"dp_mesh_dims": fsdp.DataParallelMeshDims(shard=shard or None, replicate=replicate or None)}
 
 
 def is_plain_shard(placement: object) -> bool:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ._compat import TensorMeta, kernel, new_wrapper
-from .errors import UnsupportedSharding, refuse
+from .errors import UnsupportedSharding, different_meshes, refuse
 from .redistribute import redistribute_local
 from .registry import OPERATORS
 from .spec import ShardTensorSpec
@@ -355,7 +355,7 @@ def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     specs = list(tensors.values())
     mesh = specs[0].mesh
     if any(spec.mesh != mesh for spec in specs):
-        raise refuse(func, specs, "operands live on different meshes", "build all of them on one mesh")
+        raise different_meshes(func, specs)
     if torch.Tag.inplace_view in func.tags or any(a.is_out for a in func._schema.arguments):
         raise refuse(func, specs, "it would change the layout of a tensor in place", "use the out-of-place form")
     random = torch.Tag.nondeterministic_seeded in func.tags

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["UnsupportedSharding", "refuse"]
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["UnsupportedSharding", "different_meshes", "refuse"]
 
 
 class UnsupportedSharding(NotImplementedError):
@@ -35,3 +38,24 @@ def refuse(op: object, operands: object, reason: str, remedy: str) -> Unsupporte
     items = operands if isinstance(operands, (list, tuple)) else [operands]
     shown = "; ".join(describe(item) for item in items)
     return UnsupportedSharding(f"{name}: {reason}. Operands: {shown}. Remedy: {remedy}.")
+
+
+def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding:
+    """The exception for operands that live on different meshes, which says how to put both on one."""
+    meshes = [getattr(t, "mesh", None) or t.device_mesh for t in operands]
+    names = list(dict.fromkeys(name for mesh in meshes for name in mesh.mesh_dim_names or ("",)))
+    shown = ", ".join(repr(name) for name in names)
+    remedy = "build all of them on one mesh"
+    if len(names) > 1 and all(names):
+        remedy += (
+            f": on mesh[{shown}] instead of one axis each, with a placement per axis and Replicate() on those over "
+            "which a tensor is not cut. For tensor parallel: an input as (Shard(1), Replicate()) on mesh['domain', "
+            "'tp'], and weights by shardtensor.parallel.tensor_parallel(model, mesh['domain', 'tp'], {'up': 'colwise', "
+            "'down': 'rowwise'}) instead of parallelize_module(model, mesh['tp'], ...)"
+        )
+    return refuse(op, operands, f"operands live on different meshes ({', '.join(_axes(m) for m in meshes)})", remedy)
+
+
+def _axes(mesh: Any) -> str:
+    names = mesh.mesh_dim_names or [""] * mesh.ndim
+    return "x".join(f"{name}={size}" if name else str(size) for name, size in zip(names, mesh.shape, strict=True))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .errors import refuse
+from .errors import different_meshes, refuse
 from .redistribute import all_reduce
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
@@ -48,9 +48,7 @@ def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None)
     for i, p in enumerate(parameters):
         if isinstance(p, DTensor):
             if p.device_mesh != spec.mesh:
-                raise refuse(
-                    op, [spec, p], "the parameter lives on another mesh than the input", "use one mesh for both"
-                )
+                raise different_meshes(op, [spec, p])
             if not all(q.is_replicate() for q in p.placements):
                 raise refuse(
                     op, [spec, p], "the parameter is sharded", "redistribute it to Replicate() before the call"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._compat import TensorMeta
-from ..errors import refuse
+from ..errors import different_meshes, refuse
 from ..geometry import chunk_sizes
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, promote, redistribute_to
@@ -170,7 +170,7 @@ def common_mesh(op: str, operands: Sequence[Any]) -> DeviceMesh | None:
         return None
     mesh = distributed[0].device_mesh
     if any(t.device_mesh != mesh for t in distributed):
-        raise refuse(op, distributed, "operands live on different meshes", "build all of them on one mesh")
+        raise different_meshes(op, distributed)
     return mesh
 
 

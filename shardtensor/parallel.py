@@ -1,0 +1,377 @@
+"""Domain parallelism together with data parallelism (FSDP2) and tensor parallelism, on one mesh with named axes.
+
+[Note: whose gradients] Along the domain axis every rank has the whole weights and a part of each sample; its weight
+gradients have to be *summed*. Along the data axis every rank has samples of its own; gradients are *averaged*, as ever.
+There are two ways to have both:
+
+- Weights stay plain. They come out of the backward pass complete over the domain, and whatever wraps the model (FSDP2,
+  FSDP1, DDP, replicate) need know nothing of the domain. Inputs are ShardTensors on ``mesh["domain"]``.
+- ``spmd=True``: weights are DTensors on the whole mesh, and so is the input, with the batch cut over the data axis. A
+  gradient is a contribution on every axis, and FSDP2 sums all of them in its one reduce-scatter.
+
+:func:`parallelize` does either; the steps that it takes are functions of their own or torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from ._compat import current_mesh, flattened, spmd_options
+
+__all__ = [
+    "Parallelized",
+    "contribute_gradients",
+    "parallelize",
+    "synchronize",
+    "tensor_parallel",
+    "verify",
+]
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """What :func:`parallelize` did.
+
+    Attributes:
+        inputs: the mesh on which the model takes ShardTensors.
+        steps: one line for each thing that was done, and what is left to the caller; ``str()`` joins them.
+    """
+
+    inputs: DeviceMesh
+    steps: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.steps)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    data: str | None = "dp",
+    domain: str = "domain",
+    tensor: str | None = None,
+    plan: Mapping[str, str] | None = None,
+    shard: Sequence[str] | None = None,
+    units: Sequence[type[nn.Module]] = (),
+    spmd: bool = False,
+    **options: Any,
+) -> Parallelized:
+    """Prepare ``model``, in place, for a mesh with a domain axis and others: equal weights, tensor parallel, FSDP2.
+
+    Args:
+        model: on the mesh's device, not wrapped yet.
+        mesh: with named axes; default: that of the surrounding ``with mesh:``.
+        data: the axis along which ranks have different samples; None, or a name that the mesh lacks: there is none.
+        domain: the axis along which samples are cut.
+        tensor, plan: the axis along which weights are cut, and which ones, see :func:`tensor_parallel`.
+        shard: axes over which FSDP2 shards weights, gradients and optimizer state; default: the data axis. With the
+            domain axis as well, every rank keeps ``1 / (data * domain)`` of them. None at all: no FSDP2; wrap the
+            model in DDP over ``mesh[data]`` yourself.
+        units: classes of modules that FSDP2 gathers one at a time.
+        spmd: see [Note: whose gradients]. torch 2.13 or newer.
+        options: for ``fully_shard``, such as ``reshard_after_forward`` and ``mp_policy``.
+
+    Raises:
+        ValueError: axes that the mesh does not have, or that cannot be combined so.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "domain"))
+        print(parallelize(model, mesh, units=[Block]))
+        optimizer = torch.optim.AdamW(model.parameters())   # after it: FSDP2 replaces the parameters
+        x = scatter_tensor(batch, 0, mesh["domain"], (Shard(2),))
+        loss_function(model(x), y).backward()
+    """
+    mesh = current_mesh() if mesh is None else mesh
+    names = mesh.mesh_dim_names or ()
+    data = data if data in names else None
+    axes = [n for n in names if n in (data, domain, tensor)]
+    shard = tuple(shard) if shard is not None else () if data is None else (data,)
+    _check_axes(names, data, domain, tensor, plan, shard, spmd)
+    mesh = mesh if len(axes) == len(names) else mesh[tuple(axes)]
+    synchronize(model, mesh)
+    steps = [f"weights and buffers: rank 0's on all ranks of {_named(mesh, axes)}"]
+
+    inputs = mesh if spmd else _sub(mesh, [n for n in axes if n != data])
+    if tensor is not None and plan is not None:
+        cut = tensor_parallel(model, inputs, plan, tensor=tensor)
+        steps.append(f"tensor parallel over {tensor!r}: {', '.join(f'{n} {how}' for n, how in cut.items())}")
+    if spmd:
+        _distribute(model, mesh)
+        contribute_gradients(model)
+        replicate = tuple(n for n in axes if n in (data, domain) and n not in shard)
+        options |= spmd_options(shard, replicate)
+        steps.append(f"weights: DTensors on {_named(mesh, axes)}; gradients are contributions")
+    if shard or spmd:
+        fsdp_mesh = mesh if spmd else _fsdp_mesh(mesh, shard, data)
+        _fully_shard(model, units, fsdp_mesh, spmd, options)
+        copies = [n for n in (data, domain) if n is not None and n not in shard]
+        over, each = (" and ".join(map(repr, some)) or "no axis" for some in (shard, copies))
+        steps.append(f"FSDP2: weights, gradients and optimizer state sharded over {over}, copies over {each}")
+    elif data is not None:
+        steps.append(f"data parallel: left to you, e.g. DistributedDataParallel(model, device_mesh=mesh[{data!r}])")
+    steps.append(_about_inputs(axes, data, domain, tensor, spmd))
+    return Parallelized(inputs, tuple(steps))
+
+
+def _check_axes(
+    names: Sequence[str],
+    data: str | None,
+    domain: str,
+    tensor: str | None,
+    plan: Any,
+    shard: Sequence[str],
+    spmd: bool,
+) -> None:
+    for name in (domain, tensor, *shard):
+        if name is not None and name not in names:
+            raise ValueError(f"the mesh has no axis {name!r}, only {tuple(names)}; name its axes (mesh_dim_names)")
+    if (tensor is None) != (plan is None):
+        raise ValueError("tensor parallel needs both: the axis (tensor=) and which layers to cut (plan=)")
+    if not set(shard) <= {data, domain}:
+        raise ValueError(f"shard={tuple(shard)}: it may name the data axis {data!r} and the domain axis {domain!r}")
+    if tensor is not None and domain in shard and not spmd:
+        raise ValueError(
+            f"weights cut over {tensor!r} lie on {domain!r} as well, and FSDP2 cannot shard them over that, too; use "
+            "spmd=True, or leave shard out"
+        )
+    positions = [names.index(n) for n in (data, domain, tensor) if n is not None]
+    if positions != sorted(positions):
+        raise ValueError(f"mesh axes {tuple(names)}: order them data, domain, tensor, the ones that talk most last")
+
+
+def _sub(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    if tuple(names) == mesh.mesh_dim_names:
+        return mesh
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]
+
+
+def _fsdp_mesh(mesh: DeviceMesh, shard: Sequence[str], data: str | None) -> DeviceMesh:
+    """The mesh for ``fully_shard`` of plain weights, whose gradients are equal along the domain axis already."""
+    if len(shard) == 2:
+        return flattened(_sub(mesh, sorted(shard, key=(mesh.mesh_dim_names or ()).index)))
+    if data in shard or data is None:
+        return mesh[shard[0]]
+    return mesh[(data, shard[0])]  # replicated over the first, sharded over the second
+
+
+def _fully_shard(
+    model: nn.Module, units: Sequence[type], mesh: DeviceMesh, spmd: bool, options: dict[str, Any]
+) -> None:
+    inner = [m for m in model.modules() if m is not model and isinstance(m, tuple(units))]
+    for module in (*reversed(inner), model):
+        fully_shard(module, mesh=mesh, **options)
+    for module in model.modules():
+        if spmd and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # contributions add up to the gradient of the whole batch's loss
+
+
+def _about_inputs(axes: Sequence[str], data: str | None, domain: str, tensor: str | None, spmd: bool) -> str:
+    places = {data: "Shard(0)" if spmd else None, domain: "Shard(d)", tensor: "Replicate()"}
+    on = [n for n in axes if places[n]]
+    text = f"inputs: ShardTensors on mesh[{', '.join(map(repr, on))}], ({', '.join(str(places[n]) for n in on)})"
+    if spmd:
+        return f"{text}; the loss is the whole batch's"
+    if data is None:
+        return text
+    return f"{text}; along {data!r} each rank has a batch of its own, all of one size, and its mean loss"
+
+
+def _named(mesh: DeviceMesh, axes: Sequence[str]) -> str:
+    return " x ".join(f"{n}={size}" for n, size in zip(axes, mesh.shape, strict=True))
+
+
+# -- equal weights ----------------------------------------------------------------------------------------------------
+
+
+def synchronize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks of ``mesh`` the parameters and buffers of its first one, in place.
+
+    DDP and FSDP2 over a data axis leave ranks along the domain axis with the weights that their seeds gave them, which
+    would be silently wrong. Call this before you wrap the model. What a DTensor shards along a mesh dim has one owner
+    there, and is left alone.
+
+    Raises:
+        ValueError: a tensor on the meta device, which has no values yet.
+
+    Example::
+
+        synchronize(model, mesh["domain"])
+    """
+    for _, tensor, group in _copies(model, mesh):
+        whole = tensor.contiguous()
+        dist.broadcast(whole, group=group, group_src=0)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+def verify(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that parameters and buffers are bitwise equal on all ranks of ``mesh``.
+
+    Raises:
+        RuntimeError: on every rank of the mesh, naming those that are not.
+
+    Example::
+
+        verify(model, mesh["domain"])
+    """
+    names: dict[str, bool] = {}
+    for name, tensor, group in _copies(model, mesh):
+        first = tensor.contiguous().clone()
+        dist.broadcast(first, group=group, group_src=0)
+        names[name] = names.get(name, False) or not torch.equal(_bits(first), _bits(tensor))
+    differ = torch.tensor(list(names.values()), dtype=torch.uint8, device=mesh.device_type)
+    for m in range(mesh.ndim):
+        dist.all_reduce(differ, op=dist.ReduceOp.MAX, group=mesh.get_group(m))
+    wrong = [name for name, bad in zip(names, differ.tolist(), strict=True) if bad]
+    if wrong:
+        shown = ", ".join(wrong[:8]) + f" and {len(wrong) - 8} more" * (len(wrong) > 8)
+        raise RuntimeError(
+            f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}. "
+            "Call shardtensor.parallel.synchronize(model, mesh) before wrapping the model"
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def _local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values yet; initialise the model first")
+        yield name, tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _copies(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
+    """Each local tensor with each group of the mesh whose ranks hold copies of it."""
+    groups = [mesh.get_group(m) for m in range(mesh.ndim)]
+    ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
+    for name, tensor, local in _local_tensors(model):
+        owners = _owners(tensor)
+        for group, members in zip(groups, ranks, strict=True):
+            if not any(len(members & others) > 1 for others in owners):
+                yield name, local, group
+
+
+def _owners(tensor: Tensor) -> list[set[int]]:
+    """The groups of ranks among which a DTensor is cut."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    cut = [m for m, p in enumerate(tensor.placements) if not p.is_replicate()]
+    return [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in cut]
+
+
+# -- DTensor weights --------------------------------------------------------------------------------------------------
+
+# For each way of cutting a linear layer: the dim of the weight and of the bias.
+_LINEAR: dict[str, dict[str, int | None]] = {
+    "colwise": {"weight": 0, "bias": 0},
+    "rowwise": {"weight": 1, "bias": None},
+}
+
+
+def tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, tensor: str = "tp"
+) -> dict[str, str]:
+    """Cut linear layers over the axis ``tensor`` of ``mesh``, in place; returns the names and how they were cut.
+
+    Args:
+        model: its weights equal on all ranks of the mesh.
+        mesh: the mesh of the inputs, e.g. ``mesh["domain", "tp"]``. Inputs are Replicate on the tensor axis.
+        plan: ``{pattern of module names: "colwise" or "rowwise"}``, the pattern as for a shell (``"blocks.*.mlp.up"``).
+            A colwise layer cuts its outputs: nothing is sent. A rowwise one after it takes them as they are; the sum
+            over the axis is made when its result is needed.
+
+    Raises:
+        ValueError: a pattern that no module has, another way of cutting.
+        TypeError: a module that is not ``nn.Linear``.
+
+    Example::
+
+        tensor_parallel(model, mesh["domain", "tp"], {"mlp.up": "colwise", "mlp.down": "rowwise"})
+    """
+    axis = (mesh.mesh_dim_names or ()).index(tensor)
+    cut: dict[str, str] = {}
+    for pattern, how in plan.items():
+        if how not in _LINEAR:
+            raise ValueError(f"plan for {pattern!r}: {how!r}; choose one of {tuple(_LINEAR)}")
+        matched = [(n, m) for n, m in model.named_modules() if fnmatchcase(n, pattern)]
+        if not matched:
+            raise ValueError(f"no module of {type(model).__name__} is called {pattern!r}")
+        for name, module in matched:
+            if not isinstance(module, nn.Linear):
+                raise TypeError(f"{name} is a {type(module).__name__}; only nn.Linear can be cut by a plan")
+            cut[name] = how
+            for key, dim in _LINEAR[how].items():
+                placements: list[Placement] = [Replicate()] * mesh.ndim
+                if dim is not None:
+                    placements[axis] = Shard(dim)
+                old = getattr(module, key)
+                if old is not None:
+                    new = distribute_tensor(old.detach(), mesh, placements, src_data_rank=None)
+                    module.register_parameter(key, nn.Parameter(new, requires_grad=old.requires_grad))
+    return cut
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Plain parameters, equal on all ranks, as replicated DTensors. Buffers stay plain."""
+    made: dict[Tensor, nn.Parameter] = {}  # modules may share a parameter
+    for module in model.modules():
+        for key, old in module.named_parameters(recurse=False):
+            if isinstance(old, DTensor):
+                continue
+            if old not in made:
+                whole = DTensor.from_local(old.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+                made[old] = nn.Parameter(whole, requires_grad=old.requires_grad)
+            module.register_parameter(key, made[old])
+
+
+def contribute_gradients(model: nn.Module) -> None:
+    """See to it that gradients of replicated DTensor parameters are contributions, ``Partial()``, whatever made them.
+
+    FSDP2 with ``dp_mesh_dims`` sums gradients over these axes and takes each for a contribution. Those that come from
+    ShardTensors are. A parameter that goes through operators of DTensor first (``softplus(self.step) * x``) may get a
+    complete one, which would be counted once per rank: with this, one rank keeps it and the others get zeros.
+
+    Example::
+
+        distribute_module(model, mesh)
+        contribute_gradients(model)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "domain")))
+        model.set_gradient_divide_factor(1.0)
+    """
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(_watch)
+
+
+def _watch(module: nn.Module, _: Any) -> None:
+    # In each forward pass, as FSDP2 puts the gathered parameters in place of the sharded ones just before it.
+    for parameter in module.parameters(recurse=False):
+        if isinstance(parameter, DTensor) and parameter.requires_grad and not hasattr(parameter, "_contributes"):
+            parameter.register_hook(_as_contribution)
+            parameter._contributes = True  # type: ignore[attr-defined]
+
+
+def _as_contribution(grad: Any) -> Any:
+    if not isinstance(grad, DTensor):
+        return grad
+    mesh = grad.device_mesh
+    placements = [Partial() if p.is_replicate() and n > 1 else p for p, n in zip(grad.placements, mesh.shape)]
+    return grad if tuple(placements) == grad.placements else grad.redistribute(placements=placements)
