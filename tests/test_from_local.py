@@ -192,3 +192,18 @@ def mixed_dtensors():
 
 def test_dtensors_and_shardtensors_mix():
     run_distributed(mixed_dtensors, 2)
+
+
+def whole_with_any_strides():
+    """What is whole keeps its memory format, so that reshapes copy where a view is not possible; so do gradients."""
+    local = torch.arange(12.0).view(3, 4).t().requires_grad_()
+    x = ShardTensor.from_local(local, shared_mesh(2), (Replicate(),))
+    y = x.reshape(12)
+    assert x.stride() == (1, 4) and torch.equal(y.to_local(), local.reshape(12))
+    grad = ShardTensor.from_local(torch.ones(3, 4).t(), shared_mesh(2), (Replicate(),))
+    (back,) = torch.autograd.grad(x.view(4, 3) * 2, local, grad)
+    assert torch.equal(back, torch.full((4, 3), 2.0))
+
+
+def test_whole_tensors_have_their_own_strides():
+    run_distributed(whole_with_any_strides, 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from .._compat import TensorMeta
-from ..dispatch import wrap
+from ..dispatch import meta_of, wrap
 from ..errors import refuse
 from ..geometry import intervals_of
 from ..redistribute import all_reduce, swap_blocks
@@ -123,7 +123,10 @@ def global_attention(
         work = _Work(layout, q._spec, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, dropout)
         compute = work.attend if layout.head_cuts is None else work.by_heads
         out = compute(local_q, local_k, local_v, local_mask)
-    return _FromLocal.apply(out, _result_spec(layout, mesh, judged.shape, out.dtype))
+    spec = _result_spec(layout, mesh, judged.shape, out.dtype)
+    if not layout.split:  # views of a whole tensor are taken as its strides allow
+        spec = spec.replace(meta=meta_of(out))
+    return _FromLocal.apply(out, spec)
 
 
 def _cast(t: Any) -> Any:
