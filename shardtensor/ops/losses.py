@@ -30,10 +30,13 @@ __all__ = ["full_precision", "reduced", "register_loss", "scalar_spec"]
 # -- reducing terms to a value ------------------------------------------------------------------------------------
 
 
+_SCALAR = torch.Size(())
+
+
 def scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
     """The spec of the sum over all elements of a tensor with ``spec``."""
     placements = [Replicate() if p.is_replicate() else Partial() for p in spec.placements]
-    return ShardTensorSpec.make(spec.mesh, placements, (), dtype)
+    return spec.replace(placements=placements, sizes=(None,) * len(placements), meta=TensorMeta(_SCALAR, (), dtype))
 
 
 def reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any) -> Any:
@@ -70,11 +73,14 @@ def register_loss(function: Callable[..., Tensor], handler: Callable[[dict[str, 
     ``names`` below it, which take a number for the reduction.
     """
     signature = inspect.signature(function)
+    places = list(signature.parameters)
+    defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not inspect.Parameter.empty}
 
     def functional(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = {**defaults, **dict(zip(places, args)), **kwargs}
+        fits = len(args) <= len(places) and given.keys() == signature.parameters.keys()
+        if not fits or kwargs.keys() & places[: len(args)]:
+            signature.bind(*args, **kwargs)  # Python's own error
         reduction = given.pop("reduction")
         average, reduce = given.pop("size_average", None), given.pop("reduce", None)
         if (average, reduce) != (None, None):  # deprecated

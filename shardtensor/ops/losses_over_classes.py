@@ -35,7 +35,7 @@ _ELSEWHERE = -(2**62)
 def _with_dim(spec: ShardTensorSpec, dim: int, pattern: ShardTensorSpec) -> ShardTensorSpec:
     """The spec with one more dim in front of ``dim``, to have the shape of ``pattern``."""
     placements = [Shard(p.dim + (p.dim >= dim)) if isinstance(p, Shard) else p for p in spec.placements]
-    return ShardTensorSpec(spec.mesh, placements, pattern.tensor_meta, spec.sizes)
+    return ShardTensorSpec.of(spec.mesh, placements, pattern.tensor_meta, spec.sizes)
 
 
 def _without_dim(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSpec:
@@ -47,7 +47,7 @@ def _without_dim(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTens
             p = Shard(p.dim - (p.dim > dim)) if p.dim != dim else Replicate()
         sizes[m] = sizes[m] if isinstance(p, Shard) else None
         placements.append(p)
-    return ShardTensorSpec(spec.mesh, placements, meta, tuple(sizes))
+    return ShardTensorSpec.of(spec.mesh, placements, meta, tuple(sizes))
 
 
 def _class_weights(name: str, weight: Any, common: ShardTensorSpec, classes: int) -> Tensor | None:

@@ -46,6 +46,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
     """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``."""
+    if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
+        return specs[0]
     mesh, shape = specs[0].mesh, meta.shape
     placements: list[Any] = []
     sizes: list[Any] = []
@@ -69,6 +71,8 @@ def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTenso
 
 def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
     """How an operand has to lie for its local part to broadcast against the shard of a result with spec ``target``."""
+    if spec is target:
+        return spec
     shape = target.shape
     placements: list[Any] = []
     sizes: list[Any] = []
@@ -184,6 +188,8 @@ def as_operand(t: Tensor, mesh: DeviceMesh) -> Any:
 
 def moved(op: str, t: Any, target: ShardTensorSpec) -> Any:
     """The ShardTensor ``t`` under the spec ``target``, refused where that would gather it."""
+    if t._spec.lies_like(target):
+        return t
     refuse_gathering(op, [t._spec], [target])
     return redistribute_to(t, target)
 
@@ -205,5 +211,7 @@ def local_part(t: Any, out: ShardTensorSpec) -> Tensor:
     """The local part of an operand. Where it is whole on ranks that work on different shards of the result ``out``,
     its gradient on each of them is a contribution, a Partial.
     """
+    if t._spec.placements == out.placements:
+        return t.to_local()
     pairs = zip(t._spec.placements, out.placements, strict=True)
     return t.to_local(grad_placements=[Partial() if q.is_shard() and not p.is_shard() else p for p, q in pairs])

@@ -26,7 +26,7 @@ from ..geometry import Interval, Window, intervals_of, map_cuts
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, _FromLocal, redistribute_to
-from .spatial import borrow_dims, finish, on_meta, per_dim, resized, result_dtype, scaled_cut, settled
+from .spatial import borrow_dims, finish, is_whole, judged, per_dim, resized, result_dtype, scaled_cut, settled
 
 __all__ = ["adaptive_window", "pool_reads"]
 
@@ -125,6 +125,15 @@ def _pool(
     return result, wrap(indices, resized(spec, values_meta, torch.int64, sizes))
 
 
+def _pool_inside(x: ShardTensor, meta: Any, function: Callable[..., Any]) -> Any:
+    """Pool dims that no mesh dim cuts: each rank pools what it has."""
+    result = function(x.to_local())
+    if not isinstance(meta, tuple):
+        return finish(result, x, meta, {})
+    values, indices = result
+    return finish(values, x, meta[0], {}), wrap(indices, resized(x._spec, meta[1], torch.int64, {}))
+
+
 def _values(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
@@ -165,8 +174,10 @@ def _max_pool(
     function = getattr(F, f"max_pool{ndim}d")
     indices = indices or return_indices
     kwargs = {"stride": stride, "dilation": dilation, "ceil_mode": ceil_mode, "return_indices": indices}
-    meta = function(on_meta(input), kernel_size, padding=padding, **kwargs)
+    meta = judged(function, input, kernel_size, padding=padding, **kwargs)
     x = settled(input, linear=False)
+    if is_whole(x, ndim):
+        return _pool_inside(x, meta, lambda t: function(t, kernel_size, padding=padding, **kwargs))
     windows = _windows(x._spec, ndim, kernel_size, stride, padding, dilation, ceil_mode)
     return _pool(x, ndim, meta, windows, lambda t, p: function(t, kernel_size, padding=p, **kwargs))
 
@@ -192,8 +203,10 @@ def _avg_pool(
     if divisor_override is not None:
         kwargs["divisor_override"] = divisor_override
     function = getattr(F, f"avg_pool{ndim}d")
-    meta = function(on_meta(input), kernel_size, padding=padding, **kwargs)
+    meta = judged(function, input, kernel_size, padding=padding, **kwargs)
     x = settled(input, linear=True)
+    if is_whole(x, ndim):
+        return _pool_inside(x, meta, lambda t: function(t, kernel_size, padding=padding, **kwargs))
     windows = _windows(x._spec, ndim, kernel_size, stride, padding, 1, ceil_mode)
 
     def kernel(t: Tensor, p: Sequence[int]) -> Tensor:
@@ -229,8 +242,10 @@ def _adaptive_avg_pool(input: Any, output_size: Any, *, ndim: int) -> Any:
     if not isinstance(input, ShardTensor):
         return NotImplemented
     function = getattr(F, f"adaptive_avg_pool{ndim}d")
-    meta = function(on_meta(input), output_size)
+    meta = judged(function, input, output_size)
     x = settled(input, linear=True)
+    if is_whole(x, ndim):
+        return _pool_inside(x, meta, lambda t: function(t, output_size))
     to_one = [d for d in range(x.ndim - ndim, x.ndim) if meta.shape[d] == 1]
     if any(d in x._spec.sharded_dims() for d in to_one):
         x = x.mean(to_one, keepdim=True)
@@ -244,8 +259,8 @@ def _adaptive_max_pool(
     if not isinstance(input, ShardTensor):
         return NotImplemented
     indices = indices or return_indices
-    function = partial(getattr(F, f"adaptive_max_pool{ndim}d"), return_indices=True)
-    meta = function(on_meta(input), output_size)[0]
+    function = getattr(F, f"adaptive_max_pool{ndim}d_with_indices")
+    meta = judged(function, input, output_size)[0]
     x = settled(input, linear=False)
     values, places = _adaptive_pool(x, ndim, meta, function, indices=True)
     to_one = [d for d in values._spec.sharded_dims() if d >= x.ndim - ndim and meta.shape[d] == 1]

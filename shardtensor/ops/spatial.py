@@ -8,6 +8,7 @@ shape and torch's own errors on every rank; then each rank borrows what its outp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..halo import borrow
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, _FromLocal, redistribute_to
 
-__all__ = ["borrow_dims", "finish", "on_meta", "per_dim", "result_dtype", "scaled_cut", "settled"]
+__all__ = ["borrow_dims", "finish", "is_whole", "judged", "on_meta", "per_dim", "result_dtype", "scaled_cut", "settled"]
 
 
 def settled(x: ShardTensor, *, linear: bool) -> ShardTensor:
@@ -37,6 +38,32 @@ def on_meta(x: ShardTensor) -> Tensor:
     """The global tensor without its data."""
     meta = x._spec.tensor_meta
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+
+
+def judged(function: Callable[..., Any], x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+    """What ``function`` returns for the global tensor without its data.
+
+    Raises:
+        Exception: torch's own, on every rank alike.
+    """
+    fixed = tuple((k, _hashable(v)) for k, v in kwargs.items())
+    return _judged(function, x._spec.tensor_meta, tuple(map(_hashable, args)), fixed)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@lru_cache(maxsize=4096)
+def _judged(function: Callable[..., Any], meta: TensorMeta, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Any:
+    x = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    return function(x, *args, **dict(kwargs))
+
+
+def is_whole(x: ShardTensor, ndim: int) -> bool:
+    """Whether this rank holds the last ``ndim`` dims whole, and anything at all."""
+    first = len(x._spec.shape) - ndim
+    return x._local_tensor.numel() > 0 and not any(d >= first for d in x._spec.sharded_dims())
 
 
 def result_dtype(local: Tensor, probe: Callable[[Tensor], Tensor], shape: Sequence[int]) -> torch.dtype:
