@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from . import dispatch
+from . import checkpoint, dispatch
 from ._compat import DisableTorchFunction, TensorMeta, claim_dispatch, current_mesh, new_wrapper, without_zero_tensor
 from .agreement import agree_on_local
 from .dispatch import SCALARS, spec_of, wrap
@@ -243,6 +243,15 @@ class ShardTensor(DTensor):
 
     def __getstate__(self) -> Any:
         raise TypeError("ShardTensor pickles through __reduce_ex__")
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return checkpoint.write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpoint.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self._local_tensor
 
     def __tensor_flatten__(self):  # type: ignore[no-untyped-def]
         spec = self._spec
@@ -543,3 +552,7 @@ def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param
     if is_parameter:
         new._is_param = True  # type: ignore[attr-defined]
     return new
+
+
+# What ``torch.load(weights_only=True)`` may build.
+torch.serialization.add_safe_globals([_rebuild, ShardTensor, ShardTensorSpec])
