@@ -86,8 +86,12 @@ def _neighborhood_attention(
             specs.append(spec_of(t))
             targets.append(_additional_cut(specs[-1], targets[1]))
     refuse_gathering(name, specs, targets)
-    whole = checks.is_self_attention(query, windows[0], windows[3], bool(additional))
-    kernel = None if whole else natten_kernel(backend, q, k, v, bool(additional), tuning.get("torch_compile", False))
+    kernel = None
+    if not checks.is_self_attention(query, windows[0], windows[3], bool(additional)):
+        compiled = tuning.get("torch_compile", False)
+        kernel = natten_kernel(
+            backend, q, k, v, additional=bool(additional), return_lse=return_lse, torch_compile=compiled
+        )
 
     q, k, v = (redistribute_to(t, target) for t, target in zip((q, k, v), targets))
     extra = None

@@ -13,7 +13,9 @@ from .neighborhood_tiles import Dim, tiled_attention
 __all__ = ["attention_by_natten", "natten_kernel"]
 
 
-def natten_kernel(asked: str | None, q: Any, k: Any, v: Any, additional: bool, torch_compile: bool) -> str | None:
+def natten_kernel(
+    asked: str | None, q: Any, k: Any, v: Any, *, additional: bool, return_lse: bool, torch_compile: bool
+) -> str | None:
     """The kernel of natten to use, None where the tiles have to do: from what every rank knows, as halos depend on it.
 
     Raises:
@@ -30,12 +32,14 @@ def natten_kernel(asked: str | None, q: Any, k: Any, v: Any, additional: bool, t
     samples = [_sample(t, t.dim() - 3) for t in (q, k, v)]
     if asked == "flex-fna":
         backends.can_run_flex_attention(*samples, torch_compile=torch_compile, raise_error=True)
-        on_cpu = q.device.type == "cpu"
-        return None if on_cpu and any(t.requires_grad for t in samples) else asked
-    if asked is not None and asked not in checks:
-        raise NotImplementedError(f"Unrecognized NATTEN backend {asked}.")
-    if asked is not None:
+    elif asked in checks:
         checks[asked](*samples, raise_error=True)
+    elif asked is not None:
+        raise NotImplementedError(f"Unrecognized NATTEN backend {asked}.")
+    # The kernels drop the gradient of the log-sum-exp, and flex attention has none at all on CPU.
+    if any(t.requires_grad for t in samples) and (return_lse or (asked == "flex-fna" and q.device.type == "cpu")):
+        return None
+    if asked is not None:
         return asked
     able = [name for name, check in checks.items() if check(*samples)]
     if not able or (additional and not _attends(*(_sample(t, 1) for t in (q, k, v)))):
