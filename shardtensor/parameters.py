@@ -13,7 +13,8 @@ its own communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .errors import different_meshes, refuse
-from .redistribute import all_reduce
+from .redistribute import all_reduce, start_all_reduce
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
 
-__all__ = ["local_parameters"]
+__all__ = ["GradientSum", "local_parameters", "unsummed_parameters"]
 
 
 def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None) -> list[Tensor | None]:
@@ -41,10 +42,22 @@ def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None)
     Raises:
         UnsupportedSharding: a parameter that is sharded, or on another mesh.
     """
-    mesh_dims = [m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1]
+    result, total = unsummed_parameters(op, spec, *parameters)
+    needed = [i for i, n in enumerate(total.needed) if n]
+    if needed:
+        completed = _SumGradients.apply(total.mesh, total.mesh_dims, *(result[i] for i in needed))
+        for i, p in zip(needed, completed, strict=True):
+            result[i] = p
+    return result
+
+
+def unsummed_parameters(
+    op: str, spec: ShardTensorSpec, *parameters: Tensor | None
+) -> tuple[list[Tensor | None], GradientSum]:
+    """:func:`local_parameters` for operators that sum the gradients in their own backward, while they do other work."""
+    mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)
     grad_placements = [Partial() if m in mesh_dims else Replicate() for m in range(spec.mesh.ndim)]
     result: list[Tensor | None] = list(parameters)
-    plain = []
     for i, p in enumerate(parameters):
         if isinstance(p, DTensor):
             if p.device_mesh != spec.mesh:
@@ -54,13 +67,11 @@ def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None)
                     op, [spec, p], "the parameter is sharded", "redistribute it to Replicate() before the call"
                 )
             result[i] = ShardTensor.from_dtensor(p).to_local(grad_placements=grad_placements)
-        elif p is not None and p.requires_grad and torch.is_grad_enabled():
-            plain.append(i)
-    if plain and mesh_dims:
-        completed = _SumGradients.apply(spec.mesh, mesh_dims, *(parameters[i] for i in plain))
-        for i, p in zip(plain, completed, strict=True):
-            result[i] = p
-    return result
+    differentiable = bool(mesh_dims) and torch.is_grad_enabled()
+    needed = [
+        differentiable and p is not None and p.requires_grad and not isinstance(p, DTensor) for p in parameters
+    ]
+    return result, GradientSum(spec.mesh, mesh_dims, tuple(needed))
 
 
 class _SumGradients(torch.autograd.Function):
@@ -74,24 +85,55 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
-        return (None, None, *sum_over_mesh(grads, ctx.mesh, ctx.mesh_dims))
+        return (None, None, *start_sum(grads, ctx.mesh, ctx.mesh_dims)())
 
 
-def sum_over_mesh(tensors: Sequence[Tensor | None], mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[Tensor | None]:
+@dataclass(frozen=True, slots=True)
+class GradientSum:
+    """The sum over ranks that the gradients of an operator's parameters still need.
+
+    Attributes:
+        mesh, mesh_dims: over which it goes.
+        needed: for each parameter, whether its gradient needs it.
+    """
+
+    mesh: DeviceMesh
+    mesh_dims: tuple[int, ...]
+    needed: tuple[bool, ...]
+
+    def start(self, grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
+        """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them."""
+        mine = [g if needed else None for g, needed in zip(grads, self.needed, strict=True)]
+        finish = start_sum(mine, self.mesh, self.mesh_dims)
+        return lambda: [g if total is None else total for g, total in zip(grads, finish(), strict=True)]
+
+
+def start_sum(
+    tensors: Sequence[Tensor | None], mesh: DeviceMesh, mesh_dims: Sequence[int]
+) -> Callable[[], list[Tensor | None]]:
     """Each tensor summed over the mesh dims: one all-reduce per mesh dim and dtype for all of them together.
 
-    Which of them are None must be the same on every rank; it follows from the graph, which is.
+    The first is under way when this returns; the function that is returned waits, and gives the sums. Which of the
+    tensors are None must be the same on every rank; it follows from the graph, which is.
     """
-    result = list(tensors)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         if t is not None:
             by_dtype.setdefault(t.dtype, []).append(i)
+    under_way = []
     for members in by_dtype.values():
-        parts = [tensors[i] for i in members]
-        flat = torch.cat([t.reshape(-1) for t in parts])  # type: ignore[union-attr]
-        for m in mesh_dims:
-            flat = all_reduce(flat, mesh.get_group(m))
-        for i, t, piece in zip(members, parts, flat.split([t.numel() for t in parts]), strict=True):  # type: ignore[union-attr]
-            result[i] = piece.view(t.shape)  # type: ignore[union-attr]
-    return result
+        flat = torch.cat([tensors[i].reshape(-1) for i in members])  # type: ignore[union-attr]
+        under_way.append((members, start_all_reduce(flat, mesh.get_group(mesh_dims[0]))))
+
+    def finish() -> list[Tensor | None]:
+        result = list(tensors)
+        for members, pending in under_way:
+            flat = pending()
+            for m in mesh_dims[1:]:
+                flat = all_reduce(flat, mesh.get_group(m))
+            parts: list[Tensor] = [tensors[i] for i in members]  # type: ignore[misc]
+            for i, t, piece in zip(members, parts, flat.split([t.numel() for t in parts]), strict=True):
+                result[i] = piece.view(t.shape)
+        return result
+
+    return finish

@@ -12,7 +12,7 @@ is one step. Steps that shrink the local tensor come first, so that later ones m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
@@ -26,7 +26,14 @@ from .exchange import plan_intervals, start_swap
 from .geometry import Interval, intervals_of, length
 from .spec import ShardTensorSpec, stride_like
 
-__all__ = ["all_gather", "all_reduce", "move_intervals", "redistribute_local", "swap_blocks"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "move_intervals",
+    "redistribute_local",
+    "start_all_reduce",
+    "swap_blocks",
+]
 
 _REDUCE = {
     "sum": (dist.ReduceOp.SUM, torch.add),
@@ -111,12 +118,17 @@ def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> 
 
 def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """A new tensor with the reduction of all ranks' ``local``."""
+    return start_all_reduce(local, group, op)()
+
+
+def start_all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Callable[[], Tensor]:
+    """:func:`all_reduce` under way; the function that is returned waits for it and gives the result."""
     if dist.get_world_size(group) == 1:
-        return local.clone()
+        return local.clone
     via = _WIDENED.get(local.dtype)
     value = local.to(via) if via is not None else local.contiguous().clone()
     if value.is_complex() and op == "product":  # no backend has it
-        return all_gather(value, group).prod(0)
+        return all_gather(value, group).prod(0).clone
     if value.is_complex() and op != "sum":
         raise ValueError(f"Partial({op!r}) of complex numbers is not defined")
     wire = torch.view_as_real(value) if value.is_complex() else value
@@ -126,8 +138,13 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     if debug_enabled():
         counts = [value.numel()] * dist.get_world_size(group)
         check_communication(f"all_reduce {op}", value.dtype, counts, counts, group, value.device)
-    dist.all_reduce(wire, op=_REDUCE[op][0], group=group)
-    return _unordered(wire, local.dtype) if extreme else value.to(local.dtype)
+    work = dist.all_reduce(wire, op=_REDUCE[op][0], group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return _unordered(wire, local.dtype) if extreme else value.to(local.dtype)
+
+    return finish
 
 
 # Integers of the same width, as which floating-point numbers are compared.

@@ -17,7 +17,7 @@ from ..dispatch import spec_of, wrap
 from ..errors import refuse
 from ..gradients import once_differentiable
 from ..halo import Strips
-from ..parameters import local_parameters
+from ..parameters import GradientSum, unsummed_parameters
 from ..registry import FUNCTIONS, register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, as_gradient, promote, redistribute_to
@@ -34,9 +34,11 @@ _aten = torch.ops.aten
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: ShardTensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, total: GradientSum
+    ) -> Any:
         y, strips = forward_by_parts(x._local_tensor, weight, bias, plan, x._spec.mesh)
-        ctx.plan = plan
+        ctx.plan, ctx.total = plan, total
         ctx.present = [[s is not None for s in pair] for pair in strips.sides]
         ctx.save_for_backward(x, weight, *(s for pair in strips.sides for s in pair if s is not None))
         return _wrapped(y, plan.out_spec)
@@ -50,8 +52,9 @@ class _Convolution(torch.autograd.Function):
         remaining = iter(saved)
         strips.sides = [[next(remaining) if there else None for there in pair] for pair in ctx.present]
         local = as_gradient(grad, plan.out_spec)._local_tensor
-        gx, gw, gb = backward_by_parts(local, x._local_tensor, weight, strips, plan, ctx.needs_input_grad[:3])
-        return None if gx is None else wrap(gx, x._spec), gw, gb, None
+        mask = ctx.needs_input_grad[:3]
+        gx, gw, gb = backward_by_parts(local, x._local_tensor, weight, strips, plan, mask, ctx.total)
+        return None if gx is None else wrap(gx, x._spec), gw, gb, None, None
 
 
 def _wrapped(y: Tensor, spec: ShardTensorSpec) -> Any:
@@ -94,9 +97,9 @@ def convolution(
             f"{name}: input of {spec_of(x).tensor_meta.dtype} and weight of {weight.dtype} should be the same"
         )
     plan = plan_convolution(x._spec, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups)
-    w, b = local_parameters(name, x._spec, weight, bias)
+    (w, b), total = unsummed_parameters(name, x._spec, weight, bias)
     with torch.autocast(spec.mesh.device_type, enabled=False):
-        return _Convolution.apply(x, w, b, plan)
+        return _Convolution.apply(x, w, b, plan, total)
 
 
 def autocast_operands(*tensors: Any) -> Any:

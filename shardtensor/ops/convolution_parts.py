@@ -24,6 +24,7 @@ from ..errors import refuse
 from ..exchange import plan_intervals
 from ..geometry import Interval, Window, intersect, intervals_of, length, map_cuts
 from ..halo import Axis, Strips
+from ..parameters import GradientSum
 from ..spec import ShardTensorSpec, stride_like
 
 _aten = torch.ops.aten
@@ -282,9 +283,18 @@ def forward_by_parts(
 
 
 def backward_by_parts(
-    grad: Tensor, x: Tensor, weight: Tensor, strips: Strips, plan: ConvolutionPlan, mask: Sequence[bool]
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    strips: Strips,
+    plan: ConvolutionPlan,
+    mask: Sequence[bool],
+    total: GradientSum | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the shard, and this rank's contributions to those of weight and bias."""
+    """Gradients of the shard, and of weight and bias: with ``total`` theirs, without it this rank's contributions.
+
+    First what travels: the gradients of the strips, then the sum of the parameters'. The shard's is computed meanwhile.
+    """
     need_x, need_w, need_b = mask
     grad_w = torch.zeros_like(weight) if need_w else None
     side_grads: list[list[Tensor | None]] = [[None, None] for _ in plan.axes]
@@ -307,17 +317,23 @@ def backward_by_parts(
             pending = strips.start_return(i, side_grads, x)
             if i > 0:
                 returned.append((i, strips.finish_return(i, pending, side_grads)))
+    there = bool(grad.numel()) and not _is_empty(x, plan.shard)
     grad_x = grad_b = None
-    if grad.numel() and not _is_empty(x, plan.shard):
-        grad_x, gw, grad_b = _convolve_backward(grad, x, weight, plan, plan.shard, [need_x, need_w, need_b])
+    if there and (need_w or need_b):
+        _, gw, grad_b = _convolve_backward(grad, x, weight, plan, plan.shard, [False, need_w, need_b])
         if grad_w is not None and gw is not None:
             grad_w = gw.add_(grad_w) if plan.axes else gw
     elif need_b:
         grad_b = grad.sum(dim=[0, *range(2, grad.ndim)])
+    finish = None if total is None else total.start([grad_w, grad_b])
     if need_x:
+        if there:
+            grad_x, _, _ = _convolve_backward(grad, x, weight, plan, plan.shard, [True, False, False])
         grad_x = torch.zeros_like(x) if grad_x is None else grad_x
         if plan.axes:
             returned.append((0, strips.finish_return(0, pending, side_grads)))
         for i, mine in returned:
             strips.add_to_shard(i, grad_x, mine)
+    if finish is not None:
+        grad_w, grad_b = finish()
     return grad_x, grad_w, grad_b
