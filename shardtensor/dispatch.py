@@ -38,6 +38,7 @@ from .spec import ShardTensorSpec
 
 __all__ = [
     "RULES",
+    "STAND_INS",
     "Call",
     "Plan",
     "allow_gather",
@@ -141,6 +142,8 @@ def argument(call: Call, index: int, name: str, default: Any) -> Any:
 
 Rule = Callable[[Call], Plan]
 RULES: dict[torch._ops.OpOverload, Rule] = {}
+# Functions with the shapes and dtypes of operators that torch does not run on meta tensors.
+STAND_INS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _default_rules: list[Callable[[torch._ops.OpOverload], Rule | None]] = []
 _plans: dict[Any, Plan] = {}
 MAX_PLANS = 8192
@@ -451,7 +454,7 @@ def _on_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
         return torch.device("meta") if isinstance(a, torch.device) else a
 
     with torch.no_grad():
-        return func(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
+        return STAND_INS.get(func, func)(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
 
 
 @cache
