@@ -21,6 +21,7 @@ from . import (  # noqa: F401
     multihead,
     neighborhood,
     normalization,
+    optimizers,
     padding,
     pointwise,
     pooling,

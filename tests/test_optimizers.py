@@ -1,0 +1,124 @@
+"""Fused optimizers, gradient scaling and clipping of ShardTensor parameters, against one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+}
+
+
+def parameters(whole, sharded):
+    """A parameter of each layout; one stays plain."""
+    mesh = shared_mesh((2, 2))
+    layouts = [([Shard(0), Shard(1)], {0: (5, 0), 1: (1, 2)}), ([Replicate(), Shard(0)], {1: (4, 3)}), None]
+    result = []
+    for value, layout in zip(whole, layouts):
+        t = value.clone() if not sharded or layout is None else shard(value.clone(), mesh, *layout)
+        result.append(nn.Parameter(t))
+    return result
+
+
+def values():
+    torch.manual_seed(0)
+    return [torch.randn(5, 3), torch.randn(7, 2), torch.randn(4)]
+
+
+def trained(name, sharded, clip):
+    whole = values()
+    ps = parameters(whole, sharded)
+    optimizer = OPTIMIZERS[name](ps)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sum(((p * (step + 1) - 1) ** 2).sum() for p in ps)
+        loss.backward()
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(ps, 0.5)))
+        optimizer.step()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in ps], norms
+
+
+def check_steps():
+    for name in OPTIMIZERS:
+        for clip in (False, True):
+            (got, norms), (expected, whole_norms) = trained(name, True, clip), trained(name, False, clip)
+            for a, b in zip(got, expected):
+                torch.testing.assert_close(a, b, msg=f"{name}, {clip}")
+            assert norms == pytest.approx(whole_norms)
+
+
+def test_fused_steps_are_those_of_one_device():
+    run_distributed(check_steps, 4)
+
+
+def check_scaler():
+    p = nn.Parameter(shard(torch.ones(5), shared_mesh(3), [Shard(0)], {0: (3, 0, 2)}))
+    optimizer = torch.optim.SGD([p], lr=0.5, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    factors = torch.ones(5)
+    factors[4] = float("inf")  # on the last rank only
+    history = []
+    for factor in (torch.ones(5), factors, torch.ones(5)):
+        optimizer.zero_grad()
+        scaler.scale((p * shard(factor, shared_mesh(3), [Shard(0)], {0: (3, 0, 2)})).sum()).backward()
+        with count_communication() as counted:
+            scaler.unscale_(optimizer)
+        assert dict(counted.collectives) == {"all_reduce": 1} and counted.collective_bytes == 4
+        scaler.step(optimizer)
+        scaler.update()
+        history.append((p.full_tensor().tolist(), scaler.get_scale()))
+    return history
+
+
+def test_all_ranks_skip_a_step_that_overflowed_on_one():
+    for history in run_distributed(check_scaler, 3):
+        assert history == [([0.5] * 5, 4.0), ([0.5] * 5, 2.0), ([0.0] * 5, 2.0)]
+
+
+def communication():
+    ps = parameters(values(), True)
+    optimizer = OPTIMIZERS["AdamW"](ps)
+    sum((p**2).sum() for p in ps).backward()
+    with count_communication() as counted:
+        optimizer.step()
+    return counted.messages, dict(counted.collectives)
+
+
+def test_a_step_communicates_nothing():
+    assert run_distributed(communication, 4) == [(0, {})] * 4
+
+
+def mixed():
+    mesh = shared_mesh(2)
+    p = shard(torch.ones(5), mesh, [Shard(0)], {0: (3, 2)})
+    g = shard(torch.ones(5), mesh, [Shard(0)], {0: (2, 3)})
+    torch._fused_sgd_(
+        [p],
+        [g],
+        [],
+        lr=0.1,
+        momentum=0.0,
+        weight_decay=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+
+
+def test_other_cuts_of_gradients_are_refused():
+    for error in run_expecting_errors(mixed, 2):
+        with pytest.raises(UnsupportedSharding, match=r"_fused_sgd_.*not laid out alike.*\[3, 2\].*\[2, 3\].*Remedy"):
+            raise error
