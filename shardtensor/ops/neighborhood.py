@@ -88,9 +88,13 @@ def _neighborhood_attention(
     refuse_gathering(name, specs, targets)
     kernel = None
     if not checks.is_self_attention(query, windows[0], windows[3], bool(additional)):
-        compiled = tuning.get("torch_compile", False)
         kernel = natten_kernel(
-            backend, q, k, v, additional=bool(additional), return_lse=return_lse, torch_compile=compiled
+            backend,
+            (q, k, v),
+            grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+            additional=bool(additional),
+            return_lse=return_lse,
+            torch_compile=tuning.get("torch_compile", False),
         )
 
     q, k, v = (redistribute_to(t, target) for t, target in zip((q, k, v), targets))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,9 +14,15 @@ __all__ = ["attention_by_natten", "natten_kernel"]
 
 
 def natten_kernel(
-    asked: str | None, q: Any, k: Any, v: Any, *, additional: bool, return_lse: bool, torch_compile: bool
+    asked: str | None, tensors: Sequence[Any], *, grad: bool, additional: bool, return_lse: bool, torch_compile: bool
 ) -> str | None:
     """The kernel of natten to use, None where the tiles have to do: from what every rank knows, as halos depend on it.
+
+    Args:
+        asked: the caller's choice.
+        tensors: queries, keys and values, ShardTensors.
+        grad: whether a gradient will be asked for.
+        additional, return_lse, torch_compile: what else the call has.
 
     Raises:
         Exception: natten's own, for a backend that the caller names and that cannot run.
@@ -28,8 +34,9 @@ def natten_kernel(
         "hopper-fna": backends.can_run_cutlass_hopper_fna,
         "cutlass-fna": backends.can_run_cutlass_fna,
     }
-    # natten judges dtypes, devices, heads and head_dim; on each rank alike if there are no other dims.
-    samples = [_sample(t, t.dim() - 3) for t in (q, k, v)]
+    # natten judges dtypes, devices, heads and head_dim; on each rank alike if there is nothing else.
+    n = tensors[0].dim() - 3
+    samples = [_sample(t, n, grad) for t in tensors]
     if asked == "flex-fna":
         backends.can_run_flex_attention(*samples, torch_compile=torch_compile, raise_error=True)
     elif asked in checks:
@@ -37,20 +44,17 @@ def natten_kernel(
     elif asked is not None:
         raise NotImplementedError(f"Unrecognized NATTEN backend {asked}.")
     # The kernels drop the gradient of the log-sum-exp, and flex attention has none at all on CPU.
-    if any(t.requires_grad for t in samples) and (return_lse or (asked == "flex-fna" and q.device.type == "cpu")):
+    if grad and (return_lse or (asked == "flex-fna" and samples[0].device.type == "cpu")):
         return None
-    if asked is not None:
-        return asked
-    able = [name for name, check in checks.items() if check(*samples)]
-    if not able or (additional and not _attends(*(_sample(t, 1) for t in (q, k, v)))):
+    if additional and not _attends(*(_sample(t, 1, grad) for t in tensors)):
         return None
-    return able[0]
+    able = [name for name, check in checks.items() if check(*samples)] if asked is None else [asked]
+    return able[0] if able else None
 
 
-def _sample(t: Any, ndim: int) -> Tensor:
-    """A tensor without elements, but with the device, the dtype, the heads and the need for a gradient of ``t``."""
-    needs_grad = t.requires_grad and torch.is_grad_enabled()
-    return t._local_tensor.new_empty((0,) * (1 + ndim) + t.shape[-2:]).requires_grad_(needs_grad)
+def _sample(t: Any, ndim: int, grad: bool) -> Tensor:
+    """A tensor without elements, but with the device, the dtype and the heads of ``t``."""
+    return t._local_tensor.new_empty((0,) * (1 + ndim) + t.shape[-2:]).requires_grad_(grad)
 
 
 def _attends(q: Tensor, k: Tensor, v: Tensor) -> bool:
