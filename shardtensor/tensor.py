@@ -105,6 +105,8 @@ class ShardTensor(DTensor):
             grad_placements: how the gradient of the result lies on the ranks; default: like this tensor (Replicate
                 for a Partial). ``Partial()`` on a mesh dim where the ranks use their copy for different work.
         """
+        if grad_placements is None and not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local_tensor
         spec = self._spec.for_gradient()
         if grad_placements is not None:
             sizes = tuple(s if p == q else None for s, p, q in zip(spec.sizes, spec.placements, grad_placements))
@@ -195,6 +197,15 @@ class ShardTensor(DTensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._local_tensor.device
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        with DisableTorchFunction():
+            return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        mark_leaf(self, value)
 
     # -- torch's protocols --------------------------------------------------------------------------------
 
@@ -530,20 +541,12 @@ def _requires_grad_(self: ShardTensor, requires_grad: bool = True) -> Any:
     return mark_leaf(self, requires_grad) if isinstance(self, ShardTensor) else NotImplemented
 
 
-def _set_requires_grad(self: ShardTensor, requires_grad: bool) -> Any:
-    if not isinstance(self, ShardTensor):
-        return NotImplemented
-    mark_leaf(self, requires_grad)
-    return None
-
-
 def _share_memory_(self: ShardTensor) -> Any:
     raise refuse("share_memory_", self, "a ShardTensor has no storage of its own", "share its to_local()")
 
 
 FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.requires_grad_] = _requires_grad_
-FUNCTIONS[Tensor.requires_grad.__set__] = _set_requires_grad  # type: ignore[attr-defined]
 
 
 def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool) -> ShardTensor:
