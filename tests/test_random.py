@@ -55,11 +55,15 @@ DRAWS = {
     "normal of deviations": lambda x: torch.normal(1.0, x),
     "normal of both": lambda x: torch.normal(x, x),
     "poisson": lambda x: torch.poisson(x * 100),
+    "binomial": lambda x: torch.binomial((x * 50).round(), x.sigmoid()),
+    "gamma": lambda x: torch.distributions.Gamma(x, 2.0).sample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x).sample(),
     "multinomial": lambda x: x.multinomial(5),
     "multinomial replaced": lambda x: x.multinomial(50, replacement=True),
     "init": lambda x: nn.init.trunc_normal_(x),
     "kaiming": lambda x: nn.init.kaiming_uniform_(x),
     "generator": lambda x: x.uniform_(generator=seeded(3)),
+    "binomial, generator": lambda x: torch.binomial((x * 50).round(), x.sigmoid(), generator=seeded(3)),
     "poisson, generator": lambda x: torch.poisson(x * 100, generator=seeded(3)),
     "multinomial, generator": lambda x: x.multinomial(5, generator=seeded(3)),
     "normal, generator": lambda x: torch.normal(x, 2.0, generator=seeded(3)),
@@ -97,7 +101,8 @@ def sharded_draws():
             torch.manual_seed(seed)
             with count_communication() as traffic:
                 y = draw(source([Replicate(), Shard(0)], {1: (5, 7)}, (2, 2)))
-            assert not traffic.collectives or name == "init", name  # which asks whether all values are in range
+            # These ask whether all values are in range.
+            assert not traffic.collectives or name in ("init", "gamma", "dirichlet"), name
             results.append(y.to_local())
             found[name, seed] = y.to_local(), y.shard_sizes, torch.rand(())
         assert torch.equal(results[0], results[1]), name
@@ -134,6 +139,26 @@ def test_distributions_and_independence():
     for dropped, mean, std, correlations in run_distributed(statistics, 3):
         assert abs(dropped - 0.25) < 0.006 and abs(mean) < 0.015 and abs(std - 1) < 0.01
         assert max(correlations) < 0.025  # 5 standard deviations
+
+
+def sharded_rows():
+    """Rows that are cut: of a Dirichlet draw they sum to one, and multinomial exchanges them."""
+    torch.manual_seed(0)
+    x = shard(torch.full((400, 6), 2.0), shared_mesh(3), [Shard(1)], {0: (3, 0, 3)})
+    y = torch._sample_dirichlet(x)
+    assert y.shard_sizes == {0: (3, 0, 3)}
+    with count_communication() as traffic:
+        drawn = x.multinomial(2)
+    assert dict(traffic.collectives) == {"all_to_all": 1}
+    assert drawn.shape == (400, 2) and drawn.placements == (Shard(0),)
+    return y.full_tensor(), drawn.full_tensor()
+
+
+def test_draws_along_sharded_rows():
+    for y, drawn in run_distributed(sharded_rows, 3):
+        assert torch.allclose(y.sum(1), torch.ones(400)) and (y > 0).all()
+        assert (y.mean(0) - 1 / 6).abs().max() < 0.03 and abs(y.var(0).mean() - 5 / 36 / 13) < 0.002
+        assert (drawn[:, 0] != drawn[:, 1]).all() and set(drawn.flatten().tolist()) == set(range(6))
 
 
 def gradients():
@@ -204,23 +229,27 @@ def test_debugging_tells_differing_seeds_on_every_rank(replicated):
             raise raised
 
 
-def wrong(what):
-    x = source([what])
-    if what == Partial():
-        x.normal_()
-    else:
-        x.multinomial(2)
+def wrong():
+    shard(torch.ones(8), shared_mesh(2), [Shard(0)], {0: (5, 3)}).multinomial(2)
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [(Partial(), "normal_.default: a Partial cannot be changed"), (Shard(1), "dim 1, sharded on mesh dim 0, does not")],
-    ids=["partial", "rows"],
-)
-def test_refusals(what, text):
-    for raised in run_expecting_errors(wrong, 2, what):
-        with pytest.raises(NotImplementedError, match=text):
+def test_a_row_that_no_other_dim_can_share_is_refused():
+    for raised in run_expecting_errors(wrong, 2):
+        with pytest.raises(NotImplementedError, match=r"multinomial.*needs tensor dim 0 whole.*\[5, 3\].*Remedy"):
             raise raised
+
+
+def drawn_into_a_partial():
+    torch.manual_seed(1)
+    expected = torch.empty(12, 6, dtype=torch.float64).normal_()
+    x = source([Partial()])
+    torch.manual_seed(1)
+    x.normal_()
+    assert x.placements == (Partial(),) and torch.equal(x.full_tensor(), expected)
+
+
+def test_a_partial_is_drawn_once():
+    run_distributed(drawn_into_a_partial, 2)
 
 
 def test_seeds_of_shards_are_far_apart():

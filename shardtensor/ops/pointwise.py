@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from ..dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of, rule
+from ..redistribute import redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor
@@ -22,8 +23,10 @@ _aten = torch.ops.aten
 
 # Elementwise, but not tagged as such by torch.
 _UNTAGGED = (
+    "_dirichlet_grad",
     "_prelu_kernel",
     "_prelu_kernel_backward",
+    "_standard_gamma_grad",
     "_to_copy",
     "alias_copy",
     "celu",
@@ -94,16 +97,30 @@ def pointwise_plan(call: Call) -> Plan:
     current = call.tensors if keeps_partial else call.reduced()
     if inplace and (0,) not in call.tensors:
         raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
-    if inplace and current[(0,)] != call.tensors[(0,)]:
-        raise call.refuse("a Partial cannot be changed in place", "redistribute it to Replicate first")
     target = common_cut([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
     targets = {path: fit(spec, target) for path, spec in current.items()}
-    if inplace and targets[(0,)] != call.tensors[(0,)]:
+    if inplace and targets[(0,)] != current[(0,)]:
         raise call.refuse("the result is cut otherwise than the tensor it is written to", "use the out-of-place form")
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
+    if inplace:
+        del targets[(0,)]
     plan = call.plan(specs if isinstance(meta, (list, tuple)) else specs[0], targets, returns_self=inplace)
     _slice_plain(call, plan, target, shape)
+    if inplace and current[(0,)] != call.tensors[(0,)]:
+        _write_partial(call, plan, current[(0,)])
     return plan
+
+
+def _write_partial(call: Call, plan: Plan, whole: ShardTensorSpec) -> None:
+    """What a Partial is changed to, in place, is a Partial again: the reduced value on one rank."""
+    partial, inner = call.tensors[(0,)], plan.call or call.func
+
+    def write(written: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        value = redistribute_local(written, partial, whole)
+        inner(value, *args, **kwargs)
+        return written.copy_(redistribute_local(value, whole, partial))
+
+    plan.call = write
 
 
 def _keeps_partial(call: Call) -> bool:

@@ -28,9 +28,11 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..debug import debug_enabled
-from ..dispatch import Call, Plan, meta_of, rule, run
+from ..dispatch import STAND_INS, Call, Plan, meta_of, rule, run
+from ..redistribute import all_reduce
 from ..registry import register
 from ..spec import ShardTensorSpec
+from .operands import whole_rows
 from .pointwise import pointwise_plan
 from .views import carry
 
@@ -109,9 +111,14 @@ def _generator(generator: torch.Generator | None) -> Iterator[None]:
         _given = before
 
 
+def _place_of_generator(func: torch._ops.OpOverload) -> int | None:
+    """Where the generator stands among an operator's arguments, if it has one."""
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
+
+
 def _with_generator(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """A handler that takes the generator out of the arguments, so that plans are not remembered for each generator."""
-    at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
+    at = _place_of_generator(func)
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         generator = kwargs.get("generator")
@@ -134,14 +141,11 @@ def _draw(call: Call) -> Plan:
     plan = pointwise_plan(call)
     inner = plan.call or call.func
     out = plan.outputs
-    positional = call.func == _aten.poisson.default
+    at = _place_of_generator(call.func)
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        generator = _own_generator(out, tensors[0].device)
-        if positional:
-            return inner(*tensors, generator)
-        return inner(*args, **{**kwargs, "generator": generator})
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})
 
     plan.call = drawn
     return plan
@@ -168,6 +172,8 @@ for _op in (
     getattr(_aten.random_, "from"),
     _aten.random_.to,
     _aten.poisson.default,
+    _aten.binomial.default,
+    _aten._standard_gamma.default,
 ):
     rule(_op)(_draw)
     register(_op)(_with_generator(_op))
@@ -212,8 +218,9 @@ for _name in ("rand_like", "randn_like", "randint_like"):
 
 @rule(_aten.multinomial.default)
 def _multinomial(call: Call) -> Plan:
-    """Every row is drawn for itself; a row that is sharded is refused."""
-    spec = call.reduced()[(0,)]
+    """Every row is drawn for itself, by the rank that has it whole, see [Note: whole rows] in extremes.py."""
+    given = call.reduced()[(0,)]
+    spec = whole_rows("multinomial", given, len(given.shape) - 1)
     out = carry(call, spec, call.meta, {d: d for d in range(len(spec.shape) - 1)})
     func, rest = call.func, call.args[1:]
     empty = 0 in out.local_shape()
@@ -228,6 +235,37 @@ def _multinomial(call: Call) -> Plan:
 
 
 register(_aten.multinomial.default)(_with_generator(_aten.multinomial.default))
+
+
+STAND_INS[_aten.binomial.default] = lambda count, prob, generator=None: count + prob
+STAND_INS[_aten._standard_gamma_grad.default] = torch.add
+STAND_INS[_aten._sample_dirichlet.default] = lambda x, generator=None: torch.empty_like(x)
+STAND_INS[_aten._dirichlet_grad.default] = lambda x, alpha, total: x + alpha
+
+
+@rule(_aten._sample_dirichlet.default)
+def _dirichlet(call: Call) -> Plan:
+    """Gamma variates over their sum, which the ranks add up where a row is sharded."""
+    spec = call.reduced()[(0,)]
+    out = spec.replace(meta=meta_of(call.meta))
+    last = len(spec.shape) - 1
+    over = [m for d, m in spec.sharded_dims().items() if d == last]
+    func = call.func
+
+    def drawn(x: Tensor, *_: Any) -> Tensor:
+        generator = _own_generator(out, x.device)
+        if not over:
+            return func(x, generator)
+        gamma = _aten._standard_gamma.default(x, generator)
+        total = gamma.sum(-1, keepdim=True)
+        for m in over:
+            total = all_reduce(total, spec.mesh.get_group(m))
+        return gamma / total
+
+    return call.plan(out, {(0,): spec}, call=drawn)
+
+
+register(_aten._sample_dirichlet.default)(_with_generator(_aten._sample_dirichlet.default))
 
 
 # -- dropout as devices other than the CPU run it ------------------------------------------------------------------

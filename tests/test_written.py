@@ -1,0 +1,133 @@
+"""Results that are written into tensors: ``out=``, in-place operators by way of others, Partials, gathered results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor import UnsupportedSharding, allow_gather
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+
+def whole():
+    torch.manual_seed(0)
+    return torch.randn(7, 4, dtype=torch.float64)
+
+
+def cut(value, sizes=(5, 2), placement=None, requires_grad=False):
+    placement = placement or Shard(0)
+    sizes = {0: sizes} if isinstance(placement, Shard) else None
+    return shard(value.clone(), shared_mesh(2), [placement], sizes, requires_grad=requires_grad)
+
+
+def results():
+    v, x = whole(), cut(whole())
+    out = cut(torch.zeros(7, 4, dtype=torch.float64), (0, 7))
+    cases = [
+        (lambda t, o: torch.add(t, 1, out=o), v + 1),
+        (lambda t, o: torch.cumsum(t, 0, out=o), v.cumsum(0)),
+        (lambda t, o: torch.matmul(t, torch.eye(4, dtype=t.dtype), out=o), v),
+        (lambda t, o: torch.ops.aten.mul.out(t, t, out=o), v * v),
+        (lambda t, o: torch.sort(t, 1, out=(o, o.clone().long())).values, v.sort(1).values),
+        (lambda t, o: torch.add(v, v, out=o), v + v),  # plain operands
+        (lambda t, o: torch.where(t > 0, t, -t, out=o), v.abs()),
+    ]
+    for function, expected in cases:
+        assert function(x, out) is out
+        assert out.shard_sizes == {0: (0, 7)} and torch.equal(out.full_tensor(), expected)
+    total = cut(torch.zeros(4), placement=Replicate())
+    torch.sum(x, 0, out=total)
+    assert total.placements == (Replicate(),) and torch.allclose(total.full_tensor(), v.sum(0).float())
+    with count_communication() as counted:
+        torch.sin(x, out=x)
+    assert not counted.collectives and torch.equal(x.full_tensor(), v.sin())
+
+
+def test_out():
+    run_distributed(results, 2)
+
+
+def in_place():
+    v = whole()
+    for name, args in (("cumsum_", (0,)), ("cumprod_", (0,)), ("cumprod_", (1,))):
+        x, plain = cut(v, requires_grad=True), v.clone().requires_grad_()
+        written, expected = x * 2, plain * 2
+        assert getattr(written, name)(*args) is written
+        getattr(expected, name)(*args)
+        assert torch.allclose(written.full_tensor(), expected) and written.shard_sizes == {0: (5, 2)}
+        (written * v).sum().backward()
+        (expected * v).sum().backward()
+        assert torch.allclose(x.grad.full_tensor(), plain.grad)
+    total = cut(v).sum(0)
+    assert total.placements == (Partial(),)
+    with count_communication() as counted:
+        total.exp_().add_(1)
+    assert dict(counted.collectives) == {"all_reduce": 2}
+    assert total.placements == (Partial(),) and torch.allclose(total.full_tensor(), v.sum(0).exp() + 1)
+
+
+def test_in_place():
+    run_distributed(in_place, 2)
+
+
+def gathered():
+    v = whole()
+    with allow_gather():
+        x = cut(v)
+        assert torch.triu(x, out=x) is x and torch.equal(x.full_tensor(), v.triu())
+        reduced = (0, torch.tensor([6, 1]), v[:2], "amax")
+        for name, args in (("renorm_", (2, 0, 1.0)), ("tril_", ()), ("index_reduce_", reduced)):
+            x = cut(v)
+            assert getattr(x, name)(*args) is x
+            assert x.shard_sizes == {0: (5, 2)}
+            assert torch.equal(x.full_tensor(), getattr(v.clone(), name)(*args)), name
+        x = cut(v)
+        x[torch.tensor([1, 6])] = 0.0
+        assert torch.equal(x.full_tensor(), v.index_fill(0, torch.tensor([1, 6]), 0.0))
+        leaf, plain = cut(v, requires_grad=True), v.clone().requires_grad_()
+        y, expected = (leaf * 2).renorm_(2, 0, 0.5), (plain * 2).renorm_(2, 0, 0.5)
+        (y * v).sum().backward()
+        (expected * v).sum().backward()
+        assert torch.allclose(leaf.grad.full_tensor(), plain.grad)
+
+
+def test_gathered_results_are_written_back():
+    run_distributed(gathered, 2)
+
+
+def fail(case):
+    x = cut(whole())
+    if case == "plain":
+        torch.add(x, 1, out=torch.empty(7, 4))
+    elif case == "shape":
+        torch.add(x, 1, out=cut(torch.zeros(7), (5, 2)))
+    elif case == "replicated":
+        torch.add(x, 1, out=cut(torch.zeros(7, 4), placement=Replicate()))
+    elif case == "dtype":
+        torch.add(x, 1, out=cut(torch.zeros(7, 4, dtype=torch.int64)))
+    elif case == "gradient":
+        torch.add(cut(whole(), requires_grad=True), 1, out=x)
+    elif case == "in-place dtype":
+        cut(torch.ones(7, 4, dtype=torch.int64)).cumsum_(0, dtype=torch.float32)
+    else:
+        with allow_gather():
+            x.as_strided((3,), (1,)).zero_()
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("plain", UnsupportedSharding, r"add: a ShardTensor cannot be written into a plain tensor.*Remedy"),
+        ("shape", UnsupportedSharding, r"add: out= has shape \(7,\), but the result \(7, 4\).*Remedy"),
+        ("replicated", UnsupportedSharding, r"copy_.*would have to be gathered.*\[5, 2\].*Remedy"),
+        ("dtype", RuntimeError, "can't be cast to the desired output type"),
+        ("gradient", RuntimeError, "don't support automatic differentiation"),
+        ("in-place dtype", RuntimeError, "dtype"),
+        ("view", UnsupportedSharding, "it would write to a view that is a copy on shards.*Remedy"),
+    ],
+)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(fail, 2, case):
+        with pytest.raises(kind, match=text):
+            raise error
