@@ -243,7 +243,7 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
             if key:
                 _keep(tuple(key), plan)
         if isinstance(made, _Done):
-            return made.value
+            return made.value if plan is None else _done(made.value, args[0], plan)
         plan = made
     if plan.returns_self:
         _check_written(func, args[0])
@@ -264,6 +264,15 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     if note:
         wrapped = [_note_copies(r, args[0], plan) for r in wrapped]
     return type(result)(wrapped)
+
+
+def _done(value: Any, first: Any, plan: Plan) -> Any:
+    """A result that was computed while looking for a plan, with what a call by the plan would note."""
+    if plan.returns_self:
+        _write_back(first)
+    elif plan.view and hasattr(first, "_copied"):
+        tree_map(lambda out: _note_copies(out, first, plan), value)
+    return value
 
 
 def _keep(key: Any, plan: Plan) -> None:
