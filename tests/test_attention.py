@@ -191,6 +191,60 @@ def test_two_mesh_dims():
     run_distributed(check_kinds, 4, (2, 2), TWO_DIMS)
 
 
+def check_any_placements(seed: int, count: int) -> tuple[int, int]:
+    """Operands cut in any way on two mesh dims: the result is right, or all ranks refuse."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    mesh, right, refused = shared_mesh((2, 2)), 0, 0
+
+    def anyhow(tensor):
+        """Placements and sizes, or None to leave the tensor plain."""
+        if rng.random() < 0.1:
+            return None, None
+        dims = rng.sample([None, None, *range(tensor.ndim - (tensor.dtype != torch.bool))], 2)
+        sizes = {m: cut(tensor.shape[d], 2, rng) for m, d in enumerate(dims) if d is not None}
+        return [Replicate() if d is None else Shard(d) for d in dims], sizes
+
+    for _ in range(count):
+        length, keys, group = rng.choice((1, 5, 9)), rng.choice((2, 7)), rng.choice((1, 1, 2))
+        tensors = [data(3, 4, length, 4)] + [data(3, 4 // group, keys, 4) for _ in range(2)]
+        options = {"enable_gqa": group > 1, "is_causal": rng.random() < 0.3}
+        if not options["is_causal"] and rng.random() < 0.6:
+            shape = [rng.choice((1, n)) for n in (3, 4)] + [length, rng.choice((1, keys))]
+            tensors.append(data(*shape) if rng.random() < 0.5 else torch.rand(shape) < 0.7)
+        given = [anyhow(t) for t in tensors]
+        if not any(places for places, _ in given):
+            continue
+        with shardtensor.attention_method(rng.choice(("auto", "ring", "heads"))):
+            try:
+                assert_matches_unsharded(
+                    lambda *t, options=options: sdpa(*t, **options),
+                    *tensors,
+                    mesh=mesh,
+                    placements=[places for places, _ in given],
+                    shard_sizes=[sizes for _, sizes in given],
+                )
+                right += 1
+            except UnsupportedSharding:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{[tuple(t.shape) for t in tensors]} {given} {options}") from error
+    return right, refused
+
+
+def test_any_placements():
+    results = run_distributed(check_any_placements, 4, 0, 40)
+    assert len(set(results)) == 1
+    right, refused = results[0]
+    assert right > refused > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_many_placements(seed):
+    run_distributed(check_any_placements, 4, seed, 300, timeout=400.0)
+
+
 # -- rows without keys, zeros, half precision --------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from .._compat import TensorMeta
 from ..dispatch import meta_of, wrap
@@ -24,7 +24,7 @@ from ..geometry import intervals_of
 from ..redistribute import all_reduce, swap_blocks
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import _FromLocal
+from ..tensor import _FromLocal, redistribute_to
 from .attention_blocks import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
 from .attention_layout import Layout, layout_of
 from .operands import as_operand, common_mesh, moved, torch_judges, wide_dtype
@@ -103,8 +103,7 @@ def global_attention(
     )
     operands = [_cast(as_operand(t, mesh)) for t in given]
     mask = operands.pop() if attn_mask is not None else None
-    while mask is not None and mask.ndim < 2:
-        mask = mask.unsqueeze(0)
+    mask = None if mask is None else _broadcastable(mask)
     q, k, v = _same_batch(operands, enable_gqa)
     layout = layout_of(_NAME, q._spec, k._spec, v._spec, None if mask is None else mask._spec, is_causal, _method)
     places = zip((q, k, v, mask), layout.targets, strict=True)
@@ -142,6 +141,17 @@ def _same_batch(operands: Sequence[Any], grouped: bool) -> list[Any]:
     tail = 3 if grouped else 2
     batch = torch.broadcast_shapes(*(t.shape[:-tail] for t in operands))
     return [t if t.shape[:-tail] == batch else t.expand(*batch, *t.shape[-tail:]) for t in operands]
+
+
+def _broadcastable(mask: Any) -> Any:
+    """A mask with at least two dims, of which those of length 1 are not sharded."""
+    while mask.ndim < 2:
+        mask = mask.unsqueeze(0)
+    spec = mask._spec
+    single = [isinstance(p, Shard) and mask.shape[p.dim] == 1 for p in spec.placements]
+    placements = [Replicate() if s else p for s, p in zip(single, spec.placements, strict=True)]
+    sizes = tuple(None if s else n for s, n in zip(single, spec.sizes, strict=True))
+    return redistribute_to(mask, spec.replace(placements=placements, sizes=sizes))
 
 
 def _local_part(t: Any, layout: Layout) -> Tensor:
@@ -418,6 +428,7 @@ def _prepared(
     mesh = common_mesh(_NAME, [query, key, value, attn_mask])
     assert mesh is not None
     given = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
+    given[3] = None if attn_mask is None else _broadcastable(given[3])
     layout = layout_of(_NAME, *(None if t is None else t._spec for t in given), is_causal, "ring")  # type: ignore[arg-type]
     local = [
         None if target is None else moved(_NAME, t, target)._local_tensor
