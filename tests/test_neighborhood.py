@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.ops import neighborhood
 from shardtensor.ops.neighborhood_geometry import Neighborhood
 from shardtensor.ops.neighborhood_tiles import Dim, tiled_attention
 from shardtensor.testing import (
@@ -478,6 +480,47 @@ def through_natten():
 
 def test_natten_kernels_run_on_slices():
     run_distributed(through_natten, 2)
+
+
+class DenseKernel:
+    """Stands for natten's kernels where there are none: takes what they take, and has gradients, in float64."""
+
+    def __init__(self):
+        self.patched = natten.functional.neighborhood_attention_generic
+        self.calls = 0
+
+    def __call__(self, query, key, value, kernel_size, stride, dilation, is_causal, scale, additional_keys=None,
+                 additional_values=None, return_lse=False, **more):  # fmt: skip
+        tensors = (query, key, value, *(() if additional_keys is None else (additional_keys, additional_values)))
+        arguments = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal}
+        if any(isinstance(t, ShardTensor) for t in tensors):
+            named = {"additional_keys": additional_keys, "additional_values": additional_values}
+            return self.patched(query, key, value, **arguments, scale=scale, return_lse=return_lse, **named)
+        checks = natten.utils.checks
+        checks.na_tensor_checks(query, key, value)
+        checks.check_args_against_input(query, **arguments)
+        assert not checks.is_self_attention(query, kernel_size, is_causal, additional_keys is not None)
+        assert more["backend"] == "dense"
+        self.calls += 1
+        return dense_attention(*tensors, **arguments, scale=scale, return_lse=return_lse)
+
+
+def check_kernel_on_slices(cases):
+    kernel = DenseKernel()
+    with (
+        mock.patch.object(natten.functional, "neighborhood_attention_generic", kernel),
+        mock.patch.object(neighborhood, "natten_kernel", lambda *args, **kwargs: "dense"),
+    ):
+        check_cases(cases)
+    return kernel.calls
+
+
+@pytest.mark.parametrize("mesh_shape", [2, (2, 2)], ids=str)
+def test_a_kernel_of_nattens_kind_is_exact_on_slices(mesh_shape):
+    rng = random.Random(0)
+    cases = [random_case(rng, mesh_shape) for _ in range(40)]
+    calls = run_distributed(check_kernel_on_slices, 2 if mesh_shape == 2 else 4, cases, timeout=200)
+    assert max(calls) > 15
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------------
