@@ -53,7 +53,8 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
             "'tp'], and weights by shardtensor.parallel.tensor_parallel(model, mesh['domain', 'tp'], {'up': 'colwise', "
             "'down': 'rowwise'}) instead of parallelize_module(model, mesh['tp'], ...)"
         )
-    return refuse(op, operands, f"operands live on different meshes ({', '.join(_axes(m) for m in meshes)})", remedy)
+    shapes = ", ".join(dict.fromkeys(map(_axes, meshes)))
+    return refuse(op, operands, f"operands live on different meshes ({shapes})", remedy)
 
 
 def _axes(mesh: Any) -> str:

@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, flattened, spmd_options
+from .dispatch import spec_of
+from .redistribute import redistribute_local
 
 __all__ = [
     "Parallelized",
@@ -369,9 +371,13 @@ def _watch(module: nn.Module, _: Any) -> None:
             parameter._contributes = True  # type: ignore[attr-defined]
 
 
+@torch.no_grad()
 def _as_contribution(grad: Any) -> Any:
     if not isinstance(grad, DTensor):
         return grad
-    mesh = grad.device_mesh
-    placements = [Partial() if p.is_replicate() and n > 1 else p for p, n in zip(grad.placements, mesh.shape)]
-    return grad if tuple(placements) == grad.placements else grad.redistribute(placements=placements)
+    mesh, old = grad.device_mesh, spec_of(grad)
+    new = old.replace(placements=[Partial() if p.is_replicate() else p for p in old.placements])
+    if new.lies_like(old):
+        return grad
+    local = redistribute_local(grad.to_local(), old, new)
+    return DTensor.from_local(local, mesh, new.placements, run_check=False, shape=grad.shape, stride=grad.stride())

@@ -1,0 +1,692 @@
+"""Domain parallelism composed with DDP, FSDP1, FSDP2 and tensor parallel: the weights of one process.
+
+Every test trains the same small network, whose input is cut unevenly along the domain axis, and compares all weights
+with plain PyTorch on the whole batch in one process, in float64. They must also be bitwise equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import shardtensor.ops.convolution_parts as convolution_parts
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.parallel import contribute_gradients, parallelize, synchronize, tensor_parallel, verify
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+needs_spmd = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="FSDP2 has no dp_mesh_dims yet")
+AXES = ("dp", "domain")
+HEIGHT = 16
+CUTS = {1: (16,), 2: (11, 5), 4: (7, 1, 0, 8)}
+BATCH_CUTS = {2: (3, 1), 4: (2, 0, 1, 1)}
+
+
+class Network(nn.Module):
+    """Weights of a layer on shards, of another after a pooling (every rank does the same work), and used bare."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.second = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.scale = nn.Parameter(torch.rand(4, 1, 1))
+        self.step = nn.Parameter(torch.rand(1))
+        self.head = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
+
+    def features(self, x):
+        return F.gelu(self.norm(self.first(x)))
+
+    def forward(self, x):
+        x = self.second(self.features(x)) * self.scale * F.softplus(self.step)
+        return self.head(x.mean((2, 3)))
+
+
+class Checkpointed(Network):
+    def features(self, x):
+        return checkpoint(super().features, x, use_reentrant=False)
+
+
+class Tied(Network):
+    """One convolution twice, once on shards and once on what every rank has whole."""
+
+    def forward(self, x):
+        pooled = self.features(x).mean((2, 3), keepdim=True)
+        return self.head((self.second(self.features(x)) + self.second(pooled)).mean((2, 3)))
+
+
+@functools.cache
+def problem(kind=Network):
+    torch.manual_seed(0)
+    model = kind().double()
+    return model, torch.randn(4, 2, HEIGHT, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def inputs(mesh, spmd, tensor=False):
+    """What this rank holds of the whole batch, and the targets that its loss needs."""
+    _, x, y = problem()
+    replicated, at = ([Replicate()], mesh["domain", "tp"]) if tensor else ([], mesh["domain"])
+    cut = CUTS[mesh["domain"].size()]
+    if spmd:
+        sizes = {0: BATCH_CUTS[mesh["dp"].size()], 1: cut}
+        return shard(x, mesh, [Shard(0), Shard(2), *replicated], sizes), y
+    n, i = 4 // mesh["dp"].size(), mesh["dp"].get_local_rank()
+    mine = slice(n * i, n * i + n)
+    return shard(x[mine], at, [Shard(2), *replicated], {0: cut}), y[mine]
+
+
+def full_weights(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with warnings.catch_warnings(), FullyShardedDataParallel.summon_full_params(model):
+            return {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {
+        n.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for n, p in model.named_parameters()
+    }
+
+
+def train_alone(kind=Network, optimizer=sgd, steps=2, max_norm=None):
+    model, x, y = copy.deepcopy(problem(kind)[0]), *problem()[1:]
+    opt, norms = optimizer(model), []
+    for _ in range(steps):
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if max_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        opt.step()
+    return dict(model.named_parameters()), norms
+
+
+def train(model, x, y, optimizer=sgd, steps=2):
+    opt = optimizer(model)
+    for _ in range(steps):
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+
+
+def check(model, expected, rtol=1e-10):
+    """Compare with one process's weights; the flat weights, for a comparison between ranks."""
+    found = {n.replace("_fsdp_wrapped_module.", ""): w for n, w in full_weights(model).items()}
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight.detach(), rtol=rtol, atol=rtol / 100, msg=f"{name}: {{}}".format)
+    return torch.cat([found[name].reshape(-1) for name in sorted(found)])
+
+
+def equal_on_all_ranks(results):
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+# -- what wraps what ---------------------------------------------------------------------------------------------------
+
+
+def fsdp1(model, mesh, strategy, use_orig_params=True):
+    where = {"device_mesh": mesh} if mesh.ndim == 2 else {"process_group": mesh.get_group()}
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, **where, device_id=cpu, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
+
+
+def layers_then_all(model, mesh, **options):
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def replicated(model, mesh):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(model, process_group=mesh["dp"].get_group())
+
+
+def by_hand(**dims):
+    """Weights and inputs on the whole mesh, FSDP2 told which axes to reduce over: as docs/parallel.md shows."""
+
+    def wrap(model, mesh):
+        distribute_module(model, mesh)
+        contribute_gradients(model)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
+        model.set_gradient_divide_factor(1.0)
+        return model
+
+    return wrap
+
+
+def helped(**options):
+    def wrap(model, mesh):
+        parallelize(model, mesh, **options)
+        return model
+
+    return wrap
+
+
+def on_domain(model, mesh):
+    return distribute_module(model, mesh["domain"])
+
+
+PLAIN = {
+    "DDP over dp": lambda m, mesh: DistributedDataParallel(m, process_group=mesh["dp"].get_group()),
+    "DDP over dp's mesh": lambda m, mesh: DistributedDataParallel(m, device_mesh=mesh["dp"]),
+    "DDP over all": lambda m, mesh: DistributedDataParallel(m),
+    "replicate": replicated,
+    "FSDP2 over dp": lambda m, mesh: fully_shard(m, mesh=mesh["dp"]),
+    "FSDP2 over dp, not resharded": lambda m, mesh: fully_shard(m, mesh=mesh["dp"], reshard_after_forward=False),
+    "FSDP2 over dp, by layers": lambda m, mesh: layers_then_all(m, mesh["dp"]),
+    "FSDP2 over dp x domain, replicated and sharded": lambda m, mesh: fully_shard(m, mesh=mesh),
+    "FSDP1 over dp": lambda m, mesh: fsdp1(m, mesh["dp"], ShardingStrategy.FULL_SHARD),
+    "FSDP1 over dp, flat parameters": lambda m, mesh: fsdp1(m, mesh["dp"], ShardingStrategy.FULL_SHARD, False),
+    "FSDP1 over dp, gradients only": lambda m, mesh: fsdp1(m, mesh["dp"], ShardingStrategy.SHARD_GRAD_OP),
+    "FSDP1 hybrid": lambda m, mesh: fsdp1(m, mesh, ShardingStrategy.HYBRID_SHARD),
+    "DTensors on domain, FSDP2 over dp": lambda m, mesh: fully_shard(on_domain(m, mesh), mesh=mesh["dp"]),
+    "parallelize": helped(),
+    "parallelize, units": helped(units=[nn.Conv2d, nn.Sequential], reshard_after_forward=False),
+    "parallelize, sharded over all": helped(shard=AXES),
+    "parallelize, sharded over domain": helped(shard=("domain",)),
+}
+SPMD = {
+    "by hand, sharded over dp": by_hand(shard="dp"),
+    "by hand, sharded over all": by_hand(shard=AXES),
+    "by hand, replicated over dp": by_hand(shard="domain", replicate="dp"),
+    "parallelize": helped(spmd=True),
+    "parallelize, units": helped(spmd=True, units=[nn.Conv2d]),
+    "parallelize, sharded over all": helped(spmd=True, shard=AXES),
+    "parallelize, sharded over domain": helped(spmd=True, shard=("domain",)),
+    "parallelize, copies": helped(spmd=True, shard=()),
+}
+QUICK = {
+    "DDP over dp",
+    "FSDP2 over dp",
+    "FSDP2 over dp x domain, replicated and sharded",
+    "FSDP1 over dp",
+    "DTensors on domain, FSDP2 over dp",
+    "by hand, sharded over all",
+    "parallelize",
+    "parallelize, sharded over all",
+}
+
+
+def wrapped_training(name, spmd, shape=(2, 2), kind=Network):
+    mesh = shared_mesh(shape, AXES)
+    model = (SPMD if spmd else PLAIN)[name](copy.deepcopy(problem(kind)[0]), mesh)
+    train(model, *inputs(mesh, spmd))
+    return check(model, train_alone(kind)[0])
+
+
+def cases(table):
+    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in table]
+
+
+@pytest.mark.parametrize("name", cases(PLAIN))
+def test_plain_weights_in_any_wrapper(name):
+    equal_on_all_ranks(run_distributed(wrapped_training, 4, name, False))
+
+
+@needs_spmd
+@pytest.mark.parametrize("name", cases(SPMD))
+def test_dtensor_weights_on_the_whole_mesh(name):
+    equal_on_all_ranks(run_distributed(wrapped_training, 4, name, True))
+
+
+@needs_spmd
+@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
+def test_a_weight_used_on_shards_and_on_what_is_whole(spmd):
+    equal_on_all_ranks(run_distributed(wrapped_training, 4, "parallelize, sharded over all", spmd, (2, 2), Tied))
+
+
+@needs_spmd
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
+@pytest.mark.parametrize(
+    ("name", "spmd"),
+    [("DDP over dp", False), ("FSDP2 over dp, by layers", False), ("by hand, sharded over all", True)],
+)
+def test_eight_ranks_some_of_them_without_data(shape, name, spmd):
+    equal_on_all_ranks(run_distributed(wrapped_training, 8, name, spmd, shape))
+
+
+def dtensors_in_fsdp1():
+    mesh = shared_mesh((2, 2), AXES)
+    model = fsdp1(on_domain(copy.deepcopy(problem()[0]), mesh), mesh["dp"], ShardingStrategy.FULL_SHARD)
+    train(model, *inputs(mesh, False), steps=1)
+
+
+def test_fsdp1_does_not_take_dtensor_weights():
+    """As docs/parallel.md says; torch's own error."""
+    for error in run_expecting_errors(dtensors_in_fsdp1, 4):
+        assert isinstance(error, Exception) and "resize_" in str(error), error
+
+
+# -- training as usual -------------------------------------------------------------------------------------------------
+
+
+def ten_steps(spmd):
+    mesh = shared_mesh((2, 2), AXES)
+    model = copy.deepcopy(problem(Checkpointed)[0])
+    parallelize(model, mesh, spmd=spmd, units=[nn.Conv2d])
+    train(model, *inputs(mesh, spmd), optimizer=adamw, steps=10)
+    return check(model, train_alone(optimizer=adamw, steps=10)[0], rtol=1e-8)
+
+
+@needs_spmd
+@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
+def test_ten_steps_of_adamw_with_activation_checkpointing(spmd):
+    """AdamW divides by the root of squared gradients, which enlarges differences in rounding: 1e-8."""
+    equal_on_all_ranks(run_distributed(ten_steps, 4, spmd))
+
+
+def clipping(name, spmd):
+    mesh = shared_mesh((2, 2), AXES)
+    model = (SPMD if spmd else PLAIN)[name](copy.deepcopy(problem()[0]), mesh)
+    (x, y), opt = inputs(mesh, spmd), sgd(model)
+    expected, norms = train_alone(max_norm=0.05)
+    for norm in norms:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        found = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, norm, rtol=1e-10, atol=0)
+        opt.step()
+    return check(model, expected)
+
+
+@needs_spmd
+@pytest.mark.parametrize(
+    ("name", "spmd"), [("DDP over dp", False), ("FSDP2 over dp", False), ("by hand, sharded over all", True)]
+)
+def test_gradients_are_clipped_by_their_exact_norm(name, spmd):
+    equal_on_all_ranks(run_distributed(clipping, 4, name, spmd))
+
+
+def accumulation(how):
+    """Two micro-batches of two (SPMD: one and one); only the second is followed by communication between dp ranks."""
+    spmd = how == "spmd"
+    mesh = shared_mesh((2, 2), AXES)
+    model = copy.deepcopy(problem()[0])
+    if how == "DDP":
+        model = PLAIN["DDP over dp"](model, mesh)
+    else:
+        parallelize(model, mesh, spmd=spmd)
+    opt, (_, x, y) = sgd(model), problem()
+    for _ in range(2):
+        opt.zero_grad()
+        for step in range(2):
+            i, last = mesh["dp"].get_local_rank(), step == 1
+            rows = [2 * step, 2 * step + 1] if spmd else [2 * step + i]
+            if spmd:
+                part = shard(x[rows], mesh, [Shard(0), Shard(2)], {0: (1, 1), 1: CUTS[2]})
+            else:
+                part = shard(x[rows], mesh["domain"], [Shard(2)], {0: CUTS[2]})
+            if how == "DDP" and not last:
+                with model.no_sync():
+                    (F.mse_loss(model(part), y[rows]) / 2).backward()
+                continue
+            if how != "DDP":
+                model.set_requires_gradient_sync(last)
+            (F.mse_loss(model(part), y[rows]) / 2).backward()
+        opt.step()
+    return check(model, train_alone()[0])
+
+
+@needs_spmd
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", "spmd"])
+def test_gradients_accumulate_over_micro_batches(how):
+    equal_on_all_ranks(run_distributed(accumulation, 4, how))
+
+
+def mixed_precision(spmd):
+    """bfloat16 in the layers, float32 weights; compared with the same in one process, loosely."""
+    mesh = shared_mesh((2, 2), AXES)
+    model = copy.deepcopy(problem()[0]).float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parallelize(model, mesh, spmd=spmd, mp_policy=policy)
+    x, y = inputs(mesh, spmd)
+    out = model(x.float())
+    assert out.dtype == torch.bfloat16
+    F.mse_loss(out.float(), y.float()).backward()
+    alone = copy.deepcopy(problem()[0]).float()
+    F.mse_loss(alone(problem()[1].float()), problem()[2].float()).backward()
+    for (name, p), q in zip(model.named_parameters(), alone.parameters()):
+        assert p.grad.dtype == torch.float32, name
+        grad = p.grad.full_tensor()
+        assert (grad - q.grad).norm() < 0.05 * q.grad.norm() + 1e-3, name
+
+
+@needs_spmd
+@pytest.mark.parametrize("spmd", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "spmd"])
+def test_mixed_precision(spmd):
+    run_distributed(mixed_precision, 4, spmd)
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+
+def collectives(expected, **options):
+    mesh = shared_mesh((2, 2), AXES)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1)).double()
+    parallelize(model, mesh, **options)
+    x, _ = inputs(mesh, options.get("spmd", False))
+    loss = model(x).square().mean()
+    with count_communication() as counts:
+        loss.backward()
+    # The loss is a number per rank, and no one asks for it. One halo goes back: the input needs no gradient.
+    assert counts.collectives == {"all_to_all": 1, **expected}, counts.collectives
+
+
+@needs_spmd
+@pytest.mark.parametrize(
+    ("expected", "options"),
+    [
+        ({"all_reduce": 2, "reduce_scatter": 1}, {}),  # over the domain, for each layer; FSDP2 over dp
+        ({"reduce_scatter": 1, "all_reduce": 1}, {"spmd": True}),  # FSDP2 over dp, then over the domain
+        ({"reduce_scatter": 1}, {"spmd": True, "shard": AXES}),  # FSDP2 over both at once
+    ],
+    ids=["plain", "spmd", "spmd, sharded over all"],
+)
+def test_reductions_of_weight_gradients(expected, options):
+    run_distributed(collectives, 4, expected, **options)
+
+
+def order_of_events():
+    mesh = shared_mesh(2)
+    layer = nn.Conv2d(2, 4, 3, padding=1).double()
+    x = shard(problem()[1], mesh, [Shard(2)], {0: CUTS[2]}, requires_grad=True)
+    y = layer(x).square().sum()
+    events = []
+
+    class Work:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            events.append("sum done")
+            return self.work.wait()
+
+    def all_reduce(*args, **kwargs):
+        events.append("sum started")
+        return Work(reduce(*args, **kwargs))
+
+    def kernel(grad, part, weight, plan, spec, mask):
+        if spec is plan.shard:
+            events.append("input's gradient" if mask[0] else "weight's gradient")
+        return compute(grad, part, weight, plan, spec, mask)
+
+    reduce, compute = dist.all_reduce, convolution_parts._convolve_backward
+    dist.all_reduce, convolution_parts._convolve_backward = all_reduce, kernel
+    try:
+        y.backward()
+    finally:
+        dist.all_reduce, convolution_parts._convolve_backward = reduce, compute
+    assert events == ["weight's gradient", "sum started", "input's gradient", "sum done"], events
+
+
+def test_the_sum_of_a_convolutions_weight_gradients_is_under_way_while_the_inputs_is_computed():
+    run_distributed(order_of_events, 2)
+
+
+# -- equal weights -----------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(3)
+        self.register_buffer("flags", torch.rand(5) > 0.5)
+
+
+def different_seeds():
+    mesh = shared_mesh((2, 2), AXES)
+    torch.manual_seed(dist.get_rank())
+    model = Normed()
+    model.norm.running_mean.normal_()
+    model.norm.num_batches_tracked += dist.get_rank()
+    for axis in ("dp", "domain"):
+        with pytest.raises(RuntimeError, match=r"conv.weight, conv.bias, flags, norm.running_mean, norm.num_batches"):
+            verify(model, mesh[axis])
+    first = torch.tensor([p.double().sum() for p in model.state_dict().values()])
+    synchronize(model, mesh["domain"])
+    verify(model, mesh["domain"])
+    with pytest.raises(RuntimeError, match=r"Call shardtensor.parallel.synchronize\(model, mesh\)"):
+        verify(model, mesh["dp"])
+    here = torch.tensor([p.double().sum() for p in model.state_dict().values()])
+    assert torch.equal(here, first) == (mesh["domain"].get_local_rank() == 0)
+    synchronize(model, mesh)
+    verify(model, mesh)
+    with torch.no_grad():
+        model.norm.running_var[1] += dist.get_rank() == 3
+    with pytest.raises(RuntimeError, match=r": norm.running_var\. Call"):
+        verify(model, mesh)
+
+
+def test_synchronize_and_verify():
+    run_distributed(different_seeds, 4)
+
+
+def sharded_weights():
+    """Shards of FSDP2 differ along dp, rightly, and must be equal along domain."""
+    mesh = shared_mesh((2, 2), AXES)
+    torch.manual_seed(dist.get_rank())
+    model = fully_shard(Network(), mesh=mesh["dp"])
+    with pytest.raises(RuntimeError, match=r"first.weight"):
+        verify(model, mesh["domain"])
+    synchronize(model, mesh)
+    verify(model, mesh)
+    whole = [p.full_tensor() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"0.weight is on the meta device"):
+        synchronize(nn.Sequential(nn.Linear(2, 2, device="meta")), mesh)
+    return torch.cat([w.reshape(-1) for w in whole]).detach()
+
+
+def test_synchronize_after_wrapping():
+    equal_on_all_ranks(run_distributed(sharded_weights, 4))
+
+
+# -- weights that are cut ----------------------------------------------------------------------------------------------
+
+
+class Embedded(nn.Module):
+    """A position embedding as large as the sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(2, HEIGHT, 1))
+        self.net = Network()
+
+    def forward(self, x):
+        return self.net(x + self.position)
+
+
+def position_embedding(wrapped):
+    mesh = shared_mesh((2, 2), AXES)
+    model = copy.deepcopy(problem(Embedded)[0])
+    cut = distribute_tensor(model.position.detach(), mesh["domain"], [Shard(1)])
+    model.position = nn.Parameter(cut)
+    if wrapped:
+        fully_shard(model, mesh=mesh["dp"])
+        train(model, *inputs(mesh, False))
+        return check(model, train_alone(Embedded)[0])
+    _, x, y = problem()
+    train(model, shard(x, mesh["domain"], [Shard(2)], {0: CUTS[2]}), y)
+    assert model.position.placements == (Shard(1),)
+    return check(model, train_alone(Embedded)[0])
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "FSDP2"])
+def test_position_embeddings_may_be_cut_along_the_domain(wrapped):
+    equal_on_all_ranks(run_distributed(position_embedding, 4, wrapped))
+
+
+HEAD = {"head.0": "colwise", "head.2": "rowwise"}
+
+
+def head_over_the_domain():
+    """All ranks of a domain would do the same after the pooling; cut, each does its part."""
+    mesh = shared_mesh((2, 2), AXES)
+    model = copy.deepcopy(problem()[0])
+    plan = {"head.0": ColwiseParallel(use_local_output=False), "head.2": RowwiseParallel(use_local_output=False)}
+    parallelize_module(model, mesh["domain"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    train(model, *inputs(mesh, False))
+    return check(model, train_alone()[0])
+
+
+def test_layers_after_a_pooling_can_be_cut_over_the_domain():
+    equal_on_all_ranks(run_distributed(head_over_the_domain, 4))
+
+
+def domain_and_tensor():
+    """Both layers cut: all that is sent is the sum of the second one's results, when its bias is added."""
+    mesh = shared_mesh((2, 2), ("domain", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+    whole, x = copy.deepcopy(model), torch.randn(2, HEIGHT, 6, dtype=torch.float64)
+    assert tensor_parallel(model, mesh, {"1": "colwise", "3": "rowwise"}) == {"1": "colwise", "3": "rowwise"}
+    sharded = shard(x, mesh, [Shard(1), Replicate()], {0: CUTS[2]}, requires_grad=True)
+    with count_communication() as counts:
+        hidden = model[:3](sharded)
+        y = model[3](hidden)
+    assert hidden.placements == (Shard(1), Shard(2)) and y.placements == (Shard(1), Replicate())
+    assert counts.collectives == {"all_reduce": 1} and counts.collective_bytes == y.to_local().nbytes
+    (y + sharded).square().mean().backward()
+    x.requires_grad_()
+    (whole(x) + x).square().mean().backward()
+    torch.testing.assert_close(sharded.grad.full_tensor(), x.grad, rtol=1e-10, atol=1e-12)
+    for p, q in zip(model.parameters(), whole.parameters()):
+        grad = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+        torch.testing.assert_close(grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_tensor_parallel_inside_a_domain():
+    run_distributed(domain_and_tensor, 4)
+
+
+def natural_spelling(how):
+    mesh = shared_mesh((2, 2), ("domain", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)).double()
+    x = shard(torch.rand(2, HEIGHT, 6, dtype=torch.float64), mesh["domain"], [Shard(1)], {0: CUTS[2]})
+    if how == "layer":
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model(x)
+    elif how == "convolution":
+        weight = distribute_tensor(torch.rand(3, 2, 1, 1, dtype=torch.float64), mesh["tp"], [Replicate()])
+        F.conv2d(x[None], weight)
+    else:
+        x + distribute_tensor(torch.rand(6, dtype=torch.float64), mesh["tp"], [Replicate()])
+
+
+@pytest.mark.parametrize("how", ["layer", "convolution", "aten"])
+def test_a_plan_on_another_axis_than_the_input_says_what_to_write(how):
+    for error in run_expecting_errors(natural_spelling, 4, how):
+        assert isinstance(error, UnsupportedSharding), error
+        text = str(error)
+        assert "operands live on different meshes (domain=2, tp=2)" in text
+        assert "on mesh['domain', 'tp'] instead of one axis each" in text
+        assert "shardtensor.parallel.tensor_parallel(model, mesh['domain', 'tp'], {'up': 'colwise'" in text
+
+
+def three_axes(spmd):
+    mesh = shared_mesh((2, 2, 2), ("dp", "domain", "tp"))
+    model = copy.deepcopy(problem()[0])
+    done = parallelize(model, mesh, tensor="tp", plan=HEAD, spmd=spmd)
+    assert done.inputs.mesh_dim_names == (("dp", "domain", "tp") if spmd else ("domain", "tp"))
+    train(model, *inputs(mesh, spmd, tensor=True))
+    return check(model, train_alone()[0])
+
+
+@needs_spmd
+@pytest.mark.slow
+@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
+def test_data_domain_and_tensor_parallel_on_one_mesh(spmd):
+    equal_on_all_ranks(run_distributed(three_axes, 8, spmd))
+
+
+# -- the helper --------------------------------------------------------------------------------------------------------
+
+
+def reports():
+    mesh = shared_mesh((2, 2), AXES)
+    torch.manual_seed(dist.get_rank())
+    model = Network()
+    with mesh:
+        done = parallelize(model)  # the surrounding mesh
+    verify(model, mesh)
+    assert str(done).splitlines() == [
+        "weights and buffers: rank 0's on all ranks of dp=2 x domain=2",
+        "FSDP2: weights, gradients and optimizer state sharded over 'dp', copies over 'domain'",
+        "inputs: ShardTensors on mesh['domain'], (Shard(d)); along 'dp' each rank has a batch of its own, all of one "
+        "size, and its mean loss",
+    ]
+    assert done.inputs == mesh["domain"]
+    with mesh["domain"]:  # inputs need not name it either
+        x = ShardTensor.from_local(torch.rand(2, 2, CUTS[2][mesh["domain"].get_local_rank()], 6), None, [Shard(2)])
+    assert model(x).shape == (2, 3)
+    only = parallelize(Network(), mesh, shard=())
+    assert "data parallel: left to you, e.g. DistributedDataParallel(model, device_mesh=mesh['dp'])" in only.steps
+    alone = parallelize(Network(), mesh["domain"])
+    assert alone.steps[1:] == ("inputs: ShardTensors on mesh['domain'], (Shard(d))",)
+    everything = parallelize(Network(), mesh["domain"], shard=("domain",))
+    assert everything.steps[1].endswith("sharded over 'domain', copies over no axis")
+
+
+def test_parallelize_tells_what_it_did():
+    run_distributed(reports, 4)
+
+
+def bad(case):
+    mesh = shared_mesh((2, 2), AXES)
+    model = Network()
+    {
+        "axis": lambda: parallelize(model, mesh, domain="space"),
+        "unnamed": lambda: parallelize(model, shared_mesh((2, 2))),
+        "plan": lambda: parallelize(model, mesh, tensor="dp", data=None),
+        "shard": lambda: parallelize(model, mesh, shard=("tp",)),
+        "order": lambda: parallelize(model, mesh, data="domain", domain="dp"),
+        "tensor": lambda: parallelize(
+            model, mesh, data=None, domain="dp", tensor="domain", plan=HEAD, shard=("dp",)
+        ),
+        "pattern": lambda: tensor_parallel(model, mesh, {"tail.*": "colwise"}, tensor="domain"),
+        "how": lambda: tensor_parallel(model, mesh, {"head.0": "diagonal"}, tensor="domain"),
+        "layer": lambda: tensor_parallel(model, mesh, {"first": "colwise"}, tensor="domain"),
+    }[case]()
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("axis", ValueError, "the mesh has no axis 'space', only ('dp', 'domain')"),
+        ("unnamed", ValueError, "the mesh has no axis 'domain', only ()"),
+        ("plan", ValueError, "tensor parallel needs both"),
+        ("shard", ValueError, "the mesh has no axis 'tp'"),
+        ("order", ValueError, "order them data, domain, tensor"),
+        ("tensor", ValueError, "use spmd=True, or leave shard out"),
+        ("pattern", ValueError, "no module of Network is called 'tail.*'"),
+        ("how", ValueError, "'diagonal'; choose one of ('colwise', 'rowwise')"),
+        ("layer", TypeError, "first is a Conv2d; only nn.Linear can be cut"),
+    ],
+)
+def test_errors(case, kind, text):
+    for error in run_expecting_errors(bad, 4, case):
+        assert isinstance(error, kind) and text in str(error), error
