@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..registry import register
-from ..tensor import ShardTensor, redistribute_to
-from .lookups import is_cut, replicated
+from ..tensor import ShardTensor
+from .lookups import is_cut, laid_like, replicated
 
 __all__: list[str] = []
 
@@ -38,15 +38,18 @@ def _embedding_bag(
         return NotImplemented
     if max_norm is not None:
         raise refuse("embedding_bag", [input, weight], "max_norm writes to the table", "renormalize it beforehand")
-    args = [_on_meta(t) for t in (input, weight, offsets)]
-    options = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
-    F.embedding_bag(*args, mode=mode, per_sample_weights=_on_meta(per_sample_weights), **options)  # torch's own errors
+    F.embedding_bag(  # torch's own errors
+        _on_meta(input),
+        _on_meta(weight),
+        _on_meta(offsets),
+        mode=mode,
+        per_sample_weights=_on_meta(per_sample_weights),
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
     rows = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
-    for entries in (input, per_sample_weights):
-        if is_cut(entries):  # the rows have to be, too
-            spec = entries._spec.for_gradient()
-            rows = redistribute_to(rows, rows._spec.replace(placements=spec.placements, sizes=spec.sizes))
-            break
+    # Cut along the bags, which the reductions below are about.
+    rows = laid_like(rows, input if is_cut(input) else per_sample_weights)
     kept = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         kept = input != padding_idx % weight.shape[0]

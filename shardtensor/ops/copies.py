@@ -71,7 +71,19 @@ def _register_scatter(scatter: Any, view: Any) -> None:
 
 
 _register_scatter(_aten.slice_scatter.default, _aten.slice.Tensor)
-_register_scatter(_aten.diagonal_scatter.default, _aten.diagonal.default)
+
+
+@register(_aten.diagonal_scatter.default)
+def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    if not isinstance(x, ShardTensor):
+        return NotImplemented
+    place = torch.zeros(x.shape, device="meta").diagonal(offset, dim1, dim2)
+    if src.shape != place.shape:
+        raise RuntimeError(f"a diagonal of shape {tuple(place.shape)} was expected, not of {tuple(src.shape)}")
+    ones = torch.ones_like(_aten.diagonal.default(x, offset, dim1, dim2), dtype=torch.bool)
+    where = _aten.diagonal_backward.default(ones, x.shape, offset, dim1, dim2)
+    src = src.to(x.dtype).expand_as(ones) if isinstance(src, DTensor) else torch.zeros_like(ones, dtype=x.dtype) + src
+    return torch.where(where, _aten.diagonal_backward.default(src, x.shape, offset, dim1, dim2), x)
 
 
 @register(_aten.select_scatter.default)

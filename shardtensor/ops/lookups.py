@@ -19,10 +19,10 @@ from ..dispatch import run, wrap
 from ..errors import refuse
 from ..registry import register
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor
+from ..tensor import ShardTensor, redistribute_to
 from .views import wrap_dim
 
-__all__ = ["flat_cumsum", "is_cut", "look_up", "looks_into_a_shard", "replicated"]
+__all__ = ["flat_cumsum", "is_cut", "laid_like", "look_up", "looks_into_a_shard", "replicated"]
 
 _aten = torch.ops.aten
 
@@ -221,8 +221,16 @@ def _embedding(
         flat = input.reshape(-1)
         counts = torch.index_add(counts, 0, flat, torch.ones_like(flat, dtype=torch.int64))
         often = look_up(counts, [input]).unsqueeze(-1)
-        rows.register_hook(lambda grad: grad / often)
+        rows.register_hook(lambda grad: laid_like(grad, often) / often)
     return rows
+
+
+def laid_like(t: Any, other: Any) -> Any:
+    """``t`` cut as ``other`` is, a tensor whose dims run together with its first ones; as it is if that is not cut."""
+    if not is_cut(t) or not is_cut(other):
+        return t
+    spec = other._spec.for_gradient()
+    return redistribute_to(t, t._spec.replace(placements=spec.placements, sizes=spec.sizes))
 
 
 def replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
@@ -251,6 +259,12 @@ def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
     mask = replicated(torch.zeros(n, dtype=torch.bool, device=index.device), index._spec)
     filled = torch.index_fill(mask, 0, index, True).reshape([n if k == d else 1 for k in range(input.ndim)])
     return torch.where(filled, value, input)
+
+
+@register(Tensor.index_fill_)
+def _index_fill_in_place(input: Any, dim: Any, index: Any, value: Any) -> Any:
+    result = _index_fill(input, dim, index, value)
+    return result if result is NotImplemented else input.copy_(result)
 
 
 # -- repeated entries -----------------------------------------------------------------------------------------

@@ -223,7 +223,9 @@ def _select_function(input: Any, dim: Any, index: Any) -> Any:
         return NotImplemented
     dim, index = _entry(input, dim, index)
     row = torch.narrow(input, dim, index, 1)
-    return mark_copied(redistribute_to(row, _summed(row._spec, dim)).squeeze(dim))
+    entry = mark_copied(redistribute_to(row, _summed(row._spec, dim)).squeeze(dim))
+    entry._entry_of = input, dim, index  # for what is to be written there
+    return entry
 
 
 @register(_aten.select.int)

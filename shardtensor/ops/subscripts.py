@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import refuse
 from ..registry import register
-from ..tensor import ShardTensor
+from ..tensor import ShardTensor, redistribute_to
 from .indexing import is_mask
-from .lookups import flat_cumsum, is_cut, look_up
+from .lookups import flat_cumsum, is_cut, laid_like, look_up
 
 __all__: list[str] = []
 
@@ -103,14 +103,11 @@ def _getitem(self: Any, index: Any) -> Any:
         items, tensors = _part(self, entries, numbers_stay=False)
         x = self[tuple(items)] if any(item != slice(None) for item in items) else self
         return look_up(x, _indices("__getitem__", x, tensors))
-    sharded = self._spec.sharded_dims()
-    x, rest = self, []
-    for item, dim in reversed(entries):
-        if _is_integer(item) and dim in sharded:
-            x = torch.select(x, dim, item)
-        else:
-            rest.append(item)
-    return x[tuple(reversed(rest))] if rest else x
+    items, numbers = _part(self, entries, numbers_stay=True)
+    x = self[tuple(items)]
+    for dim, _ in reversed(numbers):
+        x = torch.select(x, dim, 0)
+    return x
 
 
 def _part(
@@ -201,9 +198,8 @@ def _setitem(self: Any, index: Any, value: Any) -> Any:
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         tensors += [(order.index(d), zero) for d in numbers]
         tensors.sort(key=lambda pair: pair[0])
-    masks = [(dim, item) for dim, item in tensors if is_mask(item)]
-    if len(tensors) == 1 and masks:
-        _write_masked(part, *masks[0], value, False)
+    if len(tensors) == 1 and is_mask(tensors[0][1]) and is_cut(tensors[0][1]):
+        part.copy_(masked(part, *tensors[0], value.to(self.dtype), False))
         return None
     _aten.index_put_.default(part, _indices("__setitem__", part, tensors), value.to(self.dtype))
     return None
@@ -218,12 +214,6 @@ def _with_numbers(value: Any, ndim: int, dims: Sequence[int]) -> Any:
     while value.ndim > ndim and value.shape[0] == 1:
         value = value.squeeze(0)
     return value
-
-
-def _write_masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> None:
-    """``x[:, ..., mask] = values``, where the mask may be sharded."""
-    values = values.to(x.dtype)
-    x.copy_(masked(x, dim, mask, values, accumulate))
 
 
 def masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> Any:
@@ -250,6 +240,8 @@ def masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> Any:
     wide = mask
     for _ in range(after):
         wide = wide.unsqueeze(-1)
+    if values.ndim == x.ndim:
+        values = laid_like(values, x)
     return torch.where(wide, x + values if accumulate else values, x)
 
 
@@ -270,7 +262,8 @@ def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
         raise RuntimeError("Number of elements of source < number of ones in mask")
     if not needed:
         return input.clone()
-    return torch.where(mask, look_up(source.reshape(-1), [(place - 1).clamp(min=0)]), input)
+    values = look_up(source.reshape(-1), [(place - 1).clamp(min=0)])
+    return torch.where(mask, laid_like(values, input), input)
 
 
 @register(Tensor.masked_scatter_)
@@ -300,3 +293,61 @@ def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) 
 def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     result = _put_sharded_mask(input, indices, values, accumulate)
     return result if result is NotImplemented else input.copy_(result)
+
+
+# -- entries of a sharded dim, changed in place -------------------------------------------------------------------
+
+
+def _register_in_place(name: str) -> None:
+    """``x[:, 5] *= 2``: Python changes the entry, then writes it back. But an entry of a sharded dim is a copy.
+
+    So what changes it is computed anew, and written to the tensor as well as to the copy.
+    """
+    out_of_place = getattr(Tensor, f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_"))
+
+    @register(getattr(Tensor, name))
+    def _(self: Any, *args: Any, **kwargs: Any) -> Any:
+        source = getattr(self, "_entry_of", None)
+        if source is None:
+            return NotImplemented
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, *args)):
+            raise refuse(
+                name,
+                self,
+                "it is an entry of a sharded dim, a copy that has a gradient of its own",
+                "write the result: x[:, 5] = x[:, 5] * 2 for x[:, 5] *= 2",
+            )
+        value = out_of_place(self, *args, **kwargs)
+        if value.shape != self.shape or not torch.can_cast(value.dtype, self.dtype):
+            raise RuntimeError(
+                f"a result of shape {tuple(value.shape)} and {value.dtype} cannot be written to an entry of shape "
+                f"{tuple(self.shape)} and {self.dtype}"
+            )
+        x, dim, index = source
+        torch.narrow(x, dim, index, 1).copy_(value.unsqueeze(dim))
+        self._local_tensor.copy_(redistribute_to(value, self._spec)._local_tensor)
+        return self
+
+
+for _name in (
+    *("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"),
+    *("bitwise_and_", "bitwise_or_", "bitwise_xor_", "bitwise_left_shift_", "bitwise_right_shift_"),
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+):
+    _register_in_place(_name)
+
+
+@register(Tensor.fill_diagonal_)
+def _fill_diagonal(self: Any, fill_value: Any, wrap: bool = False) -> Any:
+    if not isinstance(self, ShardTensor) or not is_cut(self):
+        return NotImplemented
+    torch.empty(self.shape, dtype=self.dtype, device="meta").fill_diagonal_(fill_value, wrap)  # torch's own errors
+    rows, columns = self.shape[0], self.shape[-1]
+    if self.ndim == 2:
+        place = torch.arange(0, rows * columns if wrap else min(rows, columns) * columns, columns + 1)
+        places = [place // max(1, columns), place % max(1, columns)]
+    else:
+        places = [torch.arange(rows)] * self.ndim
+    value = torch.tensor(fill_value, dtype=self.dtype, device=self.device)
+    return _aten.index_put_.default(self, [place.to(self.device) for place in places], value)

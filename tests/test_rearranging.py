@@ -1,0 +1,295 @@
+"""Diagonals, windows, joins, copies and reshapes of sharded dims: what stays, what moves, and what a view writes to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spatial_cases import check_cases, data
+from torch.distributed.tensor import Replicate, Shard
+
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+
+def cases():
+    """``(label, function, shape, dims that may be cut)``"""
+    result = []
+
+    def add(label, fn, *shape, dims=(1, 2)):
+        result.append((label, fn, shape, dims))
+
+    for offset in (0, 2, -3, 9):
+        add(f"diagonal {offset}", lambda x, k=offset: x.diagonal(k, 1, 2).exp(), 2, 7, 5)
+        add(f"diagonal of other dims {offset}", lambda x, k=offset: x.diagonal(k, 2, 0).exp(), 5, 3, 7, dims=(0, 2))
+        add(f"diag_embed {offset}", lambda x, k=offset: torch.diag_embed(x, k).exp(), 5, 4, 7)
+        add(f"diag_embed in front {offset}", lambda x, k=offset: torch.diag_embed(x, k, 0, 2), 5, 4, 7)
+    add("diag", lambda x: x.diag(1).exp().diag(-2) + x.diag().sum(), 7, 5, dims=(0, 1))
+    add("diagflat", lambda x: torch.diagflat(x, 1), 5, 3, dims=(0,))
+    add("diagonal_scatter", lambda x: x.diagonal_scatter(x.diagonal(1, 1, 2).exp(), 1, 1, 2), 3, 7, 5)
+    add("block_diag", lambda x: torch.block_diag(x, x[:3].exp(), torch.ones(2).double(), x[0]), 5, 4, dims=(0, 1))
+    add("slice_scatter", lambda x: x.slice_scatter(x[:, :3].exp(), 1, 2, 7, 2), 2, 9, 4)
+    add("slice_scatter plain", lambda x: x.slice_scatter(torch.ones(2, 3, 4).double(), 1, 2, 7, 2), 2, 9, 4)
+    add("select_scatter", lambda x: x.select_scatter(x[:, 3].exp(), 1, -2), 2, 9, 4)
+    # windows
+    for size, step in ((3, 1), (3, 2), (2, 5), (7, 1), (1, 3), (9, 4)):
+        add(f"unfold {size} {step}", lambda x, s=size, t=step: x.unfold(1, s, t).exp(), 2, 9, 4)
+    add("unfold both", lambda x: x.unfold(1, 3, 1).unfold(2, 2, 2).exp().sum((-1, -2)), 2, 9, 8)
+    add("F.unfold", lambda x: F.unfold(x, 3).exp(), 2, 4, 9, 8, dims=(1, 2, 3))
+    add(
+        "F.unfold and more",
+        lambda x: F.unfold(x, (3, 2), dilation=(1, 2), padding=(2, 1), stride=(2, 3)).exp(),
+        *(2, 5, 9, 8),
+        dims=(0, 1, 2, 3),
+    )
+    add("F.fold", lambda x: F.fold(x, (6, 5), 2).exp(), 4, 16, 20, dims=(0, 1, 2))
+    add("F.fold without a batch", lambda x: F.fold(x, (6, 5), 2, padding=1, stride=2).exp(), 16, 12, dims=(0, 1))
+    # entries
+    add("unbind", lambda x: torch.stack([t.exp() * k for k, t in enumerate(x.unbind(1))]), 5, 7, 4)
+    add("unbind numbers", lambda x: sum(t.exp() * k for k, t in enumerate(x)), 7, dims=(0,))
+    add("iteration", lambda x: torch.stack([row.exp() for row in x.transpose(0, 1)], 1), 2, 7, 5)
+    # reshapes that cannot keep the sharded dim
+    add("flatten", lambda x: x.flatten().exp(), 4, 7, 5, dims=(1, 2))
+    add("flatten the last", lambda x: x.flatten(1).exp(), 5, 3, 6, dims=(2,))
+    add("ravel", lambda x: x.ravel().exp(), 5, 7, dims=(1,))
+    add("transposed", lambda x: x.transpose(0, 1).reshape(-1).exp(), 5, 7, dims=(0, 1))
+    add("squeeze", lambda x: x.squeeze(1).exp(), 5, 1, 4, dims=(1,))
+    add("squeeze all", lambda x: x.squeeze().exp() * x.view(5, 4), 5, 1, 4, 1, dims=(1, 3))
+    add("expand", lambda x: x.expand(5, 3, 4).exp(), 5, 1, 4, dims=(1, 2))
+    add("expand and add", lambda x: x.expand(5, 3, 4) * x.expand(2, 5, 3, 4), 5, 1, 4, dims=(1,))
+    add("broadcast", lambda x: torch.broadcast_tensors(x, torch.ones(3, 5, 7).double())[0].exp(), 5, 1, dims=(1,))
+    add("complex", lambda x: torch.view_as_real(torch.view_as_complex(x).exp()), 5, 3, 2, dims=(1, 2))
+    add("channel_shuffle", lambda x: F.channel_shuffle(x, 3).exp(), 4, 6, 5, 4, dims=(1, 2))
+    add("roll without dims", lambda x: x.roll(5).exp(), 4, 7, 5)
+    add("repeat nothing", lambda x: x.repeat(1, 0, 2).sum() + x.repeat(1, 2, 0).sum() + x.sum(), 4, 7, 5)
+    add("repeat_interleave", lambda x: x.repeat_interleave(2).exp(), 4, 7, dims=(0, 1))
+    add("cartesian_prod", lambda x: torch.cartesian_prod(x, torch.arange(3.0).double(), x[:2]).exp(), 5, dims=(0,))
+    add("column_stack", lambda x: torch.column_stack([x[:, 0], x, x[:, 1]]).exp(), 5, 4, dims=(0, 1))
+    add("meshgrid", lambda x: torch.meshgrid(x, x[:3].exp(), indexing="xy")[1] * 2, 5, dims=(0,))
+    add("copies", lambda x: torch.unfold_copy(torch.transpose_copy(x, 0, 1), 0, 3, 2) * x.sum(), 4, 7, 5)
+    add("split copies", lambda x: torch.split_with_sizes_copy(x, [3, 0, 4], 1)[2].exp(), 4, 7, 5)
+    return result
+
+
+def check(mesh_shape):
+    chosen = cases()
+    if mesh_shape == (2, 2):  # with two dims to cut, and a result that has two
+        one = ("F.fold without a batch", "flatten", "ravel", "transposed", "roll without dims", "repeat_interleave")
+        chosen = [case for case in chosen if len(case[2]) > 1 and case[0] not in one]
+    check_cases(chosen, mesh_shape)
+
+
+@pytest.mark.parametrize("mesh_shape", [pytest.param(2, marks=pytest.mark.slow), 3, (2, 2)], ids=str)
+def test_rearrangements_match_one_device(mesh_shape):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=300)
+
+
+# -- what travels -----------------------------------------------------------------------------------------------
+
+
+def traffic():
+    """By operator: the result's placement and sizes, collectives and bytes sent forward, collectives backward."""
+    mesh = shared_mesh(3)
+    found = {}
+    for label, fn, shape, dim, sizes in (
+        ("diagonal", lambda x: x.diagonal(1), (7, 6), 0, (4, 0, 3)),
+        ("diagonal of columns", lambda x: x.diagonal(1), (6, 7), 1, (4, 0, 3)),
+        ("diag_embed", lambda x: x.diag_embed(1), (2, 7), 1, (4, 0, 3)),
+        ("windows", lambda x: x.unfold(1, 3, 1), (2, 9, 4), 1, (4, 2, 3)),
+        ("apart windows", lambda x: x.unfold(1, 3, 3), (2, 9, 4), 1, (3, 3, 3)),
+        ("flatten", lambda x: x.flatten(), (9, 6), 1, (2, 2, 2)),
+        ("flatten the lead", lambda x: x.flatten(), (9, 6), 0, (4, 2, 3)),
+        ("unbind", lambda x: x.unbind(1)[0], (9, 6), 1, (2, 2, 2)),
+        ("slice_scatter", lambda x: x.slice_scatter(torch.ones(2, 3).double(), 1, 2, 5), (2, 6), 1, (2, 2, 2)),
+        ("expand", lambda x: x.expand(6, 5), (6, 1), 1, (0, 1, 0)),
+    ):
+        x = shard(data(*shape), mesh, [Shard(dim)], {0: sizes}, requires_grad=True)
+        with count_communication() as forward:
+            y = fn(x)
+        with count_communication() as backward:
+            y.backward(torch.ones_like(y))
+        assert x.grad.shard_sizes == x.shard_sizes
+        sent = forward.collectives.total(), forward.bytes_sent, backward.collectives.total()
+        found[label] = y.placements[0], y.shard_sizes.get(0), *sent
+    return found
+
+
+def test_what_travels():
+    for rank, found in enumerate(run_distributed(traffic, 3)):
+        assert found["diagonal"] == (Shard(0), (4, 0, 1), 0, 0, 0)
+        assert found["diagonal of columns"] == (Shard(0), (3, 0, 3), 0, 0, 0)
+        assert found["diag_embed"] == (Shard(1), (4, 0, 4), 0, 0, 0)
+        row = 2 * 4 * 8
+        # A window belongs to its middle's owner, so a row goes across each cut in both directions.
+        assert found["windows"] == (Shard(1), (3, 2, 2), 1, (1, 2, 1)[rank] * row, 1)
+        assert found["apart windows"] == (Shard(1), (1, 1, 1), 0, 0, 0)
+        # Two thirds of every shard of 9 x 2 go elsewhere; so do those of the gradient.
+        assert found["flatten"] == (Shard(0), (18, 18, 18), 1, 12 * 8, 1)
+        assert found["flatten the lead"] == (Shard(0), (24, 12, 18), 0, 0, 0)
+        assert found["unbind"] == (Shard(0), (3, 3, 3), 1, 12 * 8, 1)
+        assert found["slice_scatter"] == (Shard(1), (2, 2, 2), 0, 0, 0)
+        assert found["expand"][0] == Replicate() and found["expand"][2:4] == (1, 2 * 6 * 8 if rank == 1 else 0)
+
+
+# -- what is written through a view reaches the tensor, or is refused on every rank -------------------------------
+
+
+def writes(mesh_shape, placements, sizes):
+    mesh = shared_mesh(mesh_shape)
+    reached, refused = 0, 0
+    for view in (
+        lambda t: t[:, 1:5],
+        lambda t: t[:, ::2][1:],
+        lambda t: t.diagonal(),
+        lambda t: t.diagonal(-1, 1, 0),
+        lambda t: t.mT,
+        lambda t: t.unsqueeze(1),
+        lambda t: t.split([2, 4], 1)[1],
+        lambda t: t.narrow(0, 1, 3),
+        lambda t: t.view(5, 6, 1)[1:3],
+        lambda t: t[2],
+        lambda t: t[:, 3],
+        lambda t: t.select(0, 4),
+        lambda t: t.unbind(1)[2],
+        lambda t: t.unbind()[1],
+        lambda t: t.view(30),
+        lambda t: t.view(5, 2, 3),
+        lambda t: t.unfold(1, 2, 2),
+        lambda t: t[:1].squeeze(0),
+        lambda t: t[:, 4:5].squeeze(1),
+        lambda t: t.expand(1, 5, 6)[0],
+    ):
+        for write in (
+            lambda t: t.zero_(),
+            lambda t: t.add_(1),
+            lambda t: t.mul_(2),
+            lambda t: t.copy_(torch.full(t.shape, 3.0).double()),
+            lambda t: t.masked_fill_(t > 0, 5),
+            lambda t: t.__setitem__(..., 7),
+            lambda t: t.detach().neg_(),
+        ):
+            whole = data(5, 6)
+            x = shard(whole.clone(), mesh, placements, sizes)
+            try:
+                write(view(x))
+            except NotImplementedError:
+                refused += 1
+                assert torch.equal(x.full_tensor(), whole)
+                continue
+            reached += 1
+            write(view(whole))
+            assert torch.equal(x.full_tensor(), whole), (reached, refused)
+    return reached, refused
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "sizes"),
+    [
+        (2, [Shard(1)], {0: (5, 1)}),
+        (2, [Shard(0)], {0: (0, 5)}),
+        (3, [Shard(1)], {0: (2, 0, 4)}),
+        ((2, 2), [Shard(0), Shard(1)], {0: (2, 3), 1: (4, 2)}),
+    ],
+    ids=str,
+)
+def test_writes_through_views(mesh_shape, placements, sizes):
+    ranks = run_distributed(
+        writes, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, placements, sizes, timeout=120
+    )
+    assert len(set(ranks)) == 1  # all ranks refuse the same
+    reached, refused = ranks[0]
+    assert reached > 50 and refused > 10
+
+
+def in_place(ranks):
+    def steps(x):
+        y = x * 1
+        y[:, 5] = y[:, 5] * 2
+        y[2:5] = y[:3].clone()
+        y[..., 0] = 0
+        y[1] = y[1] + y[0]
+        y[:, 2:4].mul_(y[:, 4:6].exp())
+        y.diagonal().add_(1)
+        y.diagonal(1).copy_(y.diagonal(1).flip(0) * 3)
+        y.fill_diagonal_(2.0)
+        y[y > 1.5] = 0.5
+        y[[0, 3]] = y[[1, 2]] * 2
+        y[:, torch.tensor([1, 4])] += 1
+        y.index_fill_(1, torch.tensor([2]), 0.25)
+        y.tril_(3)
+        return y**2
+
+    cuts = {2: ((6, 1), (0, 6)), 3: ((2, 4, 1), (1, 3, 2))}[ranks]
+    for dim, sizes in enumerate(cuts):
+        assert_matches_unsharded(steps, data(7, 6), mesh_shape=ranks, placements=[Shard(dim)], shard_sizes={0: sizes})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_writes_one_after_the_other(ranks):
+    run_distributed(in_place, ranks, ranks, timeout=120)
+
+
+def entries():
+    """In-place operators on an entry of a sharded dim, which is a copy: Python writes the result back."""
+    for dim, sizes in ((0, (6, 1)), (1, (2, 4))):
+        whole = data(7, 6)
+        x = shard(whole.clone(), shared_mesh(2), [Shard(dim)], {0: sizes})
+        for t in (x, whole):
+            t[:, 5] *= 2
+            t[1] += t[0]
+            t[2:5, -1] -= 1
+            t[..., 0] /= 3
+            row = t[6]
+            row *= 0.5
+            t[0] **= row
+        assert torch.equal(x.full_tensor().isnan(), whole.isnan())
+        assert torch.equal(x.full_tensor().nan_to_num(), whole.nan_to_num())
+        assert torch.equal(row, whole[6]) and torch.equal(x[6].full_tensor(), row)
+        with pytest.raises(RuntimeError, match="cannot be written to an entry"):
+            x.select(dim, 0).add_(torch.ones(3, 1).double())
+    x = shard(data(7, 6), shared_mesh(2), [Shard(0)], {0: (6, 1)}, requires_grad=True) * 1
+    with pytest.raises(NotImplementedError, match=r"it is an entry of a sharded dim.*write the result"):
+        x[3] *= 2
+    return True
+
+
+def test_in_place_operators_on_entries():
+    assert all(run_distributed(entries, 2))
+
+
+WRONG = {
+    "flatten": (
+        lambda x: torch.stack([x[:, 0]] * 2).flatten(),
+        NotImplementedError,
+        "tensor dim 1, sharded on mesh dim 0, does not stay a dim of the result",
+    ),
+    "diagonal": (lambda x: x.diagonal(0, 1, 1), RuntimeError, "cannot be identical"),
+    "windows": (lambda x: x.unfold(0, 9, 1), RuntimeError, "maximum size for tensor at dimension 0 is 8"),
+    "as_strided": (lambda x: x.as_strided((2, 2), (1, 1)), NotImplementedError, "as_strided.default: no distributed"),
+    "a layout in place": (lambda x: x.t_(), NotImplementedError, "would change the layout of a tensor in place"),
+    "entry": (lambda x: x.select_scatter(torch.ones(1).double(), 0, 8), IndexError, "out of range"),
+}
+
+
+def wrong(name):
+    x = shard(data(8, 1), shared_mesh(3), [Shard(0)], {0: (1, 5, 2)})
+    with count_communication() as counted:
+        try:
+            WRONG[name][0](x)
+        finally:
+            assert not counted.collectives
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_on_every_rank_before_anything_is_sent(name):
+    errors = run_expecting_errors(wrong, 3, name)
+    assert len(errors) == 3
+    for raised in errors:
+        with pytest.raises(WRONG[name][1], match=WRONG[name][2]):
+            raise raised
