@@ -47,6 +47,9 @@ def check(mesh_shape, shape, dims, sizes):
         assert_matches_unsharded(lambda x: torch.unique_consecutive(x, **all_of_it), x, **options)
         for dim in range(x.ndim):
             assert_matches_unsharded(lambda x, d=dim: x.unique_consecutive(dim=d, **all_of_it), x, **options)
+            if shape[dim] >= world_of(mesh_shape) or dims[-1] == dim or 1 in shape:
+                few = x.clamp(0, 1) if x.dtype != torch.bool else x  # more slices that are equal
+                assert_matches_unsharded(lambda x, d=dim: torch.unique(x, dim=d, **all_of_it), few, **options)
     if len(shape) == 1:
         numbers, weights = torch.randint(0, 9, shape), torch.rand(shape, dtype=torch.float64)
         assert_matches_unsharded(lambda x: torch.bincount(x), numbers, **options)
@@ -67,6 +70,7 @@ def communication():
         "consecutive": lambda: x.unique_consecutive(return_inverse=True, return_counts=True),
         "unique": lambda: x.unique(),
         "inverse": lambda: x.unique(return_inverse=True),
+        "slices": lambda: x.view(50, 2).unique(dim=0),
         "bincount": lambda: x.bincount(),
     }.items():
         with count_communication() as counted:
@@ -85,6 +89,8 @@ def test_what_travels():
         # The numbers are in order already, so that nothing else moves.
         assert counts["unique"][1] == {**sort, "all_to_all": 2} and counts["unique"][0] == 8 * (rank == 0)
         assert counts["inverse"][1] == {**sort, "all_to_all": 3} and counts["inverse"][0] == 8 * (rank == 0)
+        # For each of two columns: its digits, and what is below; then how many are equal; how many runs begin where.
+        assert counts["slices"][1] == {"all_reduce": 2 * (64 // 4 + 1), "all_gather": 2, "all_to_all": 2}
         assert counts["bincount"] == (0, {"all_reduce": 1}, 16, (Partial(),))
 
 

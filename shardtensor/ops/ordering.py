@@ -26,7 +26,7 @@ from ..exchange import start_swap
 from ..geometry import cuts_of
 from ..redistribute import all_gather, all_reduce
 
-__all__ = ["Found", "Sorted", "find_places", "sort_keys"]
+__all__ = ["Found", "Route", "Sorted", "find_places", "find_slices", "sort_keys"]
 
 _DIGIT = 4  # bits
 
@@ -93,7 +93,12 @@ def find_places(keys: Tensor, dtype: torch.dtype, places: Tensor, groups: Sequen
             lower = all_reduce(lower, group)
         key += (lower <= places.unsqueeze(-1)).sum(-1) << (digit * _DIGIT)
     lower = torch.searchsorted(keys, key)
-    counts = torch.stack([lower, torch.searchsorted(keys, key, right=True) - lower]).unsqueeze(0)
+    return _among_equals(lower, torch.searchsorted(keys, key, right=True) - lower, places, groups)
+
+
+def _among_equals(lower: Tensor, equal: Tensor, places: Tensor, groups: Sequence[dist.ProcessGroup]) -> Found:
+    """Of each process' ``equal`` elements, which come after ``lower`` others, those that stand before the place."""
+    counts = torch.stack([lower, equal]).unsqueeze(0)
     here = 0
     for group in reversed(groups):
         here += dist.get_rank(group) * len(counts)
@@ -106,53 +111,80 @@ def find_places(keys: Tensor, dtype: torch.dtype, places: Tensor, groups: Sequen
     return Found(everybody[here], everybody, mine)
 
 
-class Sorted:
-    """Rows in order, spread over the processes of a group, see [Note: sorting].
+def find_slices(keys: Tensor, dtype: torch.dtype, places: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Like :func:`find_places`, for slices that are compared column by column: ``Found.everybody``, ``(.., places)``.
 
     Args:
-        x: this process' part of the rows, ``(rows, columns)``.
+        keys: of this process' slices in order, ``(slices, columns)``.
+        places: one-dimensional.
+    """
+    digits = -(-_key_bits(dtype) // _DIGIT)
+    steps = torch.arange(1, 1 << _DIGIT, device=keys.device)
+    place, start, stop = places.clone(), torch.zeros_like(places), torch.full_like(places, len(keys))
+    for column in keys.T:
+        windows = [column[a:b].contiguous() for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
+
+        def below(values: Tensor, right: bool = False, windows: list[Tensor] = windows) -> Tensor:
+            return torch.stack([torch.searchsorted(w, v, right=right) for w, v in zip(windows, values, strict=True)])
+
+        key = torch.full_like(place, -(1 << (digits * _DIGIT - 1)))
+        for digit in reversed(range(digits)):
+            lower = all_reduce(below(key.unsqueeze(-1) + (steps << (digit * _DIGIT))), group)
+            key += (lower <= place.unsqueeze(-1)).sum(-1) << (digit * _DIGIT)
+        lower, upper = below(key), below(key, right=True)
+        place, start, stop = place - all_reduce(lower, group), start + lower, start + upper
+    return _among_equals(start, stop - start, places, [group]).everybody
+
+
+class Route:
+    """The way of elements to where their sorted rows are, and back, see [Note: sorting].
+
+    Args:
+        order: the positions of this process' elements in order, ``(rows, columns)``.
+        everybody: how many elements of each process stand before each part of the sorted rows but the first,
+            ``(processes, rows, processes - 1)``.
         own: how many columns each process has.
         need: how many columns of the sorted rows each process gets.
-
-    Attributes:
-        values: this process' part of the sorted rows, ``(rows, need[rank])``.
     """
 
     def __init__(
-        self, x: Tensor, own: Sequence[int], need: Sequence[int], descending: bool, group: dist.ProcessGroup
+        self, order: Tensor, everybody: Tensor, own: Sequence[int], need: Sequence[int], group: dist.ProcessGroup
     ) -> None:
-        rows, self._rank, self._group = x.shape[0], dist.get_rank(group), group
-        self.shape = (rows, need[self._rank])
-        ordered, self._order = torch.sort(x, dim=-1, stable=True, descending=descending)
-        places = torch.tensor(cuts_of(need)[1:-1], dtype=torch.int64, device=x.device).expand(rows, -1)
-        found = find_places(sort_keys(ordered, descending), x.dtype, places, [group])
-        columns = torch.arange(x.shape[1], device=x.device).expand(rows, -1).contiguous()
-        self._goes_to = torch.searchsorted(found.before, columns, right=True)
-        ends = torch.tensor(own, device=x.device).view(-1, 1, 1).expand(-1, rows, 1)
-        counts = torch.cat([torch.zeros_like(ends), found.everybody, ends], dim=-1).diff()  # from, row, to
+        (rows, length), self._rank, self._group = order.shape, dist.get_rank(group), group
+        self.shape, self._order = (rows, need[self._rank]), order
+        columns = torch.arange(length, device=order.device).expand(rows, -1).contiguous()
+        self._goes_to = torch.searchsorted(everybody[self._rank].contiguous(), columns, right=True)
+        ends = torch.tensor(own, device=order.device).view(-1, 1, 1).expand(-1, rows, 1)
+        counts = torch.cat([torch.zeros_like(ends), everybody, ends], dim=-1).diff()  # from, row, to
         self._totals = counts.sum(1).tolist()
-        row = torch.arange(rows, device=x.device)
-        self._merge = torch.argsort(
-            torch.cat([row.repeat_interleave(n) for n in counts[..., self._rank]]), stable=True
-        )
-        self.values, within = torch.sort(self.there(x), dim=-1, stable=True, descending=descending)
+        row = torch.arange(rows, device=order.device)
+        comes_to = torch.cat([row.repeat_interleave(n) for n in counts[..., self._rank]])
+        self._merge = torch.argsort(comes_to, stable=True)
+
+    def reorder(self, within: Tensor) -> None:
+        """Put what arrives into another order within its rows: positions ``(rows, need[rank])``."""
         self._merge = self._merge.view(self.shape).gather(-1, within).flatten()
 
     def there(self, t: Tensor) -> Tensor:
-        """What belongs to this process' part of the sorted rows, of a tensor ``t`` that lies as the elements did."""
-        t = t.gather(-1, self._order)
+        """What belongs to this process' part of the sorted rows, of ``t``, which lies as the elements did.
+
+        Elements may be more than numbers: ``t`` may have further dims.
+        """
+        t = t.gather(1, _spread(self._order, t))
         pieces = [t[self._goes_to == r] for r in range(len(self._totals))]
-        return torch.cat(self._swap(pieces, [row[self._rank] for row in self._totals]))[self._merge].view(self.shape)
+        arrived = torch.cat(self._swap(pieces, [row[self._rank] for row in self._totals]))
+        return arrived[self._merge].view(*self.shape, *t.shape[2:])
 
     def back(self, t: Tensor) -> Tensor:
-        """The way back: a tensor ``t`` that lies as the sorted rows, sent to where the elements came from."""
-        merged = torch.empty_like(t.flatten())
-        merged[self._merge] = t.flatten()
+        """The way back: ``t``, which lies as the sorted rows, sent to where the elements came from."""
+        flat = t.flatten(0, 1)
+        merged = torch.empty_like(flat)
+        merged[self._merge] = flat
         pieces = merged.split([row[self._rank] for row in self._totals])
-        result = t.new_empty(self._order.shape)
+        result = t.new_empty(*self._order.shape, *t.shape[2:])
         for r, piece in enumerate(self._swap(pieces, self._totals[self._rank])):
             result[self._goes_to == r] = piece
-        return torch.empty_like(result).scatter_(-1, self._order, result)
+        return torch.empty_like(result).scatter_(1, _spread(self._order, result), result)
 
     def _swap(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """One piece to every process, and one of these sizes from each."""
@@ -161,6 +193,33 @@ class Sorted:
             return [mine]
         peers = [r != self._rank for r in range(len(pieces))]
         send = [[p] if other else [] for p, other in zip(pieces, peers, strict=True)]
-        shapes = [[(n,)] if other else [] for n, other in zip(sizes, peers, strict=True)]
+        shapes = [[(n, *mine.shape[1:])] if other else [] for n, other in zip(sizes, peers, strict=True)]
         received = start_swap(send, shapes, self._group, dtype=mine.dtype, device=mine.device).wait()
         return [row[0] if row else mine for row in received]
+
+
+def _spread(index: Tensor, t: Tensor) -> Tensor:
+    """``index`` with the further dims of ``t``."""
+    return index.view(*index.shape, *[1] * (t.ndim - 2)).expand(*index.shape, *t.shape[2:])
+
+
+class Sorted(Route):
+    """Rows of numbers in order, spread over the processes of a group.
+
+    Args:
+        x: this process' part of the rows, ``(rows, columns)``.
+        own, need, group: as for :class:`Route`.
+
+    Attributes:
+        values: this process' part of the sorted rows, ``(rows, need[rank])``.
+    """
+
+    def __init__(
+        self, x: Tensor, own: Sequence[int], need: Sequence[int], descending: bool, group: dist.ProcessGroup
+    ) -> None:
+        ordered, order = torch.sort(x, dim=-1, stable=True, descending=descending)
+        places = torch.tensor(cuts_of(need)[1:-1], dtype=torch.int64, device=x.device).expand(len(x), -1)
+        found = find_places(sort_keys(ordered, descending), x.dtype, places, [group])
+        super().__init__(order, found.everybody, own, need, group)
+        self.values, within = torch.sort(self.there(x), dim=-1, stable=True, descending=descending)
+        self.reorder(within)

@@ -1,4 +1,4 @@
-"""Runs of equal elements: ``unique_consecutive``, ``unique`` of all elements, ``bincount``.
+"""Runs of equal elements: ``unique_consecutive``, ``unique``, ``bincount``.
 
 How long the results are depends on data. The ranks tell each other how much each has, and the result is cut so.
 """
@@ -14,12 +14,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..dispatch import run, spec_of, wrap
 from ..errors import refuse
-from ..geometry import chunk_sizes, intervals_of
+from ..geometry import chunk_sizes, cuts_of, intervals_of
 from ..redistribute import all_gather, move_intervals, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 from .operands import moved
-from .ordering import Sorted
+from .ordering import Route, Sorted, find_slices, sort_keys
 from .reductions import reduced_dims
 from .scans import reduce_over
 
@@ -148,6 +148,53 @@ def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_co
     if return_inverse:
         here = rows.back(inverse._local_tensor.view(1, -1)).view(spec.local_shape())
         inverse = wrap(here, spec.replace(meta=spec.tensor_meta._replace(dtype=torch.int64)))
+    return _results(x, values, inverse, counts, return_inverse, return_counts)
+
+
+def _slice_order(slices: Tensor) -> Tensor:
+    """The positions of slices ``(slices, columns)`` in order."""
+    return torch.unique(sort_keys(slices), dim=0, return_inverse=True)[1].argsort(stable=True)
+
+
+@register(_aten.unique_dim.default)
+def _unique_slices(
+    x: Any, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> Any:
+    """Like :func:`_unique`, for slices along ``dim``, which have to be whole: that dim is the one to be sharded."""
+    if x._spec.is_replicate():
+        return NotImplemented
+    local, spec = _whole_value(x)
+    dim = reduced_dims(dim, x.ndim)[0]
+    if spec.shape[dim] == 1 and spec.shape.numel():
+        return _results(x, *_runs(local, spec, dim), return_inverse, return_counts)
+    target = spec if spec.shape.numel() else spec.replicated()
+    for d, m in target.sharded_dims().items():
+        if d == dim:
+            continue
+        ranks = spec.mesh.size(m)
+        if dim in target.sharded_dims() or spec.shape[dim] < ranks:
+            reason = f"slices along dim {dim} would have to be whole, but dim {d} is sharded on mesh dim {m}"
+            raise refuse("unique", [spec], reason, f"shard dim {dim} only")
+        placements, sizes = list(target.placements), list(target.sizes)
+        placements[m], sizes[m] = Shard(dim), chunk_sizes(spec.shape[dim], ranks)
+        target = target.replace(placements=placements, sizes=tuple(sizes))
+    local = redistribute_local(local, spec, target)
+    if target.is_replicate():
+        return run(_aten.unique_dim.default, (wrap(local, target), dim, sorted, return_inverse, return_counts), {})
+    m = target.sharded_dims()[dim]
+    sizes, group = target.cut(m), target.mesh.get_group(m)
+    slices = local.movedim(dim, 0)
+    flat = slices.reshape(len(slices), math.prod(slices.shape[1:]))
+    order = _slice_order(flat)
+    places = torch.tensor(cuts_of(sizes)[1:-1], dtype=torch.int64, device=x.device)
+    everybody = find_slices(sort_keys(flat[order]), x.dtype, places, group)
+    route = Route(order.unsqueeze(0), everybody.unsqueeze(1), sizes, sizes, group)
+    here = route.there(flat.unsqueeze(0)).squeeze(0)
+    within = _slice_order(here)
+    route.reorder(within.unsqueeze(0))
+    values, inverse, counts = _runs(here[within].view(slices.shape).movedim(0, dim), target, dim)
+    if return_inverse:
+        inverse = wrap(route.back(inverse._local_tensor.unsqueeze(0)).squeeze(0), inverse._spec)
     return _results(x, values, inverse, counts, return_inverse, return_counts)
 
 
