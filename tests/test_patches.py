@@ -224,6 +224,8 @@ assert "natten" not in sys.modules
 assert not [name for name in patches.installed() if name.startswith("natten")]
 import natten, torch
 assert {name for name in patches.installed() if name.startswith("natten")}
+for function in (natten.na1d.__globals__["neighborhood_attention_generic"], natten.attention, natten.merge_attentions):
+    assert function.__wrapped__ in shardtensor.registered()
 q = torch.randn(1, 6, 6, 2, 8)
 before = natten.na2d(q, q, q, kernel_size=3)
 patches.uninstall()
@@ -236,6 +238,8 @@ NATTEN_FIRST = """
 import natten
 import shardtensor
 assert {name for name in shardtensor.patches.installed() if name.startswith("natten")}
+for function in (natten.na1d.__globals__["neighborhood_attention_generic"], natten.attention, natten.merge_attentions):
+    assert function.__wrapped__ in shardtensor.registered()
 """
 WITHOUT_NATTEN = """
 import sys
