@@ -108,7 +108,7 @@ class _Plan:
     keys: Tensor
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # few, as the indices of a large map take memory
 def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
     kinds_of = [_kinds(dim, _tile_length(dim, len(dims))) for dim in dims]
     rows_of = [
