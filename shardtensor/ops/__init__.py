@@ -1,8 +1,10 @@
 """One module per family of operators; importing them fills the registry and the rules."""
 
 from . import (  # noqa: F401
+    activations,
     attention,
     bags,
+    batch_normalization,
     batches,
     convolution,
     copies,
