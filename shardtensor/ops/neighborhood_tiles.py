@@ -154,7 +154,7 @@ def _tile_length(dim: Dim, ndim: int) -> int:
     window = dim.neighborhood
     if window.everywhere:
         return length(dim.queries)
-    most = max((32, 8, 4)[ndim - 1], window.kernel // 2)
+    most = max((32, 8, 4)[ndim - 1], 3 * window.kernel // 4)
     return -(-most // window.stride) * window.stride  # so that all tiles begin alike
 
 
