@@ -502,7 +502,7 @@ def bad(which):
     if which == "kernel":
         F.conv2d(shard(torch.randn(2, 4, 3, 5), mesh, [Shard(2)], {0: (2, 1)}), torch.randn(6, 4, 5, 5))
     elif which == "channels":
-        F.conv2d(shard(torch.randn(2, 4, 8, 5), mesh, [Shard(1)], {0: (3, 1)}), w)
+        F.conv2d(shard(torch.randn(1, 4, 1, 1), mesh, [Shard(1)], {0: (3, 1)}), w[:, :, :1, :1])
     elif which == "groups":
         F.conv2d(x, w, groups=2)
     elif which == "stride":
@@ -525,7 +525,7 @@ ERRORS = {
         RuntimeError,
         r"conv2d: kernel size \(5, 5\).* is greater than the padded input \(3, 5\) of the whole tensor",
     ),
-    "channels": (UnsupportedSharding, r"conv2d: the channels are sharded.*S\(1\)\[3, 1\].*Remedy: redistribute"),
+    "channels": (UnsupportedSharding, r"conv2d: it needs tensor dim 1 whole.*S\(1\)\[3, 1\].*Remedy: redistribute"),
     "groups": (RuntimeError, r"conv2d: weight \(6, 4, 3, 3\) with groups=2 does not fit 4 input channels"),
     "stride": (RuntimeError, r"conv2d: stride \(0, 0\).* must be positive"),
     "dims": (RuntimeError, r"conv2d: expected a 3-D \(unbatched\) or 4-D \(batched\) input"),
@@ -545,6 +545,25 @@ def test_errors_are_clear_and_raised_on_every_rank(which):
             raise error
 
 
+def sharded_channels():
+    torch.manual_seed(0)
+    mesh = shared_mesh(2)
+    x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
+    for conv in (nn.Conv2d(4, 6, 3, padding=1).double(), nn.ConvTranspose2d(4, 6, 3, stride=2).double()):
+        for sizes in ((3, 1), (0, 4)):
+            assert_matches_unsharded(conv, x, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: sizes})
+    with count_communication() as c:
+        y = F.conv2d(shard(x, mesh, [Shard(1)], {0: (3, 1)}), torch.randn(6, 4, 1, 1, dtype=torch.float64))
+    return y.shard_sizes, y.placements, c.messages, c.bytes_sent, dict(c.collectives)
+
+
+def test_sharded_channels_are_spread_over_a_free_dim():
+    for rank, (sizes, placements, messages, bytes_sent, collectives) in enumerate(run_distributed(sharded_channels, 2)):
+        assert (sizes, placements) == ({0: (4, 4)}, (Shard(2),))
+        # Half the rows of the channels that the rank held.
+        assert (messages, bytes_sent, collectives) == (1, 2 * (3, 1)[rank] * 4 * 5 * 8, {"all_to_all": 1})
+
+
 def gathered():
     torch.manual_seed(0)
     mesh = shared_mesh(2)
@@ -553,9 +572,7 @@ def gathered():
     sharded = shard(x, mesh, [Shard(2)], {0: (5, 3)}, requires_grad=True)
     with shardtensor.allow_gather():
         y = F.conv2d(sharded, shard(w.detach(), mesh, [Shard(0)]))
-        channels = F.conv2d(shard(x, mesh, [Shard(1)], {0: (3, 1)}), w)
     torch.testing.assert_close(y.full_tensor(), F.conv2d(x, w), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(channels.full_tensor(), F.conv2d(x, w), rtol=1e-10, atol=1e-12)
 
 
 def test_inside_allow_gather_what_is_refused_outside_is_right():

@@ -28,6 +28,7 @@ from .convolution_parts import (
     forward_by_parts,
     plan_convolution,
 )
+from .operands import whole_rows
 
 _aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def convolution(
     """N-d convolution of a ShardTensor ``(N, C, *spatial)`` with replicated weights; differentiable.
 
     Args:
-        input: sharded in any spatial dims and / or the batch.
+        input: sharded in any dims; the result is never sharded in its channels.
         weight: ``(C_out, C / groups, *kernel)``, plain or a replicated DTensor.
         bias: ``(C_out,)`` or None.
         pads: zeros before and after each spatial dim of the whole tensor.
@@ -88,9 +89,9 @@ def convolution(
     spec = x._spec
     if spec.tensor_meta.dtype.is_complex and weight.is_complex():
         return _as_real_convolution(x, weight, bias, stride, pads, dilation, groups)
-    if spec.partial_mesh_dims():
-        x = redistribute_to(x, spec.for_gradient())
-        spec = x._spec
+    # Sharded channels are spread over the batch or a spatial dim instead, see [Note: whole rows] in extremes.py.
+    x = redistribute_to(x, whole_rows(name, spec.for_gradient(), 1))
+    spec = x._spec
     x, weight, bias = autocast_operands(x, weight, bias)
     if weight.dtype != spec_of(x).tensor_meta.dtype:
         raise RuntimeError(

@@ -17,15 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import refuse
 from ..geometry import Interval, intersect, intervals_of, map_cuts
 from ..parameters import local_parameters
 from ..registry import register
 from ..spec import ShardTensorSpec
-from ..tensor import _FromLocal
+from ..tensor import _FromLocal, redistribute_to
 from .convolution import autocast_operands, per_spatial_dim, sharded_input
 from .convolution_parts import stride_of
-from .operands import torch_judges
+from .operands import torch_judges, whole_rows
 from .spatial import borrow_dims, settled
 
 
@@ -93,12 +92,9 @@ def _transposed(
     if x.ndim == n + 1:
         y = function(x.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
         return y.squeeze(0)
+    x = redistribute_to(x, whole_rows(name, x._spec, 1))
     spec = x._spec
     sharded = spec.sharded_dims()
-    if 1 in sharded:
-        raise refuse(
-            name, spec, "the channels are sharded", "redistribute to shard a spatial dim or the batch, e.g. Shard(2)"
-        )
     strides, pads, extras, dilations = (
         list(per_spatial_dim(a, n, name, "argument")) for a in (stride, padding, output_padding, dilation)
     )
