@@ -178,7 +178,9 @@ def _fully_shard(
         fully_shard(module, mesh=mesh, **options)
     for module in model.modules():
         if spmd and isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # contributions add up to the gradient of the whole batch's loss
+            # Contributions add up to the gradient of the whole batch's loss.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _about_inputs(axes: Sequence[str], data: str | None, domain: str, tensor: str | None, spmd: bool) -> str:
@@ -357,6 +359,7 @@ def contribute_gradients(model: nn.Module) -> None:
         contribute_gradients(model)
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "domain")))
         model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
     """
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:

@@ -169,6 +169,7 @@ def by_hand(**dims):
         contribute_gradients(model)
         fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
         model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
         return model
 
     return wrap
@@ -375,7 +376,7 @@ def mixed_precision(spmd):
 
 
 @needs_spmd
-@pytest.mark.parametrize("spmd", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "spmd"])
+@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
 def test_mixed_precision(spmd):
     run_distributed(mixed_precision, 4, spmd)
 
