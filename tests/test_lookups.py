@@ -44,6 +44,8 @@ def cases():
     add("x[:, i]", lambda x: x[:, i].exp())
     add("x[:, i, slice]", lambda x: x[1:, i, 1:5] * x[0, None, i, 2:])
     add("two-dim index", lambda x: x[:, j])
+    add("lists and arrays", lambda x: x[:, [[0, 1], [6, -1]]] * x[:, j.numpy(), :, None][..., 0] * x[0, i.numpy()[3]])
+    add("list of truth values", lambda x: x[:, [True, False, False, True, False, True, True]].exp())
     add("two indices", lambda x: x[:, j, j])
     add("three indices", lambda x: x[j[:, :1], j, j])
     add("indices apart", lambda x: x[j, :, j[0]])
@@ -318,6 +320,8 @@ def values():
         with count_communication() as counted, pytest.raises(IndexError, match="out of range for dimension 0 with"):
             wrong(t.detach())
         assert not counted.collectives
+    with pytest.raises(RuntimeError, match=r"dtypes match|same dtype"):
+        t.detach()[i] = torch.ones(3)
     for masked in (lambda t: t[t > 0], lambda t: t.masked_select(t > 0), lambda t: t.nonzero()):
         with count_communication() as counted, pytest.raises(NotImplementedError, match=r"depends on|no distributed"):
             masked(t)

@@ -7,6 +7,7 @@ index tensors or masks write into that.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +33,10 @@ def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
     for item in items:
         if is_mask(item):
             used += item.ndim
-        elif isinstance(item, (list, range, tuple, bool)):
-            return None
-        elif item is not None and item is not Ellipsis:
+        elif isinstance(item, (Tensor, slice)) or _is_integer(item):
             used += 1
+        elif item is not None and item is not Ellipsis:
+            return None
     if used > x.ndim or sum(item is Ellipsis for item in items) > 1:
         return None
     result: list[tuple[Any, int | None]] = []
@@ -51,11 +52,15 @@ def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
 
 
 def _with_tensors(index: Any, device: torch.device) -> Any:
-    """An index with lists of numbers made tensors."""
+    """An index with lists of numbers and arrays made tensors, and what acts as a number made one."""
 
     def convert(item: Any) -> Any:
-        plain = isinstance(item, list) and item and all(_is_integer(i) for i in item)
-        return torch.tensor(item, device=device) if plain else item
+        if isinstance(item, Tensor):
+            return item
+        if (isinstance(item, list) and _of_numbers(item)) or hasattr(item, "__array__"):
+            item = torch.as_tensor(item, device=device)
+            return int(item) if not item.ndim and item.dtype != torch.bool else item
+        return operator.index(item) if hasattr(item, "__index__") and not isinstance(item, bool) else item
 
     return tuple(convert(item) for item in index) if type(index) is tuple else convert(index)
 
@@ -64,6 +69,11 @@ def _is_view(index: Any) -> bool:
     """Whether an index has slices only, which are torch's affair."""
     items = index if type(index) is tuple else (index,)
     return all(type(item) is slice or item is None or item is Ellipsis for item in items)
+
+
+def _of_numbers(items: list[Any]) -> bool:
+    """Whether a list, which may hold lists, holds integers or truth values only, and some."""
+    return bool(items) and all(_of_numbers(i) if isinstance(i, list) else isinstance(i, int) for i in items)
 
 
 def _is_integer(item: Any) -> bool:
@@ -201,7 +211,7 @@ def _setitem(self: Any, index: Any, value: Any) -> Any:
     if len(tensors) == 1 and is_mask(tensors[0][1]) and is_cut(tensors[0][1]):
         part.copy_(masked(part, *tensors[0], value.to(self.dtype), False))
         return None
-    _aten.index_put_.default(part, _indices("__setitem__", part, tensors), value.to(self.dtype))
+    _aten.index_put_.default(part, _indices("__setitem__", part, tensors), value)
     return None
 
 
