@@ -14,6 +14,7 @@ from . import (  # noqa: F401
     factorizations,
     flex,
     fourier,
+    histograms,
     indexing,
     joining,
     linear,

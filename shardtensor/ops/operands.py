@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._compat import TensorMeta
+from ..dispatch import spec_of
 from ..errors import different_meshes, refuse
 from ..geometry import chunk_sizes
+from ..redistribute import redistribute_local
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, promote, redistribute_to
 
@@ -32,6 +34,7 @@ __all__ = [
     "refuse_gathering",
     "torch_judges",
     "whole_rows",
+    "whole_value",
     "wide_dtype",
 ]
 
@@ -118,6 +121,16 @@ def whole_rows(op: Any, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
             )
         spec = spec.replace(placements=placements, sizes=tuple(sizes))
     return spec
+
+
+# -- on tensors, below autograd ------------------------------------------------------------------------------------
+
+
+def whole_value(x: Any) -> tuple[Tensor, ShardTensorSpec]:
+    """The local part of a ShardTensor with any Partial reduced, and the spec that it then has."""
+    spec = spec_of(x)
+    target = spec.for_gradient()
+    return redistribute_local(x._local_tensor, spec, target), target
 
 
 # -- what torch would say -----------------------------------------------------------------------------------------

@@ -12,24 +12,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..dispatch import run, spec_of, wrap
+from ..dispatch import run, wrap
 from ..errors import refuse
 from ..geometry import chunk_sizes, cuts_of, intervals_of
 from ..redistribute import all_gather, move_intervals, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
-from .operands import moved
+from .operands import moved, whole_value
 from .ordering import Route, Sorted, find_slices, sort_keys
 from .reductions import reduced_dims
 from .scans import reduce_over
 
 _aten = torch.ops.aten
-
-
-def _whole_value(x: Any) -> tuple[Tensor, ShardTensorSpec]:
-    """The local part with any Partial reduced."""
-    spec = spec_of(x)
-    return redistribute_local(x._local_tensor, spec, spec.for_gradient()), spec.for_gradient()
 
 
 def _lines_up(spec: ShardTensorSpec, mesh_dim: int | None, length: int, sizes: Any, dtype: torch.dtype) -> Any:
@@ -116,7 +110,7 @@ def _unique_consecutive(
 ) -> Any:
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = _whole_value(x)
+    local, spec = whole_value(x)
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
         return _results(x, *results, return_inverse, return_counts)
@@ -136,7 +130,7 @@ def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_co
     """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = _whole_value(x)
+    local, spec = whole_value(x)
     if len(spec.sharded_dims()) > 1:
         raise refuse("unique", [spec], "it is cut on several mesh dims", "shard it on one mesh dim only")
     m, sizes = _line(spec)
@@ -163,7 +157,7 @@ def _unique_slices(
     """Like :func:`_unique`, for slices along ``dim``, which have to be whole: that dim is the one to be sharded."""
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = _whole_value(x)
+    local, spec = whole_value(x)
     dim = reduced_dims(dim, x.ndim)[0]
     if spec.shape[dim] == 1 and spec.shape.numel():
         return _results(x, *_runs(local, spec, dim), return_inverse, return_counts)
@@ -203,7 +197,7 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
     if not hasattr(x, "_spec") or x._spec.is_replicate():
         return NotImplemented
-    local, spec = _whole_value(x)
+    local, spec = whole_value(x)
     torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
     over = list(spec.sharded_dims().values())
     ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)

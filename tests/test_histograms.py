@@ -1,0 +1,117 @@
+"""Histograms of shards against one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+CUTS = [
+    (2, (0,), {0: (5, 2)}),
+    (3, (0,), {0: (0, 6, 1)}),
+    (2, (1,), {0: (2, 1)}),
+    ((2, 2), (None, 0), {1: (7, 0)}),
+    ((2, 2), (1, 0), {0: (1, 2), 1: (4, 3)}),
+]
+
+
+def check(mesh_shape, dims, sizes):
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 3, dtype=torch.float64), torch.rand(7, 3, dtype=torch.float64)
+    options = {
+        "mesh_shape": mesh_shape,
+        "placements": [Replicate() if d is None else Shard(d) for d in dims],
+        "shard_sizes": sizes,
+        "check_grads": False,
+    }
+    edges = torch.linspace(-2, 2, 6, dtype=torch.float64)
+    for both in ({"density": False}, {"density": True}):
+        assert_matches_unsharded(lambda x, both=both: tuple(torch.histogram(x, 5, **both)), x, **options)
+        assert_matches_unsharded(lambda x, both=both: tuple(x.histogram(5, range=(-1.0, 0.5), **both)), x, **options)
+        assert_matches_unsharded(lambda x, both=both: tuple(torch.histogram(x, edges, weight=w, **both)), x, **options)
+        assert_matches_unsharded(lambda x, w, b=both: tuple(torch.histogram(x, 4, weight=w, **b)), x, w, **options)
+    assert_matches_unsharded(lambda x: torch.histc(x, 7), x, **options)
+    assert_matches_unsharded(lambda x: torch.histc(x * 0 + 3, 7), x, **options)
+    if len(dims) == 1 or None in dims:
+        points = [(2, 3, 4), [edges, edges[1:], edges[2:]]]
+        for bins in points:
+            for density in (False, True):
+
+                def several(x, bins=bins, density=density, **more):
+                    result = torch.histogramdd(x, bins, density=density, **more)
+                    return result.hist, *result.bin_edges
+
+                assert_matches_unsharded(several, x, **options)
+                assert_matches_unsharded(lambda x, f=several: f(x, weight=w[:, 0].contiguous()), x, **options)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_against_one_device(mesh_shape, dims, sizes):
+    run_distributed(check, mesh_shape if isinstance(mesh_shape, int) else 4, mesh_shape, dims, sizes)
+
+
+def communication():
+    x = shard(torch.randn(100, 2), shared_mesh(2), [Shard(0)], {0: (70, 30)})
+    found = []
+    for function in (
+        lambda: x.histogram(5).hist,
+        lambda: x.histogram(5, range=(0.0, 1.0)).hist,
+        lambda: x.histogram(5, range=(0.0, 1.0), density=True).hist,
+        lambda: x.histc(5),
+        lambda: torch.histogramdd(x, (2, 3)).hist,
+    ):
+        with count_communication() as counted:
+            y = function()
+        found.append((counted.messages, dict(counted.collectives), counted.collective_bytes, y.placements))
+    return found
+
+
+def test_what_travels():
+    """Two numbers a row of points where no range is given; the counts only for a density."""
+    one = {"all_reduce": 1}
+    for found in run_distributed(communication, 2):
+        assert found == [
+            (0, one, 2 * 4, (Partial(),)),
+            (0, {}, 0, (Partial(),)),
+            (0, one, 5 * 4, (Replicate(),)),
+            (0, one, 2 * 4, (Partial(),)),
+            (0, {"all_reduce": 2}, 2 * (2 * 2 * 4), (Partial(),)),  # edges, and again to count
+        ]
+
+
+def fail(case):
+    mesh = shared_mesh(2)
+    x = shard(torch.tensor([1.0, float("nan"), 2.0]), mesh, [Shard(0)], {0: (1, 2)})
+    if case == "undefined":
+        x.histogram(5)
+    elif case == "undefined, histc":
+        x.histc(5)
+    elif case == "sharded edges":
+        x.histogram(shard(torch.arange(4.0), mesh, [Shard(0)], {0: (1, 3)}))
+    else:
+        x.histogram(-1)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("undefined", RuntimeError, "not finite"),
+        ("undefined, histc", RuntimeError, "not finite"),
+        ("sharded edges", UnsupportedSharding, r"histogram: an operand would have to be gathered.*\[1, 3\].*Remedy"),
+        ("bins", RuntimeError, "bins"),
+    ],
+)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(fail, 2, case):
+        with pytest.raises(kind, match=text):
+            raise error
