@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import random
 from unittest import mock
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
-from shardtensor.ops import neighborhood
+from shardtensor.ops import neighborhood, neighborhood_geometry
 from shardtensor.ops.neighborhood_geometry import Neighborhood
 from shardtensor.ops.neighborhood_tiles import Dim, tiled_attention
 from shardtensor.testing import (
@@ -53,6 +54,11 @@ def with_queries(draw):
     n = draw(neighborhoods())
     start = draw(st.integers(0, n.size))
     return n, (start, draw(st.integers(start, n.size)))
+
+
+def test_examples_in_the_documentation():
+    result = doctest.testmod(neighborhood_geometry)
+    assert result.attempted and not result.failed
 
 
 @given(neighborhoods())
@@ -546,6 +552,18 @@ def dtypes():
         out = attention(problem)(*(shard(t, mesh, [Shard(1)], {0: (4, 5)}) for t in whole))
         torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-12)
     assert out.is_contiguous() and out.to_local().is_contiguous()
+    # What inference has prepared serves training.
+    problem = plane((10, 7), 3, heads_kv=1, additional=1)
+    whole = problem.tensors()
+    for mode in (torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            shards = [shard(t, mesh, [Shard(1)], {0: (4, 6)}) for t in whole[:3]]
+            inputs = shards + [t.clone() for t in whole[3:]]
+            if torch.is_grad_enabled():
+                inputs = [t.requires_grad_() for t in inputs]
+            out = attention(problem)(*inputs)
+    out.square().sum().backward()
+    assert all(t.grad is not None for t in inputs)
 
 
 def test_dtypes_autocast_and_inference_mode():

@@ -103,7 +103,7 @@ class Neighborhood:
 
         Example:
             >>> Neighborhood(size=16, kernel=4, stride=3).slice_for((7, 8))
-            (3, 9)
+            (3, 10)
         """
         if not length(queries):
             return (0, 0)

@@ -109,6 +109,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=32)  # few, as the indices of a large map take memory
+@torch.inference_mode(False)  # a plan that inference makes first must serve training, too
 def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
     kinds_of = [_kinds(dim, _tile_length(dim, len(dims))) for dim in dims]
     rows_of = [
