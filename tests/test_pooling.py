@@ -153,6 +153,32 @@ def test_layouts():
     assert all(run_distributed(layouts, 3))
 
 
+def check_volumes():
+    """Average pooling of volumes, whose kernel takes no input shorter than its window, batched and not."""
+    for shape in ((3, 4, 5, 6), (2, 3, 4, 5, 6)):
+        x = data(*shape)
+        for dim in range(len(shape)):
+            for sizes in ((shape[dim] - 1, 1), (0, shape[dim]), (1, shape[dim] - 1)):
+                for options in (
+                    {"kernel_size": 2},
+                    {"kernel_size": (2, 2, 3), "stride": (1, 2, 3), "padding": (1, 0, 1)},
+                    {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True, "count_include_pad": False},
+                    {"kernel_size": (4, 1, 6)},
+                    {"kernel_size": (1, 3, 6), "stride": 5, "padding": (0, 1, 3), "divisor_override": 3},
+                ):
+                    assert_matches_unsharded(
+                        lambda x, o=options: F.avg_pool3d(x, **o),
+                        x,
+                        mesh_shape=2,
+                        placements=[Shard(dim)],
+                        shard_sizes={0: sizes},
+                    )
+
+
+def test_averages_of_volumes():
+    run_distributed(check_volumes, 2)
+
+
 def partial_inputs():
     mesh = shared_mesh(2)
     whole = data(1, 2, 8).round()

@@ -159,6 +159,26 @@ def test_doubling_keeps_channels_last():
     assert run_distributed(kernels, 2) == [True, True]
 
 
+def check_memory_formats():
+    x = data(2, 4, 6, 8).to(memory_format=torch.channels_last)
+    for dim in (0, 2, 3):
+        sharded = shard(x, shared_mesh(2), [Shard(dim)], {0: (1, x.shape[dim] - 1)})
+        for options in (
+            {"scale_factor": 2, "mode": "bilinear"},
+            {"size": (7, 9), "mode": "bilinear", "align_corners": True},
+            {"size": (9, 9), "mode": "bicubic"},
+            {"size": (7, 9)},
+        ):
+            y = F.interpolate(sharded, **options)
+            local = y.to_local()
+            assert y.is_contiguous(memory_format=torch.channels_last)
+            assert local.is_contiguous(memory_format=torch.channels_last), (dim, options, local.stride())
+
+
+def test_every_mode_keeps_channels_last():
+    run_distributed(check_memory_formats, 2)
+
+
 @given(
     SIZES,
     st.sampled_from([(2, None), (3, None), (0.5, None), (2, 2.0), (4, 4.0), (0.5, 0.5), (2, 2.04)]),

@@ -215,7 +215,13 @@ def _interpolate(
             needs[d] = [resizes[d].taps().reads(interval) for interval in outs]
             mine[d] = needs[d][spec.coordinate[m]], outs[spec.coordinate[m]]
     local = borrow_dims(x.to_local(), spec, needs).to(dtype)
-    return finish(_resample(local, resizes, mine), x, meta, sizes)
+    result = _resample(local, resizes, mine)
+    # Resampled dim after dim, or cut out of a larger result, it may have lost its memory format.
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(meta.ndim)
+    if last is not None and not meta.is_contiguous() and meta.is_contiguous(memory_format=last):
+        result = result.contiguous(memory_format=last)
+    return finish(result, x, meta, sizes)
 
 
 def _resample(local: Tensor, resizes: dict[int, Resize], mine: dict[int, tuple[Interval, Interval]]) -> Tensor:
