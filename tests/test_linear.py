@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor import ShardTensor
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,

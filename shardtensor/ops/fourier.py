@@ -166,7 +166,7 @@ def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> T
     dtype = part.dtype if part.is_complex() else torch.promote_types(part.dtype, torch.complex64)
     if part.dtype == torch.float64:
         dtype = torch.complex128
-    if not inputs or not outputs:
+    if not part.numel() or not outputs:
         return part.to(dtype).sum(-1, keepdim=True).expand(*part.shape[:-1], outputs)
 
     def wave(first: int, count: int) -> Tensor:

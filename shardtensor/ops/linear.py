@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..dispatch import Call, Plan, meta_of, rule, run
 from ..errors import UnsupportedSharding, refuse
-from ..parameters import local_parameters
+from ..parameters import GradientSum, unsummed_parameters
 from ..registry import register
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, _FromLocal, redistribute_to
@@ -105,36 +105,36 @@ def _register_added(name: str, product: Callable[..., Tensor], form: Form) -> No
     """``beta * input + alpha * product(a, b)``, also in place."""
     function = getattr(torch, name)
 
-    def parts(input: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
-        if common_mesh(name, [input, a, b]) is None:
-            return NotImplemented
-        meta = torch_judges(function, input, a, b, beta=beta, alpha=alpha)
+    def scaled_product(input: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
+        """``(alpha * product(a, b), beta)``, the factors as numbers of the result's kind, which torch makes of them."""
+        dtype = torch_judges(function, input, a, b, beta=beta, alpha=alpha).dtype
         result = _product(product, form, a, b) if any(isinstance(t, ShardTensor) for t in (a, b)) else product(a, b)
-        result = result.to(meta.dtype) if not _autocast(result) else result
-        return result if alpha == 1 else result * alpha
+        if not torch.is_autocast_enabled(result.device.type):
+            result = result.to(dtype)
+        if not (dtype.is_floating_point or dtype.is_complex):
+            alpha, beta = (bool(n) if dtype == torch.bool else int(n) for n in (alpha, beta))
+        return result if alpha == 1 else result * alpha, beta
 
     @register(function, getattr(Tensor, name))
     def added(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
-        result = NotImplemented if out is not None else parts(input, a, b, beta, alpha)
-        if result is NotImplemented or (beta == 0 and isinstance(result, ShardTensor)):
+        if out is not None or common_mesh(name, [input, a, b]) is None:
+            return NotImplemented
+        result, beta = scaled_product(input, a, b, beta, alpha)
+        if beta == 0 and isinstance(result, ShardTensor):
             return result  # what input holds, NaN even, does not matter then
         return torch.add(result, input.to(result.dtype), alpha=beta)
 
     @register(getattr(Tensor, name + "_"))
     def added_(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        if common_mesh(name, [input, a, b]) is None:
+            return NotImplemented
         if not isinstance(input, DTensor):
             reason = "a ShardTensor cannot be written into a plain tensor"
             raise refuse(name + "_", [input, a, b], reason, "use the out-of-place form")
-        result = parts(input, a, b, beta, alpha)
-        if result is NotImplemented:
-            return result
+        result, beta = scaled_product(input, a, b, beta, alpha)
         if beta == 0:
             return input.copy_(result)
         return (input if beta == 1 else input.mul_(beta)).add_(result)
-
-
-def _autocast(t: Tensor) -> bool:
-    return torch.is_autocast_enabled(t.device.type)
 
 
 for _name, _of in _ADDED.items():
@@ -142,6 +142,37 @@ for _name, _of in _ADDED.items():
 
 
 # -- linear and bilinear layers -----------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` that starts the sum of the parameters' gradients before it computes the input's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        ctx.total, ctx.bias_dtype = total, None if bias is None else bias.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives, the weight's gradient is a sum here as well
+            weight, _ = ctx.total.complete([weight, None])
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        x_, weight_ = x.to(grad.dtype), weight.to(grad.dtype)  # they differ under autocast
+        rows = grad.flatten(0, x.ndim - 2)
+        grad_x = grad_w = grad_b = None
+        with torch.autocast(grad.device.type, enabled=False):
+            if need_w:
+                grad_w = torch.tensordot(rows, x_.flatten(0, -2).conj(), ([0], [0])).to(weight.dtype)
+            if need_b:
+                grad_b = rows.sum(0).to(ctx.bias_dtype)
+            finish = ctx.total.start([grad_w, grad_b])
+            if need_x:
+                product = grad @ weight_.conj() if weight.ndim == 2 else grad.unsqueeze(-1) * weight_.conj()
+                grad_x = product.to(x.dtype)
+        grad_w, grad_b = finish()
+        return grad_x, grad_w, grad_b, None
 
 
 @register(F.linear)
@@ -155,9 +186,13 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if last in spec.sharded_dims() or _is_cut(weight) or _is_cut(bias):
         lead, rows = tuple(range(last)), ("rows",) * (weight.ndim - 1)
         y = contract("linear", F.linear, Form(((*lead, "k"), (*rows, "k")), (*lead, *rows)), x, weight, mesh=mesh)
-        return y if bias is None else y + bias.to(y.dtype)
-    w, b = local_parameters("linear", spec, weight, bias)
-    y = F.linear(x.to_local(), w, b)
+        if bias is None:
+            return y
+        if _is_cut(bias) and last not in y._spec.sharded_dims():
+            bias = redistribute_to(as_operand(bias, mesh), bias._spec.replicated())  # one number for each output
+        return y + bias.to(y.dtype)
+    (w, b), total = unsummed_parameters("linear", spec, weight, bias)
+    y = _Linear.apply(x.to_local(), w, b, total) if any(total.needed) else F.linear(x.to_local(), w, b)
     out = spec.replace(meta=spec.tensor_meta._replace(shape=shape, stride=_stride(shape), dtype=y.dtype))
     return _FromLocal.apply(y, out)
 
@@ -218,7 +253,7 @@ def _letters(equation: str, ndims: Sequence[int]) -> tuple[tuple[str, ...], str]
 
     Example:
         >>> _letters("b...i, ij", [4, 2])
-        (('bcdi', 'ij'), 'cdbj')
+        (('baci', 'ij'), 'acbj')
     """
     return _letters_of(equation, tuple(ndims))
 

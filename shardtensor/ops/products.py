@@ -219,7 +219,7 @@ def arrange(op: Any, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangem
             if not options:
                 raise _refusal(op, form, specs, held, m)
             held = moved
-        best = min(options, key=lambda option: (option.cost, -lengths[option.cut.label]))
+        best = min(options, key=lambda x: (x.cost, x.traveller is not None, -lengths[x.cut.label]))
         cuts.append(best.cut)
         taken.add(best.cut.label)
         if best.traveller is not None:

@@ -1,0 +1,176 @@
+"""Factorizations and solvers on shards of batches and of right-hand sides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import linalg
+from torch.distributed.tensor import Replicate, Shard
+
+from shardtensor import UnsupportedSharding, allow_gather
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+WHOLE = [Replicate()]
+
+
+def square(*shape):
+    return torch.randn(*shape, shape[-1], dtype=torch.float64) + 3 * torch.eye(shape[-1], dtype=torch.float64)
+
+
+def positive(*shape):
+    a = torch.randn(*shape, shape[-1], dtype=torch.float64)
+    return a @ a.mT + 3 * torch.eye(shape[-1], dtype=torch.float64)
+
+
+# name: (function, kind of matrix); signs and order, which are up to the algorithm, made the same
+OF_ONE = {
+    "cholesky": (linalg.cholesky, positive),
+    "cholesky_ex": (lambda x: linalg.cholesky_ex(x)[0], positive),
+    "cholesky_inverse": (torch.cholesky_inverse, positive),
+    "cond": (linalg.cond, square),
+    "det": (torch.det, square),
+    "eig": (lambda x: linalg.eig(x)[1].abs(), square),
+    "eigh": (lambda x: linalg.eigh(x)[1].abs(), positive),
+    "eigvalsh": (linalg.eigvalsh, positive),
+    "geqrf": (lambda x: torch.geqrf(x.detach())[1], square),
+    "inv": (linalg.inv, square),
+    "inverse": (lambda x: x.inverse(), square),
+    "ldl_factor": (lambda x: linalg.ldl_factor(x.detach())[0], positive),
+    "logdet": (torch.logdet, positive),
+    "lu": (lambda x: linalg.lu(x)[2], square),
+    "lu_factor": (lambda x: linalg.lu_factor(x)[0], square),
+    "lu_unpack": (lambda x: torch.lu_unpack(*linalg.lu_factor(x))[1], square),
+    "matrix_exp": (torch.matrix_exp, square),
+    "matrix_norm": (lambda x: linalg.matrix_norm(x, 2), square),
+    "matrix_power": (lambda x: linalg.matrix_power(x, -2), square),
+    "matrix_rank": (lambda x: linalg.matrix_rank(x.detach()).double(), square),
+    "nuc": (lambda x: torch.norm(x, "nuc", (1, 2), True), square),
+    "ormqr": (lambda x: torch.ormqr(*torch.geqrf(x.detach()), x), square),
+    "pinv": (linalg.pinv, square),
+    "qr": (lambda x: linalg.qr(x)[1], square),
+    "slogdet": (lambda x: linalg.slogdet(x)[1], square),
+    "svd": (lambda x: torch.svd(x)[0].abs(), square),
+    "svdvals": (linalg.svdvals, square),
+}
+
+
+def check_matrices(names):
+    for name in names:
+        function, make = OF_ONE[name]
+        for sizes, dim in (((5, 0), 0), ((1, 4), 0), ((1, 2), 1), ((0, 3), 2)):
+            torch.manual_seed(0)
+            try:
+                assert_matches_unsharded(
+                    function, make(5, 3), mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes}
+                )
+            except AssertionError as error:
+                raise AssertionError(f"{name}, dim {dim} in {sizes}") from error
+
+
+def test_batches_of_matrices():
+    run_distributed(check_matrices, 2, list(OF_ONE))
+
+
+SOLVERS = [
+    linalg.solve,
+    lambda a, b: linalg.solve(a, b.mT, left=False),
+    lambda a, b: linalg.solve_triangular(a.triu(), b, upper=True),
+    lambda a, b: torch.cholesky_solve(b, a.tril()),
+    lambda a, b: linalg.lstsq(a, b).solution,
+    lambda a, b: linalg.lu_solve(*linalg.lu_factor(a), b),
+    lambda a, b: torch.linalg.ldl_solve(*linalg.ldl_factor(a.detach()), b.detach()),
+]
+
+
+def check_solvers():
+    five = {0: (1, 4)}
+    for function in SOLVERS:
+        for places, sizes in [
+            ([[Shard(0)], WHOLE], [five, None]),
+            ([WHOLE, [Shard(0)]], [None, {0: (0, 5)}]),
+            ([[Shard(0)], [Shard(0)]], [{0: (5, 0)}, five]),
+            ([WHOLE, [Shard(2)]], [None, {0: (4, 0)}]),  # the columns of the right-hand side
+            ([WHOLE, [Shard(1)]], [None, {0: (1, 2)}]),
+            ([[Shard(1)], [Shard(0)]], [{0: (3, 0)}, five]),
+        ]:
+            torch.manual_seed(0)
+            b = torch.randn(5, 3, 4, dtype=torch.float64)
+            assert_matches_unsharded(function, positive(5, 3), b, mesh_shape=2, placements=places, shard_sizes=sizes)
+    vectors = torch.randn(5, 3, dtype=torch.float64)
+    assert_matches_unsharded(
+        linalg.solve, square(5, 3), vectors, mesh_shape=2, placements=[[Shard(0)], WHOLE], shard_sizes=[five, None]
+    )
+    # One whole matrix for right-hand sides that are cut.
+    assert_matches_unsharded(
+        linalg.solve, square(3), torch.randn(3, 7, dtype=torch.float64), mesh_shape=2, placements=[WHOLE, [Shard(1)]]
+    )
+
+
+def test_solvers():
+    run_distributed(check_solvers, 2)
+
+
+def check_two_mesh_dims():
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(2)]):
+        assert_matches_unsharded(linalg.inv, square(3, 5, 4), mesh_shape=(2, 2), placements=placements)
+
+
+def test_a_mesh_of_two_dims():
+    run_distributed(check_two_mesh_dims, 4)
+
+
+def communication():
+    mesh = shared_mesh(2)
+    found = []
+    for dim in (0, 1):
+        x = shard(square(4, 6), mesh, [Shard(dim)], requires_grad=True)
+        with count_communication() as forward:
+            y = linalg.inv(x)
+            det = linalg.det(x)
+        assert y.placements == (Shard(dim),)
+        assert det.placements == (Shard(0),)
+        cotangent = torch.ones_like(y.detach())
+        with count_communication() as backward:
+            y.backward(cotangent)
+        found.append((forward.bytes_sent, backward.bytes_sent, forward.collective_bytes + backward.collective_bytes))
+    return found
+
+
+def test_what_is_sent():
+    for batch, rows in run_distributed(communication, 2):
+        assert batch == (0, 0, 0)
+        exchange = 4 * 36 // 4 * 8  # half of what a rank has
+        assert rows == (3 * exchange, 2 * exchange, 0)  # there and back for inv, there for det
+
+
+def fail(case):
+    x = shard(square(5), shared_mesh(2), [Shard(0)])
+    with allow_gather():
+        torch.testing.assert_close(linalg.inv(x).full_tensor(), linalg.inv(x.full_tensor()))
+    if case == "single":
+        linalg.inv(x)
+    elif case == "batch":
+        linalg.qr(shard(torch.randn(1, 4, 3), shared_mesh(2), [Shard(1)]))
+    elif case == "shape":
+        linalg.inv(shard(torch.randn(4, 3, 2), shared_mesh(2), [Shard(0)]))
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("single", UnsupportedSharding, r"inv: it needs dim 0 of operand 0 whole.*on mesh dim 0.*Replicate\(\)"),
+        ("batch", UnsupportedSharding, r"qr: it needs dim 1 of operand 0 whole.*at least as many elements as the 2"),
+        ("shape", RuntimeError, "square"),
+    ],
+)
+def test_errors_are_the_same_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(fail, 2, case):
+        with pytest.raises(kind, match=text):
+            raise error
