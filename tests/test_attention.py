@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -96,6 +97,22 @@ def test_grid(world):
     run_distributed(check_grid, world, world, 7, world, "heads")
 
 
+def check_other_ways() -> None:
+    """Point-to-point messages, and the checks of debugging."""
+    previous = shardtensor.set_transport("p2p")
+    os.environ["SHARDTENSOR_DEBUG"] = "1"
+    try:
+        for method in ("ring", "heads"):
+            check_grid(3, 7, 5, method)
+    finally:
+        shardtensor.set_transport(previous)
+        del os.environ["SHARDTENSOR_DEBUG"]
+
+
+def test_other_ways_to_send():
+    run_distributed(check_other_ways, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ring", "heads"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -140,6 +157,8 @@ KINDS = [
     ("five dims", ((2, *Q), ROWS, L), ((2, *K), ROWS, S), ((2, *K), ROWS, S), ((2, 1, 1, 7, 9), None, None), {}),
     ("Partial", (Q, [Partial()], None), (K, ROWS, S), (K, ROWS, S), None, {}),
     ("groups", (Q, ROWS, L), ((3, 2, 9, 4), ROWS, S), ((3, 1, 9, 4), ROWS, S), None, {"enable_gqa": True}),
+    ("keys and values in other groups", (Q, [Shard(0)], B), (Q, [Shard(0)], B), ((3, 2, 7, 4), [Shard(0)], B), None,
+     {"enable_gqa": True}),
     ("groups, heads cut", (Q, [Shard(1)], HEADS), ((3, 2, 9, 4), WHOLE, None), ((3, 2, 9, 4), [Shard(1)], {0: (0, 2)}),
      None, {"enable_gqa": True}),
     ("groups, queries alone", (Q, ROWS, L), ((3, 2, 9, 4), WHOLE, None), ((3, 2, 9, 4), None, None), None,
