@@ -136,6 +136,9 @@ def norms():
         yield f"norm {p}", lambda x, p=p: x.norm(p, 1), x
         yield f"linalg.norm {p}", lambda x, p=p: torch.linalg.norm(x, p, 1), x
         yield f"normalize {p}", lambda x, p=p: F.normalize(x, p, 1), x
+        yield f"dist {p}", lambda x, p=p: torch.dist(x, 0.5 * x + 1, p), x
+        if p > 0:
+            yield f"renorm {p}", lambda x, p=p: torch.renorm(x, p, 1, 1.5), x
     yield "norm", lambda x: torch.norm(x), zeros
     yield "norm in float64", lambda x: torch.linalg.vector_norm(x, 2, 1, dtype=torch.float64), x.float()
     yield "norm of complex", lambda x: torch.linalg.vector_norm(x, 2, 1), torch.complex(x, zeros)
@@ -373,8 +376,6 @@ def fail(case):
         x[:, 0].dot(torch.rand(7))
     elif case == "bincount":
         x[:, 0].long().bincount()
-    elif case == "diagonal":
-        x.diagonal()
 
 
 ERRORS = [
@@ -387,7 +388,6 @@ ERRORS = [
     ("dot of booleans", (RuntimeError, NotImplementedError), "Bool"),
     ("dot of other lengths", RuntimeError, "same number of elements|inconsistent tensor size"),
     ("bincount", (UnsupportedSharding, NotImplementedError), "bincount"),
-    ("diagonal", UnsupportedSharding, "diagonal.*: tensor dim 0, sharded on mesh dim 0, does not stay"),
 ]
 
 
