@@ -43,12 +43,7 @@ def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None)
         UnsupportedSharding: a parameter that is sharded, or on another mesh.
     """
     result, total = unsummed_parameters(op, spec, *parameters)
-    needed = [i for i, n in enumerate(total.needed) if n]
-    if needed:
-        completed = _SumGradients.apply(total.mesh, total.mesh_dims, *(result[i] for i in needed))
-        for i, p in zip(needed, completed, strict=True):
-            result[i] = p
-    return result
+    return total.complete(result)
 
 
 def unsummed_parameters(
@@ -101,6 +96,16 @@ class GradientSum:
     mesh_dims: tuple[int, ...]
     needed: tuple[bool, ...]
 
+    def complete(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The parameters with the sum arranged on their gradients' way back."""
+        result = list(parameters)
+        chosen = [i for i, needed in enumerate(self.needed) if needed and result[i] is not None]
+        if chosen:
+            completed = _SumGradients.apply(self.mesh, self.mesh_dims, *(result[i] for i in chosen))
+            for i, p in zip(chosen, completed, strict=True):
+                result[i] = p
+        return result
+
     def start(self, grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them."""
         mine = [g if needed else None for g, needed in zip(grads, self.needed, strict=True)]
@@ -122,7 +127,7 @@ def start_sum(
             by_dtype.setdefault(t.dtype, []).append(i)
     under_way = []
     for members in by_dtype.values():
-        flat = torch.cat([tensors[i].reshape(-1) for i in members])  # type: ignore[union-attr]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in members])  # type: ignore[union-attr]
         under_way.append((members, start_all_reduce(flat, mesh.get_group(mesh_dims[0]))))
 
     def finish() -> list[Tensor | None]:
@@ -133,7 +138,20 @@ def start_sum(
                 flat = all_reduce(flat, mesh.get_group(m))
             parts: list[Tensor] = [tensors[i] for i in members]  # type: ignore[misc]
             for i, t, piece in zip(members, parts, flat.split([t.numel() for t in parts]), strict=True):
-                result[i] = piece.view(t.shape)
+                total = piece.view(t.shape)
+                result[i] = _Total.apply(t, total) if t.requires_grad and torch.is_grad_enabled() else total
         return result
 
     return finish
+
+
+class _Total(torch.autograd.Function):
+    """The sum of all ranks' contributions. Whoever differentiates it does so on every rank alike."""
+
+    @staticmethod
+    def forward(ctx: Any, contribution: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None

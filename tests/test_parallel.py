@@ -410,41 +410,73 @@ def test_reductions_of_weight_gradients(expected, options):
     run_distributed(collectives, 4, expected, **options)
 
 
-def order_of_events():
-    mesh = shared_mesh(2)
-    layer = nn.Conv2d(2, 4, 3, padding=1).double()
+def recorded(events, name, function):
+    def call(*args, **kwargs):
+        events.append(name(*args) if callable(name) else name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Work:
+    def __init__(self, events, work):
+        self.wait = recorded(events, "sum done", work.wait)
+
+
+def convolutions_kernel(grad, part, weight, plan, spec, mask):
+    return "strip's" if spec is not plan.shard else "input's gradient" if mask[0] else "weight's gradient"
+
+
+def order_of_events(kind):
+    """Of the reduction and the kernels, in one backward pass."""
+    mesh, events = shared_mesh(2), []
+    layer = (nn.Conv2d(2, 4, 3, padding=1) if kind == "convolution" else nn.Linear(6, 4)).double()
     x = shard(problem()[1], mesh, [Shard(2)], {0: CUTS[2]}, requires_grad=True)
     y = layer(x).square().sum()
-    events = []
-
-    class Work:
-        def __init__(self, work):
-            self.work = work
-
-        def wait(self):
-            events.append("sum done")
-            return self.work.wait()
-
-    def all_reduce(*args, **kwargs):
-        events.append("sum started")
-        return Work(reduce(*args, **kwargs))
-
-    def kernel(grad, part, weight, plan, spec, mask):
-        if spec is plan.shard:
-            events.append("input's gradient" if mask[0] else "weight's gradient")
-        return compute(grad, part, weight, plan, spec, mask)
-
-    reduce, compute = dist.all_reduce, convolution_parts._convolve_backward
-    dist.all_reduce, convolution_parts._convolve_backward = all_reduce, kernel
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        reduce = recorded(events, "sum started", dist.all_reduce)
+        patch.setattr(dist, "all_reduce", lambda *args, **kwargs: Work(events, reduce(*args, **kwargs)))
+        if kind == "convolution":
+            kernel = convolution_parts._convolve_backward
+            patch.setattr(convolution_parts, "_convolve_backward", recorded(events, convolutions_kernel, kernel))
+        else:
+            patch.setattr(torch, "tensordot", recorded(events, "weight's gradient", torch.tensordot))
+            patch.setattr(torch.Tensor, "__matmul__", recorded(events, "input's gradient", torch.Tensor.__matmul__))
         y.backward()
-    finally:
-        dist.all_reduce, convolution_parts._convolve_backward = reduce, compute
-    assert events == ["weight's gradient", "sum started", "input's gradient", "sum done"], events
+    seen = [e for e in events if e != "strip's"]
+    assert seen == ["weight's gradient", "sum started", "input's gradient", "sum done"], events
 
 
-def test_the_sum_of_a_convolutions_weight_gradients_is_under_way_while_the_inputs_is_computed():
-    run_distributed(order_of_events, 2)
+@pytest.mark.parametrize("kind", ["convolution", "linear"])
+def test_weight_gradients_are_summed_while_the_inputs_is_computed(kind):
+    run_distributed(order_of_events, 2, kind)
+
+
+def second_derivatives(dtype):
+    """Of squared gradients of input, weight and bias, which go through the sum twice."""
+    torch.manual_seed(0)
+    whole = torch.randn(2, HEIGHT, 6, dtype=dtype)
+    weight, bias = torch.randn(5, 6, dtype=dtype), torch.randn(5, dtype=dtype)
+
+    def twice(x):
+        operands = [x, weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        y = F.linear(*operands)
+        loss = (y * y * y.conj()).real.sum()
+        penalty = sum((g * g.conj()).real.sum() for g in torch.autograd.grad(loss, operands, create_graph=True))
+        grads = torch.autograd.grad(penalty, operands)
+        return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+
+    cut = shard(whole, shared_mesh(2), [Shard(1)], {0: CUTS[2]}, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # autograd warns of collectives that it cannot differentiate
+        found = twice(cut)
+    for ours, expected in zip(found, twice(whole.requires_grad_())):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["float64", "complex128"])
+def test_second_derivatives_of_linear_layers(dtype):
+    run_distributed(second_derivatives, 2, dtype)
 
 
 # -- equal weights -----------------------------------------------------------------------------------------------------
