@@ -1,0 +1,58 @@
+"""glu, rrelu and softmax of masked rows against the unsharded ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Shard
+
+from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
+
+
+def check_values():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    masked = x.masked_fill(torch.tensor([[True], [False], [True], [False]]), float("-inf"))
+    for dim, sizes in ((0, (1, 3)), (0, (4, 0)), (1, (5, 1)), (1, (0, 6))):
+        options = {"mesh_shape": 2, "placements": [Shard(dim)], "shard_sizes": {0: sizes}}
+        for along in (0, 1, -1):
+            assert_matches_unsharded(lambda x, a=along: F.glu(x, a), x, **options)
+            assert_matches_unsharded(lambda x, a=along: torch.ops.aten._safe_softmax(x, a), x, **options)
+        assert_matches_unsharded(lambda x: torch.ops.aten._safe_softmax(x, 1), masked, **options)
+        assert_matches_unsharded(lambda x: F.rrelu(x, 0.1, 0.3), x, **options)
+
+
+def test_values():
+    run_distributed(check_values, 2)
+
+
+def drawn():
+    torch.manual_seed(0)
+    x = torch.cat([torch.full((500,), -2.0), torch.ones(20)])
+    sharded = shard(x, shared_mesh(2), [Shard(0)], {0: (400, 120)}, requires_grad=True)
+    y = F.rrelu(sharded, 0.1, 0.3, training=True)
+    y.sum().backward()
+    slopes = sharded.grad.full_tensor()
+    torch.testing.assert_close(y.full_tensor(), x * slopes)
+    assert (slopes[500:] == 1).all()
+    assert slopes[:500].min() >= 0.1 and slopes[:500].max() <= 0.3
+    assert slopes[:500].unique().numel() > 400
+    return slopes.tolist()
+
+
+def test_slopes_are_drawn_within_bounds_and_used_backward():
+    first, second = run_distributed(drawn, 2)
+    assert first == second
+
+
+def halves():
+    x = shard(torch.randn(8, 3), shared_mesh(2), [Shard(0)], {0: (6, 2)})
+    with count_communication() as counts:
+        y = F.glu(x, 0)
+    return y.shard_sizes, counts.messages, dict(counts.collectives)
+
+
+def test_halves_of_a_sharded_dim_meet_evenly():
+    for sizes, messages, collectives in run_distributed(halves, 2):
+        assert sizes == {0: (3, 1)}
+        assert messages <= 2 and collectives == {"all_to_all": 2}
