@@ -267,16 +267,39 @@ def test_eight_ranks_some_of_them_without_data(shape, name, spmd):
     equal_on_all_ranks(run_distributed(wrapped_training, 8, name, spmd, shape))
 
 
-def dtensors_in_fsdp1():
+def dtensors_in(wrapper):
     mesh = shared_mesh((2, 2), AXES)
-    model = fsdp1(on_domain(copy.deepcopy(problem()[0]), mesh), mesh["dp"], ShardingStrategy.FULL_SHARD)
-    train(model, *inputs(mesh, False), steps=1)
+    train(PLAIN[wrapper](on_domain(copy.deepcopy(problem()[0]), mesh), mesh), *inputs(mesh, False), steps=1)
 
 
-def test_fsdp1_does_not_take_dtensor_weights():
-    """As docs/parallel.md says; torch's own error."""
-    for error in run_expecting_errors(dtensors_in_fsdp1, 4):
-        assert isinstance(error, Exception) and "resize_" in str(error), error
+@pytest.mark.parametrize(("wrapper", "text"), [("FSDP1 over dp", "resize_"), ("DDP over dp", "c10d.broadcast_")])
+def test_wrappers_that_do_not_take_dtensor_weights(wrapper, text):
+    """As docs/parallel.md says; the errors are torch's own."""
+    for error in run_expecting_errors(dtensors_in, 4, wrapper):
+        assert isinstance(error, Exception) and text in str(error), error
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def batch_norm(name):
+    mesh = shared_mesh((2, 2), AXES)
+    model, alone = SPMD[name](copy.deepcopy(problem(Normed)[0]), mesh), copy.deepcopy(problem(Normed)[0])
+    train(model, *inputs(mesh, True))
+    train(alone, *problem()[1:])
+    for (key, found), expected in zip(model.named_buffers(), alone.buffers()):
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=f"{key}: {{}}".format)
+    return check(model, dict(alone.named_parameters()))
+
+
+@needs_spmd
+@pytest.mark.parametrize("name", ["parallelize", "by hand, sharded over all"])
+def test_batch_norm_on_the_whole_mesh_sees_the_whole_batch(name):
+    """Running statistics included: plain buffers with parallelize, DTensors by hand."""
+    equal_on_all_ranks(run_distributed(batch_norm, 4, name))
 
 
 # -- training as usual -------------------------------------------------------------------------------------------------
@@ -482,7 +505,7 @@ def test_second_derivatives_of_linear_layers(dtype):
 # -- equal weights -----------------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
+class Buffered(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
@@ -493,7 +516,7 @@ class Normed(nn.Module):
 def different_seeds():
     mesh = shared_mesh((2, 2), AXES)
     torch.manual_seed(dist.get_rank())
-    model = Normed()
+    model = Buffered()
     model.norm.running_mean.normal_()
     model.norm.num_batches_tracked += dist.get_rank()
     for axis in ("dp", "domain"):
