@@ -77,13 +77,15 @@ def _replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
 
 @register(_aten.histc.default)
 def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    if min != max or spec_of(x).is_replicate() or not x.is_floating_point():
+    if min != max or spec_of(x).is_replicate():
         return NotImplemented
+    torch.histc(torch.ones(1, dtype=x.dtype, device=x.device), bins)  # torch's own errors
     local, spec = whole_value(x)
-    low, high = _range(local, spec).tolist() if x.numel() else (0, 0)
+    real = local if local.is_floating_point() else local.double()
+    low, high = _range(real, spec).tolist() if x.numel() else (0, 0)
     if low == high:
         low, high = low - 1, high + 1
-    torch.histc(local.new_ones(1), bins, low, high)  # torch's own errors
+    torch.histc(local.new_ones(1), bins, low, high)  # that the range is finite
     counts = torch.histc(local, bins, low, high) if local.numel() else local.new_zeros(bins)
     return _counted(counts, spec, [], False)
 

@@ -193,9 +193,6 @@ def _dot(call: Call) -> Plan:
 
 @rule(_aten.histc.default)
 def _histc(call: Call) -> Plan:
-    low, high = argument(call, 2, "min", 0), argument(call, 3, "max", 0)
-    if low == high:
-        raise call.refuse("its range is that of the values", "pass min and max, e.g. from x.aminmax()")
     return _reduction(call, None, False, "sum", of_partial=False)
 
 
@@ -447,6 +444,20 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: 
 @register(_aten.dist.default)
 def _dist(a: Any, b: Any, p: Any = 2) -> Any:
     return _vector_norm(run(_aten.sub.Tensor, (a, b), {}), p)
+
+
+@register(_aten.renorm.default)
+def _renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+    if x._spec.is_replicate():
+        return NotImplemented
+    (kept,) = reduced_dims(dim, x.ndim)
+    others = [d for d in range(x.ndim) if d != kept]
+    if not others:
+        raise RuntimeError("renorm: input needs at least 2 dimensions")
+    norm = _vector_norm(x, p, others, True)
+    one = run(_aten.ones_like.default, (norm,), {})
+    scale = run(_aten.div.Tensor, (run(_aten.mul.Scalar, (one, maxnorm), {}), norm + 1e-7), {})
+    return x * run(_aten.where.self, (norm > maxnorm, scale, one), {})
 
 
 # -- leaving the tensor world: item(), float(), bool() mean the whole value -------------------------------------

@@ -176,13 +176,13 @@ def _unique_slices(
     if target.is_replicate():
         return run(_aten.unique_dim.default, (wrap(local, target), dim, sorted, return_inverse, return_counts), {})
     m = target.sharded_dims()[dim]
-    sizes, group = target.cut(m), target.mesh.get_group(m)
+    cut, group = target.cut(m), target.mesh.get_group(m)
     slices = local.movedim(dim, 0)
     flat = slices.reshape(len(slices), math.prod(slices.shape[1:]))
     order = _slice_order(flat)
-    places = torch.tensor(cuts_of(sizes)[1:-1], dtype=torch.int64, device=x.device)
+    places = torch.tensor(cuts_of(cut)[1:-1], dtype=torch.int64, device=x.device)
     everybody = find_slices(sort_keys(flat[order]), x.dtype, places, group)
-    route = Route(order.unsqueeze(0), everybody.unsqueeze(1), sizes, sizes, group)
+    route = Route(order.unsqueeze(0), everybody.unsqueeze(1), cut, cut, group)
     here = route.there(flat.unsqueeze(0)).squeeze(0)
     within = _slice_order(here)
     route.reorder(within.unsqueeze(0))
