@@ -11,6 +11,8 @@ sharded dims. It may not make a shard whole: that is refused outside :func:`allo
 [Note: views that are copies] What stands for a view may be a copy. Where that follows from the specs (operands had to
 be redistributed) nobody may write to it: the viewed tensor would not change. A reshape of a shard copies or not as the
 shard's strides have it, on one rank and not on another; so every rank may write, and one with a copy writes it back.
+The other way round, a copy is out of date once the viewed tensor has been written to. Its version counter tells so on
+every rank alike: reading the copy is refused then, or, where the shard has it all, made up for.
 
 [Note: allowlist] DTensor's sharding propagation is not consulted. It mislabels some results on even shards and cannot
 express uneven ones, and it gathers without a word; a rule here is a few lines. An operator without a rule is refused,
@@ -43,6 +45,7 @@ __all__ = [
     "Plan",
     "allow_gather",
     "argument",
+    "check_current",
     "gather_allowed",
     "mark_copied",
     "rule",
@@ -254,7 +257,7 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         _write_back(args[0])
         return args[0]
     outputs = plan.outputs
-    note = plan.view and (plan.inputs or plan.may_copy or hasattr(args[0], "_copied"))
+    note = plan.view and (plan.inputs or plan.may_copy or _stands_for_view(args[0]))
     if type(outputs) is ShardTensorSpec:
         out = wrap(result, outputs)
         return _note_copies(out, args[0], plan) if note else out
@@ -270,7 +273,7 @@ def _done(value: Any, first: Any, plan: Plan) -> Any:
     """A result that was computed while looking for a plan, with what a call by the plan would note."""
     if plan.returns_self:
         _write_back(first)
-    elif plan.view and hasattr(first, "_copied"):
+    elif plan.view and _stands_for_view(first):
         tree_map(lambda out: _note_copies(out, first, plan), value)
     return value
 
@@ -285,9 +288,10 @@ def _keep(key: Any, plan: Plan) -> None:
 # -- see [Note: views that are copies] --------------------------------------------------------------------------------
 
 
-def mark_copied(view: Any) -> Any:
-    """Remember that ``view`` stands for a view but is a copy, on some ranks at least: nobody may write to it."""
+def mark_copied(view: Any, viewed: Any) -> Any:
+    """Remember that ``view`` stands for a view of ``viewed`` but is a copy, on some ranks at least."""
     view._copied = None
+    view._viewed = viewed, _version(viewed)
     return view
 
 
@@ -295,13 +299,46 @@ def _note_copies(view: Any, viewed: Any, plan: Plan) -> Any:
     """Keep with a view how what is written to it comes back: ``(copy, original)`` for each copy on the way here."""
     copies = getattr(viewed, "_copied", ())
     if plan.inputs or copies is None:
-        return mark_copied(view)
+        return mark_copied(view, viewed)
     copy, original = view._local_tensor, viewed._local_tensor
     if plan.may_copy and copy.untyped_storage().data_ptr() != original.untyped_storage().data_ptr():
         copies = (*copies, (copy, original))
     if copies:
         view._copied = copies
+        view._viewed = viewed, _version(viewed)
     return view
+
+
+def _stands_for_view(tensor: Any) -> bool:
+    return getattr(tensor, "_viewed", None) is not None
+
+
+def _version(tensor: Any) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # in inference mode nobody counts
+
+
+def check_current(op: Any, tensor: Any) -> None:
+    """Bring what stands for a view up to date before it is read.
+
+    Raises:
+        UnsupportedSharding: the viewed tensor was written to, and the new values are on other ranks.
+    """
+    viewed, version = tensor._viewed
+    if _stands_for_view(viewed):
+        check_current(op, viewed)
+    now = _version(viewed)
+    if now == version:
+        return
+    if tensor._copied is None:
+        raise refuse(
+            op,
+            tensor,
+            "it stands for a view but is a copy on shards, and the viewed tensor has been written to since",
+            "take the view again after the write, or clone() it before",
+        )
+    for copy, original in tensor._copied:
+        copy.copy_(original.reshape(copy.shape))
+    tensor._viewed = viewed, now
 
 
 def _check_written(func: torch._ops.OpOverload, written: Any) -> None:
@@ -324,6 +361,8 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
             key.append(kind)  # 1, 1.0 and True are equal, but promote differently
             key.append(a)
         elif kind is _tensor_class:
+            if a._viewed is not None:
+                check_current(key[0] if key else "operator", a)
             out.append(a._local_tensor)
             key.append(a._spec)
         elif isinstance(a, DTensor):
@@ -522,4 +561,4 @@ def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
         return wrap(redistribute_local(value, spec, target), target)
 
     result = tree_map(cut, func(*plain_args, **plain_kwargs))
-    return tree_map(mark_copied, result) if _traits(func)[1] else result
+    return tree_map(lambda view: mark_copied(view, args[0]), result) if _traits(func)[1] else result

@@ -47,6 +47,9 @@ class ShardTensor(DTensor):
 
     _local_tensor: Tensor
     _spec: ShardTensorSpec
+    # See dispatch.py, [Note: views that are copies].
+    _copied: Any = ()
+    _viewed: Any = None
 
     # -- construction and conversion ----------------------------------------------------------------------
 
@@ -105,6 +108,8 @@ class ShardTensor(DTensor):
             grad_placements: how the gradient of the result lies on the ranks; default: like this tensor (Replicate
                 for a Partial). ``Partial()`` on a mesh dim where the ranks use their copy for different work.
         """
+        if self._viewed is not None:
+            dispatch.check_current("to_local", self)
         if grad_placements is None and not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor
         spec = self._spec.for_gradient()
@@ -369,6 +374,8 @@ class _Promote(torch.autograd.Function):
 
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
     """``tensor`` under the spec ``target``, differentiably; itself where it is there already."""
+    if tensor._viewed is not None:
+        dispatch.check_current("redistribute", tensor)
     return tensor if tensor._spec.lies_like(target) else _Redistribute.apply(tensor, target)
 
 
@@ -462,7 +469,7 @@ def _write_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     outs = out if isinstance(out, (list, tuple)) else (out,)
     name, tensors = getattr(func, "__name__", str(func)), [a for a in (*args, *outs) if isinstance(a, Tensor)]
     if any(not isinstance(t, ShardTensor) for t in outs):
-        raise refuse(name, [*outs], "a ShardTensor cannot be written into a plain tensor", "use the form without out=")
+        raise refuse(name, tensors, "a ShardTensor cannot be written into a plain tensor", "use the form without out=")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
     if isinstance(func, torch._ops.OpOverload):
@@ -511,7 +518,12 @@ def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         return None if result is None else written
     if not isinstance(result, ShardTensor):
         return result
-    finish = dispatch.mark_copied if result._is_view() else lambda t: t
+    viewed = next((a for a in operands if isinstance(a, ShardTensor)), None)
+    is_view = result._is_view()
+
+    def finish(t: Any) -> Any:
+        return dispatch.mark_copied(t, viewed) if is_view else t
+
     if result.ndim != len(pattern.shape):
         return finish(result)
     sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}

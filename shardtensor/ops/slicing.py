@@ -223,7 +223,7 @@ def _select_function(input: Any, dim: Any, index: Any) -> Any:
         return NotImplemented
     dim, index = _entry(input, dim, index)
     row = torch.narrow(input, dim, index, 1)
-    entry = mark_copied(redistribute_to(row, _summed(row._spec, dim)).squeeze(dim))
+    entry = mark_copied(redistribute_to(row, _summed(row._spec, dim)).squeeze(dim), input)
     entry._entry_of = input, dim, index  # for what is to be written there
     return entry
 
@@ -236,7 +236,7 @@ def _select_below_autograd(x: Any, dim: int, index: int) -> Any:
     row = run(_aten.slice.Tensor, (x, dim, index, index + 1), {})
     target = _summed(row._spec, dim)
     entry = wrap(redistribute_local(row._local_tensor, row._spec, target), target)
-    return mark_copied(run(_aten.squeeze.dim, (entry, dim), {}))
+    return mark_copied(run(_aten.squeeze.dim, (entry, dim), {}), x)
 
 
 @rule(_aten.select.int)

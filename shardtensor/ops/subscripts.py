@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..dispatch import mark_copied
 from ..errors import refuse
 from ..registry import register
 from ..tensor import ShardTensor, redistribute_to
@@ -336,7 +337,7 @@ def _register_in_place(name: str) -> None:
         x, dim, index = source
         torch.narrow(x, dim, index, 1).copy_(value.unsqueeze(dim))
         self._local_tensor.copy_(redistribute_to(value, self._spec)._local_tensor)
-        return self
+        return mark_copied(self, x)
 
 
 for _name in (

@@ -46,7 +46,7 @@ def _unfold(self: Any, dimension: int, size: int, step: int) -> Any:
         windows = local.unfold(dim, size, step)
     else:
         windows = local.narrow(dim, 0, 0).unsqueeze(-1).expand(*(-1 for _ in spec.shape), size)
-    return mark_copied(finish(windows, x, meta, {dim: sizes}))
+    return mark_copied(finish(windows, x, meta, {dim: sizes}), self)
 
 
 @register(torch.unfold_copy)
