@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -323,6 +324,37 @@ def test_autocast():
     run_distributed(check_autocast, 2)
 
 
+def check_causal_bias() -> None:
+    """torch's own names for causal masks, aligned at either corner."""
+    torch.manual_seed(0)
+    for length, keys in ((7, 7), (5, 9), (9, 5)):
+        q, k, v = data(2, 4, length, 4), data(2, 4, keys, 4), data(2, 4, keys, 4)
+        for bias in (causal_upper_left(length, keys), causal_lower_right(length, keys)):
+            seen = torch.ones(length, keys, dtype=torch.bool)
+            seen = seen.tril(keys - length if bias.variant == CausalVariant.LOWER_RIGHT else 0)
+            for rows, columns in ((ROWS, ROWS), (ROWS, WHOLE), (WHOLE, ROWS), (WHOLE, WHOLE)):
+                for method in ("ring", "heads"):
+
+                    def attend(q, k, v, bias=bias, seen=seen):
+                        return sdpa(q, k, v, bias if isinstance(q, ShardTensor) else seen)
+
+                    with shardtensor.attention_method(method):
+                        assert_matches_unsharded(
+                            attend,
+                            q,
+                            k,
+                            v,
+                            mesh_shape=2,
+                            placements=[rows, columns, columns],
+                            shard_sizes=[{0: (length - 3, 3)} if rows == ROWS else None]
+                            + [{0: (1, keys - 1)} if columns == ROWS else None] * 2,
+                        )
+
+
+def test_causal_bias():
+    run_distributed(check_causal_bias, 2)
+
+
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
@@ -574,6 +606,8 @@ def call_badly(which: str) -> None:
         y = sdpa(q, q, q)
         (grad,) = torch.autograd.grad(y.sum(), q, create_graph=True)
         grad.sum().backward()
+    elif which == "bias":
+        sdpa(q, q, q, causal_lower_right(8, 7))
     elif which == "flex":
         flex_attention(q, q, q, score_mod=lambda score, *_: score)
     elif which == "method":
@@ -589,6 +623,7 @@ def call_badly(which: str) -> None:
         ("causal", RuntimeError, "attn_mask should not be set when is_causal=True"),
         ("shape", RuntimeError, "should be broadcastable"),
         ("twice", UnsupportedSharding, "it cannot be differentiated twice"),
+        ("bias", ValueError, "a causal bias for (queries, keys) (8, 7), but there are (8, 8)"),
         ("flex", UnsupportedSharding, "use scaled_dot_product_attention with a mask or a bias"),
         ("method", ValueError, "choose 'auto', 'ring' or 'heads'"),
     ],

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._compat import TensorMeta
 from ..dispatch import wrap
@@ -82,6 +83,9 @@ def global_attention(
     enable_gqa: bool = False,
 ) -> Any:
     """torch's function on ShardTensors; plain operands count as replicated."""
+    shift = 0 if is_causal else None
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, shift = None, _shift_of(attn_mask, query, key, is_causal)
     given = [query, key, value] + ([] if attn_mask is None else [attn_mask])
     mesh = common_mesh(_NAME, given)
     if mesh is None:
@@ -101,12 +105,13 @@ def global_attention(
     mask = operands.pop() if attn_mask is not None else None
     mask = None if mask is None else _broadcastable(mask)
     q, k, v = _same_batch(operands, enable_gqa)
-    layout = layout_of(_NAME, q._spec, k._spec, v._spec, None if mask is None else mask._spec, is_causal, _method)
+    layout = layout_of(_NAME, q._spec, k._spec, v._spec, None if mask is None else mask._spec, shift, _method)
     places = zip((q, k, v, mask), layout.targets, strict=True)
     local_q, local_k, local_v, local_mask = (
         None if target is None else _local_part(moved(_NAME, t, target), layout) for t, target in places
     )
-    if not layout.split:
+    if not layout.split and shift in (None, 0):
+        is_causal = shift == 0
         out = F.scaled_dot_product_attention(
             local_q, local_k, local_v, local_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -115,10 +120,20 @@ def global_attention(
         if dropout_p > 0:
             place = tuple(q._spec.coordinate[m] for m in layout.split)
             dropout = Dropout(dropout_p, common_draw(q._spec, q.device), place)
-        work = Work(_NAME, layout, q._spec, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, dropout)
+        work = Work(_NAME, layout, q._spec, shift, q.shape[-1] ** -0.5 if scale is None else scale, dropout)
         compute = work.attend if layout.head_cuts is None else work.by_heads
         out = compute(local_q, local_k, local_v, local_mask)
     return _FromLocal.apply(out, _result_spec(layout, mesh, judged.shape, out.dtype))
+
+
+def _shift_of(bias: CausalBias, query: Any, key: Any, is_causal: bool) -> int:
+    """The mask that a ``torch.nn.attention.bias`` stands for, as a shift."""
+    lengths, wanted = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if is_causal:
+        raise ValueError("CausalBias should not be used with is_causal=True")
+    if lengths != wanted:
+        raise ValueError(f"a causal bias for (queries, keys) {lengths}, but there are {wanted}")
+    return 0 if bias.variant == CausalVariant.UPPER_LEFT else wanted[1] - wanted[0]
 
 
 def _cast(t: Any) -> Any:
@@ -165,14 +180,15 @@ def _prepared(
     assert mesh is not None
     given = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
     given[3] = None if attn_mask is None else _broadcastable(given[3])
-    layout = layout_of(_NAME, *(None if t is None else t._spec for t in given), is_causal, "ring")  # type: ignore[arg-type]
+    shift = 0 if is_causal else None
+    layout = layout_of(_NAME, *(None if t is None else t._spec for t in given), shift, "ring")  # type: ignore[arg-type]
     local = [
         None if target is None else moved(_NAME, t, target)._local_tensor
         for t, target in zip(given, layout.targets, strict=True)
     ]
     queries = layout.targets[0]
     assert queries is not None
-    work = Work(_NAME, layout, queries, is_causal, query.shape[-1] ** -0.5 if scale is None else scale, None)
+    work = Work(_NAME, layout, queries, shift, query.shape[-1] ** -0.5 if scale is None else scale, None)
     return work, work.kernel(*local), local
 
 

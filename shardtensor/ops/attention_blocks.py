@@ -65,21 +65,27 @@ class Kernel:
     dropout: Dropout | None = None
 
 
-def pieces(rows: Interval, columns: Interval, causal: bool) -> list[tuple[Interval, Interval, bool]]:
+def pieces(rows: Interval, columns: Interval, shift: int | None) -> list[tuple[Interval, Interval, bool]]:
     """What of a block has to be computed: rectangles that are seen entirely, and squares up to their diagonal.
 
+    Args:
+        shift: row ``r`` sees the columns up to ``r + shift``; None: all of them.
+
     Example:
-        >>> pieces((3, 6), (0, 5), causal=True)  # rows 3, 4, 5 see the columns up to their own
+        >>> pieces((3, 6), (0, 5), 0)  # rows 3, 4, 5 see the columns up to their own
         [((3, 6), (0, 3), False), ((3, 5), (3, 5), True), ((5, 6), (3, 5), False)]
     """
-    (a, b), (c, d) = rows, columns
-    start = max(a, c)
-    stop = max(start, min(b, d))
-    if causal:
-        found = [(rows, (c, min(d, a)), False), ((start, stop), (start, stop), True), ((stop, b), (start, stop), False)]
-    else:
+    if shift is None:
         found = [(rows, columns, False)]
-    return [(r, s, square) for r, s, square in found if r[1] > r[0] and s[1] > s[0]]
+    else:
+        (a, b), (c, d) = rows, columns
+        a, b = a + shift, b + shift  # named by the last column that they see
+        start = max(a, c)
+        stop = max(start, min(b, d))
+        square = (start, stop)
+        seen = [((a, b), (c, min(d, a)), False), (square, square, True), ((stop, b), square, False)]
+        found = [((r[0] - shift, r[1] - shift), s, diagonal) for r, s, diagonal in seen]
+    return [(r, s, diagonal) for r, s, diagonal in found if r[1] > r[0] and s[1] > s[0]]
 
 
 class RunningSoftmax:

@@ -70,13 +70,14 @@ def layout_of(
     key: ShardTensorSpec,
     value: ShardTensorSpec,
     mask: ShardTensorSpec | None,
-    causal: bool,
+    shift: int | None,
     method: str,
 ) -> Layout:
     """The layout of a call; batch dims are equal except that keys and values may have fewer heads.
 
     Args:
         mask: of at least two dims.
+        shift: which keys a query sees, see :func:`~.attention_blocks.pieces`.
         method: "auto", "ring" or "heads".
 
     Raises:
@@ -124,7 +125,7 @@ def layout_of(
         mask_start=0 if bias is None else _held(bias, -1)[0],
         mesh_dim=mesh_dim,
     )
-    return layout if both is None else _exchanging(layout, both, causal, method, mask)
+    return layout if both is None else _exchanging(layout, both, shift, method, mask)
 
 
 def _one_mesh_dim(operands: Sequence[ShardTensorSpec | None], given: Sequence[Cut]) -> list[Cut]:
@@ -190,7 +191,7 @@ def _with(spec: ShardTensorSpec, cuts: Sequence[Cut]) -> ShardTensorSpec:
 # -- kind "both": ring or heads -----------------------------------------------------------------------------------
 
 
-def _exchanging(layout: Layout, m: int, causal: bool, method: str, mask: ShardTensorSpec | None) -> Layout:
+def _exchanging(layout: Layout, m: int, shift: int | None, method: str, mask: ShardTensorSpec | None) -> Layout:
     """The layout for the method that is taken along mesh dim ``m``."""
     q, k, v, bias = layout.targets
     assert q is not None and k is not None and v is not None
@@ -198,7 +199,7 @@ def _exchanging(layout: Layout, m: int, causal: bool, method: str, mask: ShardTe
     rows, columns = intervals_of(q.cut(m)), intervals_of(k.cut(m))
 
     def needs(r: int, s: int) -> bool:
-        return bool(pieces(rows[r], columns[s], causal))
+        return bool(pieces(rows[r], columns[s], shift))
 
     bias_cut = None if bias is None else _cut_of(bias, m)
     ring = replace(
@@ -222,7 +223,7 @@ def _exchanging(layout: Layout, m: int, causal: bool, method: str, mask: ShardTe
         else:
             return ring  # a mask without heads, of which each rank has a part, would have to be gathered
         bias = _with(bias, cuts)
-    if method == "auto" and not _heads_are_faster(q, k, v, m, causal, max(parts) / units):
+    if method == "auto" and not _heads_are_faster(q, k, v, m, shift, max(parts) / units):
         return ring
     return replace(
         layout,
@@ -244,7 +245,7 @@ _OTHER_RATES = (1000.0, 1 << 22)
 
 
 def _heads_are_faster(
-    q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec, m: int, causal: bool, largest_share: float
+    q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec, m: int, shift: int | None, largest_share: float
 ) -> bool:
     rate, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
     rows, columns = intervals_of(q.cut(m)), intervals_of(k.cut(m))
@@ -259,7 +260,7 @@ def _heads_are_faster(
     per_score = 2 * math.prod(q.shape[:-2]) * (q.shape[-1] + v.shape[-1]) / rate
 
     def work(r: int, s: int) -> float:
-        parts = pieces(rows[r], columns[s], causal)
+        parts = pieces(rows[r], columns[s], shift)
         return per_score * sum(length(a) * length(b) / (2 if square else 1) for a, b, square in parts)
 
     ring = 0.0

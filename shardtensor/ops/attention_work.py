@@ -32,14 +32,15 @@ class Work:
         name: of the operator, for errors.
         layout: who has and computes what.
         query: spec of the queries.
-        causal, scale: as in torch's function.
+        shift: which keys a query sees, see :func:`~.attention_blocks.pieces`.
+        scale: of the scores.
         dropout: None where nothing is dropped.
     """
 
     name: str
     layout: Layout
     query: ShardTensorSpec
-    causal: bool
+    shift: int | None
     scale: float
     dropout: Dropout | None
 
@@ -67,9 +68,11 @@ class Work:
         exchanges = layout.mesh_dim is not None and layout.head_cuts is None
         empty = 0 in (q.numel(), k.numel(), v.numel())  # on which torch's kernels crash
         grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
-        if not (exchanges or empty or self.dropout is not None or (self.causal and layout.rows[0])):
+        causal = self.shift is not None
+        shifted = self.shift is not None and layout.rows[0] + self.shift != 0
+        if not (exchanges or empty or shifted or self.dropout is not None):
             return F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=self.causal, scale=self.scale, enable_gqa=grouped
+                q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
         while mask is not None and mask.ndim < q.ndim:
             mask = mask.unsqueeze(0)
@@ -125,7 +128,7 @@ class Work:
         mask_start = layout.mask_start
         if len(block) > 2:
             mask, mask_start = block[2], first_column
-        for i, (rows, columns, square) in enumerate(pieces(layout.rows, layout.columns[index], self.causal)):
+        for i, (rows, columns, square) in enumerate(pieces(layout.rows, layout.columns[index], self.shift)):
             yield _Part(
                 (rows[0] - first_row, rows[1] - rows[0]),
                 (columns[0] - first_column, columns[1] - columns[0]),
