@@ -281,6 +281,28 @@ def test_rows_that_see_nothing():
     run_distributed(check_rows_that_see_nothing, 2)
 
 
+def check_overflow() -> None:
+    """A key whose score overflows to -inf counts for nothing, also where it is the only one of its rank."""
+    q, v = torch.full((1, 1, 4, 2), 1e200, dtype=torch.float64), data(1, 1, 4, 2)
+    k = torch.zeros_like(q)
+    k[:, :, 3] = -1e200
+    for options in ({}, {"is_causal": True}):
+        assert_matches_unsharded(
+            lambda *t, options=options: sdpa(*t, **options),
+            q,
+            k,
+            v,
+            mesh_shape=2,
+            placements=ROWS,
+            shard_sizes={0: (3, 1)},
+            check_grads=False,
+        )
+
+
+def test_scores_that_overflow():
+    run_distributed(check_overflow, 2)
+
+
 def check_half_precision(dtype, method) -> None:
     """Twice the error that torch itself makes in this precision is allowed."""
     torch.manual_seed(0)

@@ -136,7 +136,7 @@ def attend(
         )
         if bias is not None:  # for a row that sees nothing, the kernel gives zero
             lse = torch.where((bias == -_INF).all(-1), -_INF, lse)
-        return out, lse
+        return out, _checked(lse, q, k, mask, kernel, square)
     out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1])
     for start, n in _tiles(q, k):
         scores = _scores(q, k, mask, kernel, square, start, n)
@@ -147,6 +147,19 @@ def attend(
         out.narrow(-2, start, n).copy_(p @ v)
         lse.narrow(-1, start, n).copy_(total)
     return out, lse
+
+
+def _checked(lse: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, kernel: Kernel, square: bool) -> Tensor:
+    """The lse with -inf for rows whose scores have all overflowed to it, of which the kernel says zero, too."""
+    rows = (lse == 0).flatten(0, -2).any(0).nonzero().flatten().tolist()
+    if not rows:
+        return lse
+    lse = lse.clone()
+    for start, n in _tiles(q.narrow(-2, rows[0], rows[-1] + 1 - rows[0]), k):
+        start += rows[0]
+        scores = _scores(q, k, mask, kernel, square, start, n)
+        lse.narrow(-1, start, n).masked_fill_((scores == -_INF).all(-1), -_INF)
+    return lse
 
 
 def attend_backward(
