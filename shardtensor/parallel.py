@@ -104,6 +104,8 @@ def parallelize(
     shard = tuple(shard) if shard is not None else () if data is None else (data,)
     _check_axes(names, data, domain, tensor, plan, shard, spmd)
     mesh = mesh if len(axes) == len(names) else mesh[tuple(axes)]
+    if spmd:
+        options |= spmd_options(shard, tuple(n for n in axes if n in (data, domain) and n not in shard))
     synchronize(model, mesh)
     steps = [f"weights and buffers: rank 0's on all ranks of {_named(mesh, axes)}"]
 
@@ -114,8 +116,6 @@ def parallelize(
     if spmd:
         _distribute(model, mesh)
         contribute_gradients(model)
-        replicate = tuple(n for n in axes if n in (data, domain) and n not in shard)
-        options |= spmd_options(shard, replicate)
         steps.append(f"weights: DTensors on {_named(mesh, axes)}; gradients are contributions")
     if shard or spmd:
         fsdp_mesh = mesh if spmd else _fsdp_mesh(mesh, shard, data)

@@ -28,6 +28,7 @@ from shardtensor.parallel import contribute_gradients, parallelize, synchronize,
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 needs_spmd = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="FSDP2 has no dp_mesh_dims yet")
+both_ways = pytest.mark.parametrize("spmd", [False, pytest.param(True, marks=needs_spmd)], ids=["plain", "spmd"])
 AXES = ("dp", "domain")
 HEIGHT = 16
 CUTS = {1: (16,), 2: (11, 5), 4: (7, 1, 0, 8)}
@@ -60,11 +61,11 @@ class Checkpointed(Network):
 
 
 class Tied(Network):
-    """One convolution twice, once on shards and once on what every rank has whole."""
+    """Weights used twice, on shards and on what every rank has whole, and by no operator of DTensor's own."""
 
     def forward(self, x):
         pooled = self.features(x).mean((2, 3), keepdim=True)
-        return self.head((self.second(self.features(x)) + self.second(pooled)).mean((2, 3)))
+        return self.head((self.second(self.features(x)) * self.scale + self.second(pooled) * self.scale).mean((2, 3)))
 
 
 @functools.cache
@@ -161,12 +162,13 @@ def replicated(model, mesh):
     return replicate(model, process_group=mesh["dp"].get_group())
 
 
-def by_hand(**dims):
+def by_hand(hooks=True, **dims):
     """Weights and inputs on the whole mesh, FSDP2 told which axes to reduce over: as docs/parallel.md shows."""
 
     def wrap(model, mesh):
         distribute_module(model, mesh)
-        contribute_gradients(model)
+        if hooks:
+            contribute_gradients(model)
         fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
         model.set_gradient_divide_factor(1.0)
         model.set_force_sum_reduction_for_comms(True)
@@ -209,6 +211,7 @@ PLAIN = {
 SPMD = {
     "by hand, sharded over dp": by_hand(shard="dp"),
     "by hand, sharded over all": by_hand(shard=AXES),
+    "by hand, without hooks": by_hand(hooks=False, shard=AXES),
     "by hand, replicated over dp": by_hand(shard="domain", replicate="dp"),
     "parallelize": helped(spmd=True),
     "parallelize, units": helped(spmd=True, units=[nn.Conv2d]),
@@ -236,7 +239,8 @@ def wrapped_training(name, spmd, shape=(2, 2), kind=Network):
 
 
 def cases(table):
-    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in table]
+    names = [n for n in table if n != "by hand, without hooks"]
+    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in names]
 
 
 @pytest.mark.parametrize("name", cases(PLAIN))
@@ -250,18 +254,27 @@ def test_dtensor_weights_on_the_whole_mesh(name):
     equal_on_all_ranks(run_distributed(wrapped_training, 4, name, True))
 
 
-@needs_spmd
-@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
-def test_a_weight_used_on_shards_and_on_what_is_whole(spmd):
-    equal_on_all_ranks(run_distributed(wrapped_training, 4, "parallelize, sharded over all", spmd, (2, 2), Tied))
+@pytest.mark.parametrize(
+    ("name", "spmd"),
+    [
+        ("FSDP2 over dp", False),
+        ("DTensors on domain, FSDP2 over dp", False),
+        pytest.param("by hand, without hooks", True, marks=needs_spmd),
+    ],
+)
+def test_weights_used_on_shards_and_on_what_is_whole(name, spmd):
+    equal_on_all_ranks(run_distributed(wrapped_training, 4, name, spmd, (2, 2), Tied))
 
 
-@needs_spmd
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
 @pytest.mark.parametrize(
     ("name", "spmd"),
-    [("DDP over dp", False), ("FSDP2 over dp, by layers", False), ("by hand, sharded over all", True)],
+    [
+        ("DDP over dp", False),
+        ("FSDP2 over dp, by layers", False),
+        pytest.param("by hand, sharded over all", True, marks=needs_spmd),
+    ],
 )
 def test_eight_ranks_some_of_them_without_data(shape, name, spmd):
     equal_on_all_ranks(run_distributed(wrapped_training, 8, name, spmd, shape))
@@ -313,8 +326,7 @@ def ten_steps(spmd):
     return check(model, train_alone(optimizer=adamw, steps=10)[0], rtol=1e-8)
 
 
-@needs_spmd
-@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
+@both_ways
 def test_ten_steps_of_adamw_with_activation_checkpointing(spmd):
     """AdamW divides by the root of squared gradients, which enlarges differences in rounding: 1e-8."""
     equal_on_all_ranks(run_distributed(ten_steps, 4, spmd))
@@ -336,9 +348,13 @@ def clipping(name, spmd):
     return check(model, expected)
 
 
-@needs_spmd
 @pytest.mark.parametrize(
-    ("name", "spmd"), [("DDP over dp", False), ("FSDP2 over dp", False), ("by hand, sharded over all", True)]
+    ("name", "spmd"),
+    [
+        ("DDP over dp", False),
+        ("FSDP2 over dp", False),
+        pytest.param("by hand, sharded over all", True, marks=needs_spmd),
+    ],
 )
 def test_gradients_are_clipped_by_their_exact_norm(name, spmd):
     equal_on_all_ranks(run_distributed(clipping, 4, name, spmd))
@@ -374,8 +390,7 @@ def accumulation(how):
     return check(model, train_alone()[0])
 
 
-@needs_spmd
-@pytest.mark.parametrize("how", ["DDP", "FSDP2", "spmd"])
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", pytest.param("spmd", marks=needs_spmd)])
 def test_gradients_accumulate_over_micro_batches(how):
     equal_on_all_ranks(run_distributed(accumulation, 4, how))
 
@@ -398,8 +413,7 @@ def mixed_precision(spmd):
         assert (grad - q.grad).norm() < 0.05 * q.grad.norm() + 1e-3, name
 
 
-@needs_spmd
-@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
+@both_ways
 def test_mixed_precision(spmd):
     run_distributed(mixed_precision, 4, spmd)
 
@@ -617,7 +631,7 @@ def domain_and_tensor():
     """Both layers cut: all that is sent is the sum of the second one's results, when its bias is added."""
     mesh = shared_mesh((2, 2), ("domain", "tp"))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).double()
     whole, x = copy.deepcopy(model), torch.randn(2, HEIGHT, 6, dtype=torch.float64)
     assert tensor_parallel(model, mesh, {"1": "colwise", "3": "rowwise"}) == {"1": "colwise", "3": "rowwise"}
     sharded = shard(x, mesh, [Shard(1), Replicate()], {0: CUTS[2]}, requires_grad=True)
@@ -672,9 +686,8 @@ def three_axes(spmd):
     return check(model, train_alone()[0])
 
 
-@needs_spmd
 @pytest.mark.slow
-@pytest.mark.parametrize("spmd", [False, True], ids=["plain", "spmd"])
+@both_ways
 def test_data_domain_and_tensor_parallel_on_one_mesh(spmd):
     equal_on_all_ranks(run_distributed(three_axes, 8, spmd))
 
@@ -746,3 +759,9 @@ def bad(case):
 def test_errors(case, kind, text):
     for error in run_expecting_errors(bad, 4, case):
         assert isinstance(error, kind) and text in str(error), error
+
+
+@pytest.mark.skipif(hasattr(fsdp, "DataParallelMeshDims"), reason="for torch before 2.13")
+def test_spmd_needs_a_newer_torch():
+    for error in run_expecting_errors(wrapped_training, 4, "parallelize", True):
+        assert isinstance(error, ValueError) and "spmd=True needs FSDP2's dp_mesh_dims" in str(error), error
