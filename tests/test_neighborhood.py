@@ -373,8 +373,8 @@ def additional_kinds():
     for additional in (twins, wrapped):
         with count_communication() as counts:
             attention(rows)(*shards, *additional).square().sum().backward()
-        # Keys and values together; a DTensor may keep its contribution, for FSDP to reduce.
-        assert counts.collectives["all_reduce"] in ((1,) if additional is twins else (0, 1))
+        if additional is twins:  # DTensors keep their contribution or have it reduced, as the version of torch goes
+            assert counts.collectives["all_reduce"] == 1, "keys and values together"
         for t, grad in zip(additional, expected):
             assert type(t.grad) is type(t.detach())
             got = t.grad.full_tensor() if isinstance(t, DTensor) else t.grad

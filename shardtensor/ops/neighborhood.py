@@ -100,7 +100,8 @@ def _neighborhood_attention(
     q, k, v = (redistribute_to(t, target) for t, target in zip((q, k, v), targets))
     extra = None
     if additional:
-        pair = _distributed(torch.cat(additional, -1), mesh)
+        halves = [ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else t for t in additional]
+        pair = _distributed(torch.cat(halves, -1), mesh)  # plain ones side by side first, for one all-reduce
         extra = local_part(redistribute_to(pair, _additional_cut(pair._spec, targets[1])), cut)
     plan = _plan(cut, *windows, kernel is not None)
     local_q = q.to_local()
