@@ -6,7 +6,7 @@ For each mesh dim one of these kinds (dims counted from the end: -3 heads and be
 |---|---|---|---|---|
 | batch | batch or heads | alike | alike | nothing |
 | rows | sequence | whole | as the query | nothing |
-| keys | whole | sequence | whole | two all-reduces of the result's size |
+| keys | whole | sequence | whole | two all-reduces: a number per row, and the result |
 | both | sequence | sequence | as the query | keys and values round a ring, or an all-to-all each way |
 """
 
