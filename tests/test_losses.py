@@ -534,3 +534,26 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
     for error in run_expecting_errors(fail, 2, case):
         with pytest.raises(kind, match=text):
             raise error
+
+
+def linear_cross_entropies():
+    target = torch.tensor([[0, 2, 4], [1, 1, 3], [3, 0, 2], [4, 4, 1], [2, 0, 0]])
+    for reduction in ("mean", "sum", "none"):
+        for weight, bias in ((torch.randn(5, 4).double(), torch.randn(5).double()), (torch.randn(5, 3, 4).double(), None)):
+            labels = target if weight.ndim == 3 else target[:, 0]
+
+            def loss(x, w, b=None, reduction=reduction, labels=labels):
+                return F.linear_cross_entropy(x, w, labels, linear_bias=b, reduction=reduction, ignore_index=4)
+
+            given = [torch.randn(5, 4).double(), weight] + ([] if bias is None else [bias])
+            for cuts in ([Shard(0)], [Replicate()], [Replicate()]), ([Replicate()], [Shard(0)], [Shard(0)]):
+                sizes = [{0: (4, 1)} if placements == [Shard(0)] else None for placements in cuts]
+                assert_matches_unsharded(
+                    loss, *given, mesh_shape=2, placements=cuts[: len(given)], shard_sizes=sizes[: len(given)]
+                )
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch does not have it yet")
+def test_linear_cross_entropy():
+    """Rows or classes sharded, one position or several."""
+    run_distributed(linear_cross_entropies, 2)
