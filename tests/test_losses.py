@@ -539,7 +539,8 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
 def linear_cross_entropies():
     target = torch.tensor([[0, 2, 4], [1, 1, 3], [3, 0, 2], [4, 4, 1], [2, 0, 0]])
     for reduction in ("mean", "sum", "none"):
-        for weight, bias in ((torch.randn(5, 4).double(), torch.randn(5).double()), (torch.randn(5, 3, 4).double(), None)):
+        one, several = torch.randn(5, 4).double(), torch.randn(5, 3, 4).double()
+        for weight, bias in ((one, torch.randn(5).double()), (several, None)):
             labels = target if weight.ndim == 3 else target[:, 0]
 
             def loss(x, w, b=None, reduction=reduction, labels=labels):
