@@ -91,7 +91,7 @@ def parallelize(
 
     Example::
 
-        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "domain"))
+        mesh = init_device_mesh(device_type, (4, 2), mesh_dim_names=("dp", "domain"))
         print(parallelize(model, mesh, units=[Block]))
         optimizer = torch.optim.AdamW(model.parameters())   # after it: FSDP2 replaces the parameters
         x = scatter_tensor(batch, 0, mesh["domain"], (Shard(2),))
