@@ -43,7 +43,9 @@ def refuse(op: object, operands: object, reason: str, remedy: str) -> Unsupporte
 def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding:
     """The exception for operands that live on different meshes, which says how to put both on one."""
     meshes = [getattr(t, "mesh", None) or t.device_mesh for t in operands]
-    names = list(dict.fromkeys(name for mesh in meshes for name in mesh.mesh_dim_names or ("",)))
+    # In the order in which a mesh of all of them has its axes: neighbours are farthest apart along the first.
+    strides = {name: n for mesh in meshes for name, n in zip(mesh.mesh_dim_names or [""], _strides(mesh))}
+    names = sorted(strides, key=lambda name: -strides[name])
     shown = ", ".join(repr(name) for name in names)
     remedy = "build all of them on one mesh"
     if len(names) > 1 and all(names):
@@ -60,3 +62,9 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
 def _axes(mesh: Any) -> str:
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     return "x".join(f"{name}={size}" if name else str(size) for name, size in zip(names, mesh.shape, strict=True))
+
+
+def _strides(mesh: Any) -> list[int]:
+    """For each mesh dim, how far apart the ranks of neighbours are."""
+    ranks = mesh.mesh
+    return [int(ranks.narrow(m, 0, 2).diff(dim=m).flatten()[0]) if n > 1 else 0 for m, n in enumerate(ranks.shape)]

@@ -664,15 +664,17 @@ def natural_spelling(how):
         weight = distribute_tensor(torch.rand(3, 2, 1, 1, dtype=torch.float64), mesh["tp"], [Replicate()])
         F.conv2d(x[None], weight)
     else:
-        x + distribute_tensor(torch.rand(6, dtype=torch.float64), mesh["tp"], [Replicate()])
+        bias = distribute_tensor(torch.rand(6, dtype=torch.float64), mesh["tp"], [Replicate()])
+        _ = x + bias if how == "aten" else bias + x
 
 
-@pytest.mark.parametrize("how", ["layer", "convolution", "aten"])
+@pytest.mark.parametrize("how", ["layer", "convolution", "aten", "aten, reversed"])
 def test_a_plan_on_another_axis_than_the_input_says_what_to_write(how):
     for error in run_expecting_errors(natural_spelling, 4, how):
         assert isinstance(error, UnsupportedSharding), error
         text = str(error)
-        assert "operands live on different meshes (domain=2, tp=2)" in text
+        shown = "tp=2, domain=2" if "reversed" in how else "domain=2, tp=2"
+        assert f"operands live on different meshes ({shown})" in text
         assert "on mesh['domain', 'tp'] instead of one axis each" in text
         assert "shardtensor.parallel.tensor_parallel(model, mesh['domain', 'tp'], {'up': 'colwise'" in text
 
