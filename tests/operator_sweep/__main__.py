@@ -36,12 +36,11 @@ def main() -> None:
     for ranks in options.ranks:
         for dtype in options.dtypes:
             start = time.monotonic()
-            swept = sweep(names, ranks, Options(dtype, options.kind, options.gather, options.limit))
+            wanted = Options(dtype, options.kind, options.gather, options.limit)
+            swept = sweep(names, ranks, wanted, progress=show)
             report.cases += swept.cases
             seconds = time.monotonic() - start
             print(f"{ranks} ranks, {dtype}: {dict(swept.counted())}, {seconds:.0f} s", flush=True)
-            for case in swept.bad():
-                print(f"  {case.outcome}: {case.operator} #{case.sample}, {case.cut}: {case.detail}", flush=True)
     if options.refused:
         reasons = Counter((c.operator, c.detail) for c in report.cases if c.outcome == "refused")
         for (operator, reason), count in reasons.most_common():
@@ -53,6 +52,12 @@ def main() -> None:
     if options.json:
         with open(options.json, "w") as file:
             json.dump([vars(case) for case in report.cases], file)
+
+
+def show(name: str, report: Report) -> None:
+    """What is wrong with an operator, as soon as it is known."""
+    for case in report.bad():
+        print(f"  {case.outcome}: {name} #{case.sample}, {case.cut}: {case.detail}", flush=True)
 
 
 def load(path: str) -> Report:

@@ -36,19 +36,31 @@ class Report:
         return counted["right"] / max(1, sum(counted.values()))
 
 
-def sweep(names: Iterable[str], ranks: int, options: Options, timeout: float = 900.0) -> Report:
-    """Run every case of the operators ``names`` on ``ranks`` processes; hangs and disagreements cost that case only."""
+def sweep(
+    names: Iterable[str],
+    ranks: int,
+    options: Options,
+    timeout: float = 900.0,
+    progress: Callable[[str, Report], None] = lambda name, report: None,
+) -> Report:
+    """Run every case of the operators ``names`` on ``ranks`` processes; hangs and disagreements cost that case only.
+
+    ``progress`` is called with each operator's name and cases as soon as they are known.
+    """
     report = Report()
     with tempfile.TemporaryDirectory(prefix="operator-sweep-") as folder:
-        for attempt, name in enumerate(names):
-            report.cases += _operator(name, ranks, options, folder, attempt, timeout)
+        for name in names:
+            found = _operator(name, ranks, options, folder, timeout)
+            progress(name, Report(found))
+            report.cases += found
     return report
 
 
-def _operator(name: str, ranks: int, options: Options, folder: str, attempt: int, timeout: float) -> list[Case]:
+def _operator(name: str, ranks: int, options: Options, folder: str, timeout: float) -> list[Case]:
+    """One operator's cases, up to the tenth that hangs: each of those costs half a minute."""
     cases: list[Case] = []
     skip = 0
-    while True:
+    while sum(case.outcome == "hang" for case in cases) < 10:
         for path in Path(folder).iterdir():
             path.unlink()
         started = time.monotonic_ns()
@@ -62,6 +74,7 @@ def _operator(name: str, ranks: int, options: Options, folder: str, attempt: int
             if not split:  # the case behind the last one that ended
                 skip += 1
                 cases.append(Case(name, -1, f"case {skip}", "hang", str(failure)[:2000], False))
+    return cases
 
 
 def _from_log(path: Path, skip: int) -> tuple[list[Case], int, bool]:
