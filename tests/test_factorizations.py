@@ -174,3 +174,22 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
     for error in run_expecting_errors(fail, 2, case):
         with pytest.raises(kind, match=text):
             raise error
+
+
+def coefficients():
+    """The copy of the matrix that comes with the solution depends on no column of the right-hand side."""
+    b, matrix = torch.randn(2, 3, 4, dtype=torch.float64), square(2, 3).triu()
+    for dim, sizes in ((2, (3, 1)), (0, (2, 0))):
+        for placements in ([Shard(dim)], WHOLE), ([Shard(dim)], [Shard(0)] if dim == 0 else WHOLE):
+            assert_matches_unsharded(
+                lambda b, a: tuple(torch.triangular_solve(b, a)),
+                b,
+                matrix,
+                mesh_shape=2,
+                placements=placements,
+                shard_sizes=[{0: sizes}, {0: (2, 0)} if placements[1] != WHOLE else None],
+            )
+
+
+def test_gradients_through_the_copy_of_a_matrix_count_once():
+    run_distributed(coefficients, 2)

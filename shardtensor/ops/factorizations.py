@@ -83,7 +83,6 @@ _SIGNATURES: dict[str, _Signature] = {
     "solve": _Signature(("A", "B"), _solved("AB")),
     "solve_ex": _Signature(("A", "B"), _solved("AB")),
     "solve_triangular": _Signature(("input", "B"), _solved("AB")),
-    "triangular_solve": _Signature(("b", "A"), lambda operands, left: (("nK", "nn"), ("nK", "nn"))),
 }
 
 
@@ -158,6 +157,23 @@ def _register(name: str, signature: _Signature) -> None:
 
 for _name in sorted(_SIGNATURES, key=lambda name: "." not in name):
     _register(_name, _SIGNATURES[_name])
+
+
+@register(torch.triangular_solve, Tensor.triangular_solve)
+def _triangular_solve(b: Any, A: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """The copy of the matrix among the results is no work of a rank's columns: it is made of the whole operand."""
+
+    def solution(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.triangular_solve(*args, **kwargs).solution
+
+    signature = _Signature(("b", "A"), lambda operands, left: (("nK", "nn"), ("nK",)))
+    if out is not None:
+        return NotImplemented
+    x = _by_matrix("triangular_solve", solution, signature, (b, A, *args), kwargs)
+    if x is NotImplemented:
+        return x
+    matrix = as_operand(A, x.device_mesh)
+    return torch.return_types.triangular_solve((x, matrix.expand(*x.shape[:-2], *A.shape[-2:]).clone()))
 
 
 @register(torch.linalg.matrix_power, torch.matrix_power, Tensor.matrix_power)
