@@ -332,14 +332,15 @@ class _FromLocal(torch.autograd.Function):
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor, grad_spec: ShardTensorSpec) -> Any:  # type: ignore[override]
-        ctx.set_materialize_grads(False)
+        # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
+        # would wait for that rank.
         ctx.grad_spec = grad_spec
         local = tensor._local_tensor
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return (None if grad is None else _FromLocal.apply(grad, ctx.grad_spec)), None
+        return _FromLocal.apply(grad, ctx.grad_spec), None
 
 
 class _Redistribute(torch.autograd.Function):
