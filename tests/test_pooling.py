@@ -11,6 +11,7 @@ from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from shardtensor import UnsupportedSharding
 from shardtensor.geometry import Window, intervals_of, map_cuts
 from shardtensor.ops.pooling import adaptive_window, pool_reads
 from shardtensor.ops.spatial import scaled_cut
@@ -309,3 +310,28 @@ def test_scaled_cuts_give_outputs_to_the_owner_of_their_centre(sizes, out):
         for o in range(start, stop):
             assert a * 2 * out <= (2 * o + 1) * n <= b * 2 * out
     assert map_cuts(sizes, scaled_cut(n, 2 * n)) == tuple(2 * s for s in sizes)
+
+
+def gradient_by_name():
+    torch.manual_seed(0)
+
+    def gradient(x, grad):
+        y, at = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+        return torch.ops.aten.max_pool2d_with_indices_backward(grad.detach(), x, [3], [2], [1], [1], False, at)
+
+    whole, grad = torch.randn(2, 3, 8, 5, dtype=torch.float64), torch.randn(2, 3, 4, 3, dtype=torch.float64)
+    for sizes in ((5, 3), (7, 1), (0, 8)):
+        expected = gradient(whole, grad)
+        x = shard(whole, shared_mesh(2), [Shard(2)], {0: sizes}, requires_grad=True)
+        found = gradient(x, shard(grad, shared_mesh(2), [Replicate()]))
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=0)
+        found.sum().backward()
+        assert not x.grad.full_tensor().any()  # a constant of the pooled tensor
+    with pytest.raises(UnsupportedSharding, match="cannot be differentiated by the gradient"):
+        y, at = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+        seed = torch.ones_like(y, requires_grad=True)
+        torch.ops.aten.max_pool2d_with_indices_backward(seed, x, [3], [2], [1], [1], False, at).sum().backward()
+
+
+def test_the_gradient_called_by_its_operators_name():
+    run_distributed(gradient_by_name, 2)

@@ -11,6 +11,7 @@ from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from shardtensor import UnsupportedSharding
 from shardtensor.geometry import cuts_of, intervals_of, length, map_cuts
 from shardtensor.ops.resampling import Resize, as_local
 from shardtensor.ops.spatial import scaled_cut
@@ -299,3 +300,27 @@ def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes
     torch.testing.assert_close(result, whole, rtol=tolerance, atol=4 * tolerance)
     if mode.startswith("nearest"):
         assert torch.equal(result, whole) and taps.weights.shape[1] == 1
+
+
+def by_operators_names():
+    aten = torch.ops.aten
+    cases = [
+        (lambda x: aten.upsample_nearest1d(x, [9]), (2, 3, 5)),
+        (lambda x: aten.upsample_linear1d(x, [9], False), (2, 3, 5)),
+        (lambda x: aten.upsample_bilinear2d(x, [9, 4], True), (2, 3, 5, 3)),
+        (lambda x: aten.upsample_bicubic2d.default(x, [10, 6], False, 2.0, 2.0), (2, 3, 5, 3)),
+        (lambda x: aten._upsample_bilinear2d_aa(x, [3, 4], align_corners=False), (2, 3, 5, 3)),
+        (lambda x: aten.upsample_trilinear3d(x, [9, 4, 2], False, None, None, None), (1, 2, 5, 3, 2)),
+        (lambda x: aten._upsample_nearest_exact2d(x, [9, 4], None, None), (2, 3, 5, 3)),
+    ]
+    for function, shape in cases:
+        torch.manual_seed(0)
+        x = torch.randn(shape, dtype=torch.float64)
+        assert_matches_unsharded(function, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (4, 1)})
+    x = shard(torch.randn(2, 3, 5, 3), shared_mesh(2), [Shard(2)], {0: (4, 1)})
+    with pytest.raises(UnsupportedSharding, match="do not lead to the output size"):
+        aten.upsample_bilinear2d(x, [9, 4], False, 3.0, 3.0)
+
+
+def test_operators_called_by_name():
+    run_distributed(by_operators_names, 2)

@@ -241,6 +241,17 @@ def _native_batch_norm_legit_no_training(
     return _native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
+@register(_aten._batch_norm_with_update)
+def _batch_norm_with_update(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> Any:
+    if not isinstance(input, ShardTensor):
+        return NotImplemented
+    results = _native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    reserved = torch.empty(0, dtype=torch.uint8, device=input.device)  # what a GPU's kernel keeps for its backward
+    return *results, promote(reserved, input.device_mesh)
+
+
 for _home in (torch, _aten):
     register(_home.native_batch_norm)(_native_batch_norm)
     register(_home._native_batch_norm_legit)(_native_batch_norm_legit)

@@ -215,6 +215,12 @@ def _grid_sample(
         )
 
 
+def _grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
+    """The operators below ``grid_sample``, which take numbers for the modes."""
+    mode = ("bilinear", "nearest", "bicubic")[interpolation_mode]
+    return _grid_sample(input, grid, mode, ("zeros", "border", "reflection")[padding_mode], align_corners)
+
+
 def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = None) -> Any:
     if common_mesh("affine_grid", [theta]) is None:
         return NotImplemented
@@ -277,5 +283,7 @@ for _n in (2, 3):
     register(getattr(F, _name))(partial(_fractional_max_pool, spatial=_n))
     register(getattr(F, f"{_name}_with_indices"))(partial(_fractional_max_pool, spatial=_n, indices=True))
 register(F.grid_sample)(_grid_sample)
+for _name in ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"):
+    register(getattr(torch, _name), getattr(torch.ops.aten, _name))(_grid_sampler)
 register(F.affine_grid)(_affine_grid)
 register_loss(F.ctc_loss, _ctc)

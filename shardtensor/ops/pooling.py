@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from ..dispatch import wrap
+from ..errors import refuse
 from ..geometry import Interval, Window, intervals_of, map_cuts
 from ..registry import register
 from ..spec import ShardTensorSpec
@@ -392,3 +393,49 @@ for _n in (1, 2, 3):
     # Below torch.nn.functional, these always return the indices too.
     _doors = (getattr(torch if _n == 1 else _nn, _name), getattr(F, f"{_name}_with_indices"), getattr(_aten, _name))
     register(*_doors)(partial(_adaptive_max_pool, ndim=_n, indices=True))
+
+
+# -- the gradient of max pooling, called by its operator's name ---------------------------------------------------
+
+
+class _MaxPoolGradient(torch.autograd.Function):
+    """The pooling is done once more, and its own gradient taken: the same elements are the largest."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, pooled: Any, *options: Any) -> Any:  # type: ignore[override]
+        ctx.pooled = pooled.detach()
+        with torch.enable_grad():
+            leaf = ctx.pooled.requires_grad_()
+            out = F.max_pool2d(leaf, *options)
+        return torch.autograd.grad(out, leaf, grad)[0]
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:  # type: ignore[override]
+        if ctx.needs_input_grad[0]:
+            raise refuse(
+                "max_pool2d_with_indices_backward",
+                ctx.pooled,
+                "it cannot be differentiated by the gradient that it is given",
+                "call F.max_pool2d and torch.autograd.grad",
+            )
+        return (None, torch.zeros_like(ctx.pooled), *(None,) * 5)
+
+
+def _max_pool_gradient(
+    grad_output: Any,
+    self: Any,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: Any,
+) -> Any:
+    """Handler of the operator; ``indices`` are those of the pooling with these options."""
+    if not isinstance(self, ShardTensor):
+        return NotImplemented
+    return _MaxPoolGradient.apply(grad_output, self, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+
+
+_gradient = _aten.max_pool2d_with_indices_backward
+register(_gradient, _gradient.default)(_max_pool_gradient)

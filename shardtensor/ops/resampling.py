@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -248,3 +248,41 @@ def _resample(local: Tensor, resizes: dict[int, Resize], mine: dict[int, tuple[I
 
 
 register(F.interpolate)(_interpolate)
+
+
+# -- called by the operators' names ---------------------------------------------------------------------------------
+
+
+def _upsample(mode: str, n: int, antialias: bool, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    """``upsample_*(self, output_size, [align_corners,] scales...)``; ``names`` are those of its arguments."""
+    arguments = {**dict(zip(names, args)), **kwargs}
+    input, output_size, align_corners = (arguments.get(k) for k in ("self", "output_size", "align_corners"))
+    if not isinstance(input, ShardTensor) or output_size is None:
+        return NotImplemented
+    scales = tuple(arguments.get(name) for name in names if name.startswith("scales"))
+    given = [scale for scale in scales if scale is not None]
+    if given and (len(given) < n or [int(k * s) for k, s in zip(input.shape[2:], given)] != list(output_size)):
+        raise refuse(
+            f"upsample_{mode}{n}d",
+            input,
+            f"scales {scales} do not lead to the output size {tuple(output_size)}",
+            "call torch.nn.functional.interpolate with the one or the other",
+        )
+    size = None if given else list(output_size)
+    return F.interpolate(input, size, given or None, mode, align_corners, antialias=antialias)
+
+
+_MODES = {
+    **{f"upsample_nearest{n}d": ("nearest", n, False) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": ("nearest-exact", n, False) for n in (1, 2, 3)},
+    "upsample_linear1d": ("linear", 1, False),
+    "upsample_bilinear2d": ("bilinear", 2, False),
+    "upsample_bicubic2d": ("bicubic", 2, False),
+    "upsample_trilinear3d": ("trilinear", 3, False),
+    "_upsample_bilinear2d_aa": ("bilinear", 2, True),
+    "_upsample_bicubic2d_aa": ("bicubic", 2, True),
+}
+for _name, _mode in _MODES.items():
+    _packet = getattr(torch.ops.aten, _name)
+    _arguments = [argument.name for argument in _packet.default._schema.arguments]
+    register(_packet, _packet.default)(partial(_upsample, *_mode, _arguments))
