@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat import TensorMeta
 from ..errors import UnsupportedSharding
 from ..geometry import Interval, intervals_of, map_cuts
 from ..registry import register
-from ..spec import ShardTensorSpec
+from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import ShardTensor, _FromLocal, redistribute_to
 from .operands import torch_judges, whole_rows
 from .products import Tour, part_by_part
@@ -70,7 +71,7 @@ def _transformed(name: str, function: Any, kinds: tuple[_Kind, _Kind], x: Any, n
     """``function(x, n, dim, norm)``; ``n`` and ``dim`` are sequences where it transforms several dims."""
     if not isinstance(x, ShardTensor) or x._spec.is_replicate():
         return NotImplemented
-    judged = torch_judges(function, x, _hashable(n), _hashable(dim), norm)
+    torch_judges(function, x, *_ascending(n, dim, x.ndim), norm)
     x = redistribute_to(x, x._spec.for_gradient())
     if dim is None:
         dims = list(range(x.ndim))[-len(n) if n is not None else 0 :]
@@ -78,13 +79,23 @@ def _transformed(name: str, function: Any, kinds: tuple[_Kind, _Kind], x: Any, n
         dims = [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
     if not set(dims) & set(x._spec.sharded_dims()):
         y = _applied(function, x.to_local(), n, dim, norm)
-        return _FromLocal.apply(y, x._spec.replace(meta=judged._replace(dtype=y.dtype)))
+        shape = [x.shape[d] if d in x._spec.sharded_dims() else length for d, length in enumerate(y.shape)]
+        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), y.dtype)
+        return _FromLocal.apply(y, x._spec.replace(meta=meta))
     lengths = [None] * len(dims) if n is None else [n] if isinstance(n, int) else list(n)
     steps = [(kinds[1], d, length) for d, length in zip(dims[:-1], lengths[:-1], strict=True)]
     last = (kinds[0], dims[-1], lengths[-1])
     for kind, d, length in [last, *steps] if kinds[0].to_half else [*steps, last]:
         x = _along(name, kind, x, d, None if length == -1 else length, norm or "backward")
     return x
+
+
+def _ascending(n: Any, dim: Any, ndim: int) -> tuple[Any, Any]:
+    """``n`` and ``dim``, where both are given, in the dims' order: all that torch checks, and 2.11 fails on others."""
+    if isinstance(n, (list, tuple)) and isinstance(dim, (list, tuple)) and len(n) == len(dim):
+        pairs = sorted(zip(dim, n), key=lambda pair: pair[0] % ndim)
+        return tuple(length for _, length in pairs), tuple(d for d, _ in pairs)
+    return _hashable(n), _hashable(dim)
 
 
 def _hashable(value: Any) -> Any:

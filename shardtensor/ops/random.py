@@ -238,6 +238,7 @@ register(_aten.multinomial.default)(_with_generator(_aten.multinomial.default))
 
 
 STAND_INS[_aten.binomial.default] = lambda count, prob, generator=None: count + prob
+STAND_INS[_aten._standard_gamma.default] = lambda x, generator=None: torch.empty_like(x)
 STAND_INS[_aten._standard_gamma_grad.default] = torch.add
 STAND_INS[_aten._sample_dirichlet.default] = lambda x, generator=None: torch.empty_like(x)
 STAND_INS[_aten._dirichlet_grad.default] = lambda x, alpha, total: x + alpha

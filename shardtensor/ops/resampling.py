@@ -269,7 +269,7 @@ def _upsample(mode: str, n: int, antialias: bool, names: Sequence[str], *args: A
             "call torch.nn.functional.interpolate with the one or the other",
         )
     size = None if given else list(output_size)
-    return F.interpolate(input, size, given or None, mode, align_corners, antialias=antialias)
+    return _interpolate(input, size, given or None, mode, align_corners, antialias=antialias)
 
 
 _MODES = {
