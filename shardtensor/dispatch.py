@@ -554,6 +554,8 @@ def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if value.layout != torch.strided:
+            raise refuse(func, pattern, "a ShardTensor holds no sparse tensor", "call it on full_tensor()")
         spec = pattern.replicated().replace(meta=meta_of(value))
         if value.shape != pattern.shape:
             return wrap(value, spec)

@@ -298,6 +298,8 @@ def gathers():
         with shardtensor.allow_gather():
             pass
         x.as_strided((2, 2), (1, 4))  # still allowed
+        with pytest.raises(UnsupportedSharding, match="holds no sparse tensor"):
+            x.to_sparse()
         with pytest.raises(UnsupportedSharding, match="a view that is a copy on shards"):
             x.as_strided((2, 2), (1, 4)).add_(1)  # would not reach x
         trained = x.detach().requires_grad_()
