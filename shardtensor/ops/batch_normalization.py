@@ -94,6 +94,14 @@ def _update(running: list[Any], stats: tuple[Any, Tensor], plan: NormalizationPl
             buffer.copy_(momentum * value + (1 - momentum) * buffer)
 
 
+def _judge(check: Callable[..., Any], x: Any, mean: Any, var: Any, weight: Any, bias: Any, *options: Any) -> None:
+    """Torch's own errors; what stands below ``torch.nn.functional`` takes its arguments in another order."""
+    if check in (F.batch_norm, F.instance_norm):
+        torch_judges(check, x, mean, var, weight, bias, *options)
+    else:
+        torch_judges(check, x, weight, bias, mean, var, *options, False)
+
+
 def _batch_norm(
     check: Callable[..., Any],
     x: Any,
@@ -107,10 +115,7 @@ def _batch_norm(
 ) -> Any:
     if not isinstance(x, ShardTensor):
         return NotImplemented
-    if check is F.batch_norm:
-        torch_judges(check, x, mean, var, weight, bias, training, momentum, eps)
-    else:
-        torch_judges(check, x, weight, bias, mean, var, training, momentum, eps, False)
+    _judge(check, x, mean, var, weight, bias, training, momentum, eps)
     if x.ndim < 2:
         raise refuse("batch_norm", x, "an input of one dim has no channels", "give it the shape (N, C)")
     x = settled_input(x)
@@ -161,10 +166,7 @@ def _instance_norm(
 ) -> Any:
     if not isinstance(x, ShardTensor):
         return NotImplemented
-    if check is F.instance_norm:
-        torch_judges(check, x, mean, var, weight, bias, use_input_stats, momentum, eps)
-    else:
-        torch_judges(check, x, weight, bias, mean, var, use_input_stats, momentum, eps, False)
+    _judge(check, x, mean, var, weight, bias, use_input_stats, momentum, eps)
     x = settled_input(x)
     plan = plan_over("instance_norm", x._spec, range(2, x.ndim), 1, 2, eps)
     return _channel_norm(x, weight, bias, mean, var, plan, use_input_stats, momentum)
