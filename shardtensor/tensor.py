@@ -110,7 +110,8 @@ class ShardTensor(DTensor):
         """
         if self._viewed is not None:
             dispatch.check_current("to_local", self)
-        if grad_placements is None and not (torch.is_grad_enabled() and self.requires_grad):
+        differentiable = torch.is_grad_enabled() and self.requires_grad
+        if grad_placements is None and not differentiable:
             return self._local_tensor
         spec = self._spec.for_gradient()
         if grad_placements is not None:
@@ -118,9 +119,7 @@ class ShardTensor(DTensor):
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
             spec = spec.replace(placements=grad_placements)
-        if not torch.is_grad_enabled() or not self.requires_grad:
-            return self._local_tensor
-        return _ToLocal.apply(self, spec)
+        return _ToLocal.apply(self, spec) if differentiable else self._local_tensor
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # type: ignore[override]
         """The whole tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
