@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from shardtensor import ShardTensor
+from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -262,3 +262,14 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
     for error in run_expecting_errors(fail, 2, case):
         with pytest.raises(kind, match=text):
             raise error
+
+
+def growing():
+    x = shard(torch.zeros(1), shared_mesh(2), [Shard(0)], {0: (1, 0)})
+    x.addbmm_(torch.ones(2, 5, 3), torch.ones(2, 3, 10))
+
+
+def test_a_tensor_does_not_grow_in_place():
+    for error in run_expecting_errors(growing, 2):
+        assert isinstance(error, UnsupportedSharding)
+        assert "addbmm_: it would change the shape of a tensor in place" in str(error)

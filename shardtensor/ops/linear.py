@@ -132,6 +132,9 @@ def _register_added(name: str, product: Callable[..., Tensor], form: Form) -> No
             reason = "a ShardTensor cannot be written into a plain tensor"
             raise refuse(name + "_", [input, a, b], reason, "use the out-of-place form")
         result, beta = scaled_product(input, a, b, beta, alpha)
+        if torch.broadcast_shapes(input.shape, result.shape) != input.shape:  # addbmm_ of one device grows its tensor
+            reason = "it would change the shape of a tensor in place"
+            raise refuse(name + "_", input, reason, "use the out-of-place form")
         if beta == 0:
             return input.copy_(result)
         return (input if beta == 1 else input.mul_(beta)).add_(result)
