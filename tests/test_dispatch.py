@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import types
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from operator_sweep import database
+from operator_sweep.worker import Randomness, loss_of, whole
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor
@@ -435,20 +434,6 @@ def test_users_register_operators_of_their_own():
 # -- everything that torch has ----------------------------------------------------------------------------------------
 
 
-def op_database():
-    """torch's own list of operators with sample inputs."""
-    if "expecttest" not in sys.modules:
-        try:
-            import expecttest  # noqa: F401
-        except ImportError:  # a package that the list's module imports and does not use for it
-            stub = types.ModuleType("expecttest")
-            stub.TestCase = object
-            sys.modules["expecttest"] = stub
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return op_db
-
-
 # Results without defined values, and generators.
 UNDEFINED = ("empty", "new_empty", "resize")
 
@@ -463,10 +448,6 @@ def cut_last(t, dim, ranks):
     return shard(t.detach(), shared_mesh(ranks), [Shard(dim)], {0: (first, *rest)}, requires_grad=t.requires_grad)
 
 
-def whole_of(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def agree(value, expected):
     if not isinstance(expected, torch.Tensor):
         return value == expected or (value != value and expected != expected) or abs(value - expected) < 1e-4
@@ -475,26 +456,8 @@ def agree(value, expected):
     return expected.layout != torch.strided or torch.allclose(value, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-class Randomness(TorchDispatchMode):
-    """Sees whether random numbers are drawn; those of shards are others than those of one device (test_random.py)."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
 def all_agree(got, expected):
     return all(agree(*pair) for parts in zip(got, expected) for pair in zip(*parts))
-
-
-def loss_of(outputs):
-    total = 0.0
-    for t in outputs:
-        weight = torch.linspace(0.5, 1.5, t.numel()).reshape(t.shape)
-        total = total + ((t.abs() if t.is_complex() else t) * weight).sum()
-    return total
 
 
 def attempt(function, sample, place, backward):
@@ -504,7 +467,7 @@ def attempt(function, sample, place, backward):
         (sample.input, sample.args, sample.kwargs),
     )
     torch.manual_seed(1)
-    results = [whole_of(t) for t in tree_leaves(function(inp, *args, **kwargs))]
+    results = [whole(t) for t in tree_leaves(function(inp, *args, **kwargs))]
     if not backward:
         return results, []
     roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -512,13 +475,13 @@ def attempt(function, sample, place, backward):
     if not roots:
         return results, []
     grads = torch.autograd.grad(loss_of(roots), leaves, allow_unused=True)
-    return results, [torch.zeros(t.shape) if g is None else whole_of(g) for g, t in zip(grads, leaves)]
+    return results, [torch.zeros(t.shape) if g is None else whole(g) for g, t in zip(grads, leaves)]
 
 
 def sweep(ranks, dim, kind, samples, gather=False):
     """Problems, by operator and sample; and how many were right and how many refused."""
     problems, right, refused = [], 0, 0
-    for op in op_database():
+    for op in database().values():
         name = f"{op.name} {op.variant_test_name}".strip()
         function = op.inplace_variant if kind == "in place" else op.op
         backward = kind == "backward"
