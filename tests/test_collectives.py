@@ -1,0 +1,82 @@
+"""``torch.distributed.all_reduce`` on ShardTensors: values are reduced, layouts stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+AXES = ("dp", "domain")
+WHOLE = torch.arange(5.0, dtype=torch.float64)
+
+
+def on_domain(placement, **options):
+    """On a 2 x 2 mesh, with values of each domain's own."""
+    mesh = shared_mesh((2, 2), AXES)
+    sizes = {0: (4, 1)} if isinstance(placement, Shard) else None
+    return shard(WHOLE + 10 * mesh["dp"].get_local_rank(), mesh["domain"], [placement], sizes, **options), mesh
+
+
+def reduced(placement, op, expected):
+    x, mesh = on_domain(placement)
+    alias, before = x.detach(), x._spec
+    assert dist.all_reduce(x, op, group=mesh["dp"].get_group()) is None
+    assert x._spec == before and torch.equal(x.full_tensor(), expected)
+    assert torch.equal(alias.full_tensor(), expected)
+    x, _ = on_domain(placement)
+    work = dist.all_reduce(x, op, group=mesh["dp"].get_group(), async_op=True)
+    work.wait()
+    assert torch.equal(x.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Partial(), Shard(0)], ids=str)
+@pytest.mark.parametrize(
+    ("op", "expected"), [(dist.ReduceOp.SUM, 2 * WHOLE + 10), (dist.ReduceOp.MAX, WHOLE + 10)], ids=["sum", "max"]
+)
+def test_reduction_over_the_data_axis(placement, op, expected):
+    """Whatever the placement along the domain, aliases of the memory included."""
+    run_distributed(reduced, 4, placement, op, expected)
+
+
+def loss_over_all_ranks():
+    """What frameworks do to report a loss: the mean over all ranks, those of one domain having the same value."""
+    x, mesh = on_domain(Shard(0), requires_grad=True)
+    loss = x.square().mean()
+    shown = loss.detach().clone()
+    with count_communication() as counts:
+        dist.all_reduce(shown)
+    assert counts.collectives == {"all_reduce": 2} and counts.collective_bytes == 16  # a number each
+    values = [(WHOLE + 10 * d).square().mean() for d in range(2)]
+    assert (shown / 4).item() == pytest.approx(sum(values).item() / 2, rel=1e-12)
+    loss.backward()
+    expected = 2 * (WHOLE + 10 * mesh["dp"].get_local_rank()) / 5
+    torch.testing.assert_close(x.grad.full_tensor(), expected, rtol=1e-12, atol=0)
+
+
+def test_a_loss_is_averaged_over_all_ranks():
+    run_distributed(loss_over_all_ranks, 4)
+
+
+def over_its_own_shards(group):
+    x, mesh = on_domain(Shard(0))
+    dist.all_reduce(x, group=mesh["domain"].get_group() if group == "domain" else None)
+
+
+@pytest.mark.parametrize("group", ["domain", "all"])
+def test_different_shards_are_not_added_up(group):
+    for error in run_expecting_errors(over_its_own_shards, 4, group):
+        assert isinstance(error, UnsupportedSharding)
+        assert "hold different shards of it (mesh dim 0)" in str(error) and "group of the data axis" in str(error)
+
+
+def sent_to_others():
+    dist.broadcast(on_domain(Shard(0))[0], 0)
+
+
+def test_other_collectives_on_shards_are_refused():
+    for error in run_expecting_errors(sent_to_others, 4):
+        assert isinstance(error, UnsupportedSharding) and "broadcast_" in str(error)
