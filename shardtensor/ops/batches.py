@@ -82,6 +82,7 @@ def by_batch(
     function: Callable[..., Any],
     operands: Sequence[tuple[Any, Names]],
     results: Sequence[tuple[Sequence[int], Names]],
+    takes_empty: bool = False,
 ) -> Any:
     """Call ``function`` on this rank's parts of the operands, see [Note: free dims].
 
@@ -89,6 +90,7 @@ def by_batch(
         op: the operator's name, for errors.
         operands: tensors, at least one of them a ShardTensor, each with its dims' names; None for those to be whole.
         results: the global shape of each result, with names likewise.
+        takes_empty: ``function`` can be called with an empty dim; otherwise a second result is one of indices.
     """
     mesh = common_mesh(op, [t for t, _ in operands])
     assert mesh is not None
@@ -102,7 +104,7 @@ def by_batch(
         local_part(redistribute_to(t, _laid_out(t._spec, row, cuts)), specs[0])
         for t, row in zip(tensors, names, strict=True)
     ]
-    if any(0 in spec.local_shape() for spec in specs):
+    if not takes_empty and any(0 in spec.local_shape() for spec in specs):
         # Not all of torch's kernels take empty dims, yet this rank takes part in the backward pass.
         nothing = sum(t.sum() for t in local if t.is_floating_point())
         found = [nothing.expand(spec.local_shape()) for spec in specs]  # type: ignore[union-attr]
