@@ -9,12 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 
 gradient_seeds = torch.autograd._make_grads
+process_group = _resolve_process_group
 run_engine = torch.autograd.graph._engine_run_backward
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -27,12 +32,18 @@ __all__ = [
     "flattened",
     "flex_attention_checks_operands",
     "gradient_seeds",
+    "has_ordered_effects",
     "is_plain_shard",
+    "is_traced",
+    "keep_static",
     "kernel",
     "new_wrapper",
+    "process_group",
     "register_scripting",
     "run_engine",
+    "same_memory",
     "spmd_options",
+    "unflattened",
     "without_zero_tensor",
 ]
 
@@ -49,6 +60,8 @@ def kernel(func: torch._ops.OpOverload) -> Any:
 
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:`` block; RuntimeError where there is none."""
+    if not _mesh_resources.mesh_stack:
+        raise RuntimeError("no mesh was given, and none surrounds the call; pass one, or call this inside `with mesh:`")
     return _mesh_resources.get_current_mesh()
 
 
@@ -95,6 +108,37 @@ def claim_dispatch(cls: type) -> None:
         return dispatch if torch_dispatch_class is cls else find(self, torch_dispatch_class)
 
     GenericTorchDispatchRuleHolder.find = find_or_claimed  # type: ignore[method-assign]
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has no data, because torch.compile (or another tracer) looks at what is done to it."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share their storage; also where they have no data."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def keep_static(tensor: torch.Tensor) -> None:
+    """Tell torch.compile that a graph holds for this shape only: mark_static, without importing all of dynamo."""
+    while tensor is not None:
+        tensor._dynamo_static_indices = set(range(tensor.ndim))  # type: ignore[attr-defined]
+        tensor = tensor._base  # type: ignore[assignment]
+
+
+def unflattened(inner: dict[str, Any], context: Any) -> tuple[Any, Any, Any, torch.dtype, bool]:
+    """Mesh, placements, shard order, dtype and requires_grad out of what ``DTensor.__tensor_flatten__`` gives."""
+    if len(context) == 2:  # until 2.12
+        spec, requires_grad = context
+        return spec.mesh, spec.placements, spec.shard_order, spec.tensor_meta.dtype, requires_grad
+    placements, meta, order, requires_grad = context
+    return inner["device_mesh"], placements, order, meta.dtype, requires_grad
+
+
+def has_ordered_effects(operator: torch._ops.OpOverload) -> None:
+    """Declare that a graph must keep every call of ``operator``, in its order among the others of this kind."""
+    _register_effectful_op(operator, _EffectType.ORDERED)
 
 
 def register_scripting(function: Any, original: Any) -> None:

@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._compat import TensorMeta, kernel, new_wrapper
+from ._compat import TensorMeta, kernel, new_wrapper, same_memory
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .redistribute import redistribute_local
 from .registry import OPERATORS
-from .spec import ShardTensorSpec
+from .spec import CIRCUMSTANCES, ShardTensorSpec
 
 __all__ = [
     "RULES",
@@ -196,6 +196,9 @@ def gather_allowed() -> bool:
     return _gather_depth > 0
 
 
+CIRCUMSTANCES.append(gather_allowed)
+
+
 def spec_of(tensor: Tensor) -> ShardTensorSpec:
     """The spec of a ShardTensor, or of a DTensor seen as one."""
     spec = tensor._spec  # type: ignore[attr-defined]
@@ -301,7 +304,7 @@ def _note_copies(view: Any, viewed: Any, plan: Plan) -> Any:
     if plan.inputs or copies is None:
         return mark_copied(view, viewed)
     copy, original = view._local_tensor, viewed._local_tensor
-    if plan.may_copy and copy.untyped_storage().data_ptr() != original.untyped_storage().data_ptr():
+    if plan.may_copy and not same_memory(copy, original):
         copies = (*copies, (copy, original))
     if copies:
         view._copied = copies

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._compat import process_group
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect, length
+from .tracing import graph_operator, is_traced
 
 __all__ = ["Pending", "Plan", "plan_intervals", "set_transport", "start_swap"]
 
@@ -132,11 +134,22 @@ def start_swap(
     """
     send_counts = [sum(p.numel() for p in row) for row in pieces]
     recv_counts = [sum(math.prod(s) for s in row) for row in shapes]
-    if debug_enabled():
-        check_communication("exchange", dtype, send_counts, recv_counts, group, device)
     flat = [p.reshape(-1) for row in pieces for p in row if p.numel()]
     packed = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-    received = torch.empty(sum(recv_counts), dtype=dtype, device=device)
+    if is_traced(packed):
+        return Pending([], _exchange(packed, send_counts, recv_counts, group.group_name), shapes, packed)
+    works, received = _start(packed, send_counts, recv_counts, group)
+    return Pending(works, received, shapes, packed)
+
+
+def _start(
+    packed: Tensor, send_counts: list[int], recv_counts: list[int], group: dist.ProcessGroup
+) -> tuple[list[dist.Work], Tensor]:
+    """Send consecutive parts of ``packed`` to the ranks of ``group``, and receive such from them."""
+    dtype = packed.dtype
+    if debug_enabled():
+        check_communication("exchange", dtype, send_counts, recv_counts, group, packed.device)
+    received = packed.new_empty(sum(recv_counts))
     # Bytes: no backend knows every dtype in every collective, and nothing is computed on the way.
     out, inp = received.view(torch.uint8), packed.view(torch.uint8)
     send_counts, recv_counts = ([n * dtype.itemsize for n in counts] for counts in (send_counts, recv_counts))
@@ -144,7 +157,19 @@ def start_swap(
         works = _batched(out, inp, recv_counts, send_counts, group)
     else:
         works = [dist.all_to_all_single(out, inp, recv_counts, send_counts, group=group, async_op=True)]
-    return Pending(works, received, shapes, packed)
+    return works, received
+
+
+@graph_operator(
+    "exchange(Tensor packed, int[] send_counts, int[] recv_counts, str group) -> Tensor",
+    lambda packed, send_counts, recv_counts, group: packed.new_empty(sum(recv_counts)),
+)
+def _exchange(packed: Tensor, send_counts: list[int], recv_counts: list[int], group: str) -> Tensor:
+    """See [Note: communication in graphs] in tracing.py."""
+    works, received = _start(packed, send_counts, recv_counts, process_group(group))
+    for work in works:
+        work.wait()
+    return received
 
 
 def _batched(

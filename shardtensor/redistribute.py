@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ._compat import process_group
 from .debug import check_communication, debug_enabled
 from .exchange import plan_intervals, start_swap
 from .geometry import Interval, intervals_of, length
 from .spec import ShardTensorSpec, stride_like
+from .tracing import graph_operator, is_traced
 
 __all__ = [
     "all_gather",
@@ -125,6 +127,9 @@ def start_all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -
     """:func:`all_reduce` under way; the function that is returned waits for it and gives the result."""
     if dist.get_world_size(group) == 1:
         return local.clone
+    if is_traced(local):
+        reduced = _all_reduce(local, op, group.group_name)
+        return lambda: reduced
     via = _WIDENED.get(local.dtype)
     value = local.to(via) if via is not None else local.contiguous().clone()
     if value.is_complex() and op == "product":  # no backend has it
@@ -145,6 +150,15 @@ def start_all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -
         return _unordered(wire, local.dtype) if extreme else value.to(local.dtype)
 
     return finish
+
+
+@graph_operator(
+    "all_reduce(Tensor local, str op, str group) -> Tensor",
+    lambda local, op, group: torch.empty_like(local, memory_format=torch.contiguous_format),
+)
+def _all_reduce(local: Tensor, op: str, group: str) -> Tensor:
+    """See [Note: communication in graphs] in tracing.py."""
+    return all_reduce(local, process_group(group), op).contiguous()
 
 
 # Integers of the same width, as which floating-point numbers are compared.
@@ -176,12 +190,23 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     if ranks == 1 or not local.numel():  # without elements there is nothing on any rank of the group
         return local.expand(ranks, *local.shape)
+    if is_traced(local):
+        return _all_gather(local, ranks, group.group_name)
     if debug_enabled():
         counts = [local.numel()] * ranks
         check_communication("all_gather", local.dtype, counts, counts, group, local.device)
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, local.contiguous(), group=group)
     return torch.stack(parts)
+
+
+@graph_operator(
+    "all_gather(Tensor local, int ranks, str group) -> Tensor",
+    lambda local, ranks, group: local.new_empty((ranks, *local.shape)),
+)
+def _all_gather(local: Tensor, ranks: int, group: str) -> Tensor:
+    """See [Note: communication in graphs] in tracing.py."""
+    return all_gather(local, process_group(group))
 
 
 def move_intervals(

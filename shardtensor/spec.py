@@ -8,7 +8,7 @@ of the time, keeps what it has worked out, and is compared by identity first.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -21,7 +21,15 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat import DTensorSpec, TensorMeta, is_plain_shard
 from .geometry import Interval, chunk_sizes, intervals_of
 
-__all__ = ["ShardTensorSpec", "Sizes", "contiguous_stride", "normalize_placements", "normalize_sizes", "stride_like"]
+__all__ = [
+    "CIRCUMSTANCES",
+    "ShardTensorSpec",
+    "Sizes",
+    "contiguous_stride",
+    "normalize_placements",
+    "normalize_sizes",
+    "stride_like",
+]
 
 Sizes = tuple[tuple[int, ...] | None, ...]
 
@@ -42,6 +50,7 @@ class ShardTensorSpec(DTensorSpec):
 
     sizes: Sizes
     _hash: int | None
+    shard_order: Any
 
     def __init__(
         self,
@@ -54,6 +63,7 @@ class ShardTensorSpec(DTensorSpec):
         if sizes is None:
             sizes = normalize_sizes(None, self.placements, self.shape, mesh)
         object.__setattr__(self, "sizes", sizes)
+        self.shard_order = _SizedShardOrder.of(self.shard_order, sizes)
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, sizes: Sizes) -> ShardTensorSpec:
@@ -201,10 +211,13 @@ class ShardTensorSpec(DTensorSpec):
             return False
         if self.coordinate != other.coordinate:
             return False
-        mine, theirs = self.tensor_meta, other.tensor_meta
-        if skip_shapes and mine is not None and theirs is not None:
-            return mine.dtype == theirs.dtype
-        return mine == theirs
+        if skip_shapes and isinstance(other, _Guard) and other.circumstances != _circumstances():
+            return False
+        return self.tensor_meta == other.tensor_meta
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensorSpec:
+        """What torch.compile keeps to compare later specs with, see [Note: guards]."""
+        return _Guard(self.mesh, self.placements, self.tensor_meta, self.sizes)
 
     def __reduce__(self) -> Any:
         # Without what was worked out for this rank and this process.
@@ -228,6 +241,47 @@ class ShardTensorSpec(DTensorSpec):
         return f"ShardTensor{shape} {dtype} on mesh {tuple(self.mesh.shape)} as ({placed})"
 
     __repr__ = __str__
+
+
+class _SizedShardOrder(tuple):
+    """DTensor's shard order with the sizes attached: the one slot of its flattened form that may carry more."""
+
+    sizes: Sizes
+
+    @staticmethod
+    def of(order: Any, sizes: Sizes) -> _SizedShardOrder:
+        result = _SizedShardOrder(order)
+        result.sizes = sizes
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) and self.sizes == getattr(other, "sizes", None)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.sizes))
+
+    def __reduce__(self) -> Any:
+        return _SizedShardOrder.of, (tuple(self), self.sizes)
+
+
+class _Guard(ShardTensorSpec):
+    """[Note: guards] A spec that torch.compile has seen, to which it compares those of later calls.
+
+    A graph holds for one cut of the tensor, and for what else our code read while it was traced: the circumstances.
+    torch would compare without shapes, for graphs of any length; ours know the length of every rank's shard.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.circumstances = _circumstances()
+
+
+# Each gives something, other than the arguments, on which it depends what an operator does.
+CIRCUMSTANCES: list[Callable[[], Any]] = []
+
+
+def _circumstances() -> tuple[Any, ...]:
+    return tuple(read() for read in CIRCUMSTANCES)
 
 
 @lru_cache(maxsize=8192)

@@ -19,15 +19,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import checkpoint, dispatch
-from ._compat import DisableTorchFunction, TensorMeta, claim_dispatch, current_mesh, new_wrapper, without_zero_tensor
-from .agreement import agree_on_local
+from ._compat import (
+    DisableTorchFunction,
+    TensorMeta,
+    claim_dispatch,
+    current_mesh,
+    is_traced,
+    keep_static,
+    new_wrapper,
+    same_memory,
+    unflattened,
+    without_zero_tensor,
+)
+from .agreement import MAX_NDIM, agree_on_local
 from .dispatch import SCALARS, spec_of, wrap
 from .errors import UnsupportedSharding, refuse
 from .redistribute import redistribute_local
 from .registry import FUNCTIONS
 from .spec import ShardTensorSpec, mesh_coordinate
 
-__all__ = ["ShardTensor", "as_gradient", "call_registered", "mark_leaf", "promote", "redistribute_to"]
+__all__ = ["ShardTensor", "as_gradient", "call_registered", "from_part", "mark_leaf", "promote", "redistribute_to"]
 
 
 class ShardTensor(DTensor):
@@ -253,6 +264,8 @@ class ShardTensor(DTensor):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_traced(self._local_tensor):  # torch 2.11 would pickle it to have a key for its graph
+            self._stable_hash_for_caching()
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, is_parameter)
 
@@ -268,17 +281,20 @@ class ShardTensor(DTensor):
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self._local_tensor
 
+    # -- torch.compile: see docs/compile.md ---------------------------------------------------------------
+
+    # Every length counts, see [Note: guards] in spec.py.
+    _dynamo_static_indices = set(range(MAX_NDIM))
+
     def __tensor_flatten__(self):  # type: ignore[no-untyped-def]
-        spec = self._spec
-        order = _SizedShardOrder(spec.shard_order)
-        order.sizes = spec.sizes
-        return ["_local_tensor", "device_mesh"], (spec.placements, spec.tensor_meta, order, self.requires_grad)
+        keep_static(self._local_tensor)
+        return super().__tensor_flatten__()
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):  # type: ignore[no-untyped-def]
-        placements, meta, order, requires_grad = flatten_spec
-        meta = type(meta)(outer_size, outer_stride, meta.dtype)
-        spec = ShardTensorSpec(inner_tensors["device_mesh"], placements, meta, order.sizes)
+        mesh, placements, order, dtype, requires_grad = unflattened(inner_tensors, flatten_spec)
+        meta = TensorMeta(torch.Size(outer_size), tuple(outer_stride), dtype)
+        spec = ShardTensorSpec.of(mesh, placements, meta, order.sizes)
         return new_wrapper(ShardTensor, inner_tensors["_local_tensor"], spec, requires_grad)
 
     def __coerce_tangent_metadata__(self) -> ShardTensor:
@@ -287,24 +303,15 @@ class ShardTensor(DTensor):
     def __coerce_same_metadata_as_tangent__(self, flatten_spec, expected_type=None):  # type: ignore[no-untyped-def]
         if expected_type is not None:
             return None
-        placements, _, order, _ = flatten_spec
+        _, placements, order, _, _ = unflattened({"device_mesh": self.device_mesh}, flatten_spec)
         return redistribute_to(self, self._spec.replace(placements=placements, sizes=order.sizes))
+
+    def _stable_hash_for_caching(self) -> str:
+        raise TypeError("graphs of ShardTensors are not kept on disk: they depend on the registry, too")
 
 
 dispatch._tensor_class = ShardTensor
 claim_dispatch(ShardTensor)
-
-
-class _SizedShardOrder(tuple):
-    """DTensor's shard order with the sizes attached: the slot of its flatten context that may carry more."""
-
-    sizes: Any = ()
-
-    def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, other) and self.sizes == getattr(other, "sizes", None)  # type: ignore[arg-type]
-
-    def __hash__(self) -> int:
-        return hash((tuple(self), self.sizes))
 
 
 # -- autograd borders -------------------------------------------------------------------------------------
@@ -317,9 +324,7 @@ class _FromLocal(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
-        if local.stride() != spec.stride and spec.is_replicate():
-            spec = spec.replace(meta=dispatch.meta_of(local))  # a whole tensor's views depend on its true strides
-        return wrap(local.detach(), spec)
+        return _wrapped(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
@@ -339,7 +344,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return _FromLocal.apply(grad, ctx.grad_spec), None
+        return from_part(grad, ctx.grad_spec), None
 
 
 class _Redistribute(torch.autograd.Function):
@@ -348,7 +353,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source = tensor._spec
         local = redistribute_local(tensor._local_tensor, tensor._spec, target)
-        if local.untyped_storage().data_ptr() == tensor._local_tensor.untyped_storage().data_ptr():
+        if same_memory(local, tensor._local_tensor):
             # A slice must not keep the whole tensor alive; an alias of the whole is one.
             local = local.view_as(local) if local.shape == tensor._local_tensor.shape else local.clone()
         return wrap(local, target)
@@ -370,6 +375,18 @@ class _Promote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         return (None if grad is None else as_gradient(grad, ctx.spec).to_local()), None
+
+
+def _wrapped(local: Tensor, spec: ShardTensorSpec) -> Any:
+    if local.stride() != spec.stride and spec.is_replicate():
+        spec = spec.replace(meta=dispatch.meta_of(local))  # a whole tensor's views depend on its true strides
+    return wrap(local, spec)
+
+
+def from_part(local: Tensor, spec: ShardTensorSpec) -> Any:
+    """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
+    differentiable = local.requires_grad and torch.is_grad_enabled()
+    return _FromLocal.apply(local, spec) if differentiable else _wrapped(local, spec)
 
 
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
