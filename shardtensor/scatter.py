@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from ._compat import current_mesh
 from .agreement import DTYPES, MAX_NDIM, check_process_group
 from .dispatch import wrap
 from .geometry import intervals_of
 from .spec import ShardTensorSpec, mesh_coordinate
 from .tensor import ShardTensor, mark_leaf
 
-__all__ = ["scatter_tensor"]
+__all__ = ["part_at", "scatter_tensor", "wire"]
 
 _NO_TENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS, _OTHER_META = 1, 2, 3, 4
 
@@ -27,8 +29,8 @@ _NO_TENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS, _OTHER_META = 1, 2, 3, 4
 def scatter_tensor(
     tensor: Tensor | None,
     global_src: int,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
     *,
     shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
     global_shape: Sequence[int] | None = None,
@@ -42,8 +44,8 @@ def scatter_tensor(
     Args:
         tensor: the whole tensor on rank ``global_src``, on the mesh's device type; ignored elsewhere (pass None).
         global_src: the source's *global* rank; it must be in the mesh.
-        mesh: where the shards go; may be a sub-mesh without rank 0.
-        placements: ``Shard`` or ``Replicate`` per mesh dim.
+        mesh: where the shards go; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
+        placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
         shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes for sharded mesh dims that are left out.
         global_shape, dtype: of ``tensor``. If every rank gives both, no metadata is sent ahead.
         requires_grad: make the result a leaf that collects gradients.
@@ -62,6 +64,8 @@ def scatter_tensor(
         x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
     """
     check_process_group()
+    mesh = current_mesh() if mesh is None else mesh
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
     mesh_coordinate(mesh)
     ranks = mesh.mesh
     if not bool((ranks == global_src).any()):
@@ -152,27 +156,33 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, problem: int) -> 
                 payload[-1] = 1
             else:
                 assert tensor is not None
-                shard = tensor.detach()
-                for d, m in spec.sharded_dims().items():
-                    start, stop = intervals_of(spec.cut(m))[at[m]]
-                    shard = shard.narrow(d, start, stop - start)
+                shard = part_at(tensor, spec, at)
                 if at == spec.coordinate:
                     mine = shard.clone(memory_format=torch.contiguous_format)
                     continue
                 payload = torch.cat([shard.reshape(-1), shard.new_zeros(1)])
             if at != spec.coordinate:
-                dist.send(_wire(payload), int(mesh[at].item()))
+                dist.send(wire(payload), int(mesh[at].item()))
     return mine
 
 
 def _receive_shard(spec: ShardTensorSpec, src: int) -> Tensor | None:
     shape = spec.local_shape()
     payload = torch.empty(math.prod(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
-    dist.recv(_wire(payload), src)
+    dist.recv(wire(payload), src)
     # The last element says whether the source could send: an error must reach every rank, and costs no message.
     return None if bool(payload[-1] != 0) else payload[:-1].view(shape)
 
 
-def _wire(payload: Tensor) -> Tensor:
+def part_at(tensor: Tensor, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
+    """The shard of the whole ``tensor`` that belongs to the rank at ``at`` of the mesh, as a view."""
+    shard = tensor.detach()
+    for d, m in spec.sharded_dims().items():
+        start, stop = intervals_of(spec.cut(m))[at[m]]
+        shard = shard.narrow(d, start, stop - start)
+    return shard
+
+
+def wire(payload: Tensor) -> Tensor:
     """Bytes: backends do not know every dtype."""
     return payload.view(torch.uint8)

@@ -161,3 +161,25 @@ def uneven(sizes):
     x = scatter_tensor(whole if dist.get_rank() == 1 else None, 1, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes})
     assert x.to_local().shape == (sizes[dist.get_rank()],)
     assert torch.equal(x.full_tensor(), whole)
+
+
+def without_naming_the_mesh():
+    grid = shared_mesh((2, 2), ("data", "domain"))
+    whole = source_tensor()
+    given = whole if dist.get_rank() == 3 else None
+    with grid:
+        x = scatter_tensor(given, 3, placements=[Shard(0), Shard(2)], shard_sizes={0: (6, 1)})
+        assert x.device_mesh == grid and torch.equal(x.to_local(), expected_shard(whole, x))
+        assert torch.equal(scatter_tensor(given, 3).to_local(), whole)
+        with grid["domain"] as mesh:  # the innermost counts
+            source = dist.get_global_rank(mesh.get_group(), 1)
+            x = scatter_tensor(whole if dist.get_rank() == source else None, source, placements=[Shard(0)])
+            assert x.device_mesh == mesh and torch.equal(x.to_local(), expected_shard(whole, x))
+        other = scatter_tensor(given, 3, shared_mesh(4), [Shard(0)])  # one that is named does before any
+        assert other.device_mesh == shared_mesh(4)
+    with pytest.raises(RuntimeError, match=r"no mesh was given.*with mesh"):
+        scatter_tensor(given, 3, placements=[Shard(0)])
+
+
+def test_the_surrounding_mesh_is_the_default():
+    run_distributed(without_naming_the_mesh, 4)
