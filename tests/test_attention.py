@@ -303,6 +303,25 @@ def test_scores_that_overflow():
     run_distributed(check_overflow, 2)
 
 
+def check_nan(method) -> None:
+    """Comes out where it went in, however few keys a rank has: torch's kernel makes it zero if they are very few."""
+    torch.manual_seed(0)
+    for dtype in (torch.float64, torch.float32):
+        for where in range(3):
+            tensors = [data(1, 2, 40, 4).to(dtype) for _ in range(3)]
+            tensors[where][0, 1, 17, 2] = float("nan")
+            expected = sdpa(*tensors).isnan()
+            assert expected.any() and not expected.all()
+            with shardtensor.attention_method(method):
+                y = sdpa(*(shard(t, shared_mesh(3), ROWS, {0: (3, 25, 12)}) for t in tensors))
+            assert torch.equal(y.full_tensor().isnan(), expected)
+
+
+@pytest.mark.parametrize("method", ["ring", "heads"])
+def test_nan_is_not_lost(method):
+    run_distributed(check_nan, 3, method)
+
+
 def check_half_precision(dtype, method) -> None:
     """Twice the error that torch itself makes in this precision is allowed."""
     torch.manual_seed(0)
@@ -626,6 +645,9 @@ def call_badly(which: str) -> None:
         grad.sum().backward()
     elif which == "bias":
         sdpa(q, q, q, causal_lower_right(8, 7))
+    elif which == "dtype":
+        empty = shard(data(2, 4, 8, 4), mesh, ROWS, {0: (8, 0)}).to(torch.float8_e4m3fn)
+        sdpa(empty, empty, empty)
     elif which == "flex":
         flex_attention(q, q, q, score_mod=lambda score, *_: score)
     elif which == "method":
@@ -642,6 +664,7 @@ def call_badly(which: str) -> None:
         ("shape", RuntimeError, "should be broadcastable"),
         ("twice", UnsupportedSharding, "it cannot be differentiated twice"),
         ("bias", ValueError, "a causal bias for (queries, keys) (8, 7), but there are (8, 8)"),
+        ("dtype", UnsupportedSharding, "torch's attention does not compute in torch.float8_e4m3fn"),
         ("flex", UnsupportedSharding, "use scaled_dot_product_attention with a mask or a bias"),
         ("method", ValueError, "choose 'auto', 'ring' or 'heads'"),
     ],

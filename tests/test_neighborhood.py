@@ -680,7 +680,12 @@ WRONG = {
     "causal": (lambda q: natten.na2d(q, q, q, 3, is_causal=(True,)), ValueError, "Invalid value for `is_causal`"),
     "layouts": (lambda q: natten.na2d(q, q[:, :, :5], q, 3), ValueError, "match in their token layouts"),
     "dtypes": (lambda q: natten.na2d(q, q.double(), q, 3), ValueError, "same data type"),
-    "no floats": (lambda q: natten.na2d(q.int(), q.int(), q.int(), 3), UnsupportedSharding, "floating-point"),
+    "no floats": (lambda q: natten.na2d(q.int(), q.int(), q.int(), 3), UnsupportedSharding, "not compute in torch.int"),
+    "a byte": (
+        lambda q: natten.na2d(*[q.to(torch.float8_e5m2)] * 3, kernel_size=3),
+        UnsupportedSharding,
+        "torch's attention does not compute in torch.float8_e5m2.*Remedy: convert the operands",
+    ),
     "heads": (lambda q: natten.na2d(q[:, :, :, :3], q, q, 3), ValueError, "must evenly divide query heads"),
     "half of the additional": (
         lambda q: natten.na2d(q, q, q, 3, additional_keys=torch.ones(1, 2, 4, 8)),

@@ -19,10 +19,11 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._compat import TensorMeta
 from ..dispatch import wrap
+from ..errors import refuse
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import _FromLocal, redistribute_to
-from .attention_blocks import Dropout, Kernel
+from .attention_blocks import DTYPES, Dropout, Kernel
 from .attention_layout import Layout, layout_of
 from .attention_work import Work, backward, forward
 from .operands import as_operand, common_mesh, moved, torch_judges
@@ -101,6 +102,8 @@ def global_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
+    if query.dtype not in DTYPES:
+        raise refuse(_NAME, given, f"torch's attention does not compute in {query.dtype}", "convert the operands")
     operands = [_cast(as_operand(t, mesh)) for t in given]
     mask = operands.pop() if attn_mask is not None else None
     mask = None if mask is None else _broadcastable(mask)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..geometry import Interval
 
-__all__ = ["Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "pieces"]
+__all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "pieces"]
 
 _aten = torch.ops.aten
 _INF = float("inf")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that torch's kernels take
 TILE = 1 << 22  # scores that exist at a time where they are made explicitly
 
 
@@ -136,7 +137,7 @@ def attend(
         )
         if bias is not None:  # for a row that sees nothing, the kernel gives zero
             lse = torch.where((bias == -_INF).all(-1), -_INF, lse)
-        return out, _checked(lse, q, k, mask, kernel, square)
+        return _checked(out, lse, q, k, mask, kernel, square)
     out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1])
     for start, n in _tiles(q, k):
         scores = _scores(q, k, mask, kernel, square, start, n)
@@ -149,17 +150,20 @@ def attend(
     return out, lse
 
 
-def _checked(lse: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, kernel: Kernel, square: bool) -> Tensor:
-    """The lse with -inf for rows whose scores have all overflowed to it, of which the kernel says zero, too."""
+def _checked(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, kernel: Kernel, square: bool
+) -> tuple[Tensor, Tensor]:
+    """Corrected in rows that the kernel makes zero although their scores have all overflowed to -inf, or are NaN."""
     rows = (lse == 0).flatten(0, -2).any(0).nonzero().flatten().tolist()
     if not rows:
-        return lse
+        return out, lse
     lse = lse.clone()
     for start, n in _tiles(q.narrow(-2, rows[0], rows[-1] + 1 - rows[0]), k):
         start += rows[0]
-        scores = _scores(q, k, mask, kernel, square, start, n)
-        lse.narrow(-1, start, n).masked_fill_((scores == -_INF).all(-1), -_INF)
-    return lse
+        total = torch.logsumexp(_scores(q, k, mask, kernel, square, start, n), -1)
+        part = lse.narrow(-1, start, n)
+        part.copy_(torch.where((part == 0) & ~total.isfinite(), total, part))
+    return torch.where(lse.isnan(), lse, 0.0).unsqueeze(-1) + out, lse
 
 
 def attend_backward(

@@ -14,14 +14,12 @@ from ..errors import refuse
 from ..geometry import intervals_of
 from ..redistribute import all_reduce, swap_blocks
 from ..spec import ShardTensorSpec
-from .attention_blocks import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
+from .attention_blocks import DTYPES, Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
 from .attention_layout import Layout
 from .operands import wide_dtype
 from .ring import Form, travel, travel_and_return
 
 __all__ = ["Work", "backward", "forward"]
-
-_FUSED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class Work:
         fused = (
             q.device.type == "cpu"
             and q.ndim == 4
-            and q.dtype in _FUSED_DTYPES
+            and q.dtype in DTYPES
             and q.shape[-1] == v.shape[-1] > 0
             and self.dropout is None
             and torch.backends.cuda.flash_sdp_enabled()  # the switch of every device, in spite of its name

@@ -25,6 +25,7 @@ from ..geometry import Interval, intervals_of
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import ShardTensor, _FromLocal, promote, redistribute_to
+from .attention_blocks import DTYPES
 from .neighborhood_geometry import Neighborhood
 from .neighborhood_natten import attention_by_natten, natten_kernel
 from .neighborhood_tiles import Dim, tiled_attention
@@ -70,8 +71,6 @@ def _neighborhood_attention(
     name = f"natten.na{n}d"
     additional = () if additional_keys is None else (additional_keys, additional_values)
     tensors = (query, key, value, *additional)
-    if not query.dtype.is_floating_point:
-        raise refuse(name, tensors[:3], "the dtype is not a floating-point one", "convert queries, keys and values")
     mesh = common_mesh(name, tensors)
     if mesh is None:
         return NotImplemented
@@ -96,6 +95,9 @@ def _neighborhood_attention(
             return_lse=return_lse,
             torch_compile=tuning.get("torch_compile", False),
         )
+
+    if kernel is None and query.dtype not in DTYPES:
+        raise refuse(name, tensors[:3], f"torch's attention does not compute in {query.dtype}", "convert the operands")
 
     q, k, v = (redistribute_to(t, target) for t, target in zip((q, k, v), targets))
     extra = None

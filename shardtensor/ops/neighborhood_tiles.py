@@ -242,8 +242,8 @@ def _joined(parts: Sequence[Tensor], plan: _Plan) -> Tensor:
 def _nothing(query: Tensor, key_value: Tensor, additional: Tensor | None, return_lse: bool) -> tuple[Tensor, ...]:
     """No outputs, but part of the graph: this rank takes part in the communication of the backward pass."""
     inputs = [query, key_value] if additional is None else [query, key_value, additional]
-    zero = sum((t.sum() for t in inputs), query.new_zeros(()))
-    out = zero.expand(*query.shape[:-1], key_value.shape[-1] - query.shape[-1])
+    zero = sum((t.sum(dtype=torch.float32) for t in inputs), query.new_zeros((), dtype=torch.float32))
+    out = zero.to(query.dtype).expand(*query.shape[:-1], key_value.shape[-1] - query.shape[-1])
     if not return_lse:
         return (out,)
     return out, zero.to(wide_dtype(query.dtype)).expand(*query.shape[:-1], 1)
