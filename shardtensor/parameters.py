@@ -128,7 +128,7 @@ def start_sum(
     under_way = []
     for members in by_dtype.values():
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in members])  # type: ignore[union-attr]
-        under_way.append((members, start_all_reduce(flat, mesh.get_group(mesh_dims[0]))))
+        under_way.append((members, start_all_reduce(flat, mesh.get_group(mesh_dims[0]), overwrite=True)))
 
     def finish() -> list[Tensor | None]:
         result = list(tensors)
@@ -137,7 +137,7 @@ def start_sum(
             for m in mesh_dims[1:]:
                 flat = all_reduce(flat, mesh.get_group(m))
             parts: list[Tensor] = [tensors[i] for i in members]  # type: ignore[misc]
-            for i, t, piece in zip(members, parts, flat.split([t.numel() for t in parts]), strict=True):
+            for i, t, piece in zip(members, parts, flat.split_with_sizes([t.numel() for t in parts]), strict=True):
                 total = piece.view(t.shape)
                 result[i] = _Total.apply(t, total) if t.requires_grad and torch.is_grad_enabled() else total
         return result

@@ -123,15 +123,24 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     return start_all_reduce(local, group, op)()
 
 
-def start_all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Callable[[], Tensor]:
-    """:func:`all_reduce` under way; the function that is returned waits for it and gives the result."""
-    if dist.get_world_size(group) == 1:
-        return local.clone
+def start_all_reduce(
+    local: Tensor, group: dist.ProcessGroup, op: str = "sum", *, overwrite: bool = False
+) -> Callable[[], Tensor]:
+    """:func:`all_reduce` under way; the function that is returned waits for it and gives the result.
+
+    Args:
+        overwrite: ``local`` is contiguous and of no use to anybody else, so that it may become the result.
+    """
+    if group.size() == 1:
+        return lambda: local if overwrite else local.clone()
     if is_traced(local):
         reduced = _all_reduce(local, op, group.group_name)
         return lambda: reduced
     via = _WIDENED.get(local.dtype)
-    value = local.to(via) if via is not None else local.contiguous().clone()
+    if via is not None:
+        value = local.to(via)
+    else:
+        value = local if overwrite else local.clone(memory_format=torch.contiguous_format)
     if value.is_complex() and op == "product":  # no backend has it
         return all_gather(value, group).prod(0).clone
     if value.is_complex() and op != "sum":
@@ -147,7 +156,7 @@ def start_all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -
 
     def finish() -> Tensor:
         work.wait()
-        return _unordered(wire, local.dtype) if extreme else value.to(local.dtype)
+        return _unordered(wire, local.dtype) if extreme else value if via is None else value.to(local.dtype)
 
     return finish
 
