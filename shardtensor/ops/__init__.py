@@ -36,6 +36,7 @@ from . import (  # noqa: F401
     resampling,
     scans,
     slicing,
+    spectrograms,
     subscripts,
     transposed,
     uniques,
