@@ -103,5 +103,5 @@ def aligned():
 @pytest.mark.skipif("align_to_window" not in torch.stft.__code__.co_varnames, reason="this torch has no such argument")
 def test_alignment_to_the_window_is_refused():
     for error in run_expecting_errors(aligned, 2):
-        with pytest.raises(UnsupportedSharding, match="align_to_window.*Remedy: pad the signal"):
+        with pytest.raises(UnsupportedSharding, match=r"align_to_window.*Remedy: pad the signal"):
             raise error

@@ -7,7 +7,6 @@ adds up to. So what travels along time is a halo, as for a convolution.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
