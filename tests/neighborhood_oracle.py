@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
+from torch import nn
+
+from shardtensor import ShardTensor
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,22 @@ def dense_attention(
     scores = scores.masked_fill(~mask[:, None], -math.inf)
     out = torch.einsum("bqhk,bkhd->bqhd", scores.softmax(-1), v).reshape(*query.shape[:-1], v.shape[-1])
     return (out, scores.logsumexp(-1).reshape(query.shape[:-1])) if return_lse else out
+
+
+class Dense(nn.Module):
+    """A model with natten's modules, which call ``dense_attention`` for plain tensors where they would call natten."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        if isinstance(x, ShardTensor):
+            return self.model(x)
+        from natten import modules
+
+        with mock.patch.object(modules, "neighborhood_attention_generic", dense_attention):
+            return self.model(x)
 
 
 def random_problem(rng, n=None, **fixed):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neighborhood_oracle import Problem, dense_attention, random_problem, visible
+from neighborhood_oracle import Dense, Problem, dense_attention, random_problem, visible
 from spatial_cases import cut
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -596,24 +596,6 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
-
-
-class Dense(nn.Module):
-    """The oracle's twin of a model: natten's modules call it where they would call natten."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        if isinstance(x, ShardTensor):
-            return self.model(x)
-        modules = __import__("natten.modules").modules
-        ours, modules.neighborhood_attention_generic = modules.neighborhood_attention_generic, dense_attention
-        try:
-            return self.model(x)
-        finally:
-            modules.neighborhood_attention_generic = ours
 
 
 def modules(mesh_shape, dims, cuts):
