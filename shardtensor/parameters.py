@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from .errors import different_meshes, refuse
 from .redistribute import all_reduce, start_all_reduce
@@ -50,8 +52,7 @@ def unsummed_parameters(
     op: str, spec: ShardTensorSpec, *parameters: Tensor | None
 ) -> tuple[list[Tensor | None], GradientSum]:
     """:func:`local_parameters` for operators that sum the gradients in their own backward, while they do other work."""
-    mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)
-    grad_placements = [Partial() if m in mesh_dims else Replicate() for m in range(spec.mesh.ndim)]
+    mesh_dims, grad_placements = _contributing(spec)
     result: list[Tensor | None] = list(parameters)
     for i, p in enumerate(parameters):
         if isinstance(p, DTensor):
@@ -67,6 +68,13 @@ def unsummed_parameters(
         differentiable and p is not None and p.requires_grad and not isinstance(p, DTensor) for p in parameters
     ]
     return result, GradientSum(spec.mesh, mesh_dims, tuple(needed))
+
+
+@lru_cache(maxsize=4096)
+def _contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+    """The mesh dims whose ranks each contribute to a parameter's gradient, and how that gradient is placed."""
+    mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)
+    return mesh_dims, tuple(Partial() if m in mesh_dims else Replicate() for m in range(spec.mesh.ndim))
 
 
 class _SumGradients(torch.autograd.Function):
@@ -99,6 +107,8 @@ class GradientSum:
     def complete(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The parameters with the sum arranged on their gradients' way back."""
         result = list(parameters)
+        if True not in self.needed:
+            return result
         chosen = [i for i, needed in enumerate(self.needed) if needed and result[i] is not None]
         if chosen:
             completed = _SumGradients.apply(self.mesh, self.mesh_dims, *(result[i] for i in chosen))

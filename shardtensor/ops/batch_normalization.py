@@ -23,7 +23,6 @@ from .normalization_kernel import (
     channel_kernel,
     locally,
     moments,
-    needs_kernel,
     normalize,
     own_part,
     parameters_of,
@@ -54,7 +53,7 @@ def _channel_norm(
         plan = replace(plan, merges=(), fixed=True)
     # torch's kernel would update the running statistics with what this rank alone has.
     updates = use_input and any(s is not None for s in running) and bool(plan.spec.sharded_dims())
-    if not updates and not needs_kernel(plan):
+    if not updates and not plan.needs_kernel:
         w, b = parameters_of(plan, weight, bias)
         rm, rv = (own_part(s, plan) for s in running)
         function = torch.batch_norm if 0 in plan.dims else torch.instance_norm

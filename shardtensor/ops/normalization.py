@@ -18,7 +18,6 @@ from .normalization_kernel import (
     layer_kernel,
     locally,
     moments,
-    needs_kernel,
     normalize,
     parameters_of,
     plan_groups,
@@ -40,7 +39,7 @@ def _group_norm(check: Callable[..., Any], x: Any, num_groups: int, weight: Any,
     given = settled_input(x)
     x = redistribute_to(given, whole_groups("group_norm", given._spec, num_groups))
     plan = plan_groups("group_norm", x._spec, num_groups, eps)
-    if needs_kernel(plan):
+    if plan.needs_kernel:
         y = normalize(x, weight, bias, plan, result_dtype(group_kernel, x, weight, bias))
     else:
         w, b = parameters_of(plan, weight, bias)
@@ -75,7 +74,7 @@ def _layer_norm(
     torch_judges(torch.layer_norm, input, shape, weight, bias, eps)
     x = settled_input(input)
     plan = plan_last("layer_norm", x._spec, len(shape), eps)
-    if needs_kernel(plan):
+    if plan.needs_kernel:
         return normalize(x, weight, bias, plan, result_dtype(layer_kernel, x, weight, bias))
     w, b = parameters_of(plan, weight, bias)
     return locally(x, plan, lambda local: torch.layer_norm(local, shape, w, b, eps))
@@ -93,7 +92,7 @@ def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float 
         raise refuse("rms_norm", x, "complex numbers are not supported", "normalize real and imaginary parts")
     smallest = torch.finfo(wide_dtype(dtype)).eps if eps is None else eps
     plan = plan_last("rms_norm", x._spec, len(shape), smallest, centered=False)
-    if needs_kernel(plan):
+    if plan.needs_kernel:
         return normalize(x, weight, None, plan, result_dtype(rms_kernel, x, weight))
     (w,) = parameters_of(plan, weight)
     return locally(x, plan, lambda local: torch.rms_norm(local, shape, w, eps))

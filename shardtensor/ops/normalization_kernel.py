@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..geometry import map_cuts
 from ..parameters import local_parameters
 from ..redistribute import all_gather, all_reduce
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, _FromLocal, as_gradient, redistribute_to
+from ..tensor import ShardTensor, _FromLocal, as_gradient, from_part, redistribute_to
 from .operands import as_operand, local_part, moved, whole_rows, wide_dtype
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "layer_kernel",
     "locally",
     "moments",
-    "needs_kernel",
     "normalize",
     "own_part",
     "parameters_of",
@@ -81,6 +80,20 @@ class NormalizationPlan:
     centered: bool = True
     fixed: bool = False
 
+    @cached_property
+    def intervals(self) -> tuple[tuple[int, int, int], ...]:
+        """``(dim, start, length)`` of what belongs to this rank's shard of a weight and bias, where that is a part."""
+        held = ((d - self.first, self.spec.interval(m)) for d, m in self.spec.sharded_dims().items())
+        return tuple((d, start, stop - start) for d, (start, stop) in held if d >= 0)
+
+    @cached_property
+    def needs_kernel(self) -> bool:
+        """Whether torch's own kernel cannot do it on every rank: ranks must talk, or a shard is empty (some of torch's
+        fail then). All ranks use the same kernel, for their second derivatives must communicate alike.
+        """
+        cut = [self.spec.cut(m) for m in self.spec.sharded_dims().values()]
+        return bool(self.merges) or 0 in self.spec.shape or any(0 in sizes for sizes in cut)
+
 
 def _merges(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     cut = [m for d, m in spec.sharded_dims().items() if d in dims and spec.mesh.size(m) > 1 and spec.shape[d]]
@@ -97,6 +110,7 @@ def plan_over(
     return NormalizationPlan(name, spec, local, tuple(dims), affine, first, _merges(spec, dims), count, eps, centered)
 
 
+@lru_cache(maxsize=4096)
 def plan_last(name: str, spec: ShardTensorSpec, k: int, eps: float, centered: bool = True) -> NormalizationPlan:
     """A plan over the last ``k`` dims."""
     n = len(spec.shape)
@@ -116,6 +130,7 @@ def whole_groups(name: str, spec: ShardTensorSpec, groups: int) -> ShardTensorSp
     return spec.replace(sizes=tuple(sizes if i == m else old for i, old in enumerate(spec.sizes)))
 
 
+@lru_cache(maxsize=4096)
 def plan_groups(name: str, spec: ShardTensorSpec, groups: int, eps: float) -> NormalizationPlan:
     """A plan over groups of channels, of which none is cut, and all spatial dims."""
     per_group = spec.shape[1] // groups
@@ -334,13 +349,10 @@ def _probe(
 
 def own_part(parameter: Tensor | None, plan: NormalizationPlan) -> Tensor | None:
     """The part of a parameter (or running statistic) that belongs to this rank's shard. A view."""
-    if parameter is None:
-        return None
-    sharded = plan.spec.sharded_dims()
-    for d in range(parameter.ndim):
-        if plan.first + d in sharded:
-            start, stop = plan.spec.interval(sharded[plan.first + d])
-            parameter = parameter.narrow(d, start, stop - start)
+    if parameter is not None:
+        for d, start, length in plan.intervals:
+            if d < parameter.ndim:
+                parameter = parameter.narrow(d, start, length)
     return parameter
 
 
@@ -363,14 +375,6 @@ def _aligned(parameter: Any, plan: NormalizationPlan) -> Tensor:
     ]
     sizes = tuple(s if b else None for s, b in zip(spec.sizes, belongs, strict=True))
     return local_part(moved(plan.name, p, p._spec.replace(placements=placements, sizes=sizes)), spec)
-
-
-def needs_kernel(plan: NormalizationPlan) -> bool:
-    """Whether torch's own kernel cannot do it on every rank: ranks must talk, or a shard is empty (some of torch's
-    fail then). All ranks use the same kernel, for their second derivatives must communicate alike.
-    """
-    spec = plan.spec
-    return bool(plan.merges) or 0 in spec.shape or any(0 in spec.cut(m) for m in spec.sharded_dims().values())
 
 
 def settled_input(x: Any) -> Any:
@@ -399,7 +403,7 @@ def normalize(
 def locally(x: Any, plan: NormalizationPlan, function: Callable[..., Tensor]) -> Any:
     """torch's own kernel on the shard; the result lies like the input."""
     y = function(x.to_local())
-    return _FromLocal.apply(y, _like(plan.spec, y.dtype))
+    return from_part(y, _like(plan.spec, y.dtype))
 
 
 def moments(x: Any, plan: NormalizationPlan, shape: Sequence[int], dims: Mapping[int, tuple[int, int]]) -> list[Any]:

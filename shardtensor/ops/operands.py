@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._compat import TensorMeta
-from ..dispatch import spec_of
+from ..dispatch import SCALARS, meta_of, spec_of
 from ..errors import different_meshes, refuse
 from ..geometry import chunk_sizes
 from ..redistribute import redistribute_local
@@ -136,41 +136,41 @@ def whole_value(x: Any) -> tuple[Tensor, ShardTensorSpec]:
 # -- what torch would say -----------------------------------------------------------------------------------------
 
 
-class _Like(NamedTuple):
-    """A tensor's shape, stride and dtype: what it is for torch's checks."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def torch_judges(function: Callable[..., Any], *args: Any, **kwargs: Any) -> TensorMeta:
     """What a function of torch returns for these arguments on one device: its shape and, without autocast, its dtype.
 
     Raises:
         Exception: torch's own, for the global sizes, and so on every rank alike.
     """
+    named = tuple((k, _description(v)) for k, v in kwargs.items()) if kwargs else ()
+    return _judged(function, tuple(map(_description, args)), named)
 
-    def describe(a: Any) -> Any:
-        if isinstance(a, Tensor):
-            # Autocast would cast, but does not act on meta tensors.
-            cast = a.dtype.is_floating_point and torch.is_autocast_enabled(a.device.type)
-            stride = a._spec.tensor_meta.stride if isinstance(a, ShardTensor) else a.stride()
-            return _Like(a.shape, stride, torch.float32 if cast else a.dtype)
+
+def _description(a: Any) -> Any:
+    """An argument as torch's checks see it."""
+    if type(a) in SCALARS:
+        return a
+    if type(a) is ShardTensor:
+        meta, device = a._spec.tensor_meta, a._local_tensor.device
+    elif isinstance(a, Tensor):
+        meta, device = meta_of(a), a.device
+    else:
         return tuple(a) if isinstance(a, list) else a
-
-    named = tuple((k, describe(v)) for k, v in kwargs.items())
-    return _judged(function, tuple(describe(a) for a in args), named)
+    if torch.is_autocast_enabled(device.type) and meta.dtype.is_floating_point:
+        return TensorMeta(meta.shape, meta.stride, torch.float32)  # it would cast, but does not act on meta tensors
+    return meta
 
 
 @lru_cache(maxsize=4096)
 def _judged(function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> TensorMeta:
     def meta(a: Any) -> Any:
-        return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") if isinstance(a, _Like) else a
+        if not isinstance(a, TensorMeta):
+            return a
+        return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta")
 
     with torch.no_grad():
         result = function(*map(meta, args), **{k: meta(v) for k, v in kwargs})
-    return TensorMeta(result.shape, result.stride(), result.dtype)
+    return meta_of(result)
 
 
 # -- on tensors, above autograd and differentiable ----------------------------------------------------------------
