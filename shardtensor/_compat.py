@@ -6,9 +6,12 @@ Tested with torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -17,6 +20,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
 
 gradient_seeds = torch.autograd._make_grads
 process_group = _resolve_process_group
@@ -28,6 +33,7 @@ __all__ = [
     "DisableTorchFunction",
     "TensorMeta",
     "claim_dispatch",
+    "constant_like",
     "current_mesh",
     "flattened",
     "flex_attention_checks_operands",
@@ -37,13 +43,20 @@ __all__ = [
     "is_traced",
     "keep_static",
     "kernel",
+    "keystr",
     "new_wrapper",
+    "not_in_graphs",
     "process_group",
     "register_scripting",
     "run_engine",
     "same_memory",
     "spmd_options",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_with_path",
+    "uncached",
     "unflattened",
+    "untraced",
     "without_zero_tensor",
 ]
 
@@ -134,6 +147,38 @@ def unflattened(inner: dict[str, Any], context: Any) -> tuple[Any, Any, Any, tor
         return spec.mesh, spec.placements, spec.shard_order, spec.tensor_meta.dtype, requires_grad
     placements, meta, order, requires_grad = context
     return inner["device_mesh"], placements, order, meta.dtype, requires_grad
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Code that runs as if nobody traced: tensors made here have data. It must not touch traced tensors' values."""
+    if detect_fake_mode() is None:
+        yield
+    else:
+        with _disable_current_modes():
+            yield
+
+
+def not_in_graphs(reason: str) -> Callable[[Any], Any]:
+    """Decorator: torch.compile is to stop at this function, for this reason. Unlike torch's own, imports nothing."""
+
+    def decorate(function: Any) -> Any:
+        function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
+        return function
+
+    return decorate
+
+
+def constant_like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``data``, made outside of a trace, for use with ``tensor``: where that is traced, a constant of the graph."""
+    return torch.ops.aten.lift_fresh_copy.default(data) if is_traced(tensor) else data
+
+
+def uncached(reason: str) -> Exception:
+    """The exception that tells torch's caches on disk that a graph has no key to be found by."""
+    from torch._inductor.codecache import BypassFxGraphCache
+
+    return BypassFxGraphCache(reason)
 
 
 def has_ordered_effects(operator: torch._ops.OpOverload) -> None:

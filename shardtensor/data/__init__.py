@@ -1,0 +1,9 @@
+"""From files to shards: one rank reads and scatters (:class:`ShardLoader`), or each rank reads its own slice.
+
+>>> from shardtensor.data import ShardLoader, SliceDataset, read
+"""
+
+from .loader import ShardLoader
+from .slices import SliceDataset, read
+
+__all__ = ["ShardLoader", "SliceDataset", "read"]

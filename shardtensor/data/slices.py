@@ -1,0 +1,291 @@
+"""Each rank reads its own slice: :func:`read` one tensor, :class:`SliceDataset` batches of samples.
+
+An array is anything with ``shape``, ``dtype`` and indexing by integers and slices: ``zarr.Array``, ``h5py.Dataset``,
+``numpy.memmap``, ``numpy.ndarray``. A rank asks for nothing but its part, and an empty shard for nothing at all.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.data import Dataset
+
+from .._compat import current_mesh, tree_leaves, tree_map
+from ..agreement import check_process_group, gather_over_mesh
+from ..dispatch import wrap
+from ..spec import ShardTensorSpec, mesh_coordinate
+from ..tensor import ShardTensor
+from .layout import Layout, Part, make_spec
+
+__all__ = ["SliceDataset", "read"]
+
+
+def read(
+    array: Any,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    index: Any = (),
+    shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ShardTensor:
+    """``array[index]`` as a ShardTensor, of which each rank reads its own shard and nothing else. No communication.
+
+    Args:
+        array: the same on every rank; see above.
+        mesh: default: the mesh of the surrounding ``with mesh:``.
+        placements: ``Shard`` or ``Replicate`` per mesh dim, for the dims of the result; default: Replicate everywhere.
+        index: integers, slices with positive steps and ``...``, as for the array; default: all of it.
+        shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes where left out. "chunks": as even as possible with every
+            cut between two chunks of the array (``array.chunks``, as zarr and h5py have), so that none is read twice.
+        dtype: what each rank converts its shard to; default: the array's.
+
+    Returns:
+        A ShardTensor with memory of its own, in the machine's byte order.
+
+    Raises:
+        TypeError: an index that is neither integer nor slice; a dtype that torch does not have.
+        ValueError: placements or sizes that do not fit; "chunks" of an array without, or of an index into a dim.
+        IndexError: an integer out of range, or too many of them.
+
+    These are raised on every rank. What goes wrong with a file is raised by the rank that reads it.
+
+    Example::
+
+        t2m = zarr.open("era5.zarr")["t2m"]                                                    # (time, lat, lon)
+        x = read(t2m, mesh["domain"], (Shard(0),), index=hour, shard_sizes={0: (300, 421)})    # one hour's (721, 1440)
+    """
+    check_process_group()
+    mesh = current_mesh() if mesh is None else mesh
+    mesh_coordinate(mesh)
+    chosen = _chosen(array.shape, index)
+    shape = [len(c) for c in chosen if isinstance(c, range)]
+    spec = make_spec(mesh, placements, shard_sizes, shape, dtype or _torch_dtype(array), _chunks(array, chosen))
+    return wrap(_load(array, _own(chosen, spec), spec.own_shape, spec.tensor_meta.dtype).to(mesh.device_type), spec)
+
+
+class SliceDataset(Dataset):
+    """Samples ``array[i]`` of one array or several, of which each rank reads its own slice. For any ``DataLoader``.
+
+    The ranks of the mesh go through the same samples in the same order, each with a ``DataLoader`` of its own, and
+    :meth:`batches` makes ShardTensors of what the loaders give.
+
+    Args:
+        arrays: arrays whose dim 0 counts the samples, nested in dicts, lists and tuples; or a function that opens them,
+            which is called once in every process that reads. Use a function for h5py, whose files must not be shared
+            with worker processes, and where these are not forked.
+        mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
+        placements, shard_sizes: for all arrays, or nested like them, as for :class:`ShardLoader`; for the dims of the
+            *batch*, which are those of the arrays. Dim 0, the samples, cannot be sharded. "chunks": as in :func:`read`.
+        dtype: what each rank converts its slices to; default: the arrays'.
+
+    Raises:
+        ValueError: arrays of unequal numbers of samples, sharded samples, and as :func:`read`.
+
+    Example::
+
+        dataset = SliceDataset({"x": xs, "y": ys}, mesh["domain"], (Shard(2),), shard_sizes={0: (300, 421)})
+        sampler = DistributedSampler(dataset, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2)
+        for batch in dataset.batches(loader):
+            loss_function(model(batch["x"]), batch["y"]).backward()
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        mesh: DeviceMesh | None = None,
+        placements: Any = None,
+        *,
+        shard_sizes: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_process_group()
+        self._mesh = current_mesh() if mesh is None else mesh
+        mesh_coordinate(self._mesh)
+        self._source = arrays
+        self._arrays: tuple[int, Any] = (0, None)  # the process that opened them, and what it got
+        opened = self._opened()
+        counts = sorted({array.shape[0] for array in tree_leaves(opened)})
+        if len(counts) != 1:
+            raise ValueError(f"arrays of {counts} samples; all must have the same number of them")
+        self._length = counts[0]
+
+        def slices(array: Any, cut: Any) -> _Slices:
+            chosen = _chosen(array.shape, ())
+            spec = cut(array.shape, dtype or _torch_dtype(array), _chunks(array, chosen))
+            if 0 in spec.sharded_dims():
+                raise ValueError(f"dim 0 counts the samples and cannot be sharded: {spec}")
+            return _Slices(_own(chosen, spec)[1:], spec.own_shape[1:], Part.of(spec))
+
+        self._slices = Layout(self._mesh, placements, shard_sizes).map(slices, opened)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> tuple[int, Any]:
+        """The sample's number, and this rank's slices of it as plain tensors."""
+        i = range(self._length)[i]
+
+        def load(array: Any, slices: _Slices) -> Tensor:
+            return _load(array, (i, *slices.key), slices.shape, slices.part.dtype)
+
+        return i, tree_map(load, self._opened(), self._slices)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """ShardTensors, nested like the arrays, from the batches of a ``DataLoader`` over this dataset.
+
+        Each batch costs one all-gather of three numbers per mesh dim, in which the ranks compare which samples they
+        have read: they need samplers with the same seed.
+
+        Raises:
+            ValueError: on every rank, where they have read different samples, or different numbers of batches.
+            RuntimeError: where another rank could not read; that one raises its own error.
+            TypeError: batches that are not of this dataset, or not collated by ``DataLoader`` itself.
+        """
+        assert self._mesh is not None, "only the process that made the dataset makes ShardTensors"
+        batches = iter(loader)
+        while True:
+            error, row, local = None, [_END, 0, 0], None
+            try:
+                batch = next(batches, None)
+                if batch is not None:
+                    samples, local = _split(batch)
+                    row = [_BATCH, len(samples), zlib.crc32(repr(samples).encode())]
+            except Exception as e:
+                error, row = e, [_FAILED, 0, 0]
+            rows = gather_over_mesh(row, self._mesh)
+            if error is not None:
+                raise error
+            self._compare(rows)
+            if local is None:
+                return
+            count, leaves = row[1], iter(tree_leaves(local))
+            yield tree_map(lambda slices, n=count, leaves=leaves: self._assemble(next(leaves), slices, n), self._slices)
+
+    def _compare(self, rows: dict[tuple[int, ...], list[int]]) -> None:
+        assert self._mesh is not None
+        names = {at: int(self._mesh.mesh[at].item()) for at in rows}
+        failed = [names[at] for at, row in rows.items() if row[0] == _FAILED]
+        if failed:
+            raise RuntimeError(f"ranks {failed} could not read a batch; they raise their own errors")
+        first = next(iter(rows.values()))
+        others = [names[at] for at, row in rows.items() if row != first]
+        if others:
+            raise ValueError(
+                f"ranks {others} have not read the same samples as rank {next(iter(names.values()))}: the ranks that "
+                f"share samples ({self._mesh.mesh.tolist()}) need samplers of the same order and length; give them "
+                "the same seed, and shard the samples only over other mesh dims"
+            )
+
+    def _assemble(self, local: Any, slices: _Slices, count: int) -> ShardTensor:
+        assert self._mesh is not None
+        spec = replace(slices.part, shape=(count, *slices.part.shape[1:])).spec(self._mesh)
+        if not isinstance(local, Tensor) or local.shape != spec.own_shape:
+            raise TypeError(f"the loader has made {type(local).__name__} of a slice of {spec}; leave collate_fn out")
+        return wrap(local.to(self._mesh.device_type, non_blocking=True), spec)
+
+    def _opened(self) -> Any:
+        if self._arrays[0] != os.getpid():
+            self._arrays = os.getpid(), self._source() if callable(self._source) else self._source
+        return self._arrays[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For worker processes. They read; they have no use for a mesh, and open files themselves.
+        return self.__dict__ | {"_mesh": None, "_arrays": (0, None)}
+
+
+_END, _BATCH, _FAILED = range(3)
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """What this rank reads of every sample of one array, and what the whole batch is (but for its length)."""
+
+    key: tuple[Any, ...]
+    shape: tuple[int, ...]
+    part: Part
+
+
+def _split(batch: Any) -> tuple[list[int], Any]:
+    if not (isinstance(batch, (list, tuple)) and len(batch) == 2 and isinstance(batch[0], Tensor)):
+        raise TypeError("not a batch of SliceDataset's samples; give the DataLoader a batch_size, and no collate_fn")
+    return batch[0].tolist(), batch[1]
+
+
+# -- indices ----------------------------------------------------------------------------------------------------------
+
+
+def _chosen(shape: Sequence[int], index: Any) -> list[int | range]:
+    """Which entries of each dim of an array ``index`` picks."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    explicit = [i for i in given if i is not Ellipsis]
+    if len(explicit) > len(shape) or len(given) > len(explicit) + 1:
+        raise IndexError(f"index {index} for an array of shape {tuple(shape)}")
+    at = given.index(Ellipsis) if len(given) > len(explicit) else len(given)
+    explicit[at:at] = [slice(None)] * (len(shape) - len(explicit))
+    chosen: list[int | range] = []
+    for n, i in zip(shape, explicit):
+        if not isinstance(i, slice) and not hasattr(i, "__index__"):
+            raise TypeError(f"index {index}: only integers, slices and ...; read others one by one")
+        entries = range(n)[i if isinstance(i, slice) else operator.index(i)]
+        if isinstance(entries, range) and entries.step < 1:
+            raise ValueError(f"index {index}: a slice's step must be positive")
+        chosen.append(entries)
+    return chosen
+
+
+def _own(chosen: Sequence[int | range], spec: ShardTensorSpec) -> tuple[int | slice, ...]:
+    """The index of this rank's part of what is chosen."""
+    cut = {d: spec.interval(m) for d, m in spec.sharded_dims().items()}
+    key: list[int | slice] = []
+    dim = 0
+    for entries in chosen:
+        if isinstance(entries, range):
+            start, stop = cut.get(dim, (0, len(entries)))
+            entries = entries[start:stop]
+            key.append(slice(entries.start, entries.stop, entries.step))
+            dim += 1
+        else:
+            key.append(entries)
+    return tuple(key)
+
+
+def _chunks(array: Any, chosen: Sequence[int | range]) -> list[int]:
+    """How long a chunk is in each dim of what is chosen; 0 where it is not a whole dim of a chunked array."""
+    lengths = getattr(array, "chunks", None) or [0] * len(chosen)
+    return [
+        length if entries == range(n) else 0
+        for n, length, entries in zip(array.shape, lengths, chosen)
+        if isinstance(entries, range)
+    ]
+
+
+# -- numpy to torch ---------------------------------------------------------------------------------------------------
+
+
+def _torch_dtype(array: Any) -> torch.dtype:
+    if isinstance(array.dtype, torch.dtype):
+        return array.dtype
+    import numpy as np
+
+    return torch.from_numpy(np.empty(0, np.dtype(array.dtype).newbyteorder("="))).dtype
+
+
+def _load(array: Any, key: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if 0 in shape:
+        return torch.empty(*shape, dtype=dtype)
+    import numpy as np
+
+    piece = np.asarray(array[key])
+    # A copy only where the piece is a view, read-only or of another byte order: files are mapped, arrays may change.
+    return torch.from_numpy(np.require(piece, piece.dtype.newbyteorder("="), ["C", "W", "O"])).to(dtype)
