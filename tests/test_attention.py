@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.ops.attention_layout import layout_of
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -588,6 +589,24 @@ def check_choice() -> list[dict]:
 
 def test_choice_of_the_method():
     assert run_distributed(check_choice, 4) == [[2, 3, 2, 3]] * 4
+
+
+def check_kept() -> None:
+    def step(method) -> None:
+        q, k, v = (shard(data(1, 4, 9, 4), shared_mesh(2), ROWS, {0: (2, 7)}, requires_grad=True) for _ in range(3))
+        with shardtensor.attention_method(method):
+            sdpa(q, k, v, is_causal=True).sum().backward()
+
+    for method in ("ring", "heads", "auto"):
+        step(method)
+        first = layout_of.cache_info()
+        for _ in range(3):
+            step(method)
+        assert layout_of.cache_info()[:2] == (first.hits + 3, first.misses)
+
+
+def test_layouts_are_kept():
+    run_distributed(check_kept, 2)
 
 
 # -- doors -------------------------------------------------------------------------------------------------------------

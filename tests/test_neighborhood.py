@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
-from shardtensor.ops import neighborhood, neighborhood_geometry
+from shardtensor.ops import neighborhood, neighborhood_geometry, neighborhood_tiles
 from shardtensor.ops.neighborhood_geometry import Neighborhood
 from shardtensor.ops.neighborhood_tiles import Dim, tiled_attention
 from shardtensor.testing import (
@@ -461,6 +461,30 @@ def corners():
 
 def test_corners_need_no_messages_of_their_own():
     run_distributed(corners, 4)
+
+
+# -- what is worked out once -------------------------------------------------------------------------------------------
+
+
+def repeated():
+    problem = plane((9, 8), 5, additional=2)
+    caches = neighborhood._plan, neighborhood_tiles._plan
+
+    def step(seed):
+        tensors = problem.tensors(seed=seed)
+        shards = [shard(t, shared_mesh(2), [Shard(1)], {0: (4, 5)}, requires_grad=True) for t in tensors[:3]]
+        attention(problem)(*shards, *tensors[3:]).sum().backward()
+
+    step(0)
+    before = [cache.cache_info() for cache in caches]
+    for seed in (1, 2, 3):
+        step(seed)
+    for cache, first in zip(caches, before):
+        assert cache.cache_info()[:2] == (first.hits + 3, first.misses)
+
+
+def test_plans_and_masks_are_kept():
+    run_distributed(repeated, 2)
 
 
 # -- natten's kernels ------------------------------------------------------------------------------------------------

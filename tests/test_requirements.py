@@ -10,9 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from neighborhood_oracle import Problem, dense_attention
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -455,6 +457,39 @@ def test_lower_precision_loses_no_more_than_on_one_device():
     """float32, bfloat16 and float16 against float64: a stated multiple of one device's own error."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         run_distributed(precision, 2, dtype)
+
+
+# The largest error of neighborhood attention and its gradients, against float64 on one device; see docs/attention.md.
+NEIGHBORHOOD = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def neighborhoods():
+    import natten
+
+    attend = {1: natten.na1d, 2: natten.na2d, 3: natten.na3d}
+    for n, shape in ((1, (8,)), (2, (8, 6)), (3, (8, 4, 5))):
+        for kernel, dilation in ((3, 1), (4, 1), (2, 2)):
+            problem = Problem(shape, (kernel,) * n, (1,) * n, (dilation,) * n, (False,) * n)
+            whole = [t.requires_grad_() for t in problem.tensors()]
+            expected = dense_attention(*whole, **problem.arguments)
+            grad = numbers(*expected.shape)
+            expected = [expected, *torch.autograd.grad(expected, whole, grad)]
+            for dtype, tolerance in NEIGHBORHOOD.items():
+                for sizes in UNEVEN:
+                    shards = [rows(t.detach().to(dtype), sizes, dim=1, requires_grad=True) for t in whole]
+                    y = attend[n](*shards, kernel_size=kernel, dilation=dilation)
+                    ours = [y, *torch.autograd.grad(y, shards, rows(grad.to(dtype), sizes, dim=1))]
+                    for a, b in zip(expected, ours):
+                        assert (b.full_tensor().double() - a).abs().max() <= tolerance * a.abs().max()
+
+
+def test_neighborhood_attention():
+    """natten's functions in one, two and three dims, odd and even windows, dilated, to a stated error per dtype."""
+    pytest.importorskip("natten")
+    run_distributed(neighborhoods, 2)
+    text = (ROOT / "docs" / "attention.md").read_text()
+    for dtype, tolerance in NEIGHBORHOOD.items():
+        assert f"{str(dtype).removeprefix('torch.')} {tolerance:.0e}".replace("e-0", "e-") in text
 
 
 def saved_whole():
