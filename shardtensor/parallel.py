@@ -14,7 +14,7 @@ There are two ways to have both:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -34,6 +34,7 @@ from .redistribute import redistribute_local
 
 __all__ = [
     "Parallelized",
+    "clip_grad_norm_",
     "contribute_gradients",
     "parallelize",
     "synchronize",
@@ -118,11 +119,14 @@ def parallelize(
         contribute_gradients(model)
         steps.append(f"weights: DTensors on {_named(mesh, axes)}; gradients are contributions")
     if shard or spmd:
+        _check_no_empty_shard(model)
         fsdp_mesh = mesh if spmd else _fsdp_mesh(mesh, shard, data)
         _fully_shard(model, units, fsdp_mesh, spmd, options)
         copies = [n for n in (data, domain) if n is not None and n not in shard]
         over, each = (" and ".join(map(repr, some)) or "no axis" for some in (shard, copies))
         steps.append(f"FSDP2: weights, gradients and optimizer state sharded over {over}, copies over {each}")
+        if len({p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}) > 1:
+            steps.append("gradients lie on several meshes: clip them with shardtensor.parallel.clip_grad_norm_")
     elif data is not None:
         steps.append(f"data parallel: left to you, e.g. DistributedDataParallel(model, device_mesh=mesh[{data!r}])")
     steps.append(_about_inputs(axes, data, domain, tensor, spmd))
@@ -170,6 +174,18 @@ def _fsdp_mesh(mesh: DeviceMesh, shard: Sequence[str], data: str | None) -> Devi
     return mesh[(data, shard[0])]  # replicated over the first, sharded over the second
 
 
+def _check_no_empty_shard(model: nn.Module) -> None:
+    """FSDP2 raises on the ranks that have an empty shard, while the others wait for them."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            for m, sizes in spec_of(parameter).shard_sizes.items():
+                if 0 in sizes:
+                    raise ValueError(
+                        f"{name} {tuple(parameter.shape)} is cut {sizes} on mesh dim {m}: FSDP2 takes no empty shards; "
+                        "cut it over fewer ranks, or not at all"
+                    )
+
+
 def _fully_shard(
     model: nn.Module, units: Sequence[type], mesh: DeviceMesh, spmd: bool, options: dict[str, Any]
 ) -> None:
@@ -181,6 +197,37 @@ def _fully_shard(
             # Contributions add up to the gradient of the whole batch's loss.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for gradients that lie on several meshes, whose norms torch does not add up.
+
+    So they do where some weights are cut over a tensor axis and others are not. Returns the norm of all of them, a
+    plain tensor equal on all ranks.
+
+    Raises:
+        RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
+
+    Example::
+
+        parallelize(model, mesh, tensor="tp", plan=plan)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+    """
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+        grad = parameter.grad
+        if grad is not None:
+            by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(parameter)
+    grads = [[p.grad for p in some if p.grad is not None] for some in by_mesh.values()]
+    norms = [nn.utils.get_total_norm(some, norm_type) for some in grads]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = nn.utils.get_total_norm(whole, norm_type, error_if_nonfinite)
+    for some in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(some, max_norm, total)
+    return total
 
 
 def _about_inputs(axes: Sequence[str], data: str | None, domain: str, tensor: str | None, spmd: bool) -> str:

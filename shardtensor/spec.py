@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import DTensorSpec, TensorMeta, is_plain_shard
+from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
 
 __all__ = [
@@ -189,6 +190,24 @@ class ShardTensorSpec(DTensorSpec):
     def own_shape(self) -> tuple[int, ...]:
         """Shape of this rank's shard."""
         return self.local_shape(self.coordinate)
+
+    @property
+    def num_shards_map(self) -> list[int]:
+        """How many shards each tensor dim has. FSDP2 asks for it, and makes a DTensor of a parameter, without sizes.
+
+        Raises:
+            UnsupportedSharding: shards that are not torch.chunk's.
+        """
+        for d, m in self.sharded_dims().items():
+            if self.cut(m) != chunk_sizes(self.shape[d], self.mesh.size(m)):
+                raise refuse(
+                    "fully_shard",
+                    self,
+                    "FSDP2 cannot keep the sizes of a parameter's shards",
+                    "cut the parameter as torch.chunk does (shard_sizes='even'), or keep it out (ignored_params=) and "
+                    "reduce its gradient over the data axis yourself",
+                )
+        return super().num_shards_map
 
     # -- equality, hash, text -----------------------------------------------------------------------------
 

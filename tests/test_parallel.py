@@ -32,7 +32,7 @@ both_ways = pytest.mark.parametrize("spmd", [False, pytest.param(True, marks=nee
 AXES = ("dp", "domain")
 HEIGHT = 16
 CUTS = {1: (16,), 2: (11, 5), 4: (7, 1, 0, 8)}
-BATCH_CUTS = {2: (3, 1), 4: (2, 0, 1, 1)}
+BATCH_CUTS = {1: (4,), 2: (3, 1), 4: (2, 0, 1, 1)}
 
 
 class Network(nn.Module):
@@ -96,14 +96,15 @@ def inputs(mesh, spmd, tensor=False):
     return shard(x[mine], at, [Shard(2), *replicated], {0: cut}), y[mine]
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def full_weights(model):
     if isinstance(model, FullyShardedDataParallel):
         with warnings.catch_warnings(), FullyShardedDataParallel.summon_full_params(model):
-            return {n: p.detach().clone() for n, p in model.named_parameters()}
-    return {
-        n.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for n, p in model.named_parameters()
-    }
+            return {n: whole(p).detach().clone() for n, p in model.named_parameters()}
+    return {n.removeprefix("module."): whole(p).detach() for n, p in model.named_parameters()}
 
 
 def train_alone(kind=Network, optimizer=sgd, steps=2, max_norm=None):
@@ -142,8 +143,8 @@ def equal_on_all_ranks(results):
 # -- what wraps what ---------------------------------------------------------------------------------------------------
 
 
-def fsdp1(model, mesh, strategy, use_orig_params=True):
-    where = {"device_mesh": mesh} if mesh.ndim == 2 else {"process_group": mesh.get_group()}
+def fsdp1(model, mesh, strategy, use_orig_params=True, by_mesh=False):
+    where = {"device_mesh": mesh} if mesh.ndim == 2 or by_mesh else {"process_group": mesh.get_group()}
     cpu = torch.device("cpu")
     return FullyShardedDataParallel(
         model, **where, device_id=cpu, sharding_strategy=strategy, use_orig_params=use_orig_params
@@ -160,6 +161,17 @@ def replicated(model, mesh):
     from torch.distributed._composable.replicate import replicate
 
     return replicate(model, process_group=mesh["dp"].get_group())
+
+
+def replicated_by_fsdp2(model, mesh):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(model, mesh=mesh["dp"])
+
+
+def dtensors_in_fsdp1(model, mesh, use_orig_params):
+    """FSDP1 looks for DTensors only where it is given a mesh."""
+    return fsdp1(on_domain(model, mesh), mesh["dp"], ShardingStrategy.FULL_SHARD, use_orig_params, by_mesh=True)
 
 
 def by_hand(hooks=True, **dims):
@@ -194,6 +206,7 @@ PLAIN = {
     "DDP over dp's mesh": lambda m, mesh: DistributedDataParallel(m, device_mesh=mesh["dp"]),
     "DDP over all": lambda m, mesh: DistributedDataParallel(m),
     "replicate": replicated,
+    "replicate, made of FSDP2": replicated_by_fsdp2,
     "FSDP2 over dp": lambda m, mesh: fully_shard(m, mesh=mesh["dp"]),
     "FSDP2 over dp, not resharded": lambda m, mesh: fully_shard(m, mesh=mesh["dp"], reshard_after_forward=False),
     "FSDP2 over dp, by layers": lambda m, mesh: layers_then_all(m, mesh["dp"]),
@@ -201,11 +214,15 @@ PLAIN = {
     "FSDP1 over dp": lambda m, mesh: fsdp1(m, mesh["dp"], ShardingStrategy.FULL_SHARD),
     "FSDP1 over dp, flat parameters": lambda m, mesh: fsdp1(m, mesh["dp"], ShardingStrategy.FULL_SHARD, False),
     "FSDP1 over dp, gradients only": lambda m, mesh: fsdp1(m, mesh["dp"], ShardingStrategy.SHARD_GRAD_OP),
+    "FSDP1 over all": lambda m, mesh: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
     "FSDP1 hybrid": lambda m, mesh: fsdp1(m, mesh, ShardingStrategy.HYBRID_SHARD),
     "DTensors on domain, FSDP2 over dp": lambda m, mesh: fully_shard(on_domain(m, mesh), mesh=mesh["dp"]),
+    "DTensors on domain, FSDP1 over dp": lambda m, mesh: dtensors_in_fsdp1(m, mesh, True),
+    "DTensors on domain, FSDP1 over dp, flat parameters": lambda m, mesh: dtensors_in_fsdp1(m, mesh, False),
     "parallelize": helped(),
     "parallelize, units": helped(units=[nn.Conv2d, nn.Sequential], reshard_after_forward=False),
     "parallelize, sharded over all": helped(shard=AXES),
+    "parallelize, sharded over all, not resharded": helped(shard=AXES, reshard_after_forward=False),
     "parallelize, sharded over domain": helped(shard=("domain",)),
 }
 SPMD = {
@@ -238,9 +255,12 @@ def wrapped_training(name, spmd, shape=(2, 2), kind=Network):
     return check(model, train_alone(kind)[0])
 
 
+def names(table):
+    return [n for n in table if n != "by hand, without hooks"]  # which this network needs
+
+
 def cases(table):
-    names = [n for n in table if n != "by hand, without hooks"]
-    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in names]
+    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in names(table)]
 
 
 @pytest.mark.parametrize("name", cases(PLAIN))
@@ -270,26 +290,73 @@ def test_weights_used_on_shards_and_on_what_is_whole(name, spmd):
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
 @pytest.mark.parametrize(
     ("name", "spmd"),
-    [
-        ("DDP over dp", False),
-        ("FSDP2 over dp, by layers", False),
-        pytest.param("by hand, sharded over all", True, marks=needs_spmd),
-    ],
+    [*((n, False) for n in PLAIN), *(pytest.param(n, True, marks=needs_spmd) for n in names(SPMD))],
 )
 def test_eight_ranks_some_of_them_without_data(shape, name, spmd):
     equal_on_all_ranks(run_distributed(wrapped_training, 8, name, spmd, shape))
 
 
-def dtensors_in(wrapper):
-    mesh = shared_mesh((2, 2), AXES)
-    train(PLAIN[wrapper](on_domain(copy.deepcopy(problem()[0]), mesh), mesh), *inputs(mesh, False), steps=1)
+def without_data_axis(spmd, shape):
+    """Each wrapper on a data axis of one rank; the flat weights of the last one."""
+    taken = [n for n in names(SPMD if spmd else PLAIN) if not n.startswith("DTensors on domain, FSDP1")]
+    return [wrapped_training(name, spmd, shape) for name in taken][-1]
 
 
-@pytest.mark.parametrize(("wrapper", "text"), [("FSDP1 over dp", "resize_"), ("DDP over dp", "c10d.broadcast_")])
-def test_wrappers_that_do_not_take_dtensor_weights(wrapper, text):
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((1, 4), marks=pytest.mark.slow)], ids=["1x2", "1x4"])
+@both_ways
+def test_a_data_axis_of_one_rank(spmd, shape):
+    equal_on_all_ranks(run_distributed(without_data_axis, shape[1], spmd, shape, timeout=300))
+
+
+def hybrid_and_domain(kind):
+    """Copies over one axis, shards over another, samples cut over a third."""
+    mesh = shared_mesh((2, 2, 2), ("copies", "shards", "domain"))
+    _, x, y = problem()
+    model = copy.deepcopy(problem()[0])
+    data = mesh["copies", "shards"]
+    wrapped = fully_shard(model, mesh=data) if kind == "FSDP2" else fsdp1(model, data, ShardingStrategy.HYBRID_SHARD)
+    i = 2 * mesh["copies"].get_local_rank() + mesh["shards"].get_local_rank()
+    train(wrapped, shard(x[i : i + 1], mesh["domain"], [Shard(2)], {0: CUTS[2]}), y[i : i + 1])
+    return check(wrapped, train_alone()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FSDP2", "FSDP1"])
+def test_hybrid_sharding_besides_a_domain(kind):
+    equal_on_all_ranks(run_distributed(hybrid_and_domain, 8, kind))
+
+
+def dtensors_in(wrapper, shape):
+    mesh = shared_mesh(shape, AXES)
+    model = copy.deepcopy(problem()[0])
+    model = model if "DTensors" in wrapper else on_domain(model, mesh)
+    train(PLAIN[wrapper](model, mesh), *inputs(mesh, False), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "shape", "text"),
+    [
+        ("FSDP1 over dp", (2, 2), "resize_"),
+        ("DTensors on domain, FSDP1 over dp", (1, 2), "got mixed torch.Tensor and DTensor"),
+        ("DDP over dp", (2, 2), "c10d.broadcast_"),
+    ],
+)
+def test_wrappers_that_do_not_take_dtensor_weights(wrapper, shape, text):
     """As docs/parallel.md says; the errors are torch's own."""
-    for error in run_expecting_errors(dtensors_in, 4, wrapper):
+    for error in run_expecting_errors(dtensors_in, shape[0] * shape[1], wrapper, shape):
         assert isinstance(error, Exception) and text in str(error), error
+
+
+def lost_in_ddp():
+    mesh = shared_mesh((2, 2), AXES)
+    model = PLAIN["DDP over dp's mesh"](on_domain(copy.deepcopy(problem()[0]), mesh), mesh)
+    model(inputs(mesh, False)[0])
+    assert not list(model.parameters())
+
+
+def test_ddp_by_mesh_loses_dtensor_weights():
+    """Why docs/parallel.md says to keep weights plain for DDP: torch's own way of handling them."""
+    run_distributed(lost_in_ddp, 4)
 
 
 class Normed(nn.Sequential):
