@@ -187,16 +187,6 @@ I = torch.tensor([2, 0, 2, 1])
 WRONG = {
     "out of range": (lambda x: x[:, [7]], IndexError, "index is out of range for dimension 1 with size 7"),
     "below": (lambda x: x.scatter(1, numbers(4, 2, 6) - 1, 1.0), IndexError, "index is out of range for dimension 1"),
-    "mask": (
-        lambda x: x[x > 0],
-        NotImplementedError,
-        "__getitem__: how many entries a sharded mask selects depends on its values.*Remedy: use torch.wh",
-    ),
-    "masked_select": (
-        lambda x: x.masked_select(x > 0),
-        NotImplementedError,
-        "masked_select.default: no distributed form",
-    ),
     "wrong mask": (lambda x: x.__setitem__(x[:, :3] > 0, 1.0), IndexError, "mask"),
     "plain": (
         lambda x: torch.zeros(4, 7, 6).double().scatter_(2, numbers(4, 7, 3), x),

@@ -322,10 +322,6 @@ def values():
         assert not counted.collectives
     with pytest.raises(RuntimeError, match=r"dtypes match|same dtype"):
         t.detach()[i] = torch.ones(3)
-    for masked in (lambda t: t[t > 0], lambda t: t.masked_select(t > 0), lambda t: t.nonzero()):
-        with count_communication() as counted, pytest.raises(NotImplementedError, match=r"depends on|no distributed"):
-            masked(t)
-        assert not counted.collectives
     with pytest.raises(IndexError, match="2 values for the"):
         t.detach()[t > -100] = torch.ones(2).double()
     return True

@@ -35,6 +35,7 @@ from . import (  # noqa: F401
     reductions,
     resampling,
     scans,
+    selections,
     slicing,
     spectrograms,
     subscripts,

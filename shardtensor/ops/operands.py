@@ -29,6 +29,7 @@ __all__ = [
     "common_cut",
     "common_mesh",
     "fit",
+    "leading",
     "local_part",
     "moved",
     "refuse_gathering",
@@ -119,6 +120,31 @@ def whole_rows(op: Any, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
                 f"long enough to be shared among its {ranks} ranks",
                 f"redistribute it to Replicate() on mesh dim {m} if it is small",
             )
+        spec = spec.replace(placements=placements, sizes=tuple(sizes))
+    return spec
+
+
+def leading(op: Any, spec: ShardTensorSpec) -> ShardTensorSpec:
+    """``spec`` with only its first dim that is longer than 1 sharded: then shards are parts of the elements in a line.
+
+    If only a dim of length 1 is sharded, one rank has all elements, which will do, too.
+
+    Raises:
+        UnsupportedSharding: the first dim is cut already or shorter than there are ranks.
+    """
+    first = next((d for d, n in enumerate(spec.shape) if n != 1), 0)
+    for d, m in spec.sharded_dims().items():
+        sharded, ranks = spec.sharded_dims(), spec.mesh.size(m)
+        if d == first or (spec.shape[d] <= 1 and len(sharded) == 1 and spec.shape[first] < ranks):
+            continue
+        placements, sizes = list(spec.placements), list(spec.sizes)
+        if first not in sharded and spec.shape[first] >= ranks:
+            placements[m], sizes[m] = Shard(first), chunk_sizes(spec.shape[first], ranks)
+        elif spec.shape[d] <= 1:
+            placements[m], sizes[m] = Replicate(), None
+        else:
+            reason = f"tensor dim {d}, sharded on mesh dim {m}, does not lead, nor can dim {first} be cut instead"
+            raise refuse(op, [spec], reason, "redistribute it so that the first dim is sharded")
         spec = spec.replace(placements=placements, sizes=tuple(sizes))
     return spec
 

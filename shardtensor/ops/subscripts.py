@@ -21,6 +21,8 @@ from ..registry import register
 from ..tensor import ShardTensor, redistribute_to
 from .indexing import is_mask
 from .lookups import flat_cumsum, is_cut, laid_like, look_up
+from .operands import as_operand
+from .selections import selected
 
 __all__: list[str] = []
 
@@ -104,16 +106,21 @@ def _concerned(self: Any, entries: Sequence[tuple[Any, int | None]] | None) -> b
 
 @register(Tensor.__getitem__)
 def _getitem(self: Any, index: Any) -> Any:
-    if not isinstance(self, ShardTensor) or _is_view(index) or not self._spec.sharded_dims():
+    masked_by = [item for item in (index if type(index) is tuple else (index,)) if is_mask(item) and is_cut(item)]
+    if not masked_by and (not isinstance(self, ShardTensor) or _is_view(index) or not self._spec.sharded_dims()):
         return NotImplemented
+    if masked_by:
+        self = as_operand(self, masked_by[0].device_mesh)
     index = _with_tensors(index, self.device)
     entries = _entries(self, index)
-    if entries is None or not _concerned(self, entries):
+    if entries is None or not (masked_by or _concerned(self, entries)):
         return NotImplemented
     if any(isinstance(item, Tensor) for item, _ in entries):
         items, tensors = _part(self, entries, numbers_stay=False)
         x = self[tuple(items)] if any(item != slice(None) for item in items) else self
-        return look_up(x, _indices("__getitem__", x, tensors))
+        if len(tensors) == 1 and is_mask(tensors[0][1]) and is_cut(tensors[0][1]):
+            return selected(x, *tensors[0])
+        return look_up(x, _indices(x, tensors))
     items, numbers = _part(self, entries, numbers_stay=True)
     x = self[tuple(items)]
     for dim, _ in reversed(numbers):
@@ -154,8 +161,8 @@ def _part(
     return items, tensors
 
 
-def _indices(op: str, x: Any, tensors: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
-    """One index for each dim of ``x``. A mask that every rank has whole stands for the places where it is true."""
+def _indices(x: Any, tensors: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
+    """One index for each dim of ``x``. A mask stands for the places where it is true."""
     result: list[Tensor | None] = [None] * x.ndim
     for dim, item in tensors:
         if not is_mask(item):
@@ -166,14 +173,8 @@ def _indices(op: str, x: Any, tensors: Sequence[tuple[int, Any]]) -> list[Tensor
                 f"the mask of shape {tuple(item.shape)} does not fit the dims {tuple(x.shape[dim : dim + item.ndim])}"
             )
         if isinstance(item, DTensor):
-            if not all(p.is_replicate() for p in item.placements):
-                raise refuse(
-                    op,
-                    [x, item],
-                    "how many entries a sharded mask selects depends on its values",
-                    "use torch.where or masked_fill, or redistribute the mask to Replicate()",
-                )
-            item = item.to_local()
+            if all(p.is_replicate() for p in item.placements):
+                item = item.to_local()
         result[dim : dim + item.ndim] = item.nonzero().unbind(1)
     return result
 
@@ -212,7 +213,7 @@ def _setitem(self: Any, index: Any, value: Any) -> Any:
     if len(tensors) == 1 and is_mask(tensors[0][1]) and is_cut(tensors[0][1]):
         part.copy_(masked(part, *tensors[0], value.to(self.dtype), False))
         return None
-    _aten.index_put_.default(part, _indices("__setitem__", part, tensors), value)
+    _aten.index_put_.default(part, _indices(part, tensors), value)
     return None
 
 

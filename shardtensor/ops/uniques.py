@@ -18,7 +18,7 @@ from ..geometry import chunk_sizes, cuts_of, intervals_of
 from ..redistribute import all_gather, move_intervals, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
-from .operands import moved, whole_value
+from .operands import leading, moved, whole_value
 from .ordering import Route, Sorted, find_slices, sort_keys
 from .reductions import reduced_dims
 from .scans import reduce_over
@@ -26,7 +26,7 @@ from .scans import reduce_over
 _aten = torch.ops.aten
 
 
-def _lines_up(spec: ShardTensorSpec, mesh_dim: int | None, length: int, sizes: Any, dtype: torch.dtype) -> Any:
+def _line_spec(spec: ShardTensorSpec, mesh_dim: int | None, length: int, sizes: Any, dtype: torch.dtype) -> Any:
     """The spec of a vector that is cut along this mesh dim."""
     placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(spec.mesh.ndim)]
     cut = {} if mesh_dim is None else {mesh_dim: sizes}
@@ -67,8 +67,8 @@ def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[Any, Any, Any]:
     lengths = torch.nn.functional.pad(at + start, (0, 1), value=following).diff()
     return (
         wrap(values, out),
-        wrap(inverse, _lines_up(spec, m, length, None if m is None else spec.cut(m), torch.int64)),
-        wrap(lengths, _lines_up(spec, m, total, counts, torch.int64)),
+        wrap(inverse, _line_spec(spec, m, length, None if m is None else spec.cut(m), torch.int64)),
+        wrap(lengths, _line_spec(spec, m, total, counts, torch.int64)),
     )
 
 
@@ -78,23 +78,7 @@ def _results(x: Any, values: Any, inverse: Any, counts: Any, return_inverse: boo
     return values, inverse if return_inverse else nothing, counts if return_counts else nothing.clone()
 
 
-def _leading(op: str, x: Tensor, spec: ShardTensorSpec) -> tuple[Tensor, ShardTensorSpec]:
-    """The elements in a line: a shard has to be a part of it."""
-    first = next((d for d, n in enumerate(spec.shape) if n != 1), 0)
-    for d, m in spec.sharded_dims().items():
-        ranks = spec.mesh.size(m)
-        if d != first and spec.shape[d] > 1:
-            if first in spec.sharded_dims() or spec.shape[first] < ranks:
-                reason = f"tensor dim {d}, sharded on mesh dim {m}, does not lead, nor can dim {first} be cut instead"
-                raise refuse(op, [spec], reason, "redistribute it so that the first dim is sharded")
-            placements, sizes = list(spec.placements), list(spec.sizes)
-            placements[m], sizes[m] = Shard(first), chunk_sizes(spec.shape[first], ranks)
-            target = spec.replace(placements=placements, sizes=tuple(sizes))
-            return redistribute_local(x, spec, target), target
-    return x, spec
-
-
-def _line(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]:
+def _line_of(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]:
     """The mesh dim that cuts a tensor with one sharded dim, and how many elements each of its ranks has."""
     dims = spec.sharded_dims()
     if not dims:
@@ -114,9 +98,10 @@ def _unique_consecutive(
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
         return _results(x, *results, return_inverse, return_counts)
-    local, lead = _leading("unique_consecutive", local, spec)
-    m, sizes = _line(lead)
-    line = _lines_up(lead, m, lead.shape.numel(), sizes, x.dtype)
+    lead = leading("unique_consecutive", spec)
+    local = redistribute_local(local, spec, lead)
+    m, sizes = _line_of(lead)
+    line = _line_spec(lead, m, lead.shape.numel(), sizes, x.dtype)
     values, inverse, counts = _runs(local.reshape(-1), line, 0)
     if return_inverse:
         like = lead.replace(meta=lead.tensor_meta._replace(dtype=torch.int64))
@@ -133,11 +118,11 @@ def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_co
     local, spec = whole_value(x)
     if len(spec.sharded_dims()) > 1:
         raise refuse("unique", [spec], "it is cut on several mesh dims", "shard it on one mesh dim only")
-    m, sizes = _line(spec)
+    m, sizes = _line_of(spec)
     if m is None or sizes is None:
         return run(_aten._unique2.default, (wrap(local, spec), sorted, return_inverse, return_counts), {})
     rows = Sorted(local.reshape(1, -1), sizes, sizes, False, spec.mesh.get_group(m))
-    line = _lines_up(spec, m, spec.shape.numel(), sizes, x.dtype)
+    line = _line_spec(spec, m, spec.shape.numel(), sizes, x.dtype)
     values, inverse, counts = _runs(rows.values.flatten(), line, 0)
     if return_inverse:
         here = rows.back(inverse._local_tensor.view(1, -1)).view(spec.local_shape())

@@ -1,0 +1,145 @@
+"""What sharded masks choose, against one device: values, gradients, cuts, messages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+X = (torch.arange(7 * 4 * 6, dtype=torch.float64) * 2.4).sin().reshape(7, 4, 6)
+
+
+def written(x):
+    y = x.clone()
+    y[x > 0] = 1.0
+    return y
+
+
+FUNCTIONS = {
+    "x[mask]": lambda x: x[x > 0],
+    "masked mean": lambda x: x[x > 0].mean(),
+    "nothing chosen": lambda x: x[x > 100],
+    "all chosen": lambda x: x[x < 100],
+    "rows": lambda x: x[x.sum((1, 2)) > 0],
+    "rows of rows": lambda x: x[x.sum(2) > 0],
+    "in the middle": lambda x: x[:, x.sum((0, 2)) > 0],
+    "at the end": lambda x: x[..., x.sum((0, 1)) > 0],
+    "of a part": lambda x: x[1:, x.sum(0) > 0],
+    "beside a number": lambda x: x[x.sum((1, 2)) > 0, 1],
+    "beside an index": lambda x: x[x.sum((1, 2)) > 0, :, torch.tensor([2])],
+    "plain x": lambda x: torch.ones(7, 4, 6, dtype=torch.float64)[x > 0],
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "masked_select, broadcast": lambda x: x[:, :1].masked_select((x > 0)[:, :, :1]),
+    "masked_select, plain mask": lambda x: torch.masked_select(x, X > 0),
+    "nonzero": lambda x: torch.nonzero(x > 0),
+    "nonzero, as a tuple": lambda x: torch.nonzero(x > 0, as_tuple=True),
+    "argwhere": lambda x: torch.argwhere(x > 0),
+    "where": lambda x: x[torch.where(x > 0)],
+    "nonzero_static, too long": lambda x: torch.nonzero_static(x > 0, size=200),
+    "nonzero_static, too short": lambda x: torch.nonzero_static(x > 0, size=20, fill_value=-7),
+    "written": written,
+}
+CUTS = [
+    (2, (0,), {0: (5, 2)}),
+    (2, (1,), {0: (0, 4)}),
+    (2, (2,), {0: (1, 5)}),
+    (3, (0,), {0: (1, 0, 6)}),
+    (3, (2,), {0: (3, 2, 1)}),
+    ((2, 2), (2, None), {0: (5, 1)}),
+]
+
+
+def check(mesh_shape, dims, sizes):
+    placements = [[Replicate() if d is None else Shard(d) for d in dims]]
+    for name, function in FUNCTIONS.items():
+        try:
+            assert_matches_unsharded(function, X, placements=placements, mesh_shape=mesh_shape, shard_sizes=sizes)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("mesh_shape,dims,sizes", CUTS)
+def test_choices(mesh_shape, dims, sizes):
+    ranks = math.prod(mesh_shape) if isinstance(mesh_shape, tuple) else mesh_shape
+    run_distributed(check, ranks, mesh_shape, dims, sizes)
+
+
+def check_different_cuts():
+    def choose(x, y):
+        return y[x > 0]
+
+    for other in ([Replicate()], [Shard(0)], [Shard(1)], None):
+        assert_matches_unsharded(choose, X, 2 * X, placements=[[Shard(0)], other], mesh_shape=2)
+    rows = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
+    for dims in ((0, 1), (1, 2)):  # rows chosen of what is cut along its columns
+        assert_matches_unsharded(choose, rows, X, placements=[[Shard(0)], [Shard(dims[1])]], mesh_shape=2)
+
+
+def test_of_tensors_cut_otherwise():
+    run_distributed(check_different_cuts, 2)
+
+
+def lies():
+    x = shard(X, shared_mesh(2), [Shard(0)], {0: (5, 2)})
+    with count_communication() as counted:
+        y = x[x > 0]
+    local = x.to_local()
+    assert y.placements == (Shard(0),) and torch.equal(y.to_local(), local[local > 0])
+    return counted.messages, dict(counted.collectives), counted.collective_bytes
+
+
+def test_the_chosen_stay_where_they_are_and_only_their_number_travels():
+    assert run_distributed(lies, 2) == [(0, {"all_gather": 1}, 8)] * 2
+
+
+def short():
+    x = shard(X[:2], shared_mesh(3), [Shard(2)], {0: (1, 2, 3)})
+    with count_communication() as counted:
+        try:
+            x[x > 0]
+        finally:
+            assert not counted.messages and not counted.collectives
+
+
+def cut_twice():
+    x = shard(X, shared_mesh((2, 2)), [Shard(0), Shard(1)])
+    x.nonzero()
+
+
+def other_axis():
+    mesh = shared_mesh((2, 2))
+    x = shard(X, mesh, [Replicate(), Shard(0)])
+    torch.masked_select(x, shard(X > 0, mesh, [Shard(0), Replicate()]))
+
+
+def wrong_shape():
+    x = shard(X, shared_mesh(2), [Shard(0)])
+    x[x[:, :3] > 0]
+
+
+REFUSED = {
+    short: (3, UnsupportedSharding, r"masked_select: tensor dim 2.*nor can dim 0 be cut.*\[1, 2, 3\].*Remedy: redis"),
+    cut_twice: (4, UnsupportedSharding, r"nonzero.*: tensor dim 1, sharded on mesh dim 1, does not lead.*Remedy"),
+    other_axis: (4, UnsupportedSharding, r"masked_select: its dim 0 is sharded on mesh dim 1, where the mask is whole"),
+    wrong_shape: (2, IndexError, r"the mask of shape \(7, 3, 6\) does not fit"),
+}
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_errors_on_every_rank_before_anything_is_sent(function):
+    ranks, kind, text = REFUSED[function]
+    for error in run_expecting_errors(function, ranks):
+        with pytest.raises(kind, match=text):
+            raise error
