@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._compat import TensorMeta, kernel, new_wrapper, same_memory
+from ._compat import TensorMeta, is_traced, kernel, new_wrapper, not_in_graphs, same_memory, untraced
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .redistribute import redistribute_local
-from .registry import OPERATORS
+from .registry import OPERATORS, changes
 from .spec import CIRCUMSTANCES, ShardTensorSpec
 
 __all__ = [
@@ -172,6 +172,7 @@ def default_rule(
     return find
 
 
+@not_in_graphs("call the compiled function inside of shardtensor.allow_gather(); it is compiled anew for that")
 @contextmanager
 def allow_gather() -> Iterator[None]:
     """Let operators that have no distributed form gather their operands, compute, and cut the result again.
@@ -196,7 +197,7 @@ def gather_allowed() -> bool:
     return _gather_depth > 0
 
 
-CIRCUMSTANCES.append(gather_allowed)
+CIRCUMSTANCES.extend((gather_allowed, changes))
 
 
 def spec_of(tensor: Tensor) -> ShardTensorSpec:
@@ -366,8 +367,11 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
         elif kind is _tensor_class:
             if a._viewed is not None:
                 check_current(key[0] if key else "operator", a)
-            out.append(a._local_tensor)
+            local = a._local_tensor
+            out.append(local)
             key.append(a._spec)
+            if type(local) is not Tensor and is_traced(local):
+                key.append([])  # cannot be hashed: a plan may hold tensors, and those of a trace are not for others
         elif isinstance(a, DTensor):
             out.append(a._local_tensor)
             key.append(spec_of(a))
@@ -488,7 +492,7 @@ def _as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     def convert(a: Any) -> Any:
         if isinstance(a, DTensor):
             return spec_of(a)
-        return a.to("meta") if isinstance(a, Tensor) else a
+        return _on_meta_device(a) if isinstance(a, Tensor) else a
 
     return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
 
@@ -501,11 +505,16 @@ def _on_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
             meta = spec_of(a).tensor_meta
             return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
         if isinstance(a, Tensor):
-            return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+            return _on_meta_device(a)
         return torch.device("meta") if isinstance(a, torch.device) else a
 
-    with torch.no_grad():
+    with torch.no_grad(), untraced():
         return STAND_INS.get(func, func)(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
+
+
+def _on_meta_device(a: Tensor) -> Tensor:
+    with untraced():
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
 
 
 @cache

@@ -17,12 +17,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["FUNCTIONS", "OPERATORS", "register", "registered", "unregister"]
+__all__ = ["FUNCTIONS", "OPERATORS", "changes", "register", "registered", "unregister"]
 
 Handler = Callable[..., Any]
 
 FUNCTIONS: dict[Callable[..., Any], Handler] = {}
 OPERATORS: dict[torch._ops.OpOverload, Handler] = {}
+_changes = 0
+
+
+def changes() -> int:
+    """How often handlers have been registered or removed; a compiled graph holds for one set of them."""
+    return _changes
 
 
 def _table(func_or_op: Any) -> dict[Any, Handler]:
@@ -60,6 +66,8 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
             raise ValueError(f"{f} has a handler already; unregister it first")
 
     def decorate(handler: Handler) -> Handler:
+        global _changes
+        _changes += 1
         for f in funcs_or_ops:
             _table(f)[f] = handler
         return handler
@@ -69,6 +77,8 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
 
 def unregister(*funcs_or_ops: Any) -> None:
     """Remove handlers; KeyError where there is none."""
+    global _changes
+    _changes += 1
     for f in funcs_or_ops:
         del _table(f)[f]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import current_mesh
+from ._compat import current_mesh, not_in_graphs
 from .agreement import DTYPES, MAX_NDIM, check_process_group
 from .dispatch import wrap
 from .geometry import intervals_of
@@ -26,6 +26,7 @@ __all__ = ["part_at", "scatter_tensor", "wire"]
 _NO_TENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS, _OTHER_META = 1, 2, 3, 4
 
 
+@not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
 def scatter_tensor(
     tensor: Tensor | None,
     global_src: int,

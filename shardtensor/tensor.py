@@ -27,7 +27,9 @@ from ._compat import (
     is_traced,
     keep_static,
     new_wrapper,
+    not_in_graphs,
     same_memory,
+    uncached,
     unflattened,
     without_zero_tensor,
 )
@@ -65,6 +67,7 @@ class ShardTensor(DTensor):
     # -- construction and conversion ----------------------------------------------------------------------
 
     @staticmethod
+    @not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
     def from_local(  # type: ignore[override]
         local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -307,7 +310,8 @@ class ShardTensor(DTensor):
         return redistribute_to(self, self._spec.replace(placements=placements, sizes=order.sizes))
 
     def _stable_hash_for_caching(self) -> str:
-        raise TypeError("graphs of ShardTensors are not kept on disk: they depend on the registry, too")
+        # A graph depends on this rank's place, on the registry and on this package; only its kernels are kept on disk.
+        raise uncached("graphs of ShardTensors are not kept")
 
 
 dispatch._tensor_class = ShardTensor

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .._compat import TensorMeta
+from .._compat import TensorMeta, not_in_graphs
 from ..dispatch import wrap
 from ..errors import refuse
 from ..registry import register
-from ..spec import ShardTensorSpec, contiguous_stride
+from ..spec import CIRCUMSTANCES, ShardTensorSpec, contiguous_stride
 from ..tensor import _FromLocal, redistribute_to
 from .attention_blocks import DTYPES, Dropout, Kernel
 from .attention_layout import Layout, layout_of
@@ -37,6 +37,7 @@ _NAME = "scaled_dot_product_attention"
 _method = "auto"
 
 
+@not_in_graphs("call the compiled function inside of shardtensor.attention_method(); it is compiled anew for that")
 @contextmanager
 def attention_method(name: str) -> Iterator[None]:
     """Choose how attention is computed where queries and keys are both sharded along the sequence.
@@ -65,6 +66,9 @@ def attention_method(name: str) -> Iterator[None]:
         yield
     finally:
         _method = previous
+
+
+CIRCUMSTANCES.append(lambda: _method)
 
 
 @register(

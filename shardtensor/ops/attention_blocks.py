@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Interval
+from ..tracing import graph_operator, is_traced
 
 __all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "pieces"]
 
@@ -130,6 +131,8 @@ def attend(
         at: the block's place, for dropout.
     """
     k, v = _like_queries(k, q), _like_queries(v, q)
+    if is_traced(q) and kernel.fused:
+        return _attend_in_graph(q, k, v, mask, kernel.scale, square)
     if kernel.fused:
         bias = None if mask is None else _bias(mask, q.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -148,6 +151,19 @@ def attend(
         out.narrow(-2, start, n).copy_(p @ v)
         lse.narrow(-1, start, n).copy_(total)
     return out, lse
+
+
+@graph_operator(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool square) -> (Tensor, Tensor)",
+    lambda q, k, v, mask, scale, square: (q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1])),
+    ordered=False,
+)
+def _attend_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, square: bool
+) -> tuple[Tensor, Tensor]:
+    """The fused kernel as one operator of a graph: what is done about its result follows from its values."""
+    out, lse = attend(q, k, v, mask, Kernel(scale, fused=True), square, ())
+    return out.contiguous(), lse.contiguous()
 
 
 def _checked(

@@ -33,6 +33,7 @@ from ..dispatch import Call, Path, Plan, is_inplace, meta_of
 from ..geometry import cuts_of, intervals_of, map_cuts, sizes_of
 from ..redistribute import move_intervals, reduce_scatter
 from ..spec import ShardTensorSpec
+from ..tracing import is_traced
 
 __all__ = ["LOOKED_UP", "Labels", "clipped", "labelled"]
 
@@ -406,10 +407,12 @@ def check_range(index: Tensor, n: int, dim: int) -> None:
     """Raise where an index is not in ``0..n``; ranks that hold the same index do so alike.
 
     Raises:
-        IndexError: on the CPU. Elsewhere the device reports it, as it does for torch's own kernels.
+        IndexError: on the CPU, RuntimeError in a compiled graph. Other devices report it as for torch's own kernels.
     """
     inside = ((index >= 0) & (index < n)).all()
-    if index.device.type != "cpu":
+    if is_traced(index):
+        torch.ops.aten._assert_async.msg(inside, f"an index is out of range for dimension {dim} with size {n}")
+    elif index.device.type != "cpu":
         torch.ops.aten._assert_async.default(inside)
     elif not bool(inside):
         raise IndexError(f"an index is out of range for dimension {dim} with size {n}")

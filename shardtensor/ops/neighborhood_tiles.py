@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat import constant_like, untraced
 from ..geometry import Interval, length
 from .neighborhood_geometry import Neighborhood, Tile
 from .operands import wide_dtype
@@ -65,10 +66,11 @@ def tiled_attention(
     plan = _plan(dims, 0 if additional is None else additional.shape[1], len(query), query.device)
     boxes = [query]
     for i, (order, widths) in enumerate(zip(plan.order, plan.widths), 1):
-        ordered = boxes if order is None else [box.index_select(i, order) for box in boxes]
+        ordered = boxes if order is None else [box.index_select(i, constant_like(order, box)) for box in boxes]
         boxes = [part for box in ordered for part in box.split(widths, i)]
+    keys = constant_like(plan.keys, query)
     # All copies at once: their gradients are added up in one go, too.
-    gathered = everything.flatten(0, 1).index_select(0, plan.keys).split([kind.keys for kind in plan.kinds])
+    gathered = everything.flatten(0, 1).index_select(0, keys).split([kind.keys for kind in plan.kinds])
     results = [_attend(*of_kind, scale, return_lse) for of_kind in zip(boxes, gathered, plan.kinds)]
     return tuple(_joined(parts, plan) for parts in zip(*results))
 
@@ -109,6 +111,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=32)  # few, as the indices of a large map take memory
+@untraced()
 @torch.inference_mode(False)  # a plan that inference makes first must serve training, too
 def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
     kinds_of = [_kinds(dim, _tile_length(dim, len(dims))) for dim in dims]
@@ -201,7 +204,8 @@ def _attend(query: Tensor, key_value: Tensor, kind: _Kind, scale: float, return_
     q = tiles.reshape(-1, math.prod(kind.length), heads, head_dim)
     k, v = key_value.view(len(q), -1, *key_value.shape[1:]).split([head_dim, key_value.shape[-1] - head_dim], -1)
     attention = _with_lse if return_lse else _without_lse
-    results = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), kind.mask, scale)
+    mask = None if kind.mask is None else constant_like(kind.mask, q)
+    results = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
     dims_first = [0, *(d for i in range(n) for d in (1 + i, 1 + n + i)), 2 * n + 1, 2 * n + 2]
     return tuple(
         r.transpose(1, 2)
@@ -234,7 +238,7 @@ def _joined(parts: Sequence[Tensor], plan: _Plan) -> Tensor:
     for i, (back, widths) in reversed(list(enumerate(zip(plan.back, plan.widths), 1))):
         rows = [parts[at : at + len(widths)] for at in range(0, len(parts), len(widths))]
         joined = [row[0] if len(row) == 1 else torch.cat(list(row), i) for row in rows]
-        parts = joined if back is None else [part.index_select(i, back) for part in joined]
+        parts = joined if back is None else [part.index_select(i, constant_like(back, part)) for part in joined]
     (result,) = parts
     return result
 

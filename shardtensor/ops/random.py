@@ -29,9 +29,11 @@ from torch.distributed.tensor import Shard
 
 from ..debug import debug_enabled
 from ..dispatch import STAND_INS, Call, Plan, meta_of, rule, run
+from ..errors import refuse
 from ..redistribute import all_reduce
 from ..registry import register
 from ..spec import ShardTensorSpec
+from ..tracing import graph_operator, is_traced
 from .operands import whole_rows
 from .pointwise import pointwise_plan
 from .views import carry
@@ -64,8 +66,15 @@ def _own_generator(spec: ShardTensorSpec, device: torch.device) -> torch.Generat
             state = _state(_given, device)
             _check_agreement(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little"), spec, device)
         return _given
-    drawn = common_draw(spec, device)
-    place = tuple(spec.coordinate[m] for m, p in enumerate(spec.placements) if isinstance(p, Shard))
+    return _generator_of(common_draw(spec, device), _place(spec), device)
+
+
+def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
+    """Where this rank's shard stands among those of a tensor with ``spec``."""
+    return tuple(spec.coordinate[m] for m, p in enumerate(spec.placements) if isinstance(p, Shard))
+
+
+def _generator_of(drawn: int, place: tuple[int, ...], device: torch.device) -> torch.Generator:
     generator = torch.Generator(device)
     generator.manual_seed(shard_seed(drawn, place))
     return generator
@@ -74,7 +83,16 @@ def _own_generator(spec: ShardTensorSpec, device: torch.device) -> torch.Generat
 def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
     """A number from the generator that the caller would have used, equal on all ranks of the mesh."""
     source = _given.device if _given is not None else torch.device("cpu")
-    drawn = int(torch.randint(2**62, (), generator=_given, device=source))
+    number = torch.randint(2**62, (), generator=_given, device=source)
+    if is_traced(number):
+        raise refuse(
+            "random numbers",
+            spec,
+            "of sharded tensors, torch.compile takes dropout, rand_like, randn_like, in-place draws with numbers for "
+            "parameters, but not these",
+            "call this operator outside of the compiled function",
+        )
+    drawn = int(number)
     if debug_enabled():
         _check_agreement(drawn, spec, device)
     return drawn
@@ -134,6 +152,27 @@ def _with_generator(func: torch._ops.OpOverload) -> Callable[..., Any]:
     return handler
 
 
+# -- in graphs, see [Note: communication in graphs] in tracing.py: order counts here, too ---------------------------
+
+
+@graph_operator(
+    "draw(Tensor like, str how, float[] parameters, int[] place) -> Tensor",
+    lambda like, how, parameters, place: torch.empty_like(like, memory_format=torch.contiguous_format),
+)
+def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[int]) -> Tensor:
+    """A shard at ``place`` of the size of ``like``, as the in-place method ``how`` draws it."""
+    drawn = int(torch.randint(2**62, (), device="cpu"))
+    empty = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return getattr(empty, how)(*parameters, generator=_generator_of(drawn, tuple(place), like.device))
+
+
+def _drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
+    """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
+    if is_traced(x) and _is_cut(spec) and _given is None:
+        return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
+    return getattr(x, how)(*parameters, generator=_own_generator(spec, x.device))
+
+
 # -- element by element: the operator itself, from the shard's own generator ---------------------------------------
 
 
@@ -143,7 +182,12 @@ def _draw(call: Call) -> Plan:
     out = plan.outputs
     at = _place_of_generator(call.func)
 
+    name = call.func._schema.name.removeprefix("aten::")
+    numbers = name.endswith("_") and name != "random_" and all(isinstance(a, (int, float)) for a in call.args[1:at])
+
     def drawn(*args: Any, **kwargs: Any) -> Any:
+        if numbers and is_traced(args[0]):
+            return _drawn_into(args[0], name, *args[1:at], spec=out)
         device = next(a.device for a in args if isinstance(a, Tensor))
         return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})
 
@@ -185,10 +229,10 @@ for _op in (
 def _fill(func: str) -> Callable[..., Tensor]:
     """How the operator of this name fills an empty tensor; ``bounds`` are what randint_like is given."""
     if func == "rand_like":
-        return lambda out, bounds, generator: out.uniform_(generator=generator)
+        return lambda out, bounds, spec: _drawn_into(out, "uniform_", spec=spec)
     if func == "randn_like":
-        return lambda out, bounds, generator: out.normal_(generator=generator)
-    return lambda out, bounds, generator: out.random_(*bounds, generator=generator)
+        return lambda out, bounds, spec: _drawn_into(out, "normal_", spec=spec)
+    return lambda out, bounds, spec: out.random_(*bounds, generator=_own_generator(spec, out.device))
 
 
 def _like(call: Call) -> Plan:
@@ -197,8 +241,7 @@ def _like(call: Call) -> Plan:
     bounds = call.args[1:] if len(call.args) > 2 else (0, *call.args[1:])
 
     def drawn(x: Tensor, *_: Any, generator: Any = None, **kwargs: Any) -> Tensor:
-        empty = torch.empty_like(x, **kwargs)
-        return fill(empty, bounds, _own_generator(out, empty.device))
+        return fill(torch.empty_like(x, **kwargs), bounds, out)
 
     return Plan(out, call=drawn)
 
@@ -284,7 +327,7 @@ def _native_dropout(call: Call) -> Plan:
         mask = torch.ones_like(x, dtype=torch.bool)
         if train is False:
             return x.clone(), mask
-        mask.bernoulli_(1 - p, generator=_own_generator(spec, x.device))
+        mask = _drawn_into(mask, "bernoulli_", 1 - p, spec=spec)
         return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
     return call.plan(outs, {(0,): spec}, call=dropout)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._compat import TensorMeta
+from .._compat import TensorMeta, constant_like, untraced
 from ..errors import refuse
 from ..geometry import Interval, intervals_of, length, map_cuts
 from ..registry import register
@@ -51,13 +51,16 @@ class Taps:
         """Input interval that the outputs ``out`` read."""
         if out[1] <= out[0]:
             return (0, 0)
-        first = self.first[out[0] : out[1]]
-        return int(first.min()), int(first.max()) + self.weights.shape[1]
+        with untraced():
+            first = self.first[out[0] : out[1]]
+            return int(first.min()), int(first.max()) + self.weights.shape[1]
 
     def apply(self, part: Tensor, dim: int, origin: int, out: Interval) -> Tensor:
         """The outputs ``out``, from ``part``, which holds the input from ``origin`` on along ``dim``."""
-        first = (self.first[out[0] : out[1]] - origin).to(part.device)
-        weights = self.weights[out[0] : out[1]].to(part.device)
+        with untraced():
+            first = (self.first[out[0] : out[1]] - origin).to(part.device)
+            weights = self.weights[out[0] : out[1]].to(part.device)
+        first, weights = constant_like(first, part), constant_like(weights, part)
         if weights.shape[1] == 1:
             return part.index_select(dim, first)
         result = None
@@ -102,6 +105,7 @@ class Resize:
 
 
 @lru_cache(maxsize=256)
+@untraced()
 def _taps(resize: Resize) -> Taps:
     """See [Note: taps]."""
     step, size = resize.step, resize.size
@@ -139,6 +143,7 @@ def _taps(resize: Resize) -> Taps:
 
 
 @lru_cache(maxsize=1024)
+@untraced()
 def as_local(resize: Resize, part: Interval, out: Interval) -> tuple[Resize, int] | None:
     """How torch can compute the outputs ``out`` from ``part`` alone, as if that were the whole dim; None if it cannot.
 
@@ -164,6 +169,7 @@ def as_local(resize: Resize, part: Interval, out: Interval) -> tuple[Resize, int
 
 
 @lru_cache(maxsize=1024)
+@untraced()
 def _on_meta(x: TensorMeta, size: Any, scale_factor: Any, recompute: bool | None, kwargs: tuple[Any, ...]) -> Tensor:
     """The result without its data, and torch's own errors. Kept: torch's meta kernels take milliseconds here."""
     whole = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")

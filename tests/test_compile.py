@@ -1,0 +1,423 @@
+"""torch.compile of unmodified modules and functions on ShardTensors: one device's numbers, or a clear refusal."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.utils.checkpoint import checkpoint
+
+import shardtensor
+from shardtensor import ShardTensor, exchange
+from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
+
+DOUBLE = torch.float64
+UNEVEN, EMPTY = (11, 5), (16, 0)
+
+
+def whole(*shape):
+    return torch.randn(shape, dtype=DOUBLE)
+
+
+def rows(x, sizes, dim=2, **kwargs):
+    return shard(x, shared_mesh(len(sizes)), [Shard(dim)], {0: sizes}, **kwargs)
+
+
+def compiled(function, backend="aot_eager", **kwargs):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch.compile(function, backend=backend, fullgraph=True, **kwargs)
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def text_of(function, *args, again=False):
+    """What a function, compiled here unless it was before, says against its arguments."""
+    try:
+        (function if again else compiled(function))(*args)
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
+class Compiled(nn.Module):
+    """A module that is compiled for ShardTensors, and is itself for whole tensors."""
+
+    def __init__(self, inner, backend="aot_eager"):
+        super().__init__()
+        self.inner, self.backend = inner, backend
+
+    def forward(self, *args):
+        return (compiled(self.inner, self.backend) if isinstance(args[0], ShardTensor) else self.inner)(*args)
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function, *modules):
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(modules)
+
+    def forward(self, *args):
+        return self.function(*args, *self.parts)
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.Conv2d(4, 3, 3, stride=2, padding=1)
+    ).double()
+
+
+def with_loss(net):
+    return Function(lambda x, net: F.mse_loss(net(x), net(x).detach().cos()), net)
+
+
+def token_block():
+    def block(x, norm, mix, out):
+        q, k, v = mix(norm(x)).unflatten(-1, (3, 2, -1)).unbind(2)
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        logits = x + out(y.transpose(1, 2).flatten(2))
+        return logits, F.cross_entropy(logits.transpose(1, 2), logits.argmax(-1))
+
+    return Function(block, nn.LayerNorm(6), nn.Linear(6, 18), nn.Linear(6, 6)).double()
+
+
+NETWORKS = {  # module, shape, sharded dim, sizes
+    "convolutions": (conv_net, (1, 2, 16, 6), 2, UNEVEN),
+    "an empty shard": (lambda: with_loss(conv_net()), (1, 2, 16, 6), 2, EMPTY),
+    "attention, cross entropy": (token_block, (2, 16, 6), 1, UNEVEN),
+    "batch norm, pooling, upsampling": (
+        lambda: nn.Sequential(nn.BatchNorm2d(2), nn.MaxPool2d(3, 2, 1), nn.Upsample(scale_factor=2, mode="bilinear")),
+        (2, 2, 16, 6),
+        2,
+        UNEVEN,
+    ),
+    "channels along the shards": (lambda: nn.LayerNorm(6).double(), (2, 3, 6), 2, (4, 2)),
+}
+CHOSEN = ("an empty shard", "attention, cross entropy")  # compiling takes seconds
+
+
+def check_networks(names, backend="aot_eager"):
+    for name in names:
+        make, shape, dim, sizes = NETWORKS[name]
+        module = Compiled(make().double(), backend)
+        assert_matches_unsharded(module, whole(*shape), mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in CHOSEN else pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS]
+)
+def test_networks_give_one_devices_numbers(name):
+    run_distributed(check_networks, 2, [name], timeout=200)
+
+
+def check_dtensor_parameters():
+    x, net = whole(1, 2, 16, 6), conv_net()
+    reference, given = copy.deepcopy(net), x.clone().requires_grad_()
+    expected = reference(given)
+    expected.square().mean().backward()
+    mine = rows(x, UNEVEN, requires_grad=True)
+    net = distribute_module(net, shared_mesh(2))
+    loss = compiled(lambda x: net(x).square().mean())(mine)
+    loss.backward()
+    assert torch.allclose(loss.full_tensor(), expected.square().mean(), rtol=1e-10)
+    assert mine.grad.shard_sizes == {0: UNEVEN}
+    assert torch.allclose(mine.grad.full_tensor(), given.grad, rtol=1e-10, atol=1e-14)
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor) and torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_dtensor_parameters():
+    run_distributed(check_dtensor_parameters, 2, timeout=100)
+
+
+# -- guards ---------------------------------------------------------------------------------------------------------
+
+
+def check_cuts(dynamic):
+    conv = nn.Conv2d(2, 3, 3, padding=1).double()
+    mine = compiled(conv, dynamic=dynamic)
+    seen = []
+    for height, sizes in [(16, (11, 5)), (16, (11, 5)), (16, (5, 11)), (16, (16, 0)), (16, (11, 5)), (17, (11, 6))]:
+        x = whole(1, 2, height, 6)
+        y = mine(rows(x, sizes))
+        assert y.shard_sizes == {0: sizes}
+        assert torch.allclose(y.full_tensor(), conv(x), rtol=1e-10)
+        seen.append(graphs())
+    return seen
+
+
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_cut_has_a_graph_of_its_own_also_where_the_own_shard_is_the_same(dynamic):
+    assert run_distributed(check_cuts, 2, dynamic, timeout=100) == [[1, 1, 2, 3, 3, 4]] * 2
+
+
+def check_gathering():
+    x = rows(whole(16, 6), UNEVEN, dim=0)
+    values = compiled(torch.linalg.svdvals)
+    outside = [text_of(values, x, again=True)]
+    with shardtensor.allow_gather():
+        assert torch.allclose(values(x).full_tensor(), torch.linalg.svdvals(x.full_tensor()), rtol=1e-10)
+    outside.append(text_of(values, x, again=True))
+    assert all("UnsupportedSharding" in text and "svdvals" in text and "Remedy" in text for text in outside)
+
+
+def test_a_graph_that_gathers_serves_only_where_gathering_is_allowed():
+    run_distributed(check_gathering, 2, timeout=100)
+
+
+def check_registry():
+    x, square = rows(whole(1, 1, 8, 3), (5, 3)), torch.square
+    mine = compiled(lambda x: square(x))
+    results = [mine(x)]
+    shardtensor.register(torch.square)(lambda x: x * x * x)
+    results.append(mine(x))
+    shardtensor.unregister(torch.square)
+    results.append(mine(x))
+    for y, power in zip(results, (2, 3, 2), strict=True):
+        assert torch.allclose(y.full_tensor(), x.full_tensor() ** power, rtol=1e-12)
+
+
+def test_a_graph_does_not_outlive_the_handlers_it_was_made_with():
+    run_distributed(check_registry, 2, timeout=100)
+
+
+# -- communication --------------------------------------------------------------------------------------------------
+
+
+class Transfers:
+    """Counts the exchanges that this rank starts."""
+
+    def __enter__(self):
+        self.count, self._start = 0, exchange._start
+
+        def start(*args):
+            self.count += 1
+            return self._start(*args)
+
+        exchange._start = start
+        return self
+
+    def __exit__(self, *_):
+        exchange._start = self._start
+
+
+def check_unused():
+    x = whole(1, 2, 16, 6)
+    conv = nn.Conv2d(2, 2, (2, 1)).double()  # reads downwards: the last rank gives its first row and gets nothing
+    mine = compiled(conv)
+    mine(rows(x, UNEVEN))
+    given = rows(x, UNEVEN, requires_grad=True)
+    with Transfers() as forward:
+        y = mine(given)
+    with Transfers() as backward:
+        y.sum().backward()
+    reference = x.clone().requires_grad_()
+    conv(reference).sum().backward()
+    assert torch.allclose(given.grad.full_tensor(), reference.grad, rtol=1e-10)
+    return forward.count, backward.count
+
+
+def test_a_rank_that_has_no_use_for_what_it_receives_takes_part():
+    assert run_distributed(check_unused, 2, timeout=100) == [(1, 1)] * 2
+
+
+def check_transports():
+    conv, x = nn.Conv2d(2, 3, 3, padding=1).double(), rows(whole(1, 2, 16, 6), UNEVEN)
+    mine = compiled(conv)
+    results = [mine(x)]
+    previous = shardtensor.set_transport("p2p")
+    try:
+        results += [mine(x), compiled(conv)(x)]
+    finally:
+        shardtensor.set_transport(previous)
+    for y in results:
+        assert torch.equal(y.to_local(), conv(x).to_local())
+
+
+def test_point_to_point_messages_serve_graphs_too():
+    run_distributed(check_transports, 2, timeout=100)
+
+
+# -- what else a compiled function may do ------------------------------------------------------------------------------
+
+
+def check_ways():
+    x = whole(1, 2, 16, 6)
+    mine = rows(x, UNEVEN)
+
+    def move(x):
+        moved = x.redistribute(placements=[Shard(3)]) * 2
+        views = x[:, :, 3:13:2], x.transpose(2, 3)
+        return moved, x.sum().full_tensor(), x.to_local() * 3, *views, x * x.shard_sizes[0][0]
+
+    moved, total, local, part, turned, scaled = compiled(move)(mine)
+    assert moved.placements == (Shard(3),) and torch.equal(moved.full_tensor(), x * 2)
+    assert type(total) is torch.Tensor and torch.allclose(total, x.sum())
+    assert type(local) is torch.Tensor and torch.equal(local, mine.to_local() * 3)
+    assert torch.equal(part.full_tensor(), x[:, :, 3:13:2]) and torch.equal(turned.full_tensor(), x.transpose(2, 3))
+    assert torch.equal(scaled.full_tensor(), x * 11)
+
+    def write(x):
+        x.mul_(2)
+        return x + 1
+
+    written = rows(x, UNEVEN)
+    assert torch.equal(compiled(write)(written).full_tensor(), x * 2 + 1) and torch.equal(written.full_tensor(), x * 2)
+
+    conv = nn.Conv2d(2, 3, 3, padding=1).double()
+    with torch.inference_mode():
+        assert torch.allclose(compiled(conv)(mine).full_tensor(), conv(x), rtol=1e-10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = compiled(conv.float())(rows(x.float(), UNEVEN))
+        assert half.dtype == torch.bfloat16
+        assert torch.allclose(half.full_tensor().float(), conv(x.float()).float(), atol=0.05)
+
+    conv, given, reference = conv.double(), rows(x, UNEVEN, requires_grad=True), x.clone().requires_grad_()
+    y = compiled(conv)(given)
+    y.backward(torch.ones_like(y).redistribute(shard_sizes={0: (4, 12)}))  # a gradient that is cut otherwise
+    conv(reference).sum().backward()
+    assert torch.allclose(given.grad.full_tensor(), reference.grad, rtol=1e-10)
+
+    for n in (3, 12):
+        assert torch.equal(compiled(lambda x, n: x[:, :, :n] * n)(mine, n).full_tensor(), x[:, :, :n] * n)
+
+
+def test_moving_reading_writing_and_modes():
+    run_distributed(check_ways, 2, timeout=200)
+
+
+def check_training():
+    net, x = conv_net()[:3].append(nn.Conv2d(4, 2, 3, padding=1).double()), whole(1, 2, 16, 6)
+    alone = copy.deepcopy(net)
+    step = compiled(lambda net, x: F.mse_loss(net(x), x))
+    for sizes in (UNEVEN, UNEVEN, (3, 13)):
+        losses = []
+        for model, data, run in ((net, rows(x, sizes), step), (alone, x, lambda net, x: F.mse_loss(net(x), x))):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            loss = run(model, data)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert abs(losses[0] - losses[1]) < 1e-12
+    assert graphs() == 2
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_training_steps_with_the_loss_in_the_graph():
+    run_distributed(check_training, 2, timeout=200)
+
+
+def check_dropout():
+    x = rows(torch.ones(4, 1000), (600, 400), dim=1, requires_grad=True)
+    dropout = compiled(nn.Dropout(0.5))
+    first, second = dropout(x), dropout(x)
+    first.sum().backward()
+    assert torch.equal(x.grad.full_tensor(), first.full_tensor().detach())  # the same mask
+    assert 0.4 < (first.full_tensor() != second.full_tensor()).double().mean() < 0.6
+    assert 0.9 < first.full_tensor().mean() < 1.1
+    return first.to_local().detach()[:, :400].tolist(), torch.rand(3).tolist()
+
+
+def test_dropout_draws_for_each_shard_and_leaves_the_ranks_generators_in_step():
+    (one, after_one), (other, after_other) = run_distributed(check_dropout, 2, timeout=100)
+    assert one != other and after_one == after_other
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def check_refusals():
+    x, conv, mesh = rows(whole(1, 2, 16, 6), UNEVEN, requires_grad=True), nn.Conv2d(2, 2, 3).double(), shared_mesh(2)
+
+    def gather(x):
+        with shardtensor.allow_gather():
+            return x + 1
+
+    assert "make ShardTensors outside" in text_of(lambda t: ShardTensor.from_local(t, mesh, [Replicate()]), whole(3))
+    assert "inside of shardtensor.allow_gather()" in text_of(gather, x)
+    repeated = text_of(lambda x: checkpoint(conv, x, use_reentrant=False), x)
+    assert "checkpoint(torch.compile(block)" in repeated
+    assert "torch.compile takes dropout" in text_of(lambda x: torch.bernoulli(x.detach().sigmoid()), x)
+    # as that remedy says
+    y = checkpoint(compiled(conv), x, use_reentrant=False)
+    y.sum().backward()
+    reference = x.full_tensor().detach().requires_grad_()
+    conv(reference).sum().backward()
+    assert torch.allclose(x.grad.full_tensor(), reference.grad, rtol=1e-10)
+
+
+def test_refusals_say_what_to_do():
+    run_distributed(check_refusals, 2, timeout=200)
+
+
+def check_bad_index():
+    x = rows(whole(16, 6), UNEVEN, dim=0)
+    take = compiled(lambda x, at: x[at] + 1)
+    good = torch.tensor([3, 15, 0])
+    assert torch.equal(take(x, good).full_tensor(), x.full_tensor()[good] + 1)
+    with pytest.raises(RuntimeError, match="out of range for dimension 0 with size 16"):
+        take(x, torch.tensor([3, 16, 0]))
+
+
+def test_an_index_out_of_range_is_an_error_on_every_rank():
+    run_distributed(check_bad_index, 2, timeout=100)
+
+
+# -- slow: more of everything ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convolutions", "an empty shard", "attention, cross entropy"])
+def test_inductor(name):
+    run_distributed(check_networks, 2, [name], "inductor", timeout=500)
+
+
+def check_channels_last():
+    net = Compiled(conv_net(), "inductor")
+    x = whole(1, 2, 16, 6).contiguous(memory_format=torch.channels_last)
+    assert_matches_unsharded(net, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: UNEVEN})
+
+
+@pytest.mark.slow
+def test_inductor_with_channels_last():
+    run_distributed(check_channels_last, 2, timeout=500)
+
+
+def check_two_dims():
+    module = Compiled(with_loss(conv_net()))
+    for placements in ([Shard(2), Shard(3)], [Shard(0), Shard(2)], [Replicate(), Shard(2)]):
+        sizes = {m: {0: (1, 2), 2: (9, 3), 3: (2, 5)}[p.dim] for m, p in enumerate(placements) if p.is_shard()}
+        assert_matches_unsharded(
+            module, whole(3, 2, 12, 7), mesh_shape=(2, 2), placements=placements, shard_sizes=sizes
+        )
+
+
+@pytest.mark.slow
+def test_meshes_of_two_dims():
+    run_distributed(check_two_dims, 4, timeout=500)
+
+
+def check_encoder_layer():
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True).double()
+    x = whole(2, 16, 6)
+    for backend, sizes in itertools.product(("aot_eager", "eager"), (UNEVEN, EMPTY)):
+        assert_matches_unsharded(
+            Compiled(layer, backend), x, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: sizes}
+        )
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_transformer_layer():
+    run_distributed(check_encoder_layer, 2, timeout=500)
