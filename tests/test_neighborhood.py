@@ -350,6 +350,31 @@ def test_operands_that_are_cut_differently():
     run_distributed(other_cuts, 2)
 
 
+def groups_of_heads():
+    """Heads of queries stay with the head of the keys that they share, whichever of them is cut."""
+    problem = plane((5, 4), 3, heads=6, heads_kv=2, additional=2)
+    heads, whole = [Shard(3)], [Replicate()]
+    for places, sizes, expected in (
+        ([heads, whole, None], [{0: (2, 4)}, None, None], (3, 3)),
+        ([heads, heads, heads], [{0: (1, 5)}, {0: (2, 0)}, {0: (1, 1)}], (0, 6)),
+        ([None, heads, whole], [None, {0: (2, 0)}, None], (6, 0)),
+        ([whole, whole, heads], [None, None, {0: (1, 1)}], (3, 3)),
+        ([heads, whole, heads], [{0: (0, 6)}, None, {0: (1, 1)}], (0, 6)),
+    ):
+        out = assert_matches_unsharded(
+            attention(problem),
+            *problem.tensors(),
+            mesh_shape=2,
+            placements=[*places, None, None],
+            shard_sizes=[*sizes, None, None],
+        )
+        assert out.placements == (Shard(3),) and out.shard_sizes == {0: expected}
+
+
+def test_groups_of_heads():
+    run_distributed(groups_of_heads, 2)
+
+
 def additional_kinds():
     """Additional keys and values may be plain, replicated or cut like batch or heads."""
     rows = plane((9, 7), 3, batch=2, additional=3)
@@ -706,15 +731,6 @@ WRONG = {
         UnsupportedSharding,
         r"na2d: head_dim \(tensor dim 4\) is sharded.*Remedy: redistribute to shard heads, batch or spatial dims",
     ),
-    "grouped heads": (
-        lambda q: natten.na2d(
-            q.redistribute(placements=[Shard(3)], shard_sizes={0: (1, 3)}),
-            *[q[:, :, :, :2].redistribute(placements=[Replicate()])] * 2,
-            kernel_size=3,
-        ),
-        UnsupportedSharding,
-        r"shard sizes \(1, 3\) of the query's heads cut groups of 2.*multiples of 2",
-    ),
     "additional sequence": (
         lambda q: natten.na2d(
             q, q, q, 3, **dict.fromkeys(("additional_keys", "additional_values"), q[:, :, 0])
@@ -753,7 +769,7 @@ def wrong(name):
         finally:
             assert not counts.collectives["all_reduce"]
             # The operands of some are made by communication.
-            assert not counts.messages or name in ("head_dim", "grouped heads", "nothing is reduced before")
+            assert not counts.messages or name in ("head_dim", "nothing is reduced before")
 
 
 @pytest.mark.parametrize("name", WRONG)

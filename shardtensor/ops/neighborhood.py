@@ -31,6 +31,7 @@ from .neighborhood_natten import attention_by_natten, natten_kernel
 from .neighborhood_tiles import Dim, tiled_attention
 from .operands import common_cut, common_mesh, local_part, refuse_gathering
 from .spatial import borrow_dims
+from .views import whole_blocks
 
 
 def _neighborhood_attention(
@@ -79,7 +80,7 @@ def _neighborhood_attention(
     q, k, v = (_distributed(t, mesh) for t in (query, key, value))
     specs = [t._spec.for_gradient() for t in (q, k, v)]
     cut = _cut(name, specs)
-    targets = [cut, *(_keys_cut(name, spec, cut) for spec in specs[1:])]
+    targets = [cut, *(_keys_cut(spec, cut) for spec in specs[1:])]
     for t in additional:
         if isinstance(t, DTensor):
             specs.append(spec_of(t))
@@ -140,23 +141,32 @@ def _cut(name: str, specs: list[ShardTensorSpec]) -> ShardTensorSpec:
             f"head_dim (tensor dim {head_dim}) is sharded, and every product of a query and a key needs all of it",
             "redistribute to shard heads, batch or spatial dims",
         )
-    return common_cut(specs, specs[0].tensor_meta)
+    groups = specs[0].shape[head_dim - 1] // specs[1].shape[head_dim - 1]
+    return common_cut([_with_queries_heads(spec, specs[0], groups) for spec in specs], specs[0].tensor_meta)
 
 
-def _keys_cut(name: str, spec: ShardTensorSpec, cut: ShardTensorSpec) -> ShardTensorSpec:
+def _with_queries_heads(spec: ShardTensorSpec, query: ShardTensorSpec, group: int) -> ShardTensorSpec:
+    """``spec`` as if it had the query's heads, cut between groups of ``group`` that share a head of the keys."""
+    heads = len(query.shape) - 2
+    m = spec.sharded_dims().get(heads)
+    if m is None or group == 1:
+        return spec
+    sizes = list(spec.sizes)
+    own = spec.shape[heads] == query.shape[heads]
+    sizes[m] = whole_blocks(spec.cut(m), group) if own else tuple(n * group for n in spec.cut(m))
+    assert spec.tensor_meta is not None
+    shape = (*spec.shape[:heads], query.shape[heads], spec.shape[-1])
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype)
+    return spec.replace(meta=meta, sizes=tuple(sizes))
+
+
+def _keys_cut(spec: ShardTensorSpec, cut: ShardTensorSpec) -> ShardTensorSpec:
     """How keys or values lie next to queries as ``cut``; one of their heads may serve several of the queries'."""
     heads = len(cut.shape) - 2
-    group = cut.shape[heads] // spec.shape[heads]
     sizes = list(cut.sizes)
     m = cut.sharded_dims().get(heads)
     if m is not None:
-        if any(size % group for size in cut.cut(m)):
-            raise refuse(
-                name,
-                [cut, spec],
-                f"shard sizes {cut.sizes[m]} of the query's heads cut groups of {group} that share a head of the keys",
-                f"redistribute the queries to shard sizes that are multiples of {group}, or to shard another dim",
-            )
+        group = cut.shape[heads] // spec.shape[heads]
         sizes[m] = tuple(size // group for size in cut.cut(m))
     return spec.replace(placements=cut.placements, sizes=tuple(sizes))
 
