@@ -119,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rank-sizes", metavar="A+B", help="rows per band, north to south, such as 300+375; default: uneven")
     add("--mesh", metavar="AxB", help="bands of latitude x stripes of longitude, such as 2x2; default: bands only")
     add("--rank-sizes-lon", metavar="A+B", help="columns per stripe, west to east; default: uneven")
-    add("--steps", type=int, help="default: 100, or 10 with --check")
+    add("--steps", type=int, help="default: 100, 60 with --attention, 10 with --check")
     add("--lr", type=float, default=0.01)
     add("--width", type=int, default=8, help="channels at full size; a multiple of 4")
     add("--attention", action="store_true", help="neighborhood attention at the lowest level; needs natten")
@@ -130,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--check", action="store_true", help="no picture; repeat the steps in plain PyTorch and compare")
     args = parser.parse_args()
     if args.steps is None:
-        args.steps = 10 if args.check else 100
+        args.steps = 10 if args.check else 60 if args.attention else 100
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     args.rank = int(os.environ.get("RANK", 0))
     args.sharded = "RANK" in os.environ
