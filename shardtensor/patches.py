@@ -52,6 +52,9 @@ PATCHES = (
     Patch("torch.nn.functional", "l1_loss"),  # it asks __torch_function__, but leaves the weight out
     # flex_attention asks nobody, but this comes first in it. Wrapped itself, it could not be compiled.
     Patch("torch.nn.attention.flex_attention", "_validate_embed_dim"),
+    # They would hand out the address of a memory that a ShardTensor has not.
+    Patch("torch", "to_dlpack", required=True),
+    Patch("torch.utils.dlpack", "to_dlpack", required=True),
     Patch("natten.functional", "neighborhood_attention_generic", lazy=True, required=True),
     Patch("natten.modules", "neighborhood_attention_generic", lazy=True, required=True),
     Patch("natten.functional", "attention", lazy=True, required=True),

@@ -18,6 +18,7 @@ from . import (  # noqa: F401
     histograms,
     indexing,
     joining,
+    leaving,
     linear,
     lookups,
     losses,

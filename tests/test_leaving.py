@@ -1,0 +1,56 @@
+"""What would take values or memory out of torch is refused; numbers are formatted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import shardtensor
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+OUT = {
+    "numpy": (lambda x: x.numpy(), "numpy: no rank holds all values"),
+    "array": (lambda x: np.array(x), "__array__: no rank holds all values"),
+    "tolist": (lambda x: x.tolist(), "tolist: no rank holds all values"),
+    "torch.from_dlpack": (lambda x: torch.from_dlpack(x), "no memory of its own"),
+    "numpy.from_dlpack": (lambda x: np.from_dlpack(x), "no memory of its own"),
+    "to_dlpack": (lambda x: torch.utils.dlpack.to_dlpack(x), "to_dlpack: no distributed form"),
+    "torch.to_dlpack": (lambda x: torch.to_dlpack(x), "to_dlpack: no distributed form"),
+    "apply_": (lambda x: x.apply_(lambda v: v + 1), "apply_: a ShardTensor has no memory"),
+    "map_": (lambda x: x.map_(x, lambda a, b: a), "map_: a ShardTensor has no memory"),
+}
+
+
+def numbers():
+    return shard(torch.arange(6.0), shared_mesh(2), [Shard(0)], {0: (4, 2)})
+
+
+def take(name):
+    x = numbers()
+    with count_communication() as counted:
+        try:
+            OUT[name][0](x)
+        finally:
+            assert not counted.messages and not counted.collectives
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_refused_on_every_rank(name):
+    for error in run_expecting_errors(take, 2, name):
+        with pytest.raises(UnsupportedSharding, match=OUT[name][1] + r".*\[4, 2\].*Remedy: .*to_local\(\)"):
+            raise error
+
+
+def formatted():
+    x = numbers()
+    loss = x.sum().requires_grad_()
+    with shardtensor.allow_gather(), pytest.raises(UnsupportedSharding):
+        x.numpy()
+    return f"{loss:.2f}", f"{x.mean():>6.1f}", f"{(x > 1).sum():d}"
+
+
+def test_numbers_are_formatted_like_those_of_plain_tensors():
+    assert run_distributed(formatted, 2) == [("15.00", "   2.5", "4")] * 2
