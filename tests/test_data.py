@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -766,3 +768,17 @@ def test_ranks_that_read_differently_raise_alike(case, kind, text):
     for rank, error in enumerate(errors):
         assert isinstance(error, kind) and re.search(text, str(error)), error
         assert case != "unreadable" or isinstance(error, OSError) == (rank == 2)
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_example_checks_itself():
+    pytest.importorskip("zarr")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    found = subprocess.run(
+        [*command, str(ROOT / "examples" / "data_loading.py"), "--check"], capture_output=True, text=True, timeout=500
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("PASS") == 2 + (4 if os.access("/proc/self/clear_refs", os.W_OK) else 0)

@@ -105,6 +105,7 @@ class ShardLoader:
         self._state: dict[str, Any] | None = None
         self._transfer: _Transfer | None = None
         self._iteration: object = None
+        self._buffer: Tensor | None = None
         # Of its own: its thread must not get between the model's collectives. Data is on the CPU when it is sent.
         self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._length, problem = self._tell(_length(self.loader) if self.is_source else None)
@@ -232,9 +233,22 @@ class ShardLoader:
         for at in product(*(range(n) for n in spec.mesh.shape)):
             if at != spec.coordinate:
                 for block in _blocks(part_at(whole, spec, at)):
-                    dist.send(wire(_on_cpu(block).view(-1)), int(spec.mesh.mesh[at].item()), group=self._group)
+                    dist.send(self._packed(block), int(spec.mesh.mesh[at].item()), group=self._group)
         own = part_at(whole, spec, spec.coordinate)
-        return _on_cpu(own) if own.shape == whole.shape else own.clone(memory_format=torch.contiguous_format)
+        if own.shape == whole.shape and _is_packed(own):
+            return own
+        return torch.empty(own.shape, dtype=own.dtype).copy_(own)
+
+    def _packed(self, block: Tensor) -> Tensor:
+        """The bytes of ``block``."""
+        if _is_packed(block):
+            return wire(block.view(-1))
+        # Always the same memory: malloc would keep some of its own for every block and thread.
+        if self._buffer is None:
+            self._buffer = torch.empty(_BLOCK, dtype=torch.uint8)
+        payload = self._buffer[: block.nbytes]
+        payload.view(block.dtype).view(block.shape).copy_(block)
+        return payload
 
 
 class _Collect:
@@ -331,8 +345,8 @@ def _blocks(piece: Tensor) -> Iterator[Tensor]:
         yield piece
 
 
-def _on_cpu(piece: Tensor) -> Tensor:
-    return piece.cpu().resolve_conj().resolve_neg().contiguous()
+def _is_packed(piece: Tensor) -> bool:
+    return piece.is_contiguous() and piece.device.type == "cpu" and not (piece.is_conj() or piece.is_neg())
 
 
 class _Pickler(pickle.Pickler):
