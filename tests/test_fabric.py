@@ -244,6 +244,50 @@ def test_training_goes_on_from_a_checkpoint_with_another_mesh(tmp_path, distribu
         close(model.state_dict(), alone(2)[0].state_dict())
 
 
+# -- the Trainer -------------------------------------------------------------------------------------------------------
+
+
+class Trained(L.LightningModule):
+    """As docs/lightning.md shows. A batch is what each rank makes of the problem's."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = copy.deepcopy(problem()[0])
+            parallelize(self.net, self.device_mesh, **NAMES, units=[nn.Conv2d])
+
+    def training_step(self, _, batch_idx):
+        x, y = batch(self.trainer)
+        loss = F.mse_loss(self.net(x), y)
+        self.log("loss", loss.detach().full_tensor(), sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return adamw(self)
+
+
+def trainer_fits(folder):
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=4, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+        plugins=[Pool()], max_epochs=1, gradient_clip_val=MAX_NORM, default_root_dir=folder,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model = Trained()
+    trainer.fit(model, torch.utils.data.DataLoader(range(6)))  # three for each of the two
+    expected, told = alone(3)
+    assert trainer.callback_metrics["loss"].item() == pytest.approx(told[-1][0], rel=1e-5)
+    return close(full(model.net), expected.state_dict())
+
+
+def test_the_trainer_fits_with_clipping(tmp_path):
+    equal_on_all_ranks(run_distributed(trainer_fits, 4, str(tmp_path)))
+
+
 # -- the example -------------------------------------------------------------------------------------------------------
 
 
