@@ -119,8 +119,13 @@ class ShardTensorSpec(DTensorSpec):
 
     def for_gradient(self) -> ShardTensorSpec:
         """The layout of this tensor's gradient: the same, but a Partial's gradient is Replicate."""
+        return self._reduced or self
+
+    @cached_property
+    def _reduced(self) -> ShardTensorSpec | None:
+        """This spec without Partial, where there is any."""
         if not self.partial_mesh_dims():
-            return self
+            return None
         return self.replace(placements=[Replicate() if p.is_partial() else p for p in self.placements])
 
     def for_contributions(self) -> ShardTensorSpec:

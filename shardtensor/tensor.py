@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import checkpoint, dispatch
@@ -327,6 +327,7 @@ class _FromLocal(torch.autograd.Function):
         ctx: Any, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None = None
     ) -> Any:
         ctx.set_materialize_grads(False)
+        ctx.spec = spec
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
         return _wrapped(local.detach(), spec)
 
@@ -334,7 +335,13 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         if grad is None:
             return None, None, None
-        return _laid_out(grad, ctx.grad_spec).to_local(), None, None
+        grad = _laid_out(grad, ctx.grad_spec)
+        if not torch.is_grad_enabled():
+            return grad.to_local(), None, None
+        # What the ranks contribute to a Partial is different: so is what they do with its one gradient.
+        pairs = zip(ctx.spec.placements, ctx.grad_spec.placements, strict=True)
+        contributed = [Partial() if p.is_partial() and q.is_replicate() else q for p, q in pairs]
+        return grad.to_local(grad_placements=contributed), None, None
 
 
 class _ToLocal(torch.autograd.Function):

@@ -487,6 +487,16 @@ def check_second_derivatives():
         lambda x: F.cross_entropy(x, t.softmax(1)),
         lambda x: F.binary_cross_entropy_with_logits(x, t.sigmoid()),
         lambda x: F.huber_loss(x * x, t),
+        # Whose own gradient depends on the input, too.
+        lambda x: F.kl_div(x, t.softmax(1), reduction="batchmean").square(),
+        lambda x: F.cross_entropy(x, hard, reduction="sum").sin(),
+        # Alike: below autograd.
+        lambda x: F.mse_loss(x, x.tanh()).square(),
+        lambda x: F.smooth_l1_loss(x, x.detach() * 2, beta=0.7, reduction="sum").sin(),
+        lambda x: F.smooth_l1_loss(x, x.detach() * 2, beta=0),
+        lambda x: F.huber_loss(x, x.exp(), reduction="none").sum(),
+        lambda x: F.soft_margin_loss(x, x.detach().sign()).square(),
+        lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().square().sigmoid()).exp(),
     ):
         for dim, sizes in ((0, (1, 3)), (1, (0, 6)), (1, (5, 1))):
             assert_matches_unsharded(penalty(loss), x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})

@@ -17,38 +17,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate
 
 from .._compat import TensorMeta
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import ShardTensor, _FromLocal
+from ..tensor import ShardTensor, from_part
+from .loss_kernels import WITH_KERNEL, scalar_spec
 from .operands import as_operand, common_cut, common_mesh, fit, local_part, moved, torch_judges, wide_dtype
 
-__all__ = ["full_precision", "reduced", "register_loss", "scalar_spec"]
+__all__ = ["contribution", "full_precision", "reduced", "register_loss"]
 
 # -- reducing terms to a value ------------------------------------------------------------------------------------
-
-
-_SCALAR = torch.Size(())
-
-
-def scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
-    """The spec of the sum over all elements of a tensor with ``spec``."""
-    placements = [Replicate() if p.is_replicate() else Partial() for p in spec.placements]
-    return spec.replace(placements=placements, sizes=(None,) * len(placements), meta=TensorMeta(_SCALAR, (), dtype))
 
 
 def reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any) -> Any:
     """The loss, from this rank's terms, which lie like ``spec``; ``divisor`` is what a mean divides by."""
     if reduction == "none":
         meta = TensorMeta(spec.shape, contiguous_stride(spec.shape), terms.dtype)
-        return _FromLocal.apply(terms, spec.replace(meta=meta))
+        return from_part(terms, spec.replace(meta=meta))
     # In float32 at least: a mean of half precision numbers must not overflow on its way.
-    value = terms.sum(dtype=wide_dtype(terms.dtype))
-    if reduction == "mean":
-        value = value / divisor
-    return _FromLocal.apply(value.to(terms.dtype), scalar_spec(spec, terms.dtype))
+    total = terms.sum(dtype=wide_dtype(terms.dtype))
+    return contribution(total, spec, terms.dtype, divisor if reduction == "mean" else None)
+
+
+def contribution(total: Tensor, spec: ShardTensorSpec, dtype: torch.dtype, divisor: Any) -> Any:
+    """The loss, from the sum of this rank's terms, which lie like ``spec``; None: it is a sum, not a mean."""
+    value = total if divisor is None else total / divisor
+    return from_part(value.to(dtype), scalar_spec(spec, dtype))
 
 
 @contextmanager
@@ -74,11 +69,12 @@ def register_loss(function: Callable[..., Tensor], handler: Callable[[dict[str, 
     """
     signature = inspect.signature(function)
     places = list(signature.parameters)
+    names_of_all = signature.parameters.keys()
     defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not inspect.Parameter.empty}
 
     def functional(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(places, args)), **kwargs}
-        fits = len(args) <= len(places) and given.keys() == signature.parameters.keys()
+        fits = len(args) <= len(places) and given.keys() == names_of_all
         if not fits or kwargs.keys() & places[: len(args)]:
             signature.bind(*args, **kwargs)  # Python's own error
         reduction = given.pop("reduction")
@@ -130,11 +126,21 @@ def _elementwise(
     operands = {k: as_operand(t, mesh) for k, t in tensors.items()}
     spec = common_cut([t._spec for t in operands.values()], meta)
     local = {k: local_part(moved(name, t, fit(t._spec, spec)), spec) for k, t in operands.items()}
-    for k in local:
-        if not k.endswith("weight"):
-            local[k] = local[k].expand(spec.local_shape())
-    terms = function(**local, **options, reduction="none")
-    return reduced(terms, spec, reduction, meta.shape.numel() if divisor is None else divisor)
+    for k, t in local.items():
+        if t.shape != spec.own_shape and not k.endswith("weight"):
+            local[k] = t.expand(spec.own_shape)
+    divisor = meta.shape.numel() if divisor is None else divisor
+    if reduction == "none" or wide_dtype(meta.dtype) != meta.dtype:
+        return reduced(function(**local, **options, reduction="none"), spec, reduction, divisor)
+    total = function(**local, **options, reduction="sum")
+    return contribution(total, spec, total.dtype, divisor if reduction == "mean" else None)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether both are ShardTensors of the same shape, dtype and cut, and not Partial."""
+    if not isinstance(a, ShardTensor) or not isinstance(b, ShardTensor):
+        return False
+    return a._spec == b._spec and not a._spec.partial_mesh_dims()
 
 
 # Each with its tensor arguments.
@@ -154,7 +160,12 @@ _ELEMENTWISE: dict[Callable[..., Tensor], tuple[str, ...]] = {
 
 
 def _register_elementwise(function: Callable[..., Tensor], names: tuple[str, ...]) -> None:
+    has_kernel = function in WITH_KERNEL
+
     def handler(given: dict[str, Any], reduction: str) -> Any:
+        composed = given.get("weight") is not None or given.get("beta") == 0
+        if has_kernel and not composed and _alike(given["input"], given["target"]):
+            return NotImplemented  # there is nothing to be seen to above autograd
         tensors, divisor = {k: given.pop(k, None) for k in names}, None
         if reduction == "batchmean":
             first = tensors["input"]

@@ -22,7 +22,8 @@ from ..parameters import local_parameters
 from ..redistribute import redistribute_local
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, redistribute_to
-from .losses import full_precision, reduced, register_loss, scalar_spec
+from .loss_kernels import scalar_spec
+from .losses import full_precision, reduced, register_loss
 from .operands import as_operand, common_cut, common_mesh, local_part, moved, torch_judges, whole_rows, wide_dtype
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
