@@ -37,7 +37,8 @@ MIB = 2**20
 def write_archive(path: str, hours: int) -> None:
     """(hours, CHANNELS, HEIGHT, WIDTH) float32: waves of some wave numbers that travel east and west, and noise."""
     random = np.random.default_rng(0)
-    archive = zarr.create_array(path, shape=(hours, CHANNELS, HEIGHT, WIDTH), chunks=(8, 1, 60, WIDTH), dtype="float32")
+    shape = hours, CHANNELS, HEIGHT, WIDTH
+    archive = zarr.open_array(path, mode="w", shape=shape, chunks=(8, 1, 60, WIDTH), dtype="float32")
     latitude = np.linspace(np.pi / 2, -np.pi / 2, HEIGHT)[:, None]
     longitude = np.linspace(0, 2 * np.pi, WIDTH, endpoint=False)
     number = np.arange(1, 7)[:, None, None]
