@@ -22,22 +22,28 @@ from shardtensor import scatter_tensor
 from shardtensor.parallel import parallelize
 
 sys.path.insert(0, str(Path(__file__).parent / "globe"))
-import data
 from layout import make_layout
 from model import ConvNormAct, UNet
 
 REGIONS = 8  # stripes of longitude; the batch
 
 
-def load(resolution: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def load(resolution: int, dtype: torch.dtype, noise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The globe as a batch of regions: images (REGIONS, 3, H, W) and land (REGIONS, 1, H, W)."""
-    image, land = data.load(resolution)
+    if noise:
+        generator = torch.Generator().manual_seed(0)
+        image = torch.randint(256, (1, 3, resolution, 2 * resolution), dtype=torch.uint8, generator=generator)
+        land = (image[:, :1] > 127).to(torch.uint8)
+    else:
+        import data
+
+        image, land = data.load(resolution)
     width = image.shape[-1] // REGIONS * REGIONS
 
     def regions(t: torch.Tensor) -> torch.Tensor:
         return torch.cat(t[..., :width].chunk(REGIONS, dim=-1)).contiguous()
 
-    return data.normalise(regions(image), dtype), regions(land).to(dtype)
+    return regions(image).to(dtype) / 64 - 1, regions(land).to(dtype)
 
 
 def make_model(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
@@ -78,6 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--spmd", action="store_true", help="DTensor weights, sharded over all ranks (torch 2.13 or newer)")
     add("--resolution", type=int, default=180, metavar="H", help="rows of the whole globe")
     add("--rank-sizes", metavar="A+B", help="rows per band, north to south; default: uneven")
+    add("--noise", action="store_true", help="random pixels in place of the globe, which needs packages with its data")
     add("--steps", type=int, default=20)
     add("--lr", type=float, default=0.01)
     add("--width", type=int, default=8, help="channels at full size; a multiple of 4")
@@ -110,7 +117,7 @@ def main() -> None:
 
     images = land = None
     if first or (mesh["domain"].get_local_rank() == 0 and not args.spmd):
-        images, land = (t.to(device) for t in load(args.resolution, getattr(torch, args.dtype)))
+        images, land = (t.to(device) for t in load(args.resolution, getattr(torch, args.dtype), args.noise))
     whole = images, land
     if not args.spmd and images is not None:
         mine = mesh["dp"].get_local_rank()

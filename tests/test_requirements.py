@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from neighborhood_oracle import Problem, dense_attention
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding, scatter_tensor
+from shardtensor.parallel import parallelize, synchronize, tensor_parallel, verify
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -681,3 +686,134 @@ def batches():
 def test_batches_of_more_than_one():
     """Linear and convolutional layers on a batch within each domain."""
     run_distributed(batches, 2)
+
+
+# -- with other kinds of parallelism -----------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Convolutions, a pooling, and linear layers that every rank of a domain would compute alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.ModuleList([nn.Linear(4, 12), nn.Linear(12, 4), nn.Linear(4, 3)])
+
+    def forward(self, x):
+        x = self.pool(F.gelu(self.conv(x))).flatten(1)
+        return self.fc[2](x + self.fc[1](F.gelu(self.fc[0](x))))
+
+
+def pooled():
+    torch.manual_seed(0)
+    return Pooled().double(), numbers(2, 2, 13, 6)
+
+
+def same_gradients(model, x, whole):
+    """Those of one process with the whole batch; with FSDP each rank has the mean over its own half."""
+    alone = pooled()[0]
+    loss = model(x).square().mean()
+    loss.backward()
+    alone(whole).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), alone.parameters()):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(grad, q.grad, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
+
+
+def parallel_fc():
+    model, x = pooled()
+    plan = {"fc.0": ColwiseParallel(use_local_output=False), "fc.1": RowwiseParallel(use_local_output=False)}
+    parallelize_module(model, shared_mesh(2), plan)
+    assert model.fc[0].weight.to_local().shape == (6, 4) and model.fc[1].weight.to_local().shape == (4, 6)
+    same_gradients(model, rows(x, (9, 4), dim=2), x)
+
+
+def test_the_fc_after_a_pooling_is_parallelized():
+    """torch's own plan, over the ranks of the domain: each does half of what all would do alike."""
+    run_distributed(parallel_fc, 2)
+
+
+def planned():
+    mesh = shared_mesh((2, 2), ("domain", "tp"))
+    model, x = pooled()
+    done = tensor_parallel(model, mesh, {"fc.[01]": "colwise", "fc.2": "rowwise"})
+    assert done == {"fc.0": "colwise", "fc.1": "colwise", "fc.2": "rowwise"}
+    same_gradients(model, shard(x, mesh, [Shard(2), Replicate()], {0: (9, 4)}), x)
+
+
+def test_many_linear_layers_are_handled_by_one_plan():
+    """By patterns of their names; a layer whose input comes cut in another way than it wants gets it right."""
+    run_distributed(planned, 4)
+
+
+def by_fsdp():
+    mesh = shared_mesh((2, 2), ("data", "domain"))
+    i = mesh["data"].get_local_rank()
+    for wrap in (
+        lambda m: fully_shard(m, mesh=mesh["data"]),
+        lambda m: fully_shard(m, mesh=mesh),
+        lambda m: FullyShardedDataParallel(m, device_mesh=mesh["data"], device_id=torch.device("cpu")),
+    ):
+        model, x = pooled()
+        optimizer = torch.optim.SGD((wrapped := wrap(model)).parameters(), lr=1.0)
+        wrapped(shard(x[i : i + 1], mesh["domain"], [Shard(2)], {0: (9, 4)})).square().mean().backward()
+        optimizer.step()
+        alone, _ = pooled()
+        alone(x).square().mean().backward()
+        summon = isinstance(wrapped, FullyShardedDataParallel)
+        with FullyShardedDataParallel.summon_full_params(wrapped) if summon else nullcontext():
+            for p, q in zip(wrapped.parameters(), alone.parameters()):
+                p = p.full_tensor() if isinstance(p, DTensor) else p
+                torch.testing.assert_close(p, (q - q.grad).view_as(p), rtol=1e-10, atol=1e-12)
+
+
+def test_weights_are_left_to_fsdp():
+    """FSDP2 over the data axis and over both, and FSDP1: they need know nothing of the domain."""
+    run_distributed(by_fsdp, 4)
+
+
+def three_axes(shape):
+    mesh = shared_mesh(shape, ("dp", "domain", "tp"))
+    model, x = pooled()
+    done = parallelize(model, mesh, tensor="tp", plan={"fc.0": "colwise", "fc.1": "rowwise"})
+    mine = x.chunk(shape[0])[mesh["dp"].get_local_rank()]
+    sizes = {0: (9, 4)} if shape[1] == 2 else None
+    same_gradients(model, shard(mine, done.inputs, [Shard(2), Replicate()], sizes), x)
+
+
+def test_data_domain_and_tensor_parallel_on_one_mesh():
+    """Two ranks along each two of the axes; along all three at once in test_parallel.py, which takes eight."""
+    for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2)):
+        run_distributed(three_axes, 4, shape)
+
+
+def equal_weights():
+    mesh = shared_mesh((2, 2), ("data", "domain"))
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))
+    model[1].running_mean.normal_()
+    fully_shard(model, mesh=mesh["data"])  # which leaves ranks of a domain with weights of their own
+    with pytest.raises(RuntimeError, match=r"0\.weight.*1\.running_mean"):
+        verify(model, mesh["domain"])
+    synchronize(model, mesh["domain"])
+    verify(model, mesh["domain"])
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def test_weights_and_buffers_are_made_equal_along_the_domain():
+    """Neither DDP nor FSDP does it; whatever the seeds, and differences are named."""
+    results = run_distributed(equal_weights, 4)
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[2], results[3]))
+
+
+def test_the_example_with_fsdp_passes_its_check():
+    """A program with FSDP2 and a domain, told of in the docs; random pixels stand for the globe's data."""
+    example = ROOT / "examples" / "fsdp_domain.py"
+    assert example.name in (ROOT / "docs" / "parallel.md").read_text()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(example)]
+    options = ["--check", "--noise", "--resolution", "37", "--steps", "4", "--width", "4", "--dtype", "float64"]
+    result = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert result.returncode == 0 and "PASS: largest" in result.stdout, result.stdout + result.stderr
