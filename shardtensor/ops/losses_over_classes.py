@@ -9,7 +9,7 @@ what a log-softmax over a sharded dim sends: two all-reduces of one number per r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from .._compat import TensorMeta
 from ..parameters import local_parameters
-from ..redistribute import redistribute_local
+from ..redistribute import all_reduce, start_all_reduce
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, redistribute_to
 from .loss_kernels import scalar_spec
-from .losses import full_precision, reduced, register_loss
+from .losses import contribution, full_precision, reduced, register_loss
 from .operands import as_operand, common_cut, common_mesh, local_part, moved, torch_judges, whole_rows, wide_dtype
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
@@ -33,12 +33,14 @@ _ELSEWHERE = -(2**62)
 # -- layouts --------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def _with_dim(spec: ShardTensorSpec, dim: int, pattern: ShardTensorSpec) -> ShardTensorSpec:
     """The spec with one more dim in front of ``dim``, to have the shape of ``pattern``."""
     placements = [Shard(p.dim + (p.dim >= dim)) if isinstance(p, Shard) else p for p in spec.placements]
     return ShardTensorSpec.of(spec.mesh, placements, pattern.tensor_meta, spec.sizes)
 
 
+@lru_cache(maxsize=4096)
 def _without_dim(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSpec:
     """The spec without ``dim``; replicated where that was sharded."""
     placements: list[Any] = []
@@ -102,6 +104,12 @@ def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reductio
         common = common_cut([x._spec, t._spec if soft else _with_dim(t._spec, classes, x._spec)], x._spec.tensor_meta)
         m = common.sharded_dims().get(classes)
         x, rows = moved(name, x, common), _without_dim(common, classes, meta)
+        if m is None and not soft:
+            t = moved(name, t, _without_dim(common, classes, t._spec.tensor_meta)).to_local()
+            w = _class_weights(name, weight, common, classes)
+            options = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
+            options.update(weight=w, ignore_index=ignore_index)
+            return _of_whole_rows(function, x.to_local(), t, options, reduction, rows)
         terms_spec = rows.replace(placements=[Partial() if i == m else p for i, p in enumerate(rows.placements)])
         logs = (torch.log_softmax(x, classes) if function is F.cross_entropy else x).to_local()
         w = _class_weights(name, weight, common, classes)
@@ -110,11 +118,10 @@ def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reductio
             t = moved(name, t, common).to_local() * (1 - smoothing) + smoothing / common.shape[classes]
             return reduced(-(weighted * t).sum(classes), terms_spec, reduction, meta.shape.numel())
         target_spec = rows.replace(meta=t._spec.tensor_meta)
-        # Where the classes are cut, the targets (a number per row) are gathered if need be.
-        t = (moved(name, t, target_spec) if m is None else redistribute_to(t, target_spec)).to_local()
+        # The targets (a number per row) are gathered if need be.
+        t = redistribute_to(t, target_spec).to_local()
         ignored = t == ignore_index
-        if m is not None:
-            t, ignore_index = _own_targets(t, ignored, classes, common), _ELSEWHERE
+        t, ignore_index = _own_targets(t, ignored, classes, common), _ELSEWHERE
         if logs.numel():
             terms = F.nll_loss(logs, t, w, ignore_index=ignore_index, reduction="none")
         else:
@@ -122,8 +129,31 @@ def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reductio
         if smoothing:
             smooth = -weighted.sum(classes).masked_fill(ignored, 0)
             terms = (1 - smoothing) * terms + smoothing / common.shape[classes] * smooth
-        divisor = _total_weight(t, w, ignore_index, terms_spec) if reduction == "mean" else None
+        divisor = _start_total_weight(t, w, ignore_index, terms_spec)() if reduction == "mean" else None
         return reduced(terms, terms_spec, reduction, divisor)
+
+
+def _of_whole_rows(
+    function: Callable[..., Tensor],
+    logits: Tensor,
+    t: Tensor,
+    options: dict[str, Any],
+    reduction: str,
+    rows: ShardTensorSpec,
+) -> Any:
+    """The loss where each rank has all classes, and targets are class indices: torch's own, of this rank's rows."""
+    pending = None
+    if reduction == "mean":
+        pending = _start_total_weight(t, options["weight"], options["ignore_index"], rows)
+    at_once = reduction != "none" and wide_dtype(logits.dtype) == logits.dtype
+    if not logits.numel():
+        terms = _no_terms(F.nll_loss, logits, rows)
+    else:
+        terms = function(logits, t, reduction="sum" if at_once else "none", **options)
+    divisor = None if pending is None else pending()
+    if at_once and logits.numel():
+        return contribution(terms, rows, terms.dtype, divisor)
+    return reduced(terms, rows, reduction, divisor)
 
 
 def _no_terms(function: Callable[..., Tensor], logits: Tensor, spec: ShardTensorSpec) -> Tensor:
@@ -134,8 +164,12 @@ def _no_terms(function: Callable[..., Tensor], logits: Tensor, spec: ShardTensor
     return function(logits.reshape(0, 1), target, reduction="none").sum().expand(spec.local_shape())
 
 
-def _total_weight(t: Tensor, weight: Tensor | None, ignore_index: int, spec: ShardTensorSpec) -> Tensor:
-    """The summed class weights of all targets that are not ignored (without weights: their number), on every rank."""
+def _start_total_weight(
+    t: Tensor, weight: Tensor | None, ignore_index: int, spec: ShardTensorSpec
+) -> Callable[[], Tensor]:
+    """The summed class weights of all targets that are not ignored (without weights: their number) are on their way to
+    every rank; the function that is returned waits for them.
+    """
     valid = t != ignore_index
     if weight is None:
         total = valid.sum()
@@ -144,8 +178,11 @@ def _total_weight(t: Tensor, weight: Tensor | None, ignore_index: int, spec: Sha
     else:
         of_target = weight[torch.where(valid, t, 0)]
         total = torch.where(valid, of_target, 0).sum(dtype=wide_dtype(weight.dtype))
-    partial = scalar_spec(spec, total.dtype)
-    return redistribute_local(total, partial, partial.replicated())
+    groups = [spec.mesh.get_group(m) for m in scalar_spec(spec, total.dtype).partial_mesh_dims()]
+    if not groups:
+        return lambda: total
+    first = start_all_reduce(total, groups[0], overwrite=True)
+    return lambda: reduce(all_reduce, groups[1:], first())
 
 
 register_loss(F.cross_entropy, partial(_likelihood, F.cross_entropy), "cross_entropy_loss")
