@@ -153,6 +153,11 @@ MAX_PLANS = 8192
 _gather_depth = 0
 
 
+# A spec's strides are the global tensor's; local tensors may lie in memory otherwise, where these operators would raise.
+# So whole tensors, too, go by their rule.
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
 def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
     """Decorator: the function below builds the plans of these aten operators."""
 
@@ -426,7 +431,7 @@ def _make_plan(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
         reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
         remedy = "draw on plain tensors" if random else "call inside shardtensor.allow_gather(), or register a handler"
         raise refuse(func, specs, reason, remedy)
-    if replicated and not random:
+    if replicated and not random and func not in RESHAPES:
         return _run_replicated(func, args, kwargs, specs[0].replicated())
     call = Call(func, *_as_specs(args, kwargs), _on_meta(func, args, kwargs), tensors)
     assert build is not None

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from spatial_cases import check_cases, data
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
+from shardtensor.dispatch import wrap
 from shardtensor.geometry import cuts_of, intervals_of
 from shardtensor.ops.joining import joined_cut, rolled
 from shardtensor.ops.slicing import cut_of_slice, cut_of_sliced
@@ -249,6 +250,25 @@ def shared_slice():
 
 def test_gradients_of_equal_slices_of_different_cuts():
     assert all(run_distributed(shared_slice, 3))
+
+
+def laid_out_otherwise():
+    """Whole tensors whose memory does not lie as their strides say, as that of some gradients does."""
+    mesh = shared_mesh(2)
+    whole = data(2, 3, 4)
+    for shape in ((24,), (6, 4), (2, 12), (4, 6), (2, 3, 2, 2), (2, 1, 12)):
+        x = shard(whole, mesh, [Replicate()])
+        odd = wrap(whole.permute(2, 0, 1).contiguous().permute(1, 2, 0), x._spec)
+        view = odd.view(shape)
+        assert torch.equal(view.to_local(), whole.view(shape))
+        view.mul_(2)
+        assert torch.equal(odd.to_local(), 2 * whole) and torch.equal(view.to_local(), 2 * whole.view(shape))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        x.permute(2, 0, 1).view(24)
+
+
+def test_views_of_whole_tensors_with_other_strides():
+    run_distributed(laid_out_otherwise, 2)
 
 
 WRONG = {
