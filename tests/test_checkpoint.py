@@ -125,7 +125,9 @@ def load_training(cut, folder):
 def test_models_and_optimizers_move_between_cuts(tmp_path):
     run_distributed(save_training, 2, "uneven", str(tmp_path))
     run_distributed(load_training, 3, "empty", str(tmp_path))
+    run_distributed(load_training, 3, "even", str(tmp_path))
     run_distributed(load_training, 4, "two dims", str(tmp_path))
+    run_distributed(load_training, 1, "whole", str(tmp_path))
 
 
 def weights_only():
