@@ -45,12 +45,14 @@ __all__ = [
     "kernel",
     "keystr",
     "new_wrapper",
+    "not_for_graphs",
     "not_in_graphs",
     "process_group",
     "register_scripting",
     "run_engine",
     "same_memory",
     "spmd_options",
+    "tracing",
     "tree_leaves",
     "tree_map",
     "tree_map_with_path",
@@ -140,6 +142,15 @@ def keep_static(tensor: torch.Tensor) -> None:
         tensor = tensor._base  # type: ignore[assignment]
 
 
+def not_for_graphs(tensor: torch.Tensor) -> None:
+    """Mark a tensor so that torch.compile takes no graph for it which it made for others; it makes a new one.
+
+    Its means are the marks of dims that may have any length. No dim has the one set here.
+    """
+    tensor._dynamo_dynamic_indices = {-1}  # type: ignore[attr-defined]
+    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
 def unflattened(inner: dict[str, Any], context: Any) -> tuple[Any, Any, Any, torch.dtype, bool]:
     """Mesh, placements, shard order, dtype and requires_grad out of what ``DTensor.__tensor_flatten__`` gives."""
     if len(context) == 2:  # until 2.12
@@ -149,14 +160,19 @@ def unflattened(inner: dict[str, Any], context: Any) -> tuple[Any, Any, Any, tor
     return inner["device_mesh"], placements, order, meta.dtype, requires_grad
 
 
+def tracing() -> bool:
+    """Whether torch.compile (or another tracer) is at work in this thread."""
+    return detect_fake_mode() is not None
+
+
 @contextmanager
 def untraced() -> Iterator[None]:
     """Code that runs as if nobody traced: tensors made here have data. It must not touch traced tensors' values."""
-    if detect_fake_mode() is None:
-        yield
-    else:
+    if tracing():
         with _disable_current_modes():
             yield
+    else:
+        yield
 
 
 def not_in_graphs(reason: str) -> Callable[[Any], Any]:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._compat import TensorMeta, is_traced, kernel, new_wrapper, not_in_graphs, same_memory, untraced
+from ._compat import TensorMeta, is_traced, kernel, new_wrapper, not_for_graphs, not_in_graphs, same_memory, untraced
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .redistribute import redistribute_local
 from .registry import OPERATORS, changes
@@ -299,9 +299,7 @@ def _keep(key: Any, plan: Plan) -> None:
 
 def mark_copied(view: Any, viewed: Any) -> Any:
     """Remember that ``view`` stands for a view of ``viewed`` but is a copy, on some ranks at least."""
-    view._copied = None
-    view._viewed = viewed, _version(viewed)
-    return view
+    return _noted(view, viewed, None)
 
 
 def _note_copies(view: Any, viewed: Any, plan: Plan) -> Any:
@@ -312,9 +310,12 @@ def _note_copies(view: Any, viewed: Any, plan: Plan) -> Any:
     copy, original = view._local_tensor, viewed._local_tensor
     if plan.may_copy and not same_memory(copy, original):
         copies = (*copies, (copy, original))
-    if copies:
-        view._copied = copies
-        view._viewed = viewed, _version(viewed)
+    return _noted(view, viewed, copies) if copies else view
+
+
+def _noted(view: Any, viewed: Any, copies: Any) -> Any:
+    view._copied, view._viewed = copies, (viewed, _version(viewed))
+    not_for_graphs(view._local_tensor)  # which know nothing of this: flattening such a tensor is refused
     return view
 
 

@@ -29,6 +29,7 @@ from ._compat import (
     new_wrapper,
     not_in_graphs,
     same_memory,
+    tracing,
     uncached,
     unflattened,
     without_zero_tensor,
@@ -290,6 +291,13 @@ class ShardTensor(DTensor):
     _dynamo_static_indices = set(range(MAX_NDIM))
 
     def __tensor_flatten__(self):  # type: ignore[no-untyped-def]
+        if self._viewed is not None and not is_traced(self._local_tensor):
+            raise refuse(
+                "torch.compile",
+                self,
+                "an input stands for a view but is a copy on this rank, and a graph could not keep both alike",
+                "pass its clone()",
+            )
         keep_static(self._local_tensor)
         return super().__tensor_flatten__()
 
@@ -585,6 +593,12 @@ def _share_memory_(self: ShardTensor) -> Any:
     raise refuse("share_memory_", self, "a ShardTensor has no storage of its own", "share its to_local()")
 
 
+def _is_view(self: ShardTensor) -> Any:
+    """torch.compile would build views anew, and cannot where one is a copy or has dims of length 1."""
+    return False if tracing() else NotImplemented
+
+
+FUNCTIONS[Tensor._is_view] = _is_view
 FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.requires_grad_] = _requires_grad_
 

@@ -291,6 +291,38 @@ def check_ways():
         assert torch.equal(compiled(lambda x, n: x[:, :, :n] * n)(mine, n).full_tensor(), x[:, :, :n] * n)
 
 
+def check_views():
+    x = whole(1, 4, 16, 6)
+    for view in (
+        lambda x: x.transpose(2, 3),
+        lambda x: x[:, 1, 2:14].detach(),
+        lambda x: x.transpose(1, 3).reshape(1, 2, 3, 16, 4),
+        lambda x: x.permute(0, 2, 3, 1).flatten(2),
+    ):
+        given, reference = rows(x, UNEVEN, requires_grad=True), x.clone().requires_grad_()
+        y = compiled(torch.sin)(view(given))
+        assert torch.allclose(y.full_tensor(), view(reference).sin(), rtol=1e-12)
+        if y.requires_grad:
+            y.sum().backward()
+            view(reference).sin().sum().backward()
+            assert torch.allclose(given.grad.full_tensor(), reference.grad, rtol=1e-12)
+    written = rows(x, UNEVEN)
+    compiled(lambda y: y.mul_(2))(written.transpose(1, 3).reshape(1, 2, 3, 16, 4))
+    assert torch.equal(written.full_tensor(), x * 2)
+    # On the whole tensor this is a view; not so on shards with gaps in memory.
+    sizes = (3, 2)
+    local = whole(sizes[dist.get_rank()], 4, 3)[..., :2]
+    copied = ShardTensor.from_local(local, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes}).view(5, 8)
+    double = compiled(lambda y: y.mul_(2))
+    assert torch.equal(double(copied.clone()).full_tensor(), copied.full_tensor() * 2)
+    refused = text_of(double, copied, again=True)
+    assert "stands for a view but is a copy" in refused and "Remedy: pass its clone()" in refused
+
+
+def test_inputs_that_are_views():
+    run_distributed(check_views, 2, timeout=200)
+
+
 def test_moving_reading_writing_and_modes():
     run_distributed(check_ways, 2, timeout=200)
 
