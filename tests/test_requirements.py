@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding, scatter_tensor
+from shardtensor.data import ShardLoader, read
 from shardtensor.parallel import parallelize, synchronize, tensor_parallel, verify
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -196,6 +197,30 @@ def every_door():
 def test_a_convolution_is_the_same_by_every_name():
     """nn, functional, torch and aten."""
     run_distributed(every_door, 2)
+
+
+def no_mesh_is_passed():
+    grid = shared_mesh((2, 2), ("data", "domain"))
+    whole = numbers(9, 4)
+    with grid["domain"] as mesh:
+        source = dist.get_process_group_ranks(mesh.get_group())[0]
+        mine = whole[:2] if dist.get_rank() == source else whole[2:]
+        cut = {"placements": [Shard(0)], "shard_sizes": {0: (2, 7)}}
+        made = [
+            ShardTensor.from_local(mine, **cut),
+            scatter_tensor(whole if dist.get_rank() == source else None, source, **cut),
+            read(whole.numpy(), **cut),
+            *ShardLoader([whole], **cut),
+        ]
+    explicit = ShardTensor.from_local(mine, grid["domain"], [Shard(0)], shard_sizes={0: (2, 7)})
+    for x in made:
+        assert x.device_mesh == explicit.device_mesh and x._spec == explicit._spec
+        assert torch.equal((x + explicit).full_tensor(), 2 * whole)
+
+
+def test_the_mesh_need_not_be_passed_around():
+    """Inside ``with mesh:`` whatever makes ShardTensors takes that one; naming it gives the same."""
+    run_distributed(no_mesh_is_passed, 4)
 
 
 def test_no_device_is_named():
