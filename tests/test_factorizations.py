@@ -119,6 +119,43 @@ def test_solvers():
     run_distributed(check_solvers, 2)
 
 
+def check_left_out():
+    """Results that torch leaves out are so on every rank, also on those without matrices."""
+    torch.manual_seed(0)
+    tall = torch.randn(5, 4, 3, dtype=torch.float64)
+    deficient = tall.clone()
+    deficient[3] = deficient[3, :, :1]  # a matrix of rank 1, which one rank has
+    b = torch.randn(5, 4, 2, dtype=torch.float64)
+    functions = {
+        f"lstsq by {driver}": lambda a, b, d=driver: tuple(linalg.lstsq(a.detach(), b.detach(), driver=d))
+        for driver in ("gels", "gelsy", "gelsd", "gelss")
+    }
+    functions["qr"] = lambda a, b: tuple(linalg.qr(a.detach(), mode="r"))
+    functions["lu_unpack"] = lambda a, b: torch.lu_unpack(*linalg.lu_factor_ex(a.detach())[:2], unpack_data=False)
+    functions["lu_unpack 2"] = lambda a, b: torch.lu_unpack(*linalg.lu_factor_ex(a)[:2], unpack_pivots=False)
+    functions["eig"] = lambda a, b: linalg.svdvals(a)
+    for name, function in functions.items():
+        for matrices in (tall, deficient):
+            if name.split()[-1] == "gels" and matrices is deficient:
+                continue  # this one is for matrices of full rank
+            for sizes in ((2, 3), (0, 5), (5, 0)):
+                try:
+                    assert_matches_unsharded(
+                        function,
+                        matrices,
+                        b,
+                        mesh_shape=2,
+                        placements=[[Shard(0)], [Shard(0)]],
+                        shard_sizes={0: sizes},
+                    )
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, {sizes}") from error
+
+
+def test_left_out_results():
+    run_distributed(check_left_out, 2)
+
+
 def check_two_mesh_dims():
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(2)]):
         assert_matches_unsharded(linalg.inv, square(3, 5, 4), mesh_shape=(2, 2), placements=placements)

@@ -4,6 +4,10 @@ Batch dims, and the columns of a right-hand side, may be cut in any way: every r
 backward, and nothing travels. A cut matrix dim is exchanged to the longest free batch dim, if it has at least as many
 elements as there are ranks (one all-to-all in which every rank keeps as much as it had); results of the operand's shape
 are put back as it lay, the others stay spread over the batch. A single matrix that is cut is refused.
+
+[Note: left out] Results that are not asked for torch returns as empty vectors. On a rank without matrices a result of
+one number for each is an empty vector, too, so such a rank asks torch what it would return for all matrices. Whether
+``lstsq`` leaves its residuals out depends on the matrices themselves, so the processes tell each other.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from ..tensor import ShardTensor, _FromLocal, redistribute_to
 from .operands import as_operand, common_mesh
 from .products import Arrangement, Form, Label, arrange, batch_labels
 from .reductions import reduced_dims
+from .scans import reduce_over
 
 Terms = tuple[tuple[str, ...], tuple[str, ...]]  # the dims behind the batch dims, of the operands and of the results
 
@@ -114,10 +119,21 @@ def _by_matrix(
         holder[place] = how.local(i, operands[i])
     found = function(*local_args, **local_kwargs)
     several = isinstance(found, (tuple, list))
+    locals_ = list(found) if several else [found]
+
+    def of_all() -> Any:
+        described = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+        meta_args, meta_kwargs = list(args), dict(kwargs)
+        for (place, _), t in zip(given, described, strict=True):
+            where: Any = meta_kwargs if isinstance(place, str) else meta_args
+            where[place] = t
+        return function(*meta_args, **meta_kwargs)
+
+    left_out = _left_out(name, locals_, how, lead, of_all)
     outputs = []
-    for i, y in enumerate(found if several else [found]):
+    for i, y in enumerate(locals_):
         labels = (*lead, *results[i]) if i < len(results) else lead
-        out = _result(y, how, lead, labels)
+        out = _result(y, how, lead, labels, left_out[i])
         first = operands[0]
         if first._spec.placements != how.targets[0].placements and out.shape == first.shape:
             out = redistribute_to(out, first._spec)
@@ -127,11 +143,31 @@ def _by_matrix(
     return tuple(outputs) if type(found) is tuple else type(found)(outputs)
 
 
-def _result(y: Tensor, how: Arrangement, lead: Sequence[Label], labels: Sequence[Label]) -> Any:
-    """A local result as a ShardTensor. Results that are not asked for are empty, and lie on every rank alike."""
+def _left_out(
+    name: str, found: Sequence[Tensor], how: Arrangement, lead: Sequence[Label], of_all: Callable[[], Any]
+) -> list[bool]:
+    """For each result whether it is left out, on all ranks alike; see [Note: left out]."""
+    if not lead:
+        return [False] * len(found)
+    empty = [y.shape == (0,) for y in found]
+    per_matrix = how.out([how.lengths[label] for label in lead], torch.int64, lead)
+    nothing = 0 in per_matrix.local_shape()
+    if name == "lstsq":
+        opinions = torch.tensor([2 if nothing else int(not e) for e in empty], device=found[0].device)
+        votes = reduce_over(opinions, per_matrix, list(per_matrix.sharded_dims().values()), "min").tolist()
+        return [e if vote == 2 else not vote for e, vote in zip(empty, votes, strict=True)]
+    if nothing and any(empty) and len(lead) == 1:
+        whole = of_all()
+        return [y.shape == (0,) for y in (whole if isinstance(whole, (tuple, list)) else [whole])]
+    return empty
+
+
+def _result(y: Tensor, how: Arrangement, lead: Sequence[Label], labels: Sequence[Label], left_out: bool) -> Any:
+    """A local result as a ShardTensor. One that is left out is empty, and lies on every rank alike."""
     shape = [how.lengths[label] for label in lead] + list(y.shape[len(lead) :])
     spec = how.out(shape, y.dtype, lead)
-    if spec.local_shape() != y.shape:
+    if left_out:
+        y = y.new_empty(0)
         meta = spec.tensor_meta._replace(shape=y.shape, stride=y.stride())
         return _FromLocal.apply(y, spec.replicated().replace(meta=meta))
     for d, label in enumerate(labels[len(lead) :], start=len(lead)):
