@@ -75,12 +75,12 @@ def problem(kind=Network):
     return model, torch.randn(4, 2, HEIGHT, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.5)
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.5, **options)
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
 
 
 def inputs(mesh, spmd, tensor=False):

@@ -21,6 +21,7 @@ from test_parallel import (
     PLAIN,
     SPMD,
     Embedded,
+    adamw,
     both_ways,
     check,
     equal_on_all_ranks,
@@ -28,12 +29,13 @@ from test_parallel import (
     needs_spmd,
     problem,
     sgd,
+    train,
     train_alone,
     whole,
 )
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -246,6 +248,21 @@ def lower_precision(how):
 @pytest.mark.parametrize("how", ["FSDP1", "autocast in DDP"])
 def test_mixed_precision(how):
     run_distributed(lower_precision, 4, how)
+
+
+def no_wrapper(optimizer, foreach):
+    """Gradients of DTensor weights are contributions; an optimizer adds them up when it reads them."""
+    mesh = shared_mesh(2)
+    model = distribute_module(copy.deepcopy(problem()[0]), mesh)
+    x = shard(problem()[1], mesh, [Shard(2)], {0: CUTS[2]})
+    train(model, x, problem()[2], functools.partial(optimizer, foreach=foreach))
+    return check(model, train_alone(optimizer=optimizer)[0], rtol=1e-10 if optimizer is sgd else 1e-8)
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["SGD", "AdamW"])
+def test_dtensor_weights_in_no_wrapper(optimizer, foreach):
+    equal_on_all_ranks(run_distributed(no_wrapper, 2, optimizer, foreach))
 
 
 # -- tensor parallel ---------------------------------------------------------------------------------------------------
