@@ -150,6 +150,18 @@ def test_each_domain_has_its_own_source():
     assert seen[0][0] != seen[0][1]
 
 
+def alone():
+    mesh = shared_mesh((4, 1), AXES)["domain"]
+    wholes = [numbers(3, 2, seed=dist.get_rank() + i) for i in range(3)]
+    for x, whole in zip(ShardLoader(wholes, mesh, (Shard(0),)), wholes, strict=True):
+        check(x, whole, {0: (3,)})
+    check(read(wholes[0].numpy(), mesh, (Shard(1),)), wholes[0], {0: (2,)})
+
+
+def test_domains_of_one_rank():
+    run_distributed(alone, 4)
+
+
 def messages():
     """To each rank its shard, in one message, and nothing of what the others get."""
     sent, send = [], dist.send
