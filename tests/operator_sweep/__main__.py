@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--kind", choices=("function", "forward", "in place"), default="function")
     parser.add_argument("--gather", action="store_true", help="inside allow_gather()")
+    parser.add_argument("--refused-in", metavar="FILE", help="only the cases that were refused in what --json wrote")
     parser.add_argument("--limit", type=int, default=10**9, help="samples of each operator")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
     parser.add_argument("--json", help="write all cases to this file")
@@ -32,12 +33,12 @@ def main() -> None:
         return
     index, parts = map(int, options.part.split("/"))
     names = operator_names(tuple(options.operators))[index::parts]
-    report = Report()
+    report, refused_in = Report(), load(options.refused_in) if options.refused_in else None
     for ranks in options.ranks:
         for dtype in options.dtypes:
             start = time.monotonic()
             wanted = Options(dtype, options.kind, options.gather, options.limit)
-            swept = sweep(names, ranks, wanted, progress=show)
+            swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
             report.cases += swept.cases
             seconds = time.monotonic() - start
             print(f"{ranks} ranks, {dtype}: {dict(swept.counted())}, {seconds:.0f} s", flush=True)

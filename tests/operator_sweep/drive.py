@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardtensor.testing import DistributedFailure, run_distributed
@@ -42,14 +42,22 @@ def sweep(
     options: Options,
     timeout: float = 900.0,
     progress: Callable[[str, Report], None] = lambda name, report: None,
+    refused_in: Report | None = None,
 ) -> Report:
     """Run every case of the operators ``names`` on ``ranks`` processes; hangs and disagreements cost that case only.
 
+    With ``refused_in`` only those cases that were refused there, with the same options but outside ``allow_gather()``:
+    what is not refused does not ask whether it may gather.
     ``progress`` is called with each operator's name and cases as soon as they are known.
     """
     report = Report()
     with tempfile.TemporaryDirectory(prefix="operator-sweep-") as folder:
         for name in names:
+            if refused_in is not None:
+                refused = [c for c in refused_in.cases if c.operator == name and c.outcome == "refused"]
+                if not refused:
+                    continue
+                options = replace(options, only=frozenset((c.sample, c.cut) for c in refused))
             found = _operator(name, ranks, options, folder, timeout)
             progress(name, Report(found))
             report.cases += found

@@ -47,6 +47,7 @@ class Options:
         kind: "function" (with gradients where there are any), "forward" (without), "in place".
         gather: inside allow_gather().
         limit: at most so many samples of each operator.
+        only: the number of the sample and the name of the cut of cases; None for all.
         setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
     """
 
@@ -54,6 +55,7 @@ class Options:
     kind: str = "function"
     gather: bool = False
     limit: int = 10**9
+    only: frozenset[tuple[int, str]] | None = None
     setup: tuple[str, str] | None = None
 
 
@@ -186,7 +188,7 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
             reference: Expected | None = None
             for cut in cuts(sample):
                 number += 1
-                if number <= skip:
+                if number <= skip or (options.only is not None and (i, str(cut)) not in options.only):
                     continue
                 reference = reference or Expected(name, sample, options)
                 if reference.impossible:
