@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..dispatch import wrap
 from ..errors import refuse
 from ..registry import register
 from ..spec import CIRCUMSTANCES, ShardTensorSpec, contiguous_stride
-from ..tensor import _FromLocal, redistribute_to
+from ..tensor import from_part, redistribute_to
 from .attention_blocks import DTYPES, Dropout, Kernel
 from .attention_layout import Layout, layout_of
 from .attention_work import Work, backward, forward
@@ -108,7 +109,9 @@ def global_attention(
     )
     if query.dtype not in DTYPES:
         raise refuse(_NAME, given, f"torch's attention does not compute in {query.dtype}", "convert the operands")
-    operands = [_cast(as_operand(t, mesh)) for t in given]
+    operands = [as_operand(t, mesh) for t in given]
+    if torch.is_autocast_enabled(mesh.device_type):
+        operands = [_cast(t) for t in operands]
     mask = operands.pop() if attn_mask is not None else None
     mask = None if mask is None else _broadcastable(mask)
     q, k, v = _same_batch(operands, enable_gqa)
@@ -130,7 +133,7 @@ def global_attention(
         work = Work(_NAME, layout, q._spec, shift, q.shape[-1] ** -0.5 if scale is None else scale, dropout)
         compute = work.attend if layout.head_cuts is None else work.by_heads
         out = compute(local_q, local_k, local_v, local_mask)
-    return _FromLocal.apply(out, _result_spec(layout, mesh, judged.shape, out.dtype))
+    return from_part(out, _result_spec(layout.out, mesh, judged.shape, out.dtype))
 
 
 def _shift_of(bias: CausalBias, query: Any, key: Any, is_causal: bool) -> int:
@@ -145,17 +148,18 @@ def _shift_of(bias: CausalBias, query: Any, key: Any, is_causal: bool) -> int:
 
 def _cast(t: Any) -> Any:
     """What autocast does to an operand."""
-    device = t.device.type
-    if torch.is_autocast_enabled(device) and t.is_floating_point() and t.dtype != torch.float64:
-        return t.to(torch.get_autocast_dtype(device))
-    return t
+    casts = t.is_floating_point() and t.dtype != torch.float64
+    return t.to(torch.get_autocast_dtype(t.device.type)) if casts else t
 
 
 def _same_batch(operands: Sequence[Any], grouped: bool) -> list[Any]:
     """The operands with equal batch dims; with grouped queries, keys and values keep heads of their own."""
     tail = 3 if grouped else 2
-    batch = torch.broadcast_shapes(*(t.shape[:-tail] for t in operands))
-    return [t if t.shape[:-tail] == batch else t.expand(*batch, *t.shape[-tail:]) for t in operands]
+    shapes = [t.shape[:-tail] for t in operands]
+    if shapes.count(shapes[0]) == len(shapes):
+        return list(operands)
+    batch = torch.broadcast_shapes(*shapes)
+    return [t if shape == batch else t.expand(*batch, *t.shape[-tail:]) for t, shape in zip(operands, shapes)]
 
 
 def _broadcastable(mask: Any) -> Any:
@@ -171,9 +175,11 @@ def _broadcastable(mask: Any) -> Any:
 
 def _local_part(t: Any, layout: Layout) -> Tensor:
     """The local tensor. Where ranks do different work with a whole one, its gradient is a contribution, a Partial."""
-    pairs = enumerate(t._spec.placements)
+    placements = t._spec.placements
+    if not any(placements[m].is_replicate() for m in layout.split):
+        return t.to_local()
     return t.to_local(
-        grad_placements=[Partial() if m in layout.split and not isinstance(p, Shard) else p for m, p in pairs]
+        grad_placements=[Partial() if m in layout.split and p.is_replicate() else p for m, p in enumerate(placements)]
     )
 
 
@@ -199,9 +205,10 @@ def _prepared(
     return work, work.kernel(*local), local
 
 
-def _result_spec(layout: Layout, mesh: Any, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
+@lru_cache(maxsize=4096)
+def _result_spec(out: Any, mesh: Any, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-    return ShardTensorSpec(mesh, [p for p, _ in layout.out], meta, tuple(sizes for _, sizes in layout.out))
+    return ShardTensorSpec.of(mesh, [p for p, _ in out], meta, tuple(sizes for _, sizes in out))
 
 
 @register(_aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -221,7 +228,7 @@ def _flash(
     out, lse = forward(work, kernel, *local)
     shape, mesh = (*query.shape[:-1], value.shape[-1]), work.query.mesh
     return tuple(
-        wrap(t, _result_spec(work.layout, mesh, s, t.dtype)) for t, s in ((out, shape), (lse, shape[:-1]))
+        wrap(t, _result_spec(work.layout.out, mesh, s, t.dtype)) for t, s in ((out, shape), (lse, shape[:-1]))
     )
 
 
@@ -242,7 +249,7 @@ def _flash_backward(
     work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
     mesh = work.query.mesh
     results = [
-        moved(_NAME, as_operand(t, mesh), _result_spec(work.layout, mesh, t.shape, t.dtype))._local_tensor
+        moved(_NAME, as_operand(t, mesh), _result_spec(work.layout.out, mesh, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
     grads = backward(work, kernel, results[0], *local, *results[1:], keys_needed=True, mask_needed=False)
