@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import wrapt
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
@@ -45,6 +46,7 @@ __all__ = [
     "kernel",
     "keystr",
     "new_wrapper",
+    "no_frames_of",
     "not_for_graphs",
     "not_in_graphs",
     "process_group",
@@ -173,6 +175,11 @@ def untraced() -> Iterator[None]:
             yield
     else:
         yield
+
+
+def no_frames_of(package: str) -> None:
+    """Keep torch.compile from compiling a package's own functions, where it meets them outside of a graph."""
+    wrapt.register_post_import_hook(lambda trace_rules: trace_rules.add(package), "torch._dynamo.trace_rules")
 
 
 def not_in_graphs(reason: str) -> Callable[[Any], Any]:

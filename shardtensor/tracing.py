@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch.fx.traceback import get_current_meta
 
-from ._compat import has_ordered_effects, is_traced
+from ._compat import has_ordered_effects, is_traced, no_frames_of
 from .errors import UnsupportedSharding
 
 __all__ = ["graph_operator", "is_traced"]
 
+no_frames_of("shardtensor")
 _library = torch.library.Library("shardtensor", "DEF")
 
 
