@@ -153,8 +153,8 @@ MAX_PLANS = 8192
 _gather_depth = 0
 
 
-# A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, where these operators would raise;
-# so whole tensors, too, go by their rule.
+# A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.
+# So whole tensors, too, go by their rule.
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
