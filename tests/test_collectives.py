@@ -73,6 +73,16 @@ def test_different_shards_are_not_added_up(group):
         assert "hold different shards of it (mesh dim 0)" in str(error) and "group of the data axis" in str(error)
 
 
+def replicated_broadcast():
+    x, _ = on_domain(Replicate())
+    dist.broadcast(x, 3)
+    assert torch.equal(x.to_local(), WHOLE + 10)
+
+
+def test_what_every_rank_has_whole_is_broadcast():
+    run_distributed(replicated_broadcast, 4)
+
+
 def sent_to_others():
     dist.broadcast(on_domain(Shard(0))[0], 0)
 
