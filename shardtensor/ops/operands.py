@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._compat import TensorMeta
+from .._compat import TensorMeta, untraced
 from ..dispatch import SCALARS, meta_of, spec_of
 from ..errors import different_meshes, refuse
 from ..geometry import chunk_sizes
@@ -188,6 +188,7 @@ def _description(a: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
+@untraced()
 def _judged(function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> TensorMeta:
     def meta(a: Any) -> Any:
         if not isinstance(a, TensorMeta):

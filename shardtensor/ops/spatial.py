@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from .._compat import TensorMeta
+from .._compat import TensorMeta, untraced
 from ..geometry import Interval, intervals_of
 from ..halo import borrow
 from ..spec import ShardTensorSpec
@@ -55,6 +55,7 @@ def _hashable(value: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
+@untraced()
 def _judged(function: Callable[..., Any], meta: TensorMeta, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Any:
     x = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
     return function(x, *args, **dict(kwargs))
