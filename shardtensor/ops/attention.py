@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -205,7 +204,6 @@ def _prepared(
     return work, work.kernel(*local), local
 
 
-@lru_cache(maxsize=4096)
 def _result_spec(out: Any, mesh: Any, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
     return ShardTensorSpec.of(mesh, [p for p, _ in out], meta, tuple(sizes for _, sizes in out))
