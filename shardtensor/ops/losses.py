@@ -63,6 +63,10 @@ def full_precision(device: str) -> Iterator[Callable[[Any], Any]]:
 # -- doors --------------------------------------------------------------------------------------------------------
 
 
+# Called from Python below torch.nn.functional, torch's losses do not reduce by default, though they are declared to.
+_REDUCTION_OF_BINDINGS = 0 if torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim else 1
+
+
 def register_loss(function: Callable[..., Tensor], handler: Callable[[dict[str, Any], str], Any], *names: str) -> None:
     """Make ``handler(arguments by name, reduction)`` that of a loss in ``torch.nn.functional``, and of the operators
     ``names`` below it, which take a number for the reduction.
@@ -85,19 +89,25 @@ def register_loss(function: Callable[..., Tensor], handler: Callable[[dict[str, 
             raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
         return handler(given, reduction)
 
+    def by_operator(order: list[str], reduction: int) -> Callable[..., Any]:
+        """The handler of an operator with arguments in this order, and this reduction where none is given."""
+
+        def by_name(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(order, args)), **kwargs}
+            given = {"input" if k == "self" else k: v for k, v in given.items()}
+            if "reduction" in order:
+                given["reduction"] = ("none", "mean", "sum")[given.get("reduction", reduction)]
+            return functional(**given)
+
+        return by_name
+
     register(function)(functional)
     for name in names:
         packet = getattr(torch.ops.aten, name)
         order = ["input" if a.name == "self" else a.name for a in packet.default._schema.arguments]
-
-        def by_name(*args: Any, _order: list[str] = order, **kwargs: Any) -> Any:
-            given = {**dict(zip(_order, args)), **kwargs}
-            given = {"input" if k == "self" else k: v for k, v in given.items()}
-            if "reduction" in given:
-                given["reduction"] = ("none", "mean", "sum")[given["reduction"]]
-            return functional(**given)
-
-        register(packet, *(getattr(home, name) for home in (torch, torch._C._nn) if hasattr(home, name)))(by_name)
+        register(packet)(by_operator(order, 1))
+        bindings = [getattr(home, name) for home in (torch, torch._C._nn) if hasattr(home, name)]
+        register(*bindings)(by_operator(order, _REDUCTION_OF_BINDINGS))
 
 
 # -- losses that treat every element alone --------------------------------------------------------------------------
