@@ -23,6 +23,7 @@ from shardtensor.testing import (
     run_expecting_errors,
     shard,
     shared_mesh,
+    simulate_ranks,
 )
 
 WHOLE = [Replicate()]
@@ -607,6 +608,21 @@ def check_kept() -> None:
 
 def test_layouts_are_kept():
     run_distributed(check_kept, 2)
+
+
+MANY = (3, 2, 5, 1, 1, 9, 2, 1, 4, 7, 1, 2)
+
+
+def one_of_many() -> tuple[int, int]:
+    q = shard(torch.randn(1, 2, sum(MANY), 4), shared_mesh(len(MANY)), ROWS, {0: MANY})
+    with shardtensor.attention_method("ring"), count_communication() as counted:
+        y = sdpa(q, q, q)
+    return y.to_local().shape[2], counted.messages
+
+
+def test_every_rank_of_many():
+    """Each has its own rows of the result, and passes on all blocks but the one of its neighbour."""
+    assert simulate_ranks(one_of_many, len(MANY)) == [(rows, len(MANY) - 1) for rows in MANY]
 
 
 # -- doors -------------------------------------------------------------------------------------------------------------
