@@ -232,3 +232,13 @@ def coefficients():
 
 def test_gradients_through_the_copy_of_a_matrix_count_once():
     run_distributed(coefficients, 2)
+
+
+def check_no_matrices():
+    for n in (0, 1, 5):
+        none = torch.empty(0, n, n, dtype=torch.float64)
+        assert_matches_unsharded(linalg.slogdet, none, mesh_shape=2, placements=[[Shard(0)]])
+
+
+def test_gradients_of_no_matrices():
+    run_distributed(check_no_matrices, 2)

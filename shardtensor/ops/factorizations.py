@@ -147,8 +147,8 @@ def _left_out(
     name: str, found: Sequence[Tensor], how: Arrangement, lead: Sequence[Label], of_all: Callable[[], Any]
 ) -> list[bool]:
     """For each result whether it is left out, on all ranks alike; see [Note: left out]."""
-    if not lead:
-        return [False] * len(found)
+    if 0 in (how.lengths[label] for label in lead) or not lead:
+        return [False] * len(found)  # nothing, however it is called
     empty = [y.shape == (0,) for y in found]
     per_matrix = how.out([how.lengths[label] for label in lead], torch.int64, lead)
     nothing = 0 in per_matrix.local_shape()
