@@ -159,7 +159,8 @@ def unflattened(inner: dict[str, Any], context: Any) -> tuple[Any, Any, Any, tor
         spec, requires_grad = context
         return spec.mesh, spec.placements, spec.shard_order, spec.tensor_meta.dtype, requires_grad
     placements, meta, order, requires_grad = context
-    return inner["device_mesh"], placements, order, meta.dtype, requires_grad
+    mesh = inner["device_mesh"]  # in a trace, something that stands for it
+    return getattr(mesh, "real_obj", mesh), placements, order, meta.dtype, requires_grad
 
 
 def tracing() -> bool:
