@@ -227,11 +227,16 @@ def with_gradients(name: str, options: Options) -> bool:
 
 
 class Expected:
-    """What one device gives for a sample, and how a cut compares with it."""
+    """What one device gives for a sample, and how a cut compares with it.
 
-    def __init__(self, name: str, sample: Any, options: Options) -> None:
+    ``function`` is called instead of the operator ``name``.
+    """
+
+    def __init__(
+        self, name: str, sample: Any, options: Options, function: Callable[..., Any] | None = None
+    ) -> None:
         self.sample, self.options = sample, options
-        self.function = variant(name, options.kind)
+        self.function = function or variant(name, options.kind)
         self.gradients = with_gradients(name, options)
         self.in_place = options.kind == "in place"
         self.undefined = name.startswith(UNDEFINED)
