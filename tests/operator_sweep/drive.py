@@ -40,7 +40,7 @@ def sweep(
     names: Iterable[str],
     ranks: int,
     options: Options,
-    timeout: float = 900.0,
+    timeout: float = 3600.0,
     progress: Callable[[str, Report], None] = lambda name, report: None,
     refused_in: Report | None = None,
 ) -> Report:
