@@ -150,7 +150,8 @@ def _alike(a: Any, b: Any) -> bool:
     """Whether both are ShardTensors of the same shape, dtype and cut, and not Partial."""
     if not isinstance(a, ShardTensor) or not isinstance(b, ShardTensor):
         return False
-    return a._spec == b._spec and not a._spec.partial_mesh_dims()
+    spec = a._spec
+    return (spec is b._spec or spec == b._spec) and spec.for_gradient() is spec
 
 
 # Each with its tensor arguments.
