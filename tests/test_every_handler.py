@@ -7,6 +7,7 @@ fails this test.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import warnings
 from collections import defaultdict
@@ -26,6 +27,9 @@ from shardtensor._compat import DisableTorchFunction
 from shardtensor.dispatch import RULES
 from shardtensor.registry import FUNCTIONS, OPERATORS
 from shardtensor.testing import run_distributed
+
+with contextlib.suppress(ImportError):
+    import natten  # noqa: F401  # whose functions get handlers when it is imported
 
 aten, nn, linalg = torch.ops.aten, torch._C._nn, torch._C._linalg
 TABLES = {"function": FUNCTIONS, "operator": OPERATORS, "rule": RULES}
@@ -366,6 +370,9 @@ ELSEWHERE = {
     ],
     ("test_lookups.py", "searchsorted"): ["operator aten.searchsorted.Scalar"],
     ("test_multihead.py", "padding"): ["operator aten._nested_tensor_from_mask_left_aligned.default"],
+    ("test_neighborhood.py", "natten.na2d"): ["function natten.functional.neighborhood_attention_generic"],
+    ("test_neighborhood.py", "natten.attention"): ["function natten.functional.attention"],
+    ("test_neighborhood.py", "natten.merge_attentions"): ["function natten.attn_merge.merge_attentions"],
     ("test_optimizers.py", "GradScaler"): ["operator aten._amp_foreach_non_finite_check_and_unscale_.default"],
     ("test_patches.py", "flex_attention"): ["function torch.nn.attention.flex_attention._validate_embed_dim"],
     ("test_pooling.py", "max_pool2d_with_indices_backward"): ["operator aten.max_pool2d_with_indices_backward.default"],
