@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ..errors import refuse
 from ..registry import register
 from ..tensor import ShardTensor
 from .lookups import is_cut, laid_like, replicated
+from .operands import described
 
 __all__: list[str] = []
-
-
-def _on_meta(t: Any) -> Any:
-    return torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
 
 
 @register(F.embedding_bag)
@@ -39,11 +35,11 @@ def _embedding_bag(
     if max_norm is not None:
         raise refuse("embedding_bag", [input, weight], "max_norm writes to the table", "renormalize it beforehand")
     F.embedding_bag(  # torch's own errors
-        _on_meta(input),
-        _on_meta(weight),
-        _on_meta(offsets),
+        described(input),
+        described(weight),
+        described(offsets),
         mode=mode,
-        per_sample_weights=_on_meta(per_sample_weights),
+        per_sample_weights=described(per_sample_weights),
         include_last_offset=include_last_offset,
         padding_idx=padding_idx,
     )

@@ -25,7 +25,7 @@ from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
 from ..tensor import ShardTensor, _FromLocal, redistribute_to
 from .losses import full_precision, register_loss
-from .operands import as_operand, common_mesh, local_part, torch_judges
+from .operands import as_operand, common_mesh, described, local_part, torch_judges
 
 __all__ = ["by_batch"]
 
@@ -120,10 +120,6 @@ def by_batch(
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 
-def _on_meta(t: Any) -> Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device="meta")
-
-
 # -- pooling that is told, or draws, where it looks --------------------------------------------------------------------
 
 
@@ -178,7 +174,7 @@ def _fractional_max_pool(
         _random_samples = torch.rand(
             batch, input.shape[-spatial - 1], spatial, dtype=input.dtype, device=input.device
         )
-    values, _ = function(_on_meta(input), kernel_size, output_size, output_ratio, True, _on_meta(_random_samples))
+    values, _ = function(described(input), kernel_size, output_size, output_ratio, True, described(_random_samples))
     out = list(values.shape[-spatial:])
 
     def pool(x: Tensor, samples: Tensor) -> Any:

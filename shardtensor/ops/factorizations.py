@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..registry import FUNCTIONS, register
 from ..tensor import ShardTensor, _FromLocal, redistribute_to
-from .operands import as_operand, common_mesh
+from .operands import as_operand, common_mesh, described
 from .products import Arrangement, Form, Label, arrange, batch_labels
 from .reductions import reduced_dims
 from .scans import reduce_over
@@ -122,12 +122,7 @@ def _by_matrix(
     locals_ = list(found) if several else [found]
 
     def of_all() -> Any:
-        described = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
-        meta_args, meta_kwargs = list(args), dict(kwargs)
-        for (place, _), t in zip(given, described, strict=True):
-            where: Any = meta_kwargs if isinstance(place, str) else meta_args
-            where[place] = t
-        return function(*meta_args, **meta_kwargs)
+        return function(*map(described, args), **{name: described(value) for name, value in kwargs.items()})
 
     left_out = _left_out(name, locals_, how, lead, of_all)
     outputs = []

@@ -28,6 +28,7 @@ __all__ = [
     "as_operand",
     "common_cut",
     "common_mesh",
+    "described",
     "fit",
     "leading",
     "local_part",
@@ -160,6 +161,11 @@ def whole_value(x: Any) -> tuple[Tensor, ShardTensorSpec]:
 
 
 # -- what torch would say -----------------------------------------------------------------------------------------
+
+
+def described(a: Any) -> Any:
+    """A tensor without data like ``a``, for torch's checks and shapes; anything else as it is."""
+    return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a
 
 
 def torch_judges(function: Callable[..., Any], *args: Any, **kwargs: Any) -> TensorMeta:

@@ -21,13 +21,9 @@ from ..errors import refuse
 from ..registry import register
 from ..tensor import ShardTensor, redistribute_to
 from .batches import by_batch
-from .operands import common_mesh
+from .operands import common_mesh, described
 
 __all__: list[str] = []
-
-
-def _on_meta(t: Any, shape: Sequence[int] | None = None) -> Tensor:
-    return torch.empty(t.shape if shape is None else shape, dtype=t.dtype, device="meta")
 
 
 def _layers(function: Any, input: Any, hx: Any, *rest: Any) -> Any:
@@ -53,9 +49,9 @@ def _layers(function: Any, input: Any, hx: Any, *rest: Any) -> Any:
     time, batch = (1, 0) if batch_first else (0, 1)
     single = [n if d != time else min(n, 1) for d, n in enumerate(input.shape)]  # a step shows all shapes and errors
     found = function(
-        _on_meta(input, single),
-        _like(hx, [_on_meta(s) for s in states]),
-        [_on_meta(p) for p in params],
+        torch.empty(single, dtype=input.dtype, device="meta"),
+        _like(hx, [described(s) for s in states]),
+        [described(p) for p in params],
         *rest[1:],
     )
     shape = list(found[0].shape)
@@ -127,7 +123,7 @@ def _cell(function: Any, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = 
     operands = [input, *states, *weights]
     if common_mesh(function.__name__, operands) is None:
         return NotImplemented
-    found = function(_on_meta(input), _like(hx, [_on_meta(s) for s in states]), *map(_on_meta, weights))
+    found = function(described(input), _like(hx, [described(s) for s in states]), *map(described, weights))
     found = found if isinstance(found, tuple) else (found,)
 
     def run(x: Tensor, *others: Tensor) -> Any:

@@ -24,7 +24,7 @@ from ..tensor import _FromLocal, redistribute_to
 from .lookups import is_cut
 from .operands import as_operand, common_mesh, leading, moved, whole_value
 
-__all__ = ["selected"]
+__all__ = ["check_mask", "selected"]
 
 _aten = torch.ops.aten
 
@@ -54,6 +54,14 @@ def _moved_along(x: Any, dim: int, mask: ShardTensorSpec) -> Any:
     return moved("masked_select", x, x._spec.replace(placements=placements, sizes=tuple(sizes)))
 
 
+def check_mask(x: Any, dim: int, mask: Any) -> None:
+    """IndexError where the dims of ``x`` from ``dim`` on are not those of the mask."""
+    if mask.shape != x.shape[dim : dim + mask.ndim]:
+        raise IndexError(
+            f"the mask of shape {tuple(mask.shape)} does not fit the dims {tuple(x.shape[dim : dim + mask.ndim])}"
+        )
+
+
 def selected(x: Any, dim: int, mask: Any) -> Any:
     """The entries of the dims of ``x`` from ``dim`` on where ``mask`` is true, as one dim in place of these.
 
@@ -64,10 +72,7 @@ def selected(x: Any, dim: int, mask: Any) -> Any:
         IndexError: the mask's shape differs.
         UnsupportedSharding: the mask cannot be cut along its first dim.
     """
-    if mask.shape != x.shape[dim : dim + mask.ndim]:
-        raise IndexError(
-            f"the mask of shape {tuple(mask.shape)} does not fit the dims {tuple(x.shape[dim : dim + mask.ndim])}"
-        )
+    check_mask(x, dim, mask)
     mesh = common_mesh("masked_select", [x, mask])
     assert mesh is not None
     x, mask = as_operand(x, mesh), as_operand(mask.bool(), mesh)

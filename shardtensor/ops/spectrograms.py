@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import refuse
 from ..registry import register
 from ..tensor import ShardTensor, redistribute_to
-from .operands import common_mesh
+from .operands import common_mesh, described
 
 __all__: list[str] = []
 
@@ -29,10 +29,6 @@ def _window(window: Any, win_length: int, n_fft: int, like: Any) -> Any:
         window = redistribute_to(window, window._spec.replicated())
     left = (n_fft - win_length) // 2
     return F.pad(window, (left, n_fft - win_length - left)) if win_length < n_fft else window
-
-
-def _described(t: Any) -> Any:
-    return torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, Tensor) else t
 
 
 @register(torch.stft, Tensor.stft)
@@ -54,11 +50,11 @@ def _stft(
     if others.get("align_to_window") is not None:
         raise refuse("stft", input, "align_to_window has no distributed form", "pad the signal or the window yourself")
     torch.stft(  # torch's own errors
-        _described(input),
+        described(input),
         n_fft,
         hop_length,
         win_length,
-        _described(window),
+        described(window),
         center,
         pad_mode,
         normalized,

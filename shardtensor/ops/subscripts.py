@@ -22,7 +22,7 @@ from ..tensor import ShardTensor, redistribute_to
 from .indexing import is_mask
 from .lookups import flat_cumsum, is_cut, laid_like, look_up
 from .operands import as_operand
-from .selections import selected
+from .selections import check_mask, selected
 
 __all__: list[str] = []
 
@@ -168,10 +168,7 @@ def _indices(x: Any, tensors: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
         if not is_mask(item):
             result[dim] = item
             continue
-        if item.shape != x.shape[dim : dim + item.ndim]:
-            raise IndexError(
-                f"the mask of shape {tuple(item.shape)} does not fit the dims {tuple(x.shape[dim : dim + item.ndim])}"
-            )
+        check_mask(x, dim, item)
         if isinstance(item, DTensor):
             if all(p.is_replicate() for p in item.placements):
                 item = item.to_local()
@@ -230,10 +227,7 @@ def _with_numbers(value: Any, ndim: int, dims: Sequence[int]) -> Any:
 
 def masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> Any:
     """``x`` with the entries of its dims from ``dim`` on where ``mask`` is true replaced by ``values`` (or added)."""
-    if mask.shape != x.shape[dim : dim + mask.ndim]:
-        raise IndexError(
-            f"the mask of shape {tuple(mask.shape)} does not fit the dims {tuple(x.shape[dim : dim + mask.ndim])}"
-        )
+    check_mask(x, dim, mask)
     mask = mask.bool()
     after = x.ndim - dim - mask.ndim  # dims of x behind those of the mask
     many = values.ndim > after and values.shape[values.ndim - 1 - after] != 1
