@@ -14,6 +14,7 @@ its own communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,12 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .dispatch import wrap
 from .errors import different_meshes, refuse
 from .redistribute import all_reduce, start_all_reduce
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor
+from .tensor import ShardTensor, as_gradient
 
-__all__ = ["GradientSum", "local_parameters", "unsummed_parameters"]
+__all__ = ["GradientSum", "Kernel", "local_parameters", "run_kernel", "unsummed_parameters"]
 
 
 def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None) -> list[Tensor | None]:
@@ -137,7 +139,7 @@ def start_sum(
             by_dtype.setdefault(t.dtype, []).append(i)
     under_way = []
     for members in by_dtype.values():
-        flat = torch.cat([tensors[i].detach().reshape(-1) for i in members])  # type: ignore[union-attr]
+        flat = torch.cat([tensors[i].reshape(-1) for i in members]).detach()  # type: ignore[union-attr]
         under_way.append((members, start_all_reduce(flat, mesh.get_group(mesh_dims[0]), overwrite=True)))
 
     def finish() -> list[Tensor | None]:
@@ -148,11 +150,86 @@ def start_sum(
                 flat = all_reduce(flat, mesh.get_group(m))
             parts: list[Tensor] = [tensors[i] for i in members]  # type: ignore[misc]
             for i, t, piece in zip(members, parts, flat.split_with_sizes([t.numel() for t in parts]), strict=True):
-                total = piece.view(t.shape)
+                total = piece if t.ndim == 1 else piece.view(t.shape)
                 result[i] = _Total.apply(t, total) if t.requires_grad and torch.is_grad_enabled() else total
         return result
 
     return finish
+
+
+# -- the sum while the operator does other work ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The local work of an operator with a weight and a bias, whose gradients are sums over ranks.
+
+    Attributes:
+        forward: ``(x, weight, bias)``, plain ones, to the result and what else the backward pass needs. Differentiable.
+        backward: ``(mask, grad, x, weight, bias, *kept)`` to this rank's gradients of ``x``, weight and bias where
+            ``mask`` has True; it is called once for weight and bias, once for ``x``. Under autocast the dtypes differ.
+    """
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+
+
+def run_kernel(
+    kernel: Kernel,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    total: GradientSum,
+    out: ShardTensorSpec,
+) -> ShardTensor:
+    """The kernel's result as a ShardTensor. Its backward starts the sum of the parameters' gradients before ``x``'s.
+
+    Args:
+        x: a ShardTensor, up to date, or what this rank has put together of one.
+        weight, bias, total: what :func:`unsummed_parameters` returned.
+        out: the spec of the result, but for its dtype.
+    """
+    return _WithParameters.apply(x, weight, bias, total, kernel, out)
+
+
+class _WithParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Any, weight: Any, bias: Any, total: GradientSum, kernel: Kernel, out: ShardTensorSpec
+    ) -> Any:
+        local = x._local_tensor if isinstance(x, ShardTensor) else x
+        y, *kept = kernel.forward(local, weight, bias)
+        device = local.device.type
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        if y.dtype != out.tensor_meta.dtype:
+            out = out.replace(meta=out.tensor_meta._replace(dtype=y.dtype))
+        ctx.save_for_backward(x, weight, *kept)
+        ctx.bias, ctx.total, ctx.kernel, ctx.out = bias, total, kernel, out  # a bias's values do not matter
+        return wrap(y, out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        x, weight, *kept = ctx.saved_tensors
+        kernel, needed = ctx.kernel, ctx.needs_input_grad[:3]
+        grad = as_gradient(grad, ctx.out)
+        if torch.is_grad_enabled():  # for second derivatives: the same once more, of what autograd can differentiate
+            inputs = [x, weight, ctx.bias]
+            with torch.autocast(*ctx.autocast):
+                local = x.to_local() if isinstance(x, ShardTensor) else x
+                y = kernel.forward(local, *ctx.total.complete(inputs[1:]))[0]
+            wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
+            found = iter(torch.autograd.grad(y, wanted, grad.to_local(), create_graph=True))
+            return (*(next(found) if need else None for need in needed), None, None, None)
+        local = x._local_tensor if isinstance(x, ShardTensor) else x
+        args = (grad._local_tensor, local, weight, ctx.bias, *kept)
+        device = local.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            _, grad_w, grad_b = kernel.backward((False, *needed[1:]), *args)
+            finish = ctx.total.start([grad_w, grad_b])
+            grad_x = kernel.backward((True, False, False), *args)[0] if needed[0] else None
+        if grad_x is not None and isinstance(x, ShardTensor):
+            grad_x = wrap(grad_x, x._spec)
+        return grad_x, *finish(), None, None, None
 
 
 class _Total(torch.autograd.Function):

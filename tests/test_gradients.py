@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
@@ -167,3 +173,53 @@ def test_what_cannot_be_differentiated_twice_says_so(case, name):
     for error in run_expecting_errors(second_derivative, 2, case):
         with pytest.raises(RuntimeError, match=f"gradient of {name} on a ShardTensor cannot be differentiated twice"):
             raise error
+
+
+class Backward(TorchDispatchMode):
+    """What happens in a backward pass, in order: the all-reduces' starts and waits, and torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.events.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def all_reduce(self, started, *args, **kwargs):
+        work = started(*args, **kwargs)
+        self.events.append("start")
+        return SimpleNamespace(wait=lambda: (self.events.append("wait"), work.wait()))
+
+
+def order(layer) -> list[str]:
+    _, x = image(requires_grad=False)
+    x = (x.movedim(1, -1) if isinstance(layer, nn.Linear | nn.LayerNorm) else x).detach().requires_grad_()
+    total = layer.double()(x).square().sum()
+    mode, started = Backward(), dist.all_reduce
+    with mode, mock.patch.object(dist, "all_reduce", partial(mode.all_reduce, started)):
+        total.backward()
+    assert x.grad is not None and all(type(p.grad) is torch.Tensor for p in layer.parameters())
+    return mode.events
+
+
+@pytest.mark.parametrize(
+    ("layer", "meanwhile"),
+    [
+        (nn.Conv2d(4, 4, 3, padding=1), "convolution_backward"),
+        (nn.ConvTranspose2d(4, 4, 2, stride=2), "convolution_backward"),
+        (nn.Linear(4, 4), "mm"),
+        (nn.LayerNorm(4), "native_layer_norm_backward"),
+        (nn.GroupNorm(2, 4), "sum"),
+        (nn.BatchNorm2d(4), "sum"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_parameters_gradients_are_summed_while_the_input_s_is_computed(layer, meanwhile):
+    """One all-reduce for weight and bias; all the while the layer works on its input's gradient."""
+    for events in run_distributed(order, 2, layer):
+        first = events.index("start")
+        # Statistics of norms have a sum of their own, which comes in between.
+        last = len(events) - 1 - events[::-1].index("wait")
+        assert any(meanwhile in event for event in events[first:last]), events
+        assert events.count("start") == 1 + isinstance(layer, nn.GroupNorm | nn.BatchNorm2d)

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..dispatch import Call, Plan, meta_of, rule, run
 from ..errors import UnsupportedSharding, refuse
-from ..parameters import GradientSum, unsummed_parameters
+from ..parameters import Kernel, run_kernel, unsummed_parameters
 from ..registry import register
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from ..tensor import ShardTensor, from_part, redistribute_to
 from .operands import as_operand, common_mesh, torch_judges, whole_rows
 from .products import Form, arrange, batch_labels, contract
 
@@ -147,35 +147,22 @@ for _name, _of in _ADDED.items():
 # -- linear and bilinear layers -----------------------------------------------------------------------------------
 
 
-class _Linear(torch.autograd.Function):
-    """``F.linear`` that starts the sum of the parameters' gradients before it computes the input's."""
+def _linear_backward(
+    mask: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad_x = grad_w = grad_b = None
+    if mask[0]:
+        to = weight.to(grad.dtype).conj()
+        grad_x = (grad @ to if weight.ndim == 2 else grad.unsqueeze(-1) * to).to(x.dtype)
+    if mask[1]:
+        rows, inputs = grad.flatten(0, x.ndim - 2), x.to(grad.dtype).flatten(0, -2)
+        grad_w = torch.tensordot(rows, inputs.conj(), ([0], [0])).to(weight.dtype)
+    if mask[2] and bias is not None:
+        grad_b = grad.flatten(0, x.ndim - 2).sum(0).to(bias.dtype)
+    return grad_x, grad_w, grad_b
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x, weight)
-        ctx.total, ctx.bias_dtype = total, None if bias is None else bias.dtype
-        return F.linear(x, weight, bias)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives, the weight's gradient is a sum here as well
-            weight, _ = ctx.total.complete([weight, None])
-        need_x, need_w, need_b, _ = ctx.needs_input_grad
-        x_, weight_ = x.to(grad.dtype), weight.to(grad.dtype)  # they differ under autocast
-        rows = grad.flatten(0, x.ndim - 2)
-        grad_x = grad_w = grad_b = None
-        with torch.autocast(grad.device.type, enabled=False):
-            if need_w:
-                grad_w = torch.tensordot(rows, x_.flatten(0, -2).conj(), ([0], [0])).to(weight.dtype)
-            if need_b:
-                grad_b = rows.sum(0).to(ctx.bias_dtype)
-            finish = ctx.total.start([grad_w, grad_b])
-            if need_x:
-                product = grad @ weight_.conj() if weight.ndim == 2 else grad.unsqueeze(-1) * weight_.conj()
-                grad_x = product.to(x.dtype)
-        grad_w, grad_b = finish()
-        return grad_x, grad_w, grad_b, None
+_LINEAR = Kernel(lambda x, weight, bias: (F.linear(x, weight, bias),), _linear_backward)
 
 
 @register(F.linear)
@@ -195,9 +182,11 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
             bias = redistribute_to(as_operand(bias, mesh), bias._spec.replicated())  # one number for each output
         return y + bias.to(y.dtype)
     (w, b), total = unsummed_parameters("linear", spec, weight, bias)
-    y = _Linear.apply(x.to_local(), w, b, total) if any(total.needed) else F.linear(x.to_local(), w, b)
-    out = spec.replace(meta=spec.tensor_meta._replace(shape=shape, stride=_stride(shape), dtype=y.dtype))
-    return _FromLocal.apply(y, out)
+    out = spec.replace(meta=spec.tensor_meta._replace(shape=shape, stride=_stride(shape)))
+    if any(total.needed):
+        return run_kernel(_LINEAR, x, w, b, total, out)
+    y = F.linear(x.to_local(), w, b)
+    return from_part(y, out.replace(meta=out.tensor_meta._replace(dtype=y.dtype)))
 
 
 def _stride(shape: Sequence[int]) -> tuple[int, ...]:

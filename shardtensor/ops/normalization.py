@@ -4,18 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..errors import refuse
+from ..parameters import Kernel, run_kernel
 from ..registry import register
 from ..tensor import ShardTensor, redistribute_to
 from .normalization_kernel import (
     group_kernel,
     layer_kernel,
+    like,
     locally,
     moments,
     normalize,
@@ -25,6 +29,7 @@ from .normalization_kernel import (
     result_dtype,
     rms_kernel,
     settled_input,
+    unsummed_parameters_of,
     whole_groups,
 )
 from .operands import torch_judges, wide_dtype
@@ -76,8 +81,27 @@ def _layer_norm(
     plan = plan_last("layer_norm", x._spec, len(shape), eps)
     if plan.needs_kernel:
         return normalize(x, weight, bias, plan, result_dtype(layer_kernel, x, weight, bias))
-    w, b = parameters_of(plan, weight, bias)
+    (w, b), total = unsummed_parameters_of(plan, weight, bias)
+    if any(total.needed):
+        out = like(plan.spec, x._local_tensor.dtype)
+        return run_kernel(_layer_norm_kernel(shape, eps), x, w, b, total, out)
     return locally(x, plan, lambda local: torch.layer_norm(local, shape, w, b, eps))
+
+
+@lru_cache(maxsize=1024)
+def _layer_norm_kernel(shape: tuple[int, ...], eps: float) -> Kernel:
+    def backward(
+        mask: Sequence[bool], grad: Tensor, x: Tensor, weight: Any, bias: Any, mean: Tensor, rstd: Tensor
+    ) -> Any:
+        given = (x, weight, bias)
+        if grad.dtype != x.dtype:  # autocast's
+            x, weight, bias = (None if t is None else t.to(grad.dtype) for t in given)
+        grads = _aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask)
+        if x is given[0]:
+            return grads
+        return [g if g is None else g.to(t.dtype) for g, t in zip(grads, given, strict=True)]
+
+    return Kernel(lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, eps), backward)
 
 
 @register(F.rms_norm, torch.rms_norm)

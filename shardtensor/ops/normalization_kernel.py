@@ -12,7 +12,7 @@ Where no normalized dim is cut, nothing is sent forward, and torch's own kernel 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from .._compat import TensorMeta
 from ..dispatch import wrap
 from ..geometry import map_cuts
-from ..parameters import local_parameters
+from ..parameters import GradientSum, unsummed_parameters
 from ..redistribute import all_gather, all_reduce
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, _FromLocal, as_gradient, from_part, redistribute_to
@@ -34,6 +34,7 @@ __all__ = [
     "channel_kernel",
     "group_kernel",
     "layer_kernel",
+    "like",
     "locally",
     "moments",
     "normalize",
@@ -46,6 +47,7 @@ __all__ = [
     "rms_kernel",
     "settled_input",
     "statistics",
+    "unsummed_parameters_of",
     "whole_groups",
 ]
 
@@ -188,7 +190,7 @@ def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor, plan: Normalizatio
 
 
 @lru_cache(maxsize=4096)
-def _like(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
+def like(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
     """The spec of a new tensor that lies like the one with ``spec``."""
     meta = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta"))
     return spec.replace(meta=TensorMeta(meta.shape, meta.stride(), dtype))
@@ -205,14 +207,15 @@ class _Normalize(torch.autograd.Function):
         rstd: Tensor,
         plan: NormalizationPlan,
         dtype: torch.dtype,
+        total: GradientSum,
     ) -> Any:
         y = _normalized(x._local_tensor, mean, rstd, plan)
         if weight is not None:
             y.mul_(weight.reshape(plan.affine))
         if bias is not None:
             y.add_(bias.reshape(plan.affine))
-        ctx.out_spec = _like(plan.spec, dtype)
-        ctx.plan = plan
+        ctx.out_spec = like(plan.spec, dtype)
+        ctx.plan, ctx.total = plan, total
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         ctx.save_for_backward(x, weight, mean, rstd)
         return wrap(y.to(dtype).reshape(plan.spec.local_shape()), ctx.out_spec)
@@ -223,9 +226,10 @@ class _Normalize(torch.autograd.Function):
         plan: NormalizationPlan = ctx.plan
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
+            weight, _ = ctx.total.complete([weight, None])
             grads = _differentiable_gradients(x, weight, ctx.bias, mean, rstd, as_gradient(grad, ctx.out_spec), plan)
-            wanted = (g if need else None for g, need in zip(grads, (need_x, need_w, need_b), strict=True))
-            return (*wanted, None, None, None, None)
+            grad_x, *mine = (g if need else None for g, need in zip(grads, (need_x, need_w, need_b), strict=True))
+            return (grad_x, *ctx.total.start(mine)(), None, None, None, None, None)
         grad = as_gradient(grad, ctx.out_spec)._local_tensor.reshape(plan.view).to(rstd.dtype)
         grad_x = grad_w = grad_b = None
         if need_b:
@@ -234,6 +238,7 @@ class _Normalize(torch.autograd.Function):
         xhat = _normalized(x._local_tensor, mean, rstd, plan)
         if need_w:
             grad_w = (grad * xhat).sum_to_size(plan.affine).reshape(weight.shape).to(weight.dtype)
+        finish = ctx.total.start([grad_w, grad_b])
         if need_x:
             if weight is not None:
                 grad = grad * weight.reshape(plan.affine)
@@ -251,7 +256,7 @@ class _Normalize(torch.autograd.Function):
                     local.sub_(means[1])
             local = local * rstd
             grad_x = wrap(local.to(x._local_tensor.dtype).reshape(plan.spec.local_shape()), plan.spec)
-        return grad_x, grad_w, grad_b, None, None, None, None
+        return (grad_x, *finish(), None, None, None, None, None)
 
 
 # -- the gradients once more, in operators that can be differentiated again -------------------------------------------
@@ -358,11 +363,22 @@ def own_part(parameter: Tensor | None, plan: NormalizationPlan) -> Tensor | None
 
 def parameters_of(plan: NormalizationPlan, *parameters: Tensor | None) -> list[Tensor | None]:
     """What of the parameters belongs to this rank's shard, gradients seen to."""
+    mine, total = unsummed_parameters_of(plan, *parameters)
+    return total.complete(mine)
+
+
+def unsummed_parameters_of(
+    plan: NormalizationPlan, *parameters: Tensor | None
+) -> tuple[list[Tensor | None], GradientSum]:
+    """:func:`parameters_of` for what sums the gradients in its own backward, while it does other work."""
     sharded = [isinstance(p, ShardTensor) and bool(p._spec.sharded_dims()) for p in parameters]
     whole = [None if s else p for p, s in zip(parameters, sharded, strict=True)]
-    plain = local_parameters(plan.name, plan.spec, *whole)
-    # Cut after the gradients' sum over ranks is arranged: what a rank does not hold then gets zeros from it.
-    return [_aligned(p, plan) if s else own_part(q, plan) for p, q, s in zip(parameters, plain, sharded, strict=True)]
+    plain, total = unsummed_parameters(plan.name, plan.spec, *whole)
+    if any(p is not None and any(d < p.ndim for d, _, _ in plan.intervals) for p in plain):
+        # Cut after the gradients' sum over ranks is arranged: what a rank does not hold then gets zeros from it.
+        plain, total = total.complete(plain), replace(total, needed=(False,) * len(plain))
+    mine = [_aligned(p, plan) if s else own_part(q, plan) for p, q, s in zip(parameters, plain, sharded, strict=True)]
+    return mine, total
 
 
 def _aligned(parameter: Any, plan: NormalizationPlan) -> Tensor:
@@ -395,15 +411,15 @@ def normalize(
         with torch.no_grad():
             stats = statistics(x._local_tensor, plan)
     mean, var = stats
-    weight, bias = parameters_of(plan, weight, bias)
+    (weight, bias), total = unsummed_parameters_of(plan, weight, bias)
     with torch.autocast(x._local_tensor.device.type, enabled=False):
-        return _Normalize.apply(x, weight, bias, mean, (var + plan.eps).rsqrt(), plan, dtype)
+        return _Normalize.apply(x, weight, bias, mean, (var + plan.eps).rsqrt(), plan, dtype, total)
 
 
 def locally(x: Any, plan: NormalizationPlan, function: Callable[..., Tensor]) -> Any:
     """torch's own kernel on the shard; the result lies like the input."""
     y = function(x.to_local())
-    return from_part(y, _like(plan.spec, y.dtype))
+    return from_part(y, like(plan.spec, y.dtype))
 
 
 def moments(x: Any, plan: NormalizationPlan, shape: Sequence[int], dims: Mapping[int, tuple[int, int]]) -> list[Any]:

@@ -8,7 +8,7 @@ doubles (or triples ...) the size of every shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..geometry import Interval, intersect, intervals_of, map_cuts
-from ..parameters import local_parameters
+from ..parameters import Kernel, run_kernel, unsummed_parameters
 from ..registry import register
 from ..spec import ShardTensorSpec
-from ..tensor import _FromLocal, redistribute_to
+from ..tensor import from_part, redistribute_to
 from .convolution import autocast_operands, per_spatial_dim, sharded_input
 from .convolution_parts import stride_of
 from .operands import torch_judges, whole_rows
@@ -117,23 +117,59 @@ def _transposed(
         margins[d] = window.margins(needs[d][here], outs[here])
         pads[d - 2] = extras[d - 2] = 0
     x, weight, bias = autocast_operands(x, weight, bias)
-    w, b = local_parameters(name, spec, weight, bias)
-    assert w is not None
+    (w, b), total = unsummed_parameters(name, spec, weight, bias)
     meta = meta._replace(stride=stride_of(spec, meta.shape), dtype=x.dtype)
     out_spec = ShardTensorSpec.of(spec.mesh, spec.placements, meta, tuple(sizes))
     part = borrow_dims(x.to_local(), spec, needs)
     shape = out_spec.local_shape()
-    if 0 in shape or part.numel() == 0:
-        # Nothing to compute, but backward has to reach the exchange and the weight on every rank alike.
-        y = part.new_zeros(shape) + part.sum() + w[:0].sum()
-    else:
-        with torch.autocast(part.device.type, enabled=False):
-            y = function(part, w, None, strides, pads, extras, groups, dilations)
-        flat = [n for d in reversed(range(2, x.ndim)) for n in margins.get(d, (0, 0))]
-        y = F.pad(y, flat) if any(flat) else y
-    if b is not None:
-        y = y + b.view(-1, *[1] * n)
-    return _FromLocal.apply(y, out_spec)
+    crop = tuple(n for d in reversed(range(2, x.ndim)) for n in margins.get(d, (0, 0)))
+    kernel = _kernel(function, shape, (strides, pads, extras, dilations), groups, crop)
+    if any(total.needed) and not part.is_complex():
+        return run_kernel(kernel, part, w, b, total, out_spec)
+    return from_part(kernel.forward(part, *total.complete([w, b]))[0], out_spec)
+
+
+def _kernel(
+    function: Callable[..., Tensor],
+    shape: Sequence[int],
+    numbers: tuple[list[int], list[int], list[int], list[int]],
+    groups: int,
+    crop: tuple[int, ...],
+) -> Kernel:
+    """torch's ``function`` on a part of the input, its result cropped, or padded with zeros, to ``shape``.
+
+    ``numbers`` are stride, padding, output padding and dilation per spatial dim.
+    """
+    strides, pads, extras, dilations = numbers
+
+    def is_empty(x: Tensor) -> bool:
+        return 0 in shape or x.numel() == 0
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        if is_empty(x):
+            # Nothing to compute, but backward has to reach the exchange and the weight on every rank alike.
+            y = x.new_zeros(shape) + x.sum() + weight[:0].sum()
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                y = function(x, weight, None, strides, pads, extras, groups, dilations)
+            y = F.pad(y, crop) if any(crop) else y
+        return (y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2)),)
+
+    def backward(
+        mask: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        grad_b = grad.sum([0, *range(2, grad.ndim)]) if mask[2] else None
+        if not mask[0] and not mask[1]:
+            return None, None, grad_b
+        if is_empty(x):
+            return torch.zeros_like(x), torch.zeros_like(weight), grad_b
+        grad = F.pad(grad, [-n for n in crop]) if any(crop) else grad
+        grad_x, grad_w, _ = torch.ops.aten.convolution_backward(
+            grad, x, weight, None, strides, pads, dilations, True, extras, groups, [mask[0], mask[1], False]
+        )
+        return grad_x, grad_w, grad_b
+
+    return Kernel(forward, backward)
 
 
 def _make_function(n: int) -> Callable[..., Any]:
