@@ -8,12 +8,6 @@ communicates nothing, and gives the same plan each time: a rank may forget plans
 [Note: no silent gather] A plan may cut what is replicated, reduce what is Partial, exchange between cuts and between
 sharded dims. It may not make a shard whole: that is refused outside :func:`allow_gather`.
 
-[Note: views that are copies] What stands for a view may be a copy. Where that follows from the specs (operands had to
-be redistributed) nobody may write to it: the viewed tensor would not change. A reshape of a shard copies or not as the
-shard's strides have it, on one rank and not on another; so every rank may write, and one with a copy writes it back.
-The other way round, a copy is out of date once the viewed tensor has been written to. Its version counter tells so on
-every rank alike: reading the copy is refused then, or, where the shard has it all, made up for.
-
 [Note: allowlist] DTensor's sharding propagation is not consulted. It mislabels some results on even shards and cannot
 express uneven ones, and it gathers without a word; a rule here is a few lines. An operator without a rule is refused,
 unless all its tensors are replicated.
@@ -32,7 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._compat import TensorMeta, is_traced, kernel, new_wrapper, not_for_graphs, not_in_graphs, same_memory, untraced
+from ._compat import TensorMeta, is_traced, kernel, new_wrapper, not_in_graphs, untraced
+from .copies import check_current, check_written, mark_copied, note_copies, stands_for_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .redistribute import redistribute_local
 from .registry import OPERATORS, changes
@@ -45,9 +40,7 @@ __all__ = [
     "Plan",
     "allow_gather",
     "argument",
-    "check_current",
     "gather_allowed",
-    "mark_copied",
     "rule",
     "run",
     "spec_of",
@@ -74,7 +67,7 @@ class Plan:
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
         view: the result stands for a view of the first argument (:func:`run` fills this in).
-        may_copy: a view that some ranks may have to copy, see [Note: views that are copies].
+        may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
     """
 
     outputs: Any
@@ -247,7 +240,7 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         plan, key = None, []
     if plan is None:
         if is_inplace(func):
-            _check_written(func, args[0])
+            check_written(func, args[0])
         made = _make_plan(func, args, kwargs)
         plan = made.plan if isinstance(made, _Done) else made
         if plan is not None:
@@ -258,33 +251,37 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
             return made.value if plan is None else _done(made.value, args[0], plan)
         plan = made
     if plan.returns_self:
-        _check_written(func, args[0])
+        check_written(func, args[0])
     for path, source, target in plan.inputs:
         _replace(local_args, local_kwargs, path, source, target)
     result = plan.call(*local_args, **local_kwargs)
     if plan.returns_self:
-        _write_back(args[0])
+        write_back(args[0])
         return args[0]
     outputs = plan.outputs
-    note = plan.view and (plan.inputs or plan.may_copy or _stands_for_view(args[0]))
+    note = plan.view and (plan.inputs or plan.may_copy or stands_for_view(args[0]))
     if type(outputs) is ShardTensorSpec:
         out = wrap(result, outputs)
-        return _note_copies(out, args[0], plan) if note else out
+        return _viewing(out, args[0], plan) if note else out
     if outputs is None:
         return result
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, outputs, strict=True)]
     if note:
-        wrapped = [_note_copies(r, args[0], plan) for r in wrapped]
+        wrapped = [_viewing(r, args[0], plan) for r in wrapped]
     return type(result)(wrapped)
 
 
 def _done(value: Any, first: Any, plan: Plan) -> Any:
     """A result that was computed while looking for a plan, with what a call by the plan would note."""
     if plan.returns_self:
-        _write_back(first)
-    elif plan.view and _stands_for_view(first):
-        tree_map(lambda out: _note_copies(out, first, plan), value)
+        write_back(first)
+    elif plan.view and stands_for_view(first):
+        tree_map(lambda out: _viewing(out, first, plan), value)
     return value
+
+
+def _viewing(view: Any, viewed: Any, plan: Plan) -> Any:
+    return note_copies(view, viewed, moved=bool(plan.inputs), may_copy=plan.may_copy)
 
 
 def _keep(key: Any, plan: Plan) -> None:
@@ -292,73 +289,6 @@ def _keep(key: Any, plan: Plan) -> None:
     while len(_plans) >= MAX_PLANS:
         _plans.pop(next(iter(_plans)), None)
     _plans[key] = plan
-
-
-# -- see [Note: views that are copies] --------------------------------------------------------------------------------
-
-
-def mark_copied(view: Any, viewed: Any) -> Any:
-    """Remember that ``view`` stands for a view of ``viewed`` but is a copy, on some ranks at least."""
-    return _noted(view, viewed, None)
-
-
-def _note_copies(view: Any, viewed: Any, plan: Plan) -> Any:
-    """Keep with a view how what is written to it comes back: ``(copy, original)`` for each copy on the way here."""
-    copies = getattr(viewed, "_copied", ())
-    if plan.inputs or copies is None:
-        return mark_copied(view, viewed)
-    copy, original = view._local_tensor, viewed._local_tensor
-    if plan.may_copy and not same_memory(copy, original):
-        copies = (*copies, (copy, original))
-    return _noted(view, viewed, copies) if copies else view
-
-
-def _noted(view: Any, viewed: Any, copies: Any) -> Any:
-    view._copied, view._viewed = copies, (viewed, _version(viewed))
-    not_for_graphs(view._local_tensor)  # which know nothing of this: flattening such a tensor is refused
-    return view
-
-
-def _stands_for_view(tensor: Any) -> bool:
-    return getattr(tensor, "_viewed", None) is not None
-
-
-def _version(tensor: Any) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # in inference mode nobody counts
-
-
-def check_current(op: Any, tensor: Any) -> None:
-    """Bring what stands for a view up to date before it is read.
-
-    Raises:
-        UnsupportedSharding: the viewed tensor was written to, and the new values are on other ranks.
-    """
-    viewed, version = tensor._viewed
-    if _stands_for_view(viewed):
-        check_current(op, viewed)
-    now = _version(viewed)
-    if now == version:
-        return
-    if tensor._copied is None:
-        raise refuse(
-            op,
-            tensor,
-            "it stands for a view but is a copy on shards, and the viewed tensor has been written to since",
-            "take the view again after the write, or clone() it before",
-        )
-    for copy, original in tensor._copied:
-        copy.copy_(original.reshape(copy.shape))
-    tensor._viewed = viewed, now
-
-
-def _check_written(func: torch._ops.OpOverload, written: Any) -> None:
-    if getattr(written, "_copied", ()) is None:
-        raise refuse(func, written, "it would write to a view that is a copy on shards", "use the out-of-place form")
-
-
-def _write_back(written: Any) -> None:
-    for copy, original in reversed(getattr(written, "_copied", ())):
-        original.copy_(copy.view(original.shape))
 
 
 def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
@@ -566,7 +496,7 @@ def _gathered(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
         value = plain_args[0].clone()
         func(value, *plain_args[1:], **plain_kwargs)
         written._local_tensor.copy_(redistribute_local(value, spec.replicated(), spec))
-        _write_back(written)
+        write_back(written)
         return written
 
     def cut(value: Any) -> Any:

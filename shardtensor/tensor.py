@@ -35,6 +35,7 @@ from ._compat import (
     without_zero_tensor,
 )
 from .agreement import MAX_NDIM, agree_on_local
+from .copies import check_current, mark_copied
 from .dispatch import SCALARS, spec_of, wrap
 from .errors import UnsupportedSharding, refuse
 from .redistribute import redistribute_local
@@ -61,7 +62,7 @@ class ShardTensor(DTensor):
 
     _local_tensor: Tensor
     _spec: ShardTensorSpec
-    # See dispatch.py, [Note: views that are copies].
+    # See copies.py.
     _copied: Any = ()
     _viewed: Any = None
 
@@ -124,7 +125,7 @@ class ShardTensor(DTensor):
                 for a Partial). ``Partial()`` on a mesh dim where the ranks use their copy for different work.
         """
         if self._viewed is not None:
-            dispatch.check_current("to_local", self)
+            check_current("to_local", self)
         differentiable = torch.is_grad_enabled() and self.requires_grad
         if grad_placements is None and not differentiable:
             return self._local_tensor
@@ -411,7 +412,7 @@ def from_part(local: Tensor, spec: ShardTensorSpec) -> Any:
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
     """``tensor`` under the spec ``target``, differentiably; itself where it is there already."""
     if tensor._viewed is not None:
-        dispatch.check_current("redistribute", tensor)
+        check_current("redistribute", tensor)
     return tensor if tensor._spec.lies_like(target) else _Redistribute.apply(tensor, target)
 
 
@@ -558,7 +559,7 @@ def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     is_view = result._is_view()
 
     def finish(t: Any) -> Any:
-        return dispatch.mark_copied(t, viewed) if is_view else t
+        return mark_copied(t, viewed) if is_view else t
 
     if result.ndim != len(pattern.shape):
         return finish(result)

@@ -23,7 +23,7 @@ from ..errors import refuse
 from ..geometry import chunk_sizes
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from ..tensor import ShardTensor, from_part, redistribute_to
 from .losses import full_precision, register_loss
 from .operands import as_operand, common_mesh, described, local_part, torch_judges
 
@@ -116,7 +116,7 @@ def by_batch(
     wrapped = []
     for t, spec in zip(found, specs, strict=True):
         meta = TensorMeta(spec.shape, contiguous_stride(spec.shape), t.dtype)
-        wrapped.append(_FromLocal.apply(t, spec.replace(meta=meta)))
+        wrapped.append(from_part(t, spec.replace(meta=meta)))
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 

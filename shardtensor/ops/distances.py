@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..geometry import map_cuts
 from ..registry import register
-from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from ..tensor import ShardTensor, from_part, redistribute_to
 from .operands import common_mesh, torch_judges, whole_rows
 from .products import Form, batch_labels, contract
 
@@ -51,7 +51,7 @@ def _pdist(input: Any, p: float = 2) -> Any:
     values = distances.to_local()[points > points[first:stop, None]]
     sizes = [None if cut is None else map_cuts(cut, lambda c: c * n - c * (c + 1) // 2) for cut in spec.sizes]
     meta = spec.tensor_meta._replace(shape=torch.Size([n * (n - 1) // 2]), stride=(1,))
-    return _FromLocal.apply(values, spec.replace(meta=meta, sizes=tuple(sizes)))
+    return from_part(values, spec.replace(meta=meta, sizes=tuple(sizes)))
 
 
 def _crossed(name: str, a: Any, b: Any, dim: int) -> Any:

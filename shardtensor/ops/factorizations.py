@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..registry import FUNCTIONS, register
-from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from ..tensor import ShardTensor, from_part, redistribute_to
 from .operands import as_operand, common_mesh, described
 from .products import Arrangement, Form, Label, arrange, batch_labels
 from .reductions import reduced_dims
@@ -164,10 +164,10 @@ def _result(y: Tensor, how: Arrangement, lead: Sequence[Label], labels: Sequence
     if left_out:
         y = y.new_empty(0)
         meta = spec.tensor_meta._replace(shape=y.shape, stride=y.stride())
-        return _FromLocal.apply(y, spec.replicated().replace(meta=meta))
+        return from_part(y, spec.replicated().replace(meta=meta))
     for d, label in enumerate(labels[len(lead) :], start=len(lead)):
         shape[d] = how.lengths.get(label, y.shape[d])
-    return _FromLocal.apply(y, how.out(shape, y.dtype, labels))
+    return from_part(y, how.out(shape, y.dtype, labels))
 
 
 def _register(name: str, signature: _Signature) -> None:

@@ -26,7 +26,7 @@ from ..errors import UnsupportedSharding
 from ..geometry import Interval, intervals_of, map_cuts
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from ..tensor import ShardTensor, from_part, redistribute_to
 from .operands import torch_judges, whole_rows
 from .products import Tour, part_by_part
 
@@ -81,7 +81,7 @@ def _transformed(name: str, function: Any, kinds: tuple[_Kind, _Kind], x: Any, n
         y = _applied(function, x.to_local(), n, dim, norm)
         shape = [x.shape[d] if d in x._spec.sharded_dims() else length for d, length in enumerate(y.shape)]
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), y.dtype)
-        return _FromLocal.apply(y, x._spec.replace(meta=meta))
+        return from_part(y, x._spec.replace(meta=meta))
     lengths = [None] * len(dims) if n is None else [n] if isinstance(n, int) else list(n)
     steps = [(kinds[1], d, length) for d, length in zip(dims[:-1], lengths[:-1], strict=True)]
     last = (kinds[0], dims[-1], lengths[-1])
@@ -111,7 +111,7 @@ def _along(name: str, kind: _Kind, x: Any, dim: int, n: int | None, norm: str) -
     except UnsupportedSharding:
         return _round(kind, x, dim, n, norm)
     y = _applied(kind.function, x.to_local(), n, dim, norm)
-    y = _FromLocal.apply(y, _resized(x._spec, dim, y))
+    y = from_part(y, _resized(x._spec, dim, y))
     return y if m is None else redistribute_to(y, _resized(given, dim, y))
 
 
@@ -160,7 +160,7 @@ def _round(kind: _Kind, x: Any, dim: int, n: int | None, norm: str) -> Any:
 
     tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, intervals)
     y = part_by_part(contribution, tour, x.to_local())
-    return _FromLocal.apply(y.to(here.dtype), out)
+    return from_part(y.to(here.dtype), out)
 
 
 def _doubled(part: Tensor, start: int, length: int) -> Tensor:

@@ -24,7 +24,7 @@ from ..errors import refuse
 from ..geometry import Interval, intervals_of
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import ShardTensor, _FromLocal, promote, redistribute_to
+from ..tensor import ShardTensor, from_part, promote, redistribute_to
 from .attention_blocks import DTYPES
 from .neighborhood_geometry import Neighborhood
 from .neighborhood_natten import attention_by_natten, natten_kernel
@@ -118,10 +118,10 @@ def _neighborhood_attention(
             arguments |= {"scale": scale, "backend": kernel, "attention_kwargs": attention_kwargs}
             results = attention_by_natten(local_q, local_kv, plan.dims, extra, return_lse, arguments)
     shape = (*query.shape[:-1], value.shape[-1])
-    out = _FromLocal.apply(results[0].contiguous(), _result_spec(cut, shape, results[0].dtype))
+    out = from_part(results[0].contiguous(), _result_spec(cut, shape, results[0].dtype))
     if not return_lse:
         return out
-    return out, _FromLocal.apply(results[1].squeeze(-1), _result_spec(cut, shape[:-1], results[1].dtype))
+    return out, from_part(results[1].squeeze(-1), _result_spec(cut, shape[:-1], results[1].dtype))
 
 
 def _distributed(t: Any, mesh: Any) -> Any:

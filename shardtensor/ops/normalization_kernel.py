@@ -26,7 +26,7 @@ from ..geometry import map_cuts
 from ..parameters import GradientSum, unsummed_parameters
 from ..redistribute import all_gather, all_reduce
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, _FromLocal, as_gradient, from_part, redistribute_to
+from ..tensor import ShardTensor, as_gradient, from_part, redistribute_to
 from .operands import as_operand, local_part, moved, whole_rows, wide_dtype
 
 __all__ = [
@@ -304,7 +304,7 @@ def _differentiable_gradients(
         found = iter(torch.autograd.grad(y, inputs, upper, create_graph=True))
         grads = [next(found) if t is not None and t.requires_grad else None for t in (local, weight, offset)]
     if grads[0] is not None:
-        grads[0] = _FromLocal.apply(grads[0], plan.spec)
+        grads[0] = from_part(grads[0], plan.spec)
     return grads
 
 

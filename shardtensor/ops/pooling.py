@@ -26,7 +26,7 @@ from ..errors import refuse
 from ..geometry import Interval, Window, intervals_of, map_cuts
 from ..registry import register
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from ..tensor import ShardTensor, from_part, redistribute_to
 from .spatial import borrow_dims, finish, is_whole, judged, per_dim, resized, result_dtype, scaled_cut, settled
 
 __all__ = ["adaptive_window", "pool_reads"]
@@ -317,7 +317,7 @@ def _adaptive_pool(x: ShardTensor, ndim: int, meta: Tensor, function: Callable[.
                 widest = max(b - a for a, b in windows)
                 scale = local.new_tensor([widest / (b - a) for a, b in windows])
                 values = values * scale.view(-1, *[1] * (values.ndim - d - 1))
-    result = _FromLocal.apply(values, out_spec)
+    result = from_part(values, out_spec)
     return (result, wrap(places, resized(spec, out_meta, torch.int64, sizes))) if indices else result
 
 
@@ -368,7 +368,7 @@ def _best_of_ranks(
         best, index = best.gather(-1, order).flatten(0, -2), index.gather(-1, order).flatten(0, -2)
         best, chosen = F.adaptive_max_pool1d(best, 1, return_indices=True)
         best, index = best.reshape(shape), index.gather(-1, chosen).reshape(shape)
-    return _FromLocal.apply(best, out), wrap(index, resized(target, meta, torch.int64, {}))
+    return from_part(best, out), wrap(index, resized(target, meta, torch.int64, {}))
 
 
 # -- doors ------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from ..errors import UnsupportedSharding, refuse
 from ..geometry import Interval, chunk_sizes, intervals_of
 from ..gradients import once_differentiable
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import _FromLocal, redistribute_to
+from ..tensor import from_part, redistribute_to
 from .operands import as_operand, common_mesh
 from .ring import ring_of, travel, travel_and_return
 
@@ -346,7 +346,7 @@ def contract(
     how = arrange(name, form, tuple(t._spec for t in tensors))
     result = how.compute(function, [how.local(i, t) for i, t in enumerate(tensors)])
     shape = [how.lengths.get(label, 1) for label in form.out]
-    return _FromLocal.apply(result, how.out(shape, result.dtype))
+    return from_part(result, how.out(shape, result.dtype))
 
 
 def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:

@@ -20,7 +20,7 @@ from ..errors import refuse
 from ..redistribute import all_gather, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec, contiguous_stride
-from ..tensor import _FromLocal, redistribute_to
+from ..tensor import from_part, redistribute_to
 from .lookups import is_cut
 from .operands import as_operand, common_mesh, leading, moved, whole_value
 
@@ -90,7 +90,7 @@ def selected(x: Any, dim: int, mask: Any) -> Any:
             placements[m] = Shard(dim if inside else d - mask.ndim + 1)
             sizes[m] = counts if inside else sizes[m]
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), x.dtype)
-    return _FromLocal.apply(local, x._spec.replace(placements=placements, sizes=tuple(sizes), meta=meta))
+    return from_part(local, x._spec.replace(placements=placements, sizes=tuple(sizes), meta=meta))
 
 
 @register(torch.masked_select, Tensor.masked_select)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..dispatch import Call, Plan, argument, mark_copied, meta_of, rule, run, wrap
+from ..copies import mark_copied
+from ..dispatch import Call, Plan, argument, meta_of, rule, run, wrap
 from ..errors import refuse
 from ..geometry import map_cuts, sizes_of
 from ..redistribute import redistribute_local

@@ -19,7 +19,7 @@ from .._compat import TensorMeta, untraced
 from ..geometry import Interval, intervals_of
 from ..halo import borrow
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, _FromLocal, redistribute_to
+from ..tensor import ShardTensor, from_part, redistribute_to
 
 __all__ = ["borrow_dims", "finish", "is_whole", "judged", "on_meta", "per_dim", "result_dtype", "scaled_cut", "settled"]
 
@@ -102,7 +102,7 @@ def resized(spec: ShardTensorSpec, meta: Tensor, dtype: torch.dtype, sizes: Mapp
 
 def finish(local: Tensor, x: ShardTensor, meta: Tensor, sizes: Mapping[int, tuple[int, ...]]) -> ShardTensor:
     """A ShardTensor of the ranks' results, placed like ``x``."""
-    return _FromLocal.apply(local, resized(x._spec, meta, local.dtype, sizes))
+    return from_part(local, resized(x._spec, meta, local.dtype, sizes))
 
 
 def per_dim(value: Any, n: int) -> tuple[Any, ...]:

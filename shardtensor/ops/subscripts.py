@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..dispatch import mark_copied
+from ..copies import mark_copied
 from ..errors import refuse
 from ..registry import register
 from ..tensor import ShardTensor, redistribute_to

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import Call, Plan, mark_copied, rule
+from ..copies import mark_copied
+from ..dispatch import Call, Plan, rule
 from ..geometry import Window, intervals_of, map_cuts
 from ..registry import register
 from ..tensor import ShardTensor, redistribute_to
