@@ -29,7 +29,7 @@ from .dispatch import wrap
 from .errors import different_meshes, refuse
 from .redistribute import all_reduce, start_all_reduce
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor, as_gradient
+from .tensor import ShardTensor, as_gradient, from_part
 
 __all__ = ["GradientSum", "Kernel", "local_parameters", "run_kernel", "unsummed_parameters"]
 
@@ -212,14 +212,8 @@ class _WithParameters(torch.autograd.Function):
         x, weight, *kept = ctx.saved_tensors
         kernel, needed = ctx.kernel, ctx.needs_input_grad[:3]
         grad = as_gradient(grad, ctx.out)
-        if torch.is_grad_enabled():  # for second derivatives: the same once more, of what autograd can differentiate
-            inputs = [x, weight, ctx.bias]
-            with torch.autocast(*ctx.autocast):
-                local = x.to_local() if isinstance(x, ShardTensor) else x
-                y = kernel.forward(local, *ctx.total.complete(inputs[1:]))[0]
-            wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
-            found = iter(torch.autograd.grad(y, wanted, grad.to_local(), create_graph=True))
-            return (*(next(found) if need else None for need in needed), None, None, None)
+        if torch.is_grad_enabled():
+            return *_once_more(ctx, x, weight, grad.to_local()), None, None, None
         local = x._local_tensor if isinstance(x, ShardTensor) else x
         args = (grad._local_tensor, local, weight, ctx.bias, *kept)
         device = local.device.type
@@ -230,6 +224,26 @@ class _WithParameters(torch.autograd.Function):
         if grad_x is not None and isinstance(x, ShardTensor):
             grad_x = wrap(grad_x, x._spec)
         return grad_x, *finish(), None, None, None
+
+
+def _once_more(ctx: Any, x: Any, weight: Tensor | None, grad: Tensor) -> list[Tensor | None]:
+    """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
+    with torch.autocast(*ctx.autocast):
+        local = x.to_local() if isinstance(x, ShardTensor) else x
+        parameters = ctx.total.complete([weight, ctx.bias])
+        y = ctx.kernel.forward(local, *parameters)[0]
+    needed = ctx.needs_input_grad[:3]
+    wanted = [t for t, need in zip((local, weight, ctx.bias), needed, strict=True) if need]
+    found = torch.autograd.grad(y, wanted, grad, create_graph=True)
+    # With an empty shard some of them depend on less; but what is differentiated again must communicate on every rank.
+    nothing = y.new_zeros(())
+    for t in (local, *parameters, grad):
+        nothing = nothing if t is None else nothing + t.reshape(-1)[:0].sum()
+    grads = iter([g + nothing.to(g.dtype) for g in found])
+    result = [next(grads) if need else None for need in needed]
+    if result[0] is not None and isinstance(x, ShardTensor):
+        result[0] = from_part(result[0], x._spec)
+    return result
 
 
 class _Total(torch.autograd.Function):

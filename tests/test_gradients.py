@@ -159,6 +159,37 @@ def test_second_derivatives():
     run_distributed(check_second_derivatives, 2)
 
 
+def check_second_derivatives_with_weights():
+    torch.manual_seed(0)
+    image, rows = torch.randn(2, 3, 6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    kernel, weight = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    cases = {
+        "conv_transpose2d": (lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1), image, kernel, kernel[0, :, 0, 0], 2),
+        "linear": (F.linear, rows, weight, weight[:, 0], 0),
+    }
+    for function, x, w, b, dim in cases.values():
+
+        def penalty(*tensors, function=function):
+            grads = torch.autograd.grad(function(*tensors).pow(3).sum(), tensors, create_graph=True)
+            return sum((grad * grad).sum() for grad in grads)
+
+        for sizes in ((2, 4), (6, 0)):
+            assert_matches_unsharded(
+                penalty,
+                x,
+                w,
+                b.clone(),
+                mesh_shape=2,
+                placements=[[Shard(dim)], None, None],
+                shard_sizes=[{0: sizes}, None, None],
+            )
+
+
+def test_second_derivatives_with_weights():
+    """Whose sums over the ranks are differentiated, too, on ranks with nothing to sum as well."""
+    run_distributed(check_second_derivatives_with_weights, 2)
+
+
 def second_derivative(case):
     x = shard(torch.rand(1, 2, 8, 6), shared_mesh(2), [Shard(2)], {0: (5, 3)}, requires_grad=True)
     w = torch.rand(2, 2, 3, 3, requires_grad=True)
