@@ -20,6 +20,8 @@ def check_values():
             assert_matches_unsharded(lambda x, a=along: torch.ops.aten._safe_softmax(x, a), x, **options)
         assert_matches_unsharded(lambda x: torch.ops.aten._safe_softmax(x, 1), masked, **options)
         assert_matches_unsharded(lambda x: F.rrelu(x, 0.1, 0.3), x, **options)
+        assert_matches_unsharded(lambda x: F.rrelu(x.clone(), 0.1, 0.3, inplace=True), x, **options)
+        assert_matches_unsharded(lambda x: torch.rrelu_(x.clone(), 0.1, 0.3), x, **options)
 
 
 def test_values():

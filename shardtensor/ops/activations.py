@@ -39,12 +39,18 @@ def _rrelu(
     if not isinstance(input, ShardTensor):
         return NotImplemented
     generator = kwargs.get("generator", inplace if isinstance(inplace, torch.Generator) else None)
-    if training:
-        slopes = torch.empty_like(input.detach()).uniform_(lower, upper, generator=generator)
-        result = torch.where(input <= 0, input * slopes, input)
-    else:
-        result = F.leaky_relu(input, (lower + upper) / 2)
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace is True)
+    slopes = torch.empty_like(input.detach()).uniform_(lower, upper, generator=generator)
+    result = torch.where(input <= 0, input * slopes, input)
     return input.copy_(result) if inplace is True else result
+
+
+@register(torch.rrelu_, _aten.rrelu_)
+def _rrelu_(
+    input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    return _rrelu(input, lower, upper, training, True, generator=generator)
 
 
 @register(torch._safe_softmax, _aten._safe_softmax)
