@@ -145,6 +145,33 @@ def test_operands_with_different_cuts():
     run_distributed(misaligned, 4)
 
 
+def cut_where_the_other_is_broadcast():
+    """Scores cut along the keys, and a bias of theirs cut along the queries: the scores are exchanged to that cut."""
+    x, y = numbers(2, 5, 7), numbers(5, 1, seed=1)
+    for mesh_shape, a, b, sizes in (
+        (2, [Shard(2)], [Shard(0)], [{0: (3, 4)}, {0: (5, 0)}]),
+        (2, [Shard(1)], [Shard(0)], [{0: (2, 3)}, {0: (4, 1)}]),
+        ((1, 2), [Shard(0), Shard(2)], [Replicate(), Shard(0)], [{1: (6, 1)}, {1: (2, 3)}]),
+    ):
+        arguments = {"mesh_shape": mesh_shape, "placements": [a, b], "shard_sizes": sizes}
+        assert_matches_unsharded(lambda x, y: x * y + y, x, y, **arguments)
+        assert_matches_unsharded(lambda x, y: y - x * y, x, y, **arguments)
+    mesh = shared_mesh(2)
+    scores, bias = shard(x, mesh, [Shard(2)], {0: (3, 4)}), shard(y, mesh, [Shard(0)], {0: (4, 1)})
+    with count_communication() as counted:
+        total = scores + bias
+    assert total.placements == (Shard(1),) and total.shard_sizes == {0: (4, 1)}
+    here = mesh.get_local_rank()
+    assert not counted.collectives["all_gather"]
+    assert counted.bytes_sent == 2 * (1, 4)[here] * (3, 4)[here] * 8  # the other rank's rows of the columns here
+    with pytest.raises(UnsupportedSharding, match="operand 1 would have to be gathered"):
+        scores.clone().add_(bias)
+
+
+def test_no_operand_is_gathered_where_both_have_a_dim_in_common():
+    run_distributed(cut_where_the_other_is_broadcast, 2)
+
+
 def unexercised():
     """Rules that no case above reaches."""
     used = set()

@@ -50,28 +50,43 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
-    """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``."""
+    """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``.
+
+    On each mesh dim it is cut like the first operand whose cut the other sharded ones can have, too: not one along a
+    dim that is broadcast, for which they would have to be gathered.
+    """
     if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
         return specs[0]
     mesh, shape = specs[0].mesh, meta.shape
     placements: list[Any] = []
     sizes: list[Any] = []
-    taken: set[int] = set()
     for m in range(mesh.ndim):
-        chosen: tuple[Any, Any] = (Replicate(), None)
-        for spec in specs:
-            p = spec.placements[m]
-            if isinstance(p, Shard):
-                out_dim = p.dim + len(shape) - len(spec.shape)
-                if spec.shape[p.dim] == shape[out_dim] and out_dim not in taken:
-                    chosen = (Shard(out_dim), spec.sizes[m])
-                    taken.add(out_dim)
-                    break
-            elif p.is_partial():
-                chosen = (p, None)
-        placements.append(chosen[0])
-        sizes.append(chosen[1])
+        partial = next((p for spec in specs if (p := spec.placements[m]).is_partial()), Replicate())
+        cuts = [
+            (Shard(dim), spec.sizes[m])
+            for spec in specs
+            if (dim := _dim_on(spec, m, shape)) is not None and Shard(dim) not in placements
+        ]
+        common = (cut for cut in cuts if all(_can_have(spec, m, cut[0].dim, shape) for spec in specs))
+        placement, size = next(common, cuts[0] if cuts else (partial, None))
+        placements.append(placement)
+        sizes.append(size)
     return ShardTensorSpec.of(mesh, placements, meta, tuple(sizes))
+
+
+def _dim_on(spec: ShardTensorSpec, m: int, shape: torch.Size) -> int | None:
+    """The dim of ``shape`` that an operand which broadcasts to it shards on mesh dim ``m``."""
+    p = spec.placements[m]
+    if not isinstance(p, Shard):
+        return None
+    dim = p.dim + len(shape) - len(spec.shape)
+    return dim if spec.shape[p.dim] == shape[dim] else None
+
+
+def _can_have(spec: ShardTensorSpec, m: int, dim: int, shape: torch.Size) -> bool:
+    """Whether an operand that is sharded on mesh dim ``m`` can be so along the dim ``dim`` of ``shape``."""
+    own = dim - (len(shape) - len(spec.shape))
+    return _dim_on(spec, m, shape) is None or (own >= 0 and spec.shape[own] == shape[dim])
 
 
 def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
