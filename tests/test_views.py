@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from spatial_cases import check_cases, data
@@ -181,6 +182,37 @@ def test_only_what_has_to_move_moves():
         assert [found[label][0] for found in ranks] == forward, label
         assert [found[label][1] for found in ranks] == backward, label
         assert all(found[label][2] == sizes for found in ranks), label
+
+
+TOKENS = [  # shape and cut of a video (N, C, frames, rows, columns); how many all-to-alls make tokens of it; their cut
+    ((1, 6, 3, 5, 4), (3, 2), 1, (40, 20)),  # frames are cut instead of rows
+    ((1, 6, 1, 5, 4), (3, 2), 0, (12, 8)),  # there is one frame: rows lead
+    ((1, 6, 2, 5, 4), (2, 0, 3), 2, (14, 14, 12)),  # fewer frames than ranks: by way of the channels
+]
+
+
+def tokens(shape, sizes, exchanges, cut):
+    def flat(x):
+        return x.flatten(2).transpose(1, 2)
+
+    def mixed(x):
+        return F.linear(flat(x), torch.linspace(-1, 1, 12, dtype=x.dtype).reshape(2, 6)).tanh()
+
+    x, mesh = data(*shape), shared_mesh(len(sizes))
+    arguments = {"mesh_shape": len(sizes), "placements": [Shard(3)], "shard_sizes": {0: sizes}}
+    assert_matches_unsharded(mixed, x, **arguments)
+    sharded = shard(x, mesh, [Shard(3)], {0: sizes})
+    with count_communication() as counted:
+        y = flat(sharded)
+        assert y.placements == (Shard(1),) and y.shard_sizes == {0: cut}
+        mixed(sharded)
+    assert dict(counted.collectives) == ({"all_to_all": 2 * exchanges} if exchanges else {})
+
+
+@pytest.mark.parametrize(("shape", "sizes", "exchanges", "cut"), TOKENS, ids=["frames", "rows", "channels"])
+def test_tokens_stay_sharded(shape, sizes, exchanges, cut):
+    """Pixels that are flattened to tokens stay with many ranks, whatever was cut; a linear layer then sends nothing."""
+    run_distributed(tokens, len(sizes), shape, sizes, exchanges, cut)
 
 
 def layouts():

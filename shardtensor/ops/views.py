@@ -4,9 +4,11 @@ A tensor dim keeps its shards where the result is a sharding again. Never is a s
 is not.
 
 [Note: moved off] A sharded dim that does not stay a dim of the result (the inner one of two that are flattened) is
-exchanged for another: by one all-to-all the mesh dim cuts the longest free dim that stays, evenly, and every rank holds
-as much as it did. That dim must have at least one entry for each rank, or the call is refused. A dim of length 1, which
-one rank has all of, is broadcast.
+exchanged for another: by one all-to-all the mesh dim cuts another dim, evenly, and every rank holds as much as it did.
+That is the outer one of those that are flattened, so that the flattened dim is sharded: pixels become tokens, and what
+follows works on each token by itself. Where that one has fewer entries than ranks, it is the longest free dim that
+stays, and a second all-to-all cuts the flattened dim. Without a dim with one entry for each rank the call is refused.
+A dim of length 1, which one rank has all of, is broadcast.
 
 [Note: whole blocks] A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``.
 Where one is not, the cuts are first moved to the nearest multiples, by an exchange of what differs (less than ``k``
@@ -25,7 +27,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..dispatch import Call, Plan, meta_of, rule, run, wrap
 from ..geometry import chunk_sizes, intervals_of, map_cuts
-from ..redistribute import move_intervals
+from ..redistribute import move_intervals, redistribute_local
 from ..registry import register
 from ..spec import ShardTensorSpec
 
@@ -109,10 +111,29 @@ def moved_off(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
             if other not in taken and spec.shape[other] // block >= ranks:
                 entries[other] = spec.shape[other] // block, block
         if entries:
-            other = max(entries, key=lambda k: spec.shape[k])
+            other = outer if (outer := _outer(d, dims)) in entries else max(entries, key=lambda k: spec.shape[k])
             n, block = entries[other]
             placements[m], sizes[m] = Shard(other), tuple(block * k for k in chunk_sizes(n, ranks))
     return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+def _outer(dim: int, dims: dict[int, Any]) -> int | None:
+    """The dim into which a reshape that carries ``dims`` flattens ``dim``."""
+    before = max((d for d in dims if d < dim), default=None)
+    return before if before is not None and isinstance(dims[before], tuple) and dims[before][1] > 1 else None
+
+
+def _on_flattened(spec: ShardTensorSpec, out: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``out`` with the flattened dims sharded, instead of others, that dims sharded in ``spec`` have gone into."""
+    placements, sizes = list(out.placements), list(out.sizes)
+    for d, m in spec.sharded_dims().items():
+        outer = None if d in dims else _outer(d, dims)
+        if outer is None or not isinstance(out.placements[m], Shard):
+            continue
+        to, ranks = dims[outer][0], out.mesh.size(m)
+        if Shard(to) not in placements and out.shape[to] >= ranks:
+            placements[m], sizes[m] = Shard(to), chunk_sizes(out.shape[to], ranks)
+    return out.replace(placements=placements, sizes=tuple(sizes))
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
@@ -167,7 +188,9 @@ def _view(call: Call) -> Plan:
     dims = dict(regroup(spec.shape, call.meta.shape))
     source = fitted(moved_off(spec, dims), dims)
     out = carry(call, source, call.meta, dims)
-    shape = out.local_shape()
+    shape, flat = out.local_shape(), _on_flattened(spec, out, dims)
+    if flat != out:
+        return call.plan(flat, {(0,): source}, call=lambda x, *_: redistribute_local(x.reshape(shape), out, flat))
     flattens = any(times > 1 for _, times, _ in dims.values())
     return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape), may_copy=flattens)
 
