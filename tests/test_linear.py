@@ -219,21 +219,27 @@ def communication():
         y = module(x)
         placements = [tuple((module(x) @ data(5, 2, dtype=torch.float32)).placements)]
         a = shard(data(3, 8), mesh, [Shard(1)])
-        placements.append(tuple((a @ data(8, 3)).placements))
+        placements.append(tuple((a @ data(8, 1)).placements))
+    with count_communication() as exchanged:
+        placements.append(tuple((a @ data(8, 5)).placements))
+        module(a[:, 2:6].float()).relu()
     with count_communication() as backward:
         y.backward(cotangent)
     return (
         (forward.messages, dict(forward.collectives)),
         (backward.messages, dict(backward.collectives), backward.collective_bytes),
+        dict(exchanged.collectives),
         placements,
     )
 
 
 def test_what_is_sent():
-    for forward, backward, placements in run_distributed(communication, 2):
+    for forward, backward, exchanged, placements in run_distributed(communication, 2):
         assert forward == (0, {})
         assert backward == (0, {"all_reduce": 1}, 4 * (20 + 5))  # the weight's and bias's gradients
-        assert placements == [(Shard(1),), (Partial(),)]
+        # What is summed over is cut: a small sum stays Partial, for a large one rows are cut instead.
+        assert placements == [(Shard(1),), (Partial(),), (Shard(0),)]
+        assert exchanged == {"all_to_all": 2}
 
 
 def fail(case):
