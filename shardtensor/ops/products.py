@@ -9,11 +9,11 @@ that have it; the others are whole there. :func:`arrange` chooses it:
 | the same, and the label is summed over | the same, or exchanged to one that is not | Partial(sum), or cut |
 | have no label in common | the smaller one travels, see [Note: ring] in ring.py | cut as the one that stays |
 
-Where there is a choice, the one that moves the fewest elements is taken; a sum counts as its all-reduce would. So where
-features that are cut meet a whole weight, rows are cut instead, unless the result is small. To a label along which
-nothing is cut yet an operand is exchanged only if it has at least as many elements as there are ranks; to one that is
-summed over only if the sum, which every rank holds whole, is no larger than the operands' shards. So no rank ever holds
-more than its part of operands and result (a Partial aside) and one more shard.
+Where there is a choice, the one that moves the fewest elements is taken; a sum that is larger than the operands' shards
+counts as its all-reduce would. So where features that are cut meet a whole weight, rows are cut instead. To a label
+along which nothing is cut yet an operand is exchanged only if it has at least as many elements as there are ranks; to
+one that is summed over only if the sum, which every rank holds whole, is no larger than the operands' shards. So no
+rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
 
 [Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go round
 once more, and what was computed with each is computed again. Nothing of what came by is saved.
@@ -277,9 +277,11 @@ def _options(
         cut = there[0] if there else Cut(label, chunk_sizes(n, ranks))
         moved = sum(size[i] for i in held if held[i] != cut) / ranks
         if form.summed(label):
-            if moved and not all_summed and result * ranks > sum(size.values()):
+            exchanges, is_large = moved and not all_summed, result * ranks > sum(size.values())
+            if exchanges and is_large:
                 continue
-            moved += 2 * result  # whoever needs the values of the Partial will have the ranks sum them
+            if exchanges or is_large:
+                moved += 2 * result  # whoever needs the values of the Partial will have the ranks sum them
         yield _Option(moved, cut)
     if not form.by_parts or len(held) != 2:
         return
