@@ -201,8 +201,7 @@ class _WithParameters(torch.autograd.Function):
         y, *kept = kernel.forward(local, weight, bias)
         device = local.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        if y.dtype != out.tensor_meta.dtype:
-            out = out.replace(meta=out.tensor_meta._replace(dtype=y.dtype))
+        out = out.with_dtype(y.dtype)
         ctx.save_for_backward(x, weight, *kept)
         ctx.bias, ctx.total, ctx.kernel, ctx.out = bias, total, kernel, out  # a bias's values do not matter
         return wrap(y, out)

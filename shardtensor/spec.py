@@ -117,6 +117,11 @@ class ShardTensorSpec(DTensorSpec):
         n = self.mesh.ndim
         return self.replace(placements=(Replicate(),) * n, sizes=(None,) * n)
 
+    def with_dtype(self, dtype: torch.dtype) -> ShardTensorSpec:
+        """The spec of a tensor of another dtype that lies alike."""
+        meta = self.tensor_meta
+        return self if meta.dtype == dtype else self.replace(meta=meta._replace(dtype=dtype))
+
     def for_gradient(self) -> ShardTensorSpec:
         """The layout of this tensor's gradient: the same, but a Partial's gradient is Replicate."""
         return self._reduced or self

@@ -42,7 +42,7 @@ class _Convolution(torch.autograd.Function):
         ctx.plan, ctx.total = plan, total
         ctx.present = [[s is not None for s in pair] for pair in strips.sides]
         ctx.save_for_backward(x, weight, *(s for pair in strips.sides for s in pair if s is not None))
-        return _wrapped(y, plan.out_spec)
+        return wrap(y, plan.out_spec.with_dtype(y.dtype))
 
     @staticmethod
     @once_differentiable
@@ -56,12 +56,6 @@ class _Convolution(torch.autograd.Function):
         mask = ctx.needs_input_grad[:3]
         gx, gw, gb = backward_by_parts(local, x._local_tensor, weight, strips, plan, mask, ctx.total)
         return None if gx is None else wrap(gx, x._spec), gw, gb, None, None
-
-
-def _wrapped(y: Tensor, spec: ShardTensorSpec) -> Any:
-    return wrap(
-        y, spec if y.dtype == spec.tensor_meta.dtype else spec.replace(meta=spec.tensor_meta._replace(dtype=y.dtype))
-    )
 
 
 # -- the doors --------------------------------------------------------------------------------------------------
@@ -271,7 +265,7 @@ def _aten_convolution(
     _refuse_transposed(transposed, input, weight)
     spec, plan, x, w, b = _operands(input, weight, bias, stride, padding, dilation, groups)
     y, _ = forward_by_parts(x, w, b, plan, spec.mesh)
-    return _wrapped(y, plan.out_spec)
+    return wrap(y, plan.out_spec.with_dtype(y.dtype))
 
 
 @register(_aten.convolution_backward.default)

@@ -366,9 +366,8 @@ class _SortedAcross(torch.autograd.Function):
     def forward(ctx: Any, x: ShardTensor, dim: int, descending: bool) -> Any:  # type: ignore[override]
         ctx.spec, ctx.rows = x._spec, _RowsAcross(x._local_tensor, x._spec, dim, descending)
         ctx.set_materialize_grads(False)
-        meta = x._spec.tensor_meta
         values = wrap(ctx.rows.values, x._spec)
-        indices = wrap(ctx.rows.indices, x._spec.replace(meta=meta._replace(dtype=torch.int64)))
+        indices = wrap(ctx.rows.indices, x._spec.with_dtype(torch.int64))
         ctx.mark_non_differentiable(indices)
         return values, indices
 

@@ -186,7 +186,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if any(total.needed):
         return run_kernel(_LINEAR, x, w, b, total, out)
     y = F.linear(x.to_local(), w, b)
-    return from_part(y, out.replace(meta=out.tensor_meta._replace(dtype=y.dtype)))
+    return from_part(y, out.with_dtype(y.dtype))
 
 
 def _stride(shape: Sequence[int]) -> tuple[int, ...]:

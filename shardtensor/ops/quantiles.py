@@ -72,7 +72,7 @@ class _AtPlaces(torch.autograd.Function):
         found = find_places(sort_keys(ordered), x.dtype, wanted.reshape(len(wanted), rows).T.contiguous(), groups)
         ctx.spec, ctx.out, ctx.dims, ctx.moved = spec, places._spec, dims, moved.shape
         ctx.save_for_backward(order, found.before, found.here)
-        out = places._spec.replace(meta=places._spec.tensor_meta._replace(dtype=x.dtype))
+        out = places._spec.with_dtype(x.dtype)
         return wrap(found.pick(ordered, groups).T.reshape(wanted.shape), out)
 
     @staticmethod

@@ -179,7 +179,7 @@ def _cumulative(call: Call) -> Plan:
 
 def _scan(x: ShardTensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> Any:
     spec = x._spec
-    out = spec.replace(meta=spec.tensor_meta._replace(dtype=dtype))
+    out = spec.with_dtype(dtype)
     return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)
 
 

@@ -104,7 +104,7 @@ def _unique_consecutive(
     line = _line_spec(lead, m, lead.shape.numel(), sizes, x.dtype)
     values, inverse, counts = _runs(local.reshape(-1), line, 0)
     if return_inverse:
-        like = lead.replace(meta=lead.tensor_meta._replace(dtype=torch.int64))
+        like = lead.with_dtype(torch.int64)
         back = like.replace(placements=spec.placements, sizes=spec.sizes)
         inverse = wrap(redistribute_local(inverse._local_tensor.view(lead.local_shape()), like, back), back)
     return _results(x, values, inverse, counts, return_inverse, return_counts)
@@ -126,7 +126,7 @@ def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_co
     values, inverse, counts = _runs(rows.values.flatten(), line, 0)
     if return_inverse:
         here = rows.back(inverse._local_tensor.view(1, -1)).view(spec.local_shape())
-        inverse = wrap(here, spec.replace(meta=spec.tensor_meta._replace(dtype=torch.int64)))
+        inverse = wrap(here, spec.with_dtype(torch.int64))
     return _results(x, values, inverse, counts, return_inverse, return_counts)
 
 
@@ -193,7 +193,7 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
         if tuple(weights.shape) != tuple(spec.shape):
             raise RuntimeError("weights should be 1-d and have the same length as input")
         if hasattr(weights, "_spec"):
-            like = spec.replace(meta=spec.tensor_meta._replace(dtype=weights.dtype))
+            like = spec.with_dtype(weights.dtype)
             weights = moved("bincount", weights, like)._local_tensor
         else:
             for m in over:
