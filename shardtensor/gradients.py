@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ._compat import gradient_seeds, run_engine
+from ._compat import alias, gradient_seeds, run_engine
 from .registry import register
 from .tensor import ShardTensor
 
@@ -152,7 +152,7 @@ class _NotAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, result: Any, *sources: Any) -> Any:  # type: ignore[override]
         ctx.name = name
-        return result.view_as(result)
+        return alias(result)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]

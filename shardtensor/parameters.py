@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ._compat import alias
 from .dispatch import wrap
 from .errors import different_meshes, refuse
 from .redistribute import all_reduce, start_all_reduce
@@ -86,7 +87,7 @@ class _SumGradients(torch.autograd.Function):
     def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
-        return tuple(t.view_as(t) for t in tensors)
+        return tuple(alias(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
@@ -250,7 +251,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, contribution: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
-        return total.view_as(total)
+        return alias(total)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

@@ -23,6 +23,7 @@ from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
 
 __all__ = [
+    "CHANNELS_LAST",
     "CIRCUMSTANCES",
     "ShardTensorSpec",
     "Sizes",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 Sizes = tuple[tuple[int, ...] | None, ...]
+
+# The memory formats with the channels innermost, by number of dims.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class ShardTensorSpec(DTensorSpec):
@@ -354,8 +358,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the global tensor: channels-last where the local tensor is, row-major otherwise."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    fmt = formats.get(local.ndim)
+    fmt = CHANNELS_LAST.get(local.ndim)
     if fmt is not None and not local.is_contiguous() and local.is_contiguous(memory_format=fmt):
         inner = contiguous_stride([shape[0], *shape[2:], shape[1]])
         return (inner[0], inner[-1], *inner[1:-1])

@@ -22,6 +22,7 @@ from . import checkpoint, dispatch
 from ._compat import (
     DisableTorchFunction,
     TensorMeta,
+    alias,
     claim_dispatch,
     current_mesh,
     is_traced,
@@ -359,8 +360,7 @@ class _ToLocal(torch.autograd.Function):
         # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
         # would wait for that rank.
         ctx.grad_spec = grad_spec
-        local = tensor._local_tensor
-        return local.view_as(local)
+        return alias(tensor._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
@@ -375,7 +375,7 @@ class _Redistribute(torch.autograd.Function):
         local = redistribute_local(tensor._local_tensor, tensor._spec, target)
         if same_memory(local, tensor._local_tensor):
             # A slice must not keep the whole tensor alive; an alias of the whole is one.
-            local = local.view_as(local) if local.shape == tensor._local_tensor.shape else local.clone()
+            local = alias(local) if local.shape == tensor._local_tensor.shape else local.clone()
         return wrap(local, target)
 
     @staticmethod

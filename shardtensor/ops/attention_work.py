@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat import alias
 from ..errors import refuse
 from ..geometry import intervals_of
 from ..redistribute import all_reduce, swap_blocks
@@ -187,7 +188,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Work, q: Tensor, k: Tensor, v: Tensor, *grads: Any) -> Any:  # type: ignore[override]
         ctx.work = work
-        return tuple(None if g is None else g.view_as(g) for g in grads)
+        return tuple(None if g is None else alias(g) for g in grads)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .._compat import alias
 from ..errors import refuse
 from ..redistribute import all_reduce, redistribute_local
 from ..registry import register
-from ..spec import ShardTensorSpec
+from ..spec import CHANNELS_LAST, ShardTensorSpec
 from ..tensor import ShardTensor, promote
 from .normalization_kernel import (
     NormalizationPlan,
@@ -57,7 +58,13 @@ def _channel_norm(
         w, b = parameters_of(plan, weight, bias)
         rm, rv = (own_part(s, plan) for s in running)
         function = torch.batch_norm if 0 in plan.dims else torch.instance_norm
-        return locally(x, plan, lambda local: function(local, w, b, rm, rv, use_input, momentum, plan.eps, False))
+
+
+        def run(local: Tensor) -> Tensor:
+            y = function(_PlainStrides.apply(local), w, b, rm, rv, use_input, momentum, plan.eps, False)
+            return _PlainStrides.apply(y)
+
+        return locally(x, plan, run)
     dtype = result_dtype(channel_kernel, x, weight, bias, *running)
     with torch.no_grad():
         if use_input:
@@ -66,6 +73,31 @@ def _channel_norm(
         else:
             stats = tuple(own_part(s, plan).reshape(plan.affine) for s in running)  # type: ignore[union-attr]
     return normalize(x, weight, bias, plan, dtype, stats)
+
+
+class _PlainStrides(torch.autograd.Function):
+    """Identity with the usual strides along dims of length 1, for a tensor and for its gradient.
+
+    A shard may have dims of length 1 where the whole tensor has none, and torch's CPU kernel of the gradient goes wrong
+    where one operand's strides there say channels-last and the other's do not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:  # type: ignore[override]
+        return _with_usual_strides(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return _PlainStrides.apply(grad)
+
+
+def _with_usual_strides(t: Tensor) -> Tensor:
+    """An alias of ``t`` with the strides that a new tensor of its memory format has."""
+    for memory_format in (torch.contiguous_format, *([CHANNELS_LAST[t.ndim]] if t.ndim in CHANNELS_LAST else [])):
+        if t.is_contiguous(memory_format=memory_format):
+            usual = torch.empty(t.shape, device="meta").to(memory_format=memory_format)
+            return t.as_strided(t.shape, usual.stride())
+    return alias(t)
 
 
 def _update(running: list[Any], stats: tuple[Any, Tensor], plan: NormalizationPlan, momentum: float) -> None:

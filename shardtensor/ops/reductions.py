@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from .._compat import alias
 from ..dispatch import Call, Plan, argument, meta_of, rule, run, wrap
 from ..gradients import once_differentiable
 from ..redistribute import redistribute_local
@@ -243,7 +244,7 @@ class _ExpandedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Any, expanded: Any, dims: list[int], keepdim: bool, scale: int | None) -> Any:  # type: ignore[override]
         ctx.args = dims, keepdim, scale, grad.dtype
-        return expanded.view_as(expanded)
+        return alias(expanded)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]

@@ -25,6 +25,7 @@ from .._compat import TensorMeta, constant_like, untraced
 from ..errors import refuse
 from ..geometry import Interval, intervals_of, length, map_cuts
 from ..registry import register
+from ..spec import CHANNELS_LAST
 from ..tensor import ShardTensor
 from .pooling import _adaptive_avg_pool
 from .spatial import borrow_dims, finish, per_dim, result_dtype, scaled_cut, settled
@@ -223,8 +224,7 @@ def _interpolate(
     local = borrow_dims(x.to_local(), spec, needs).to(dtype)
     result = _resample(local, resizes, mine)
     # Resampled dim after dim, or cut out of a larger result, it may have lost its memory format.
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = formats.get(meta.ndim)
+    last = CHANNELS_LAST.get(meta.ndim)
     if last is not None and not meta.is_contiguous() and meta.is_contiguous(memory_format=last):
         result = result.contiguous(memory_format=last)
     return finish(result, x, meta, sizes)
