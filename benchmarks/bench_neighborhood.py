@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
-from shardtensor.ops.neighborhood_geometry import Neighborhood
-from shardtensor.ops.neighborhood_tiles import Dim, tiled_attention
+from shardtensor.ops.neighborhood.tiled import Dim, tiled_attention
+from shardtensor.ops.neighborhood.window import Neighborhood
 
 
 def seconds(run: Callable[[], object]) -> float:

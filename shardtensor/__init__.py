@@ -7,7 +7,7 @@ from . import gradients, ops, patches  # the first two fill the registry
 from .dispatch import allow_gather
 from .errors import UnsupportedSharding
 from .exchange import set_transport
-from .ops.attention import attention_method
+from .ops.attention.sdpa import attention_method
 from .registry import register, registered, unregister
 from .scatter import scatter_tensor
 from .spec import ShardTensorSpec

@@ -205,7 +205,7 @@ def unexercised():
 
 
 # The families tested here; and other spellings of what is reached.
-MODULES = [f"shardtensor.ops.{name}" for name in ("pointwise", "reductions")]
+MODULES = [f"shardtensor.ops.{name}" for name in ("elementwise.pointwise", "reduction.reductions")]
 ELSEWHERE = (
     *("alias", "lift_fresh", "_neg_view", "new_empty", "empty_like", "_reshape_alias", "_unsafe_view", "reshape"),
     *("squeeze.default", "mean.default", "sum.default", "prod.default"),

@@ -21,7 +21,7 @@ from shardtensor.geometry import (
     map_cuts,
     sizes_of,
 )
-from shardtensor.ops.views import regroup
+from shardtensor.ops.shape.view import regroup
 
 sizes_lists = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 

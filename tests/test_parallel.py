@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import shardtensor.ops.convolution_parts as convolution_parts
+import shardtensor.ops.convolution.halo_conv as halo_conv
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.parallel import contribute_gradients, parallelize, synchronize, tensor_parallel, verify
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
@@ -541,8 +541,8 @@ def order_of_events(kind):
         reduce = recorded(events, "sum started", dist.all_reduce)
         patch.setattr(dist, "all_reduce", lambda *args, **kwargs: Work(events, reduce(*args, **kwargs)))
         if kind == "convolution":
-            kernel = convolution_parts._convolve_backward
-            patch.setattr(convolution_parts, "_convolve_backward", recorded(events, convolutions_kernel, kernel))
+            kernel = halo_conv._convolve_backward
+            patch.setattr(halo_conv, "_convolve_backward", recorded(events, convolutions_kernel, kernel))
         else:
             patch.setattr(torch, "tensordot", recorded(events, "weight's gradient", torch.tensordot))
             patch.setattr(torch.Tensor, "__matmul__", recorded(events, "input's gradient", torch.Tensor.__matmul__))

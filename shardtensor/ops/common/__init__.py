@@ -1,0 +1,1 @@
+"""What several families share: alignment of operands, halos, rings, contractions, a distributed sort."""

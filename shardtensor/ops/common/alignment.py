@@ -1,0 +1,278 @@
+"""Bringing operands with several cuts to one.
+
+[Note: alignment] For each mesh dim the first operand that shards an output dim there decides; a replicated operand is
+cut locally, one that is cut otherwise is exchanged, a Partial one is reduced. An operand that would have to be
+gathered is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ..._compat import TensorMeta, untraced
+from ...dispatch import SCALARS, meta_of, spec_of
+from ...errors import different_meshes, refuse
+from ...geometry import chunk_sizes
+from ...redistribute import redistribute_local
+from ...spec import ShardTensorSpec
+from ...tensor import ShardTensor, promote, redistribute_to
+
+__all__ = [
+    "as_operand",
+    "common_cut",
+    "common_mesh",
+    "described",
+    "fit",
+    "leading",
+    "local_part",
+    "moved",
+    "refuse_gathering",
+    "torch_judges",
+    "whole_rows",
+    "whole_value",
+    "wide_dtype",
+]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# -- on specs -----------------------------------------------------------------------------------------------------
+
+
+def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
+    """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``.
+
+    On each mesh dim it is cut like the first operand whose cut the other sharded ones can have, too: not one along a
+    dim that is broadcast, for which they would have to be gathered.
+    """
+    if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
+        return specs[0]
+    mesh, shape = specs[0].mesh, meta.shape
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    for m in range(mesh.ndim):
+        partial = next((p for spec in specs if (p := spec.placements[m]).is_partial()), Replicate())
+        cuts = [
+            (Shard(dim), spec.sizes[m])
+            for spec in specs
+            if (dim := _dim_on(spec, m, shape)) is not None and Shard(dim) not in placements
+        ]
+        common = (cut for cut in cuts if all(_can_have(spec, m, cut[0].dim, shape) for spec in specs))
+        placement, size = next(common, cuts[0] if cuts else (partial, None))
+        placements.append(placement)
+        sizes.append(size)
+    return ShardTensorSpec.of(mesh, placements, meta, tuple(sizes))
+
+
+def _dim_on(spec: ShardTensorSpec, m: int, shape: torch.Size) -> int | None:
+    """The dim of ``shape`` that an operand which broadcasts to it shards on mesh dim ``m``."""
+    p = spec.placements[m]
+    if not isinstance(p, Shard):
+        return None
+    dim = p.dim + len(shape) - len(spec.shape)
+    return dim if spec.shape[p.dim] == shape[dim] else None
+
+
+def _can_have(spec: ShardTensorSpec, m: int, dim: int, shape: torch.Size) -> bool:
+    """Whether an operand that is sharded on mesh dim ``m`` can be so along the dim ``dim`` of ``shape``."""
+    own = dim - (len(shape) - len(spec.shape))
+    return _dim_on(spec, m, shape) is None or (own >= 0 and spec.shape[own] == shape[dim])
+
+
+def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
+    """How an operand has to lie for its local part to broadcast against the shard of a result with spec ``target``."""
+    if spec is target:
+        return spec
+    shape = target.shape
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    for m, p in enumerate(target.placements):
+        size = None
+        if isinstance(p, Shard):
+            dim = p.dim - (len(shape) - len(spec.shape))
+            if dim >= 0 and spec.shape[dim] == shape[p.dim]:
+                p, size = Shard(dim), target.sizes[m]
+            else:
+                p = Replicate()  # broadcast along the sharded dim
+        placements.append(p)
+        sizes.append(size)
+    return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+def whole_rows(op: Any, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
+    """``spec`` with its longest free dims sharded instead of ``dims``, see [Note: whole rows] in sorting/sort.py.
+
+    A sharded dim of length 1 is replicated instead: one rank has all of it.
+
+    Raises:
+        UnsupportedSharding: no free dim is at least as long as there are ranks.
+    """
+    for dim in dims:
+        m = spec.sharded_dims().get(dim)
+        if m is None:
+            continue
+        placements, sizes, ranks = list(spec.placements), list(spec.sizes), spec.mesh.size(m)
+        free = [d for d, n in enumerate(spec.shape) if d not in {*spec.sharded_dims(), *dims} and n >= ranks]
+        if spec.shape[dim] <= 1:
+            placements[m], sizes[m] = Replicate(), None
+        elif free:
+            other = max(free, key=lambda d: spec.shape[d])
+            placements[m], sizes[m] = Shard(other), chunk_sizes(spec.shape[other], ranks)
+        else:
+            raise refuse(
+                op,
+                [spec],
+                f"it needs tensor dim {dim} whole, which is sharded on mesh dim {m}, and no other dim is free and "
+                f"long enough to be shared among its {ranks} ranks",
+                f"redistribute it to Replicate() on mesh dim {m} if it is small",
+            )
+        spec = spec.replace(placements=placements, sizes=tuple(sizes))
+    return spec
+
+
+def leading(op: Any, spec: ShardTensorSpec) -> ShardTensorSpec:
+    """``spec`` with only its first dim that is longer than 1 sharded: then shards are parts of the elements in a line.
+
+    If only a dim of length 1 is sharded, one rank has all elements, which will do, too.
+
+    Raises:
+        UnsupportedSharding: the first dim is cut already or shorter than there are ranks.
+    """
+    first = next((d for d, n in enumerate(spec.shape) if n != 1), 0)
+    for d, m in spec.sharded_dims().items():
+        sharded, ranks = spec.sharded_dims(), spec.mesh.size(m)
+        if d == first or (spec.shape[d] <= 1 and len(sharded) == 1 and spec.shape[first] < ranks):
+            continue
+        placements, sizes = list(spec.placements), list(spec.sizes)
+        if first not in sharded and spec.shape[first] >= ranks:
+            placements[m], sizes[m] = Shard(first), chunk_sizes(spec.shape[first], ranks)
+        elif spec.shape[d] <= 1:
+            placements[m], sizes[m] = Replicate(), None
+        else:
+            reason = f"tensor dim {d}, sharded on mesh dim {m}, does not lead, nor can dim {first} be cut instead"
+            raise refuse(op, [spec], reason, "redistribute it so that the first dim is sharded")
+        spec = spec.replace(placements=placements, sizes=tuple(sizes))
+    return spec
+
+
+# -- on tensors, below autograd ------------------------------------------------------------------------------------
+
+
+def whole_value(x: Any) -> tuple[Tensor, ShardTensorSpec]:
+    """The local part of a ShardTensor with any Partial reduced, and the spec that it then has."""
+    spec = spec_of(x)
+    target = spec.for_gradient()
+    return redistribute_local(x._local_tensor, spec, target), target
+
+
+# -- what torch would say -----------------------------------------------------------------------------------------
+
+
+def described(a: Any) -> Any:
+    """A tensor without data like ``a``, for torch's checks and shapes; anything else as it is."""
+    return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a
+
+
+def torch_judges(function: Callable[..., Any], *args: Any, **kwargs: Any) -> TensorMeta:
+    """What a function of torch returns for these arguments on one device: its shape and, without autocast, its dtype.
+
+    Raises:
+        Exception: torch's own, for the global sizes, and so on every rank alike.
+    """
+    named = tuple((k, _description(v)) for k, v in kwargs.items()) if kwargs else ()
+    return _judged(function, tuple(map(_description, args)), named)
+
+
+def _description(a: Any) -> Any:
+    """An argument as torch's checks see it."""
+    if type(a) in SCALARS:
+        return a
+    if type(a) is ShardTensor:
+        meta, device = a._spec.tensor_meta, a._local_tensor.device
+    elif isinstance(a, Tensor):
+        meta, device = meta_of(a), a.device
+    else:
+        return tuple(a) if isinstance(a, list) else a
+    if torch.is_autocast_enabled(device.type) and meta.dtype.is_floating_point:
+        return TensorMeta(meta.shape, meta.stride, torch.float32)  # it would cast, but does not act on meta tensors
+    return meta
+
+
+@lru_cache(maxsize=4096)
+@untraced()
+def _judged(function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> TensorMeta:
+    def meta(a: Any) -> Any:
+        if not isinstance(a, TensorMeta):
+            return a
+        return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta")
+
+    with torch.no_grad():
+        result = function(*map(meta, args), **{k: meta(v) for k, v in kwargs})
+    return meta_of(result)
+
+
+# -- on tensors, above autograd and differentiable ----------------------------------------------------------------
+
+
+def common_mesh(op: str, operands: Sequence[Any]) -> DeviceMesh | None:
+    """The mesh of the ShardTensors among the operands; None if there are none.
+
+    Raises:
+        UnsupportedSharding: ShardTensors or DTensors on different meshes.
+    """
+    distributed = [t for t in operands if isinstance(t, DTensor)]
+    if not any(isinstance(t, ShardTensor) for t in distributed):
+        return None
+    mesh = distributed[0].device_mesh
+    if any(t.device_mesh != mesh for t in distributed):
+        raise different_meshes(op, distributed)
+    return mesh
+
+
+def as_operand(t: Tensor, mesh: DeviceMesh) -> Any:
+    """``t`` as a ShardTensor that is not Partial; a plain tensor counts as replicated."""
+    if not isinstance(t, DTensor):
+        return promote(t, mesh)
+    t = ShardTensor.from_dtensor(t)
+    return redistribute_to(t, t._spec.for_gradient())
+
+
+def moved(op: str, t: Any, target: ShardTensorSpec) -> Any:
+    """The ShardTensor ``t`` under the spec ``target``, refused where that would gather it."""
+    if t._spec.lies_like(target):
+        return t
+    refuse_gathering(op, [t._spec], [target])
+    return redistribute_to(t, target)
+
+
+def refuse_gathering(op: str, specs: Sequence[ShardTensorSpec], targets: Sequence[ShardTensorSpec]) -> None:
+    """UnsupportedSharding where an operand would have to be gathered to lie as its target."""
+    for spec, target in zip(specs, targets, strict=True):
+        for m, (old, new) in enumerate(zip(spec.placements, target.placements, strict=True)):
+            if isinstance(old, Shard) and not isinstance(new, Shard):
+                raise refuse(
+                    op,
+                    [spec, target],
+                    f"an operand would have to be gathered over mesh dim {m}",
+                    "shard all operands alike, or redistribute this one to Replicate() yourself",
+                )
+
+
+def local_part(t: Any, out: ShardTensorSpec) -> Tensor:
+    """The local part of an operand. Where it is whole on ranks that work on different shards of the result ``out``,
+    its gradient on each of them is a contribution, a Partial.
+    """
+    if t._spec.placements == out.placements:
+        return t.to_local()
+    pairs = zip(t._spec.placements, out.placements, strict=True)
+    return t.to_local(grad_placements=[Partial() if q.is_shard() and not p.is_shard() else p for p, q in pairs])

@@ -1,0 +1,465 @@
+"""Operators whose dims have names, as in einsum: where the operands have to lie, and the local work.
+
+A :class:`Form` labels the dims of the operands and of the result. For each mesh dim one label is cut, in all operands
+that have it; the others are whole there. :func:`arrange` chooses it:
+
+| the sharded operands | what happens | the result |
+|---|---|---|
+| are cut along one label, or have one in common | plain ones are cut locally, others exchanged to it | cut alike |
+| the same, and the label is summed over | the same, or exchanged to one that is not | Partial(sum), or cut |
+| have no label in common | the smaller one travels, see [Note: ring] in ring.py | cut as the one that stays |
+
+Where there is a choice, the one that moves the fewest elements is taken; a sum that is larger than the operands' shards
+counts as its all-reduce would. So where features that are cut meet a whole weight, rows are cut instead. To a label
+along which nothing is cut yet an operand is exchanged only if it has at least as many elements as there are ranks; to
+one that is summed over only if the sum, which every rank holds whole, is no larger than the operands' shards. So no
+rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
+
+[Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go round
+once more, and what was computed with each is computed again. Nothing of what came by is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ..._compat import TensorMeta
+from ...errors import UnsupportedSharding, refuse
+from ...geometry import Interval, chunk_sizes, intervals_of
+from ...gradients import once_differentiable
+from ...spec import ShardTensorSpec, contiguous_stride
+from ...tensor import from_part, redistribute_to
+from .alignment import as_operand, common_mesh
+from .ring import ring_of, travel, travel_and_return
+
+__all__ = ["Arrangement", "Form", "Tour", "arrange", "batch_labels", "contract", "part_by_part"]
+
+Label = Hashable
+Labels = tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The dims of an operator's tensors by label.
+
+    Attributes:
+        terms: for each operand the labels of its dims. None stands for a dim of length 1 that is broadcast.
+        out: the labels of the result's dims. A label that is missing here is summed over.
+        whole: labels along which nothing may be cut.
+        by_parts: whether the result is put together from results of parts of an operand: side by side along the
+            result's labels, added up along the others.
+
+    Example:
+        >>> Form(("ik", "kj"), "ij").summed("k")
+        True
+    """
+
+    terms: tuple[Sequence[Label], ...]
+    out: Sequence[Label]
+    whole: frozenset[Label] = frozenset()
+    by_parts: bool = True
+
+    def summed(self, label: Label) -> bool:
+        return label not in self.out
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A label that a mesh dim cuts."""
+
+    label: Label
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Journey:
+    """An operand that travels along a mesh dim, which cuts it at ``cut``."""
+
+    mesh_dim: int
+    operand: int
+    cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What may be done on a mesh dim, and how many elements a rank sends and receives for it."""
+
+    cost: float
+    cut: Cut
+    traveller: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How the operands of a form have to lie.
+
+    Attributes:
+        form: the operator's.
+        targets: a spec for each operand.
+        cuts: for each mesh dim what it cuts of the result, or of what is summed.
+        journeys: the operands that travel.
+        lengths: of each label.
+    """
+
+    form: Form
+    targets: tuple[ShardTensorSpec, ...]
+    cuts: tuple[Cut | None, ...]
+    journeys: tuple[Journey, ...]
+    lengths: dict[Label, int]
+
+    def out(
+        self, shape: Sequence[int], dtype: torch.dtype, labels: Sequence[Label] | None = None
+    ) -> ShardTensorSpec:
+        """The spec of a result of this shape.
+
+        Args:
+            labels: of its dims, the last of which may have none; default: the form's.
+        """
+        labels = self.form.out if labels is None else labels
+        placements: list[Any] = [Replicate() for _ in self.cuts]
+        sizes: list[Any] = [None for _ in self.cuts]
+        for m, cut in enumerate(self.cuts):
+            if cut is not None and cut.label in labels:
+                placements[m], sizes[m] = Shard(labels.index(cut.label)), cut.sizes
+            elif cut is not None and self.form.summed(cut.label):
+                placements[m] = Partial()
+        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+        return ShardTensorSpec.of(self.targets[0].mesh, placements, meta, tuple(sizes))
+
+    def local(self, i: int, tensor: Any) -> Tensor:
+        """The local part of operand ``i``, a ShardTensor, moved to its target. Differentiable.
+
+        Where it is whole on ranks that do different work, its gradient on each of them is a contribution, a Partial.
+        """
+        target = self.targets[i]
+        shared = [cut is not None and p.is_replicate() for cut, p in zip(self.cuts, target.placements, strict=True)]
+        grads = [Partial() if s else p for s, p in zip(shared, target.placements, strict=True)]
+        return self.diagonal(i, redistribute_to(tensor, target).to_local(grad_placements=grads))
+
+    def diagonal(self, i: int, local: Tensor) -> Tensor:
+        """Operand ``i`` without what a cut label leaves out in those of its dims that it does not cut."""
+        target, term = self.targets[i], self.form.terms[i]
+        for m, cut in enumerate(self.cuts):
+            p = target.placements[m]
+            if cut is not None and isinstance(p, Shard) and term[p.dim] == cut.label:
+                others = [d for d, label in enumerate(term) if label == cut.label and d != p.dim]
+                local = _narrowed(local, others, target.interval(m))
+        return local
+
+    def compute(self, function: Callable[..., Tensor], locals_: Sequence[Tensor]) -> Tensor:
+        """``function`` of the local operands, part by part where one travels. Differentiable."""
+        call = function
+        for journey in self.journeys:
+            call = self._round(call, journey)
+        return call(*locals_)
+
+    def _round(self, function: Callable[..., Tensor], journey: Journey) -> Callable[..., Tensor]:
+        at, label = journey.operand, journey.cut.label
+        target, intervals = self.targets[at], intervals_of(journey.cut.sizes)
+        p = target.placements[journey.mesh_dim]
+        assert isinstance(p, Shard)
+        dims = [[d for d, name in enumerate(term) if name == label] for term in self.form.terms]
+        dims[at].remove(p.dim)
+
+        def part_of(owner: int, part: Tensor, *others: Tensor) -> Tensor:
+            operands = [*others[:at], part, *others[at:]]
+            return function(*(_narrowed(t, d, intervals[owner]) for t, d in zip(operands, dims, strict=True)))
+
+        into = None if self.form.summed(label) else self.form.out.index(label)
+        tour = Tour(target.mesh, journey.mesh_dim, target.coordinate[journey.mesh_dim], p.dim, into, intervals)
+
+        def call(*operands: Tensor) -> Tensor:
+            return part_by_part(part_of, tour, operands[at], *operands[:at], *operands[at + 1 :])
+
+        return call
+
+
+def _narrowed(t: Tensor, dims: Sequence[int], interval: Interval) -> Tensor:
+    for d in dims:
+        t = t.narrow(d, interval[0], interval[1] - interval[0])
+    return t
+
+
+# -- geometry -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def arrange(op: Any, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangement:
+    """Where operands with these specs, none of them Partial, have to lie for an operator of this form.
+
+    Raises:
+        UnsupportedSharding: one of them would have to be gathered.
+    """
+    mesh = specs[0].mesh
+    lengths: dict[Label, int] = {}
+    for spec, term in zip(specs, form.terms, strict=True):
+        for n, label in zip(spec.shape, term, strict=True):
+            if label is not None:
+                lengths[label] = max(n, lengths.get(label, 0))
+    cuts: list[Cut | None] = []
+    journeys: list[Journey] = []
+    taken: set[Label] = set()
+    for m in range(mesh.ndim):
+        held = _held(form, specs, m)
+        if not held:
+            cuts.append(None)
+            continue
+        later = {c.label for n in range(m + 1, mesh.ndim) for c in _held(form, specs, n).values()}
+        options = list(_options(form, specs, held, lengths, mesh.size(m), taken, later))
+        if not options:
+            moved = _off_whole(form, held, lengths, mesh.size(m), taken | later)
+            options = list(_options(form, specs, moved, lengths, mesh.size(m), taken, later))
+            if not options:
+                raise _refusal(op, form, specs, held, m)
+            held = moved
+        best = min(options, key=lambda x: (x.cost, x.traveller is not None, -lengths[x.cut.label]))
+        cuts.append(best.cut)
+        taken.add(best.cut.label)
+        if best.traveller is not None:
+            journeys.append(Journey(m, best.traveller, held[best.traveller]))
+            taken.add(held[best.traveller].label)
+    targets = tuple(_target(form, i, spec, cuts, journeys) for i, spec in enumerate(specs))
+    return Arrangement(form, targets, tuple(cuts), tuple(journeys), lengths)
+
+
+def _held(form: Form, specs: Sequence[ShardTensorSpec], m: int) -> dict[int, Cut]:
+    """What mesh dim ``m`` cuts of each operand. A broadcast dim of length 1 does not count: one rank has all of it."""
+    held = {}
+    for i, spec in enumerate(specs):
+        p = spec.placements[m]
+        if isinstance(p, Shard) and form.terms[i][p.dim] is not None:
+            held[i] = Cut(form.terms[i][p.dim], spec.cut(m))
+    return held
+
+
+def _off_whole(
+    form: Form, held: dict[int, Cut], lengths: dict[Label, int], ranks: int, busy: set[Label]
+) -> dict[int, Cut]:
+    """``held`` with what must not be cut exchanged to the operand's own longest free label, where it has one."""
+    result = dict(held)
+    for i, cut in held.items():
+        free = [x for x in form.terms[i] if x is not None and x not in busy | form.whole and lengths[x] >= ranks]
+        if cut.label in form.whole and free:
+            label = max(free, key=lambda x: lengths[x])
+            result[i] = Cut(label, chunk_sizes(lengths[label], ranks))
+    return result
+
+
+def _options(
+    form: Form,
+    specs: Sequence[ShardTensorSpec],
+    held: dict[int, Cut],
+    lengths: dict[Label, int],
+    ranks: int,
+    taken: set[Label],
+    later: set[Label],
+) -> Iterator[_Option]:
+    size = {i: specs[i].shape.numel() for i in held}
+    largest_first = sorted(held, key=lambda i: -size[i])
+    result = 1
+    for label in form.out:
+        result *= lengths.get(label, 1)
+    all_summed = all(form.summed(cut.label) for cut in held.values())
+    for label, n in lengths.items():
+        if label in taken or label in form.whole or any(label not in form.terms[i] for i in held):
+            continue
+        there = [held[i] for i in largest_first if held[i].label == label]
+        if not there and (n < ranks or label in later):
+            continue
+        cut = there[0] if there else Cut(label, chunk_sizes(n, ranks))
+        moved = sum(size[i] for i in held if held[i] != cut) / ranks
+        if form.summed(label):
+            exchanges, is_large = moved and not all_summed, result * ranks > sum(size.values())
+            if exchanges and is_large:
+                continue
+            if exchanges or is_large:
+                moved += 2 * result  # whoever needs the values of the Partial will have the ranks sum them
+        yield _Option(moved, cut)
+    if not form.by_parts or len(held) != 2:
+        return
+    for traveller, cut in zip(reversed(held), held.values(), strict=True):
+        labels = (cut.label, held[traveller].label)
+        if form.summed(cut.label) or cut.label == labels[1] or any(x in taken or x in form.whole for x in labels):
+            continue
+        yield _Option(size[traveller], cut, traveller)
+
+
+def _target(
+    form: Form, i: int, spec: ShardTensorSpec, cuts: Sequence[Cut | None], journeys: Sequence[Journey]
+) -> ShardTensorSpec:
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    term = form.terms[i]
+    for m, common in enumerate(cuts):
+        p = spec.placements[m]
+        cut = next((j.cut for j in journeys if (j.mesh_dim, j.operand) == (m, i)), common)
+        if cut is None or cut.label not in term:
+            placements.append(Replicate())
+            sizes.append(None)
+        else:
+            stays = isinstance(p, Shard) and term[p.dim] == cut.label
+            placements.append(p if stays else Shard(term.index(cut.label)))
+            sizes.append(cut.sizes)
+    return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+def _refusal(
+    op: Any, form: Form, specs: Sequence[ShardTensorSpec], held: dict[int, Cut], m: int
+) -> UnsupportedSharding:
+    for i, cut in held.items():
+        if cut.label in form.whole:
+            dim, ranks = list(form.terms[i]).index(cut.label), specs[0].mesh.size(m)
+            return refuse(
+                op,
+                list(specs),
+                f"it needs dim {dim} of operand {i} whole, which is sharded on mesh dim {m}, and there is no dim that "
+                f"may be cut instead: one that is free and has at least as many elements as the {ranks} ranks",
+                f"redistribute it to Replicate() on mesh dim {m} if it is small, or shard another dim",
+            )
+    return refuse(
+        op,
+        list(specs),
+        f"the operands are cut on mesh dim {m} in a way that needs one of them whole",
+        f"redistribute the smaller one to Replicate() on mesh dim {m}, or cut both along the same batch dim or the "
+        "contracted dim with the same shard sizes",
+    )
+
+
+# -- above autograd ---------------------------------------------------------------------------------------------------
+
+
+def contract(
+    name: str, function: Callable[..., Tensor], form: Form, *operands: Any, mesh: DeviceMesh | None = None
+) -> Any:
+    """``function`` of the operands, ShardTensors and plain tensors, as a ShardTensor. Differentiable.
+
+    The caller has had torch judge the operands' shapes and dtypes, and at least one of them is a ShardTensor.
+    """
+    mesh = mesh or common_mesh(name, operands)
+    assert mesh is not None
+    tensors = [as_operand(t, mesh) for t in operands]
+    how = arrange(name, form, tuple(t._spec for t in tensors))
+    result = how.compute(function, [how.local(i, t) for i, t in enumerate(tensors)])
+    shape = [how.lengths.get(label, 1) for label in form.out]
+    return from_part(result, how.out(shape, result.dtype))
+
+
+def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:
+    """Labels of dims that are broadcast against each other, and of the result's.
+
+    Example:
+        >>> batch_labels((5, 1, 3), (2, 3))
+        ([(-3, None, -1), (-2, -1)], (-3, -2, -1))
+    """
+    ndim = max(map(len, shapes))
+    length = {d: max((s[d] for s in shapes if len(s) >= -d), key=lambda n: (n != 1, n)) for d in range(-ndim, 0)}
+    terms: list[Labels] = [tuple(d if s[d] == length[d] else None for d in range(-len(s), 0)) for s in shapes]
+    return terms, tuple(range(-ndim, 0))
+
+
+# -- part by part ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tour:
+    """The way of an operand's shards along a mesh dim, and where their results belong.
+
+    Attributes:
+        dim: of the travelling operand, the one that is cut.
+        into: the dim of the result along which the parts' results stand side by side; None where they are summed.
+        intervals: each rank's of ``dim``, and so of ``into``.
+    """
+
+    mesh: DeviceMesh
+    mesh_dim: int
+    rank: int
+    dim: int
+    into: int | None
+    intervals: tuple[Interval, ...]
+
+    def shape_at(self, local: Tensor, owner: int) -> tuple[int, ...]:
+        a, b = self.intervals[owner]
+        return tuple(b - a if d == self.dim else n for d, n in enumerate(local.shape))
+
+
+def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
+    """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable once.
+
+    Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
+    """
+    return _PartByPart.apply(function, tour, part, *others)  # type: ignore[no-any-return]
+
+
+class _PartByPart(torch.autograd.Function):
+    """See [Note: part by part]."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.function, ctx.tour = function, tour
+        kind = part.device.type
+        ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        ctx.save_for_backward(part, *others)
+        ring, group, forms = _ring(tour, part)
+        results: dict[int, Tensor] = {}
+        total: Tensor | None = None
+        for owner, (block,) in travel([_plain(part)], forms, ring, group):
+            result = function(owner, block, *others)
+            if tour.into is not None:
+                results[owner] = result
+            else:
+                total = result if total is None else total + result
+        if total is not None:
+            return total
+        return torch.cat([results[owner] for owner in sorted(results)], dim=tour.into or 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        part, *others = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        tour: Tour = ctx.tour
+        kind, enabled, dtype = ctx.autocast
+        sums: list[Tensor | None] = [None] * len(others)
+
+        def contribute(owner: int, blocks: Sequence[Tensor]) -> list[Tensor]:
+            a, b = tour.intervals[owner]
+            mine = grad if tour.into is None else grad.narrow(tour.into, a, b - a)
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
+                leaves = [t.detach().requires_grad_(n) for t, n in zip((*blocks, *others), needs, strict=True)]
+                result = ctx.function(owner, *leaves)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = dict(zip(map(id, wanted), torch.autograd.grad(result, wanted, mine, materialize_grads=True)))
+            for i, leaf in enumerate(leaves[1:]):
+                if leaf.requires_grad:
+                    before = sums[i]
+                    sums[i] = found[id(leaf)] if before is None else before + found[id(leaf)]
+            return [_plain(found[id(leaves[0])]).clone()] if needs[0] else []
+
+        ring, group, forms = _ring(tour, part)
+        home: Any = None
+        if needs[0]:
+            (home,) = travel_and_return([_plain(part)], forms, forms, ring, group, contribute)
+        else:
+            for owner, blocks in travel([_plain(part)], forms, ring, group):
+                contribute(owner, blocks)
+        return None, None, home, *sums
+
+
+def _ring(tour: Tour, part: Tensor) -> Any:
+    """The ring, its process group, and the shape and dtype of each rank's part."""
+    group = tour.mesh.get_group(tour.mesh_dim)
+    ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
+    return ring, group, lambda owner: [(tour.shape_at(part, owner), part.dtype)]
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Contiguous, and without pending conjugation: what may travel and be added to."""
+    return t.resolve_conj().resolve_neg().contiguous()

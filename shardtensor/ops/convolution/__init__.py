@@ -1,0 +1,3 @@
+"""Convolutions and transposed convolutions, with halos of the neighbouring shards."""
+
+from . import conv, conv_transpose  # noqa: F401

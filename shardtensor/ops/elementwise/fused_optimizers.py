@@ -1,0 +1,66 @@
+"""Fused optimizer steps, and what GradScaler asks of gradients.
+
+A step is elementwise: each rank runs torch's kernel on its shards. Only whether a gradient overflowed concerns all
+ranks: one all-reduce of a number per mesh dim that shards a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...dispatch import spec_of
+from ...errors import refuse
+from ...redistribute import all_reduce
+from ...registry import register
+
+_aten = torch.ops.aten
+
+
+def _local(t: Any) -> Any:
+    if isinstance(t, (list, tuple)):
+        return [_local(item) for item in t]
+    return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def _register_step(op: torch._ops.OpOverload) -> None:
+    @register(op)
+    def step(*args: Any, **kwargs: Any) -> None:
+        for i, parameter in enumerate(args[0]):
+            _check_alike(op, parameter, [item[i] for item in args[1:] if isinstance(item, (list, tuple)) and item])
+        op(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
+
+
+def _check_alike(op: Any, parameter: Any, others: Sequence[Any]) -> None:
+    """UnsupportedSharding where a parameter's gradient or state is laid out otherwise; a count of steps may be."""
+
+    def layout(t: Any) -> Any:
+        return (spec_of(t).placements, spec_of(t).sizes) if isinstance(t, DTensor) else None
+
+    partial = isinstance(parameter, DTensor) and spec_of(parameter).partial_mesh_dims()
+    if partial or any(t.ndim and layout(t) != layout(parameter) for t in others if isinstance(t, Tensor)):
+        reason = "a parameter and its gradient or state are not laid out alike"
+        raise refuse(op, [parameter, *others], reason, "redistribute them, or use the optimizer with foreach=True")
+
+
+for _name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+    for _overload in ("default", "tensor_lr"):
+        if _overload in getattr(_aten, _name).overloads():
+            _register_step(getattr(getattr(_aten, _name), _overload))
+
+
+@register(_aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
+    """Every rank learns whether any of them has found an infinite or undefined gradient."""
+    specs = [spec_of(g) for g in gradients if isinstance(g, DTensor)]
+    if any(spec.partial_mesh_dims() for spec in specs):
+        raise refuse("_amp_foreach_non_finite_check_and_unscale_", specs, "a gradient is Partial", "redistribute it")
+    found = _local(found_inf)
+    _aten._amp_foreach_non_finite_check_and_unscale_.default(_local(gradients), found, _local(inv_scale))
+    over = {(spec.mesh, m): spec.mesh.get_group(m) for spec in specs for m in spec.sharded_dims().values()}
+    for group in over.values():
+        found.copy_(all_reduce(found, group, "max"))

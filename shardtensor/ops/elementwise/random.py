@@ -1,0 +1,338 @@
+"""Random numbers: dropout, ``*_like``, in-place draws, ``bernoulli``, ``normal``, ``multinomial``.
+
+[Note: streams] A tensor that is whole on every rank is drawn as on one device: the same numbers, from the same
+generator. For a sharded tensor every rank takes one number from the generator that the caller would have used, and
+seeds with it, and with the place of its shard, a generator of its own. So
+
+- ranks that hold the same shard draw the same numbers, and different shards draw independent ones;
+- a program that seeds all ranks equally (``torch.manual_seed(0)``) repeats itself, and the generators of all ranks
+  advance alike, so that numbers drawn for plain tensors stay equal on all ranks;
+- the numbers are not those of one device, and depend on how the tensor is cut.
+
+All ranks of the mesh must be seeded equally. ``SHARDTENSOR_DEBUG=1`` makes them compare.
+
+Without a generator in the call, that number comes from the CPU's default one, whatever the device: it can be read
+without waiting for the device, and activation checkpointing restores it. Dropout keeps its mask for the backward pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from ...debug import debug_enabled
+from ...dispatch import STAND_INS, Call, Plan, meta_of, rule, run
+from ...errors import refuse
+from ...redistribute import all_reduce
+from ...registry import register
+from ...spec import ShardTensorSpec
+from ...tracing import graph_operator, is_traced
+from ..common.alignment import whole_rows
+from ..shape.view import carry
+from .pointwise import pointwise_plan
+
+__all__ = ["common_draw", "shard_seed"]
+
+_aten = torch.ops.aten
+_given: torch.Generator | None = None  # the generator that the running call was given
+
+
+def shard_seed(drawn: int, place: tuple[int, ...]) -> int:
+    """The seed of the shard at ``place`` (its coordinates on the mesh dims that shard), from a number drawn by all.
+
+    Example:
+        >>> shard_seed(7, (0,)) == shard_seed(7, (0,)), shard_seed(7, (0,)) == shard_seed(7, (1,))
+        (True, False)
+    """
+    digest = hashlib.blake2b(repr((drawn, *place)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _is_cut(spec: ShardTensorSpec) -> bool:
+    return any(isinstance(p, Shard) and spec.mesh.size(m) > 1 for m, p in enumerate(spec.placements))
+
+
+def _own_generator(spec: ShardTensorSpec, device: torch.device) -> torch.Generator | None:
+    """What this rank draws its part of a tensor with ``spec`` from."""
+    if not _is_cut(spec):
+        if debug_enabled():
+            state = _state(_given, device)
+            _check_agreement(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little"), spec, device)
+        return _given
+    return _generator_of(common_draw(spec, device), _place(spec), device)
+
+
+def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
+    """Where this rank's shard stands among those of a tensor with ``spec``."""
+    return tuple(spec.coordinate[m] for m, p in enumerate(spec.placements) if isinstance(p, Shard))
+
+
+def _generator_of(drawn: int, place: tuple[int, ...], device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.manual_seed(shard_seed(drawn, place))
+    return generator
+
+
+def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
+    """A number from the generator that the caller would have used, equal on all ranks of the mesh."""
+    source = _given.device if _given is not None else torch.device("cpu")
+    number = torch.randint(2**62, (), generator=_given, device=source)
+    if is_traced(number):
+        raise refuse(
+            "random numbers",
+            spec,
+            "of sharded tensors, torch.compile takes dropout, rand_like, randn_like, in-place draws with numbers for "
+            "parameters, but not these",
+            "call this operator outside of the compiled function",
+        )
+    drawn = int(number)
+    if debug_enabled():
+        _check_agreement(drawn, spec, device)
+    return drawn
+
+
+def _state(generator: torch.Generator | None, device: torch.device) -> bytes:
+    if generator is not None:
+        state = generator.get_state()
+    else:
+        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return bytes(state.tolist())
+
+
+def _check_agreement(drawn: int, spec: ShardTensorSpec, device: torch.device) -> None:
+    """RuntimeError on every rank of the mesh where two of them have drawn different numbers."""
+    least = torch.tensor([drawn, -drawn], dtype=torch.int64, device=device)
+    for m in range(spec.mesh.ndim):
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=spec.mesh.get_group(m))
+    low, high = least.tolist()
+    if low != -high:
+        raise RuntimeError(
+            f"the ranks' random generators differ: random numbers for {spec} need the same state on every rank of the "
+            "mesh; call torch.manual_seed with the same seed on all ranks, and draw on all of them alike"
+        )
+
+
+@contextmanager
+def _generator(generator: torch.Generator | None) -> Iterator[None]:
+    global _given
+    before, _given = _given, generator
+    try:
+        yield
+    finally:
+        _given = before
+
+
+def _place_of_generator(func: torch._ops.OpOverload) -> int | None:
+    """Where the generator stands among an operator's arguments, if it has one."""
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
+
+
+def _with_generator(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A handler that takes the generator out of the arguments, so that plans are not remembered for each generator."""
+    at = _place_of_generator(func)
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        generator = kwargs.get("generator")
+        if generator is not None:
+            kwargs = {**kwargs, "generator": None}
+        elif at is not None and len(args) > at:
+            generator, args = args[at], (*args[:at], None, *args[at + 1 :])
+        if generator is None:
+            return NotImplemented
+        with _generator(generator):
+            return run(func, args, kwargs)
+
+    return handler
+
+
+# -- in graphs, see [Note: communication in graphs] in tracing.py: order counts here, too ---------------------------
+
+
+@graph_operator(
+    "draw(Tensor like, str how, float[] parameters, int[] place) -> Tensor",
+    lambda like, how, parameters, place: torch.empty_like(like, memory_format=torch.contiguous_format),
+)
+def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[int]) -> Tensor:
+    """A shard at ``place`` of the size of ``like``, as the in-place method ``how`` draws it."""
+    drawn = int(torch.randint(2**62, (), device="cpu"))
+    empty = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return getattr(empty, how)(*parameters, generator=_generator_of(drawn, tuple(place), like.device))
+
+
+def _drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
+    """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
+    if is_traced(x) and _is_cut(spec) and _given is None:
+        return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
+    return getattr(x, how)(*parameters, generator=_own_generator(spec, x.device))
+
+
+# -- element by element: the operator itself, from the shard's own generator ---------------------------------------
+
+
+def _draw(call: Call) -> Plan:
+    plan = pointwise_plan(call)
+    inner = plan.call or call.func
+    out = plan.outputs
+    at = _place_of_generator(call.func)
+
+    name = call.func._schema.name.removeprefix("aten::")
+    numbers = name.endswith("_") and name != "random_" and all(isinstance(a, (int, float)) for a in call.args[1:at])
+
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        if numbers and is_traced(args[0]):
+            return _drawn_into(args[0], name, *args[1:at], spec=out)
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})
+
+    plan.call = drawn
+    return plan
+
+
+for _op in (
+    _aten.bernoulli.default,
+    _aten.bernoulli.p,
+    _aten.bernoulli.Tensor,
+    _aten.bernoulli_.Tensor,
+    _aten.bernoulli_.float,
+    _aten.uniform.default,
+    _aten.uniform_.default,
+    _aten.normal_.default,
+    _aten.normal_functional.default,
+    _aten.normal.Tensor_float,
+    _aten.normal.float_Tensor,
+    _aten.normal.Tensor_Tensor,
+    _aten.exponential_.default,
+    _aten.geometric_.default,
+    _aten.cauchy_.default,
+    _aten.log_normal_.default,
+    _aten.random_.default,
+    getattr(_aten.random_, "from"),
+    _aten.random_.to,
+    _aten.poisson.default,
+    _aten.binomial.default,
+    _aten._standard_gamma.default,
+):
+    rule(_op)(_draw)
+    register(_op)(_with_generator(_op))
+
+
+# -- new tensors like an old one: drawn in place, because these operators take no generator --------------------------
+
+
+def _fill(func: str) -> Callable[..., Tensor]:
+    """How the operator of this name fills an empty tensor; ``bounds`` are what randint_like is given."""
+    if func == "rand_like":
+        return lambda out, bounds, spec: _drawn_into(out, "uniform_", spec=spec)
+    if func == "randn_like":
+        return lambda out, bounds, spec: _drawn_into(out, "normal_", spec=spec)
+    return lambda out, bounds, spec: out.random_(*bounds, generator=_own_generator(spec, out.device))
+
+
+def _like(call: Call) -> Plan:
+    out = call.specs[0].for_gradient().replace(meta=meta_of(call.meta))
+    fill = _fill(call.func._schema.name.removeprefix("aten::"))
+    bounds = call.args[1:] if len(call.args) > 2 else (0, *call.args[1:])
+
+    def drawn(x: Tensor, *_: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        return fill(torch.empty_like(x, **kwargs), bounds, out)
+
+    return Plan(out, call=drawn)
+
+
+for _name in ("rand_like", "randn_like", "randint_like"):
+    _packet = getattr(_aten, _name)
+    for _overload in ("default", "low_dtype", "generator", "low_generator_dtype"):
+        if _overload in _packet.overloads():
+            _op = getattr(_packet, _overload)
+            rule(_op)(_like)
+            if "generator" in _overload:
+                register(_op)(_with_generator(_op))
+
+
+# -- rows -------------------------------------------------------------------------------------------------
+
+
+@rule(_aten.multinomial.default)
+def _multinomial(call: Call) -> Plan:
+    """Every row is drawn for itself, by the rank that has it whole, see [Note: whole rows] in sorting/sort.py."""
+    given = call.reduced()[(0,)]
+    spec = whole_rows("multinomial", given, len(given.shape) - 1)
+    out = carry(call, spec, call.meta, {d: d for d in range(len(spec.shape) - 1)})
+    func, rest = call.func, call.args[1:]
+    empty = 0 in out.local_shape()
+
+    def drawn(x: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+        generator = _own_generator(out, x.device)
+        if empty:
+            return torch.empty(out.local_shape(), dtype=torch.int64, device=x.device)
+        return func(x, *rest, generator=generator)
+
+    return call.plan(out, {(0,): spec}, call=drawn)
+
+
+register(_aten.multinomial.default)(_with_generator(_aten.multinomial.default))
+
+
+STAND_INS[_aten.binomial.default] = lambda count, prob, generator=None: count + prob
+STAND_INS[_aten._standard_gamma.default] = lambda x, generator=None: torch.empty_like(x)
+STAND_INS[_aten._standard_gamma_grad.default] = torch.add
+STAND_INS[_aten._sample_dirichlet.default] = lambda x, generator=None: torch.empty_like(x)
+STAND_INS[_aten._dirichlet_grad.default] = lambda x, alpha, total: x + alpha
+
+
+@rule(_aten._sample_dirichlet.default)
+def _dirichlet(call: Call) -> Plan:
+    """Gamma variates over their sum, which the ranks add up where a row is sharded."""
+    spec = call.reduced()[(0,)]
+    out = spec.replace(meta=meta_of(call.meta))
+    last = len(spec.shape) - 1
+    over = [m for d, m in spec.sharded_dims().items() if d == last]
+    func = call.func
+
+    def drawn(x: Tensor, *_: Any) -> Tensor:
+        generator = _own_generator(out, x.device)
+        if not over:
+            return func(x, generator)
+        gamma = _aten._standard_gamma.default(x, generator)
+        total = gamma.sum(-1, keepdim=True)
+        for m in over:
+            total = all_reduce(total, spec.mesh.get_group(m))
+        return gamma / total
+
+    return call.plan(out, {(0,): spec}, call=drawn)
+
+
+register(_aten._sample_dirichlet.default)(_with_generator(_aten._sample_dirichlet.default))
+
+
+# -- dropout as devices other than the CPU run it ------------------------------------------------------------------
+
+
+@rule(_aten.native_dropout.default)
+def _native_dropout(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    p, train = call.args[1], call.args[2]
+    outs = [spec.replace(meta=meta_of(m)) for m in call.meta]
+
+    def dropout(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        if not _is_cut(spec):
+            return _aten.native_dropout.default(x, p, train)
+        mask = torch.ones_like(x, dtype=torch.bool)
+        if train is False:
+            return x.clone(), mask
+        mask = _drawn_into(mask, "bernoulli_", 1 - p, spec=spec)
+        return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+    return call.plan(outs, {(0,): spec}, call=dropout)
+
+
+@rule(_aten.native_dropout_backward.default)
+def _native_dropout_backward(call: Call) -> Plan:
+    return pointwise_plan(call)

@@ -1,0 +1,3 @@
+"""Fourier transforms and spectrograms."""
+
+from . import fft, stft  # noqa: F401

@@ -1,0 +1,3 @@
+"""Reading and writing entries by index or mask: subscripts, ``gather``, ``index_select``, embeddings."""
+
+from . import embedding_bag, gather, getitem, index_operators, masked_select  # noqa: F401

@@ -1,0 +1,378 @@
+"""Looking up and writing by index, below autograd: index_select, gather, scatter, index_put, embedding and their kin.
+
+What each operand's dims have to do with each other is said by labels, see index_plan.py; these work out the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...dispatch import Call, Path, Plan, argument, is_inplace, rule, run, spec_of
+from ...errors import refuse
+from ...registry import register
+from ...spec import ShardTensorSpec
+from ...tensor import ShardTensor
+from ..elementwise.pointwise import pointwise_plan
+from ..reduction.reductions import neutral_element
+from ..shape.view import wrap_dim
+from .index_plan import LOOKED_UP, Labels, labelled, operand
+
+__all__ = ["is_mask", "numbers"]
+
+_aten = torch.ops.aten
+
+
+def _tensors(items: Iterable[tuple[Path, Any, Labels]]) -> dict[Path, Labels]:
+    return {path: labels for path, value, labels in items if isinstance(value, (Tensor, ShardTensorSpec))}
+
+
+# -- along a dim ------------------------------------------------------------------------------------------
+
+
+def _along(ndim: int, dim: int, label: Hashable) -> list[Hashable]:
+    return [label if d == dim else d for d in range(ndim)]
+
+
+@rule(
+    _aten.gather.default,
+    _aten.scatter.src,
+    _aten.scatter.value,
+    _aten.scatter.reduce,
+    _aten.scatter.value_reduce,
+    _aten.scatter_.src,
+    _aten.scatter_.value,
+    _aten.scatter_.reduce,
+    _aten.scatter_.value_reduce,
+    _aten.scatter_add.default,
+    _aten.scatter_add_.default,
+    _aten.scatter_reduce.two,
+    _aten.scatter_reduce_.two,
+)
+def _gather_or_scatter(call: Call) -> Plan:
+    ndim = len(call.args[0].shape)
+    if any(len(a.shape) != ndim for a in call.args[2:4] if hasattr(a, "shape")):  # 0-dim tensors among 1-dim ones
+        raise call.refuse("the operands differ in their number of dims", "give all of them the same")
+    dim = wrap_dim(call.args[1], ndim)
+    within, position = _along(ndim, dim, LOOKED_UP), _along(ndim, dim, "position")
+    roles = _tensors(((i,), a, within if i == 0 else position) for i, a in enumerate(call.args))
+    if call.func == _aten.gather.default:
+        return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
+    adds = call.func in (_aten.scatter_add.default, _aten.scatter_add_.default)
+    once = call.func in _REDUCES and (argument(call, 4, "reduce", "sum") == "mean" or not _includes_self(call))
+    return labelled(
+        call, roles, within, indexed={(2,): dim}, writes=True, accumulates=adds, in_blocks=not once
+    )
+
+
+_REDUCES = (
+    _aten.scatter_reduce.two,
+    _aten.scatter_reduce_.two,
+    _aten.index_reduce.default,
+    _aten.index_reduce_.default,
+)
+
+
+def _includes_self(call: Call) -> bool:
+    return bool(call.kwargs.get("include_self", True))
+
+
+@rule(
+    _aten.index_select.default,
+    _aten.index_add.default,
+    _aten.index_add_.default,
+    _aten.index_copy.default,
+    _aten.index_copy_.default,
+    _aten.index_fill.int_Scalar,
+    _aten.index_fill.int_Tensor,
+    _aten.index_fill_.int_Scalar,
+    _aten.index_fill_.int_Tensor,
+    _aten.index_reduce.default,
+    _aten.index_reduce_.default,
+)
+def _by_index(call: Call) -> Plan:
+    ndim = len(call.args[0].shape)
+    dim = wrap_dim(call.args[1], ndim)
+    within, position = _along(ndim, dim, LOOKED_UP), _along(ndim, dim, "position")
+    roles: dict[Path, Labels] = {(0,): within, (2,): ["position"] if len(call.args[2].shape) else []}
+    if len(call.args) > 3 and isinstance(call.args[3], (Tensor, ShardTensorSpec)):
+        roles[(3,)] = position if len(call.args[3].shape) == ndim else []
+    if call.func == _aten.index_select.default:
+        return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
+    adds = call.func in (_aten.index_add.default, _aten.index_add_.default)
+    once = call.func in _REDUCES and (argument(call, 4, "reduce", "") == "mean" or not _includes_self(call))
+    wraps = call.func._schema.name.startswith("aten::index_fill")
+    return labelled(
+        call,
+        roles,
+        within,
+        indexed={(2,): dim},
+        writes=True,
+        accumulates=adds,
+        wraps=wraps,
+        in_blocks=not once,
+    )
+
+
+# -- reductions that are more than one addition for each entry ---------------------------------------------------
+
+
+def _step_by_step(op: Any, x: Any, dim: int, index: Any, source: Any, reduce: str, include_self: bool = True) -> Any:
+    """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
+    cut = [t for t in (x, index, source) if isinstance(t, DTensor) and spec_of(t).sharded_dims()]
+    if len(cut) < 2 or not isinstance(x, DTensor) or (reduce != "mean" and include_self):
+        return NotImplemented
+    scatters = op._schema.name.startswith("aten::scatter")
+    add = torch.scatter_add if scatters else torch.index_add
+    touched = (torch.scatter if scatters else torch.index_fill)(torch.zeros_like(x, dtype=torch.bool), dim, index, True)
+    start = x
+    if not include_self:
+        kind = {"sum": "sum", "mean": "sum", "prod": "product", "amax": "max", "amin": "min"}[reduce]
+        start = x.masked_fill(touched, neutral_element(kind, x.dtype))
+    if reduce != "mean":
+        again = torch.scatter_reduce if scatters else torch.index_reduce
+        return again(start, dim, index, source, reduce)
+    count = torch.ones_like(x) if include_self else touched.logical_not().to(x.dtype)
+    count = add(count, dim, index, torch.ones_like(source))
+    exact = x.dtype.is_floating_point or x.dtype.is_complex
+    return torch.div(add(start, dim, index, source), count, rounding_mode=None if exact else "floor")
+
+
+def _register_reduce(op: Any) -> None:
+    @register(op)
+    def _(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+        result = _step_by_step(op, x, dim, index, source, reduce, include_self)
+        if result is NotImplemented or not is_inplace(op):
+            return result
+        return x.copy_(result)
+
+
+for _op in _REDUCES:
+    _register_reduce(_op)
+
+
+# -- x[index] ---------------------------------------------------------------------------------------------
+
+
+def _advanced(call: Call) -> tuple[dict[Path, Labels], list[Hashable], list[Hashable]]:
+    """Labels of the tensor and its indices, those of the tensor, and those of what ``tensor[indices]`` would be."""
+    ndim, indices = len(call.args[0].shape), call.args[1]
+    used = [d for d, index in enumerate(indices) if index is not None]
+    within: list[Hashable] = [LOOKED_UP if d in used else d for d in range(ndim)]
+    width = max(len(indices[d].shape) for d in used)
+    lengths = [1] * width
+    for d in used:
+        shape = indices[d].shape
+        for j, n in enumerate(shape, width - len(shape)):
+            lengths[j] = n if n != 1 else lengths[j]
+    roles: dict[Path, Labels] = {(0,): within}
+    for d in used:
+        shape = indices[d].shape
+        first = width - len(shape)
+        roles[1, d] = [f"index {first + j}" if n == lengths[first + j] else None for j, n in enumerate(shape)]
+    # The indices' dims stand where the indexed dims are, or in front if those are apart.
+    together = used[-1] - used[0] + 1 == len(used)
+    at = used[0] if together else 0
+    rest: list[Hashable] = [d for d in range(ndim) if d not in used]
+    result = [*rest[:at], *(f"index {j}" for j in range(width)), *rest[at:]]
+    return roles, within, result
+
+
+@rule(_aten.index.Tensor, _aten._unsafe_index.Tensor)
+def _index(call: Call) -> Plan:
+    roles, _, result = _advanced(call)
+    return labelled(call, roles, result, indexed=_looking(call), picks=True, wraps=True)
+
+
+def _looking(call: Call) -> dict[Path, int]:
+    return {(1, d): d for d, index in enumerate(call.args[1]) if index is not None}
+
+
+@rule(
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index_put.default,
+)
+def _index_put(call: Call) -> Plan:
+    roles, within, result = _advanced(call)
+    values = call.args[2].shape
+    lengths = {label: n for path, labels in roles.items() for label, n in zip(labels, operand(call.args, path).shape)}
+    trailing = result[len(result) - len(values) :]
+    roles[(2,)] = [label if n == lengths.get(label, n) else None for label, n in zip(trailing, values, strict=True)]
+    accumulates = bool(call.args[3]) if len(call.args) > 3 else bool(call.kwargs.get("accumulate", False))
+    return labelled(
+        call, roles, within, indexed=_looking(call), writes=True, accumulates=accumulates, wraps=True
+    )
+
+
+def is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def numbers(op: Any, x: Any, indices: Sequence[Any]) -> list[Any]:
+    """Masks as index tensors. A mask that every rank has whole gives the same ones everywhere."""
+    result: list[Any] = []
+    for index in indices:
+        if not is_mask(index):
+            result.append(index)
+            continue
+        if isinstance(index, DTensor):
+            if not all(p.is_replicate() for p in index.placements):
+                raise refuse(
+                    op,
+                    [x, index],
+                    "how many entries a sharded mask selects depends on its values",
+                    "use torch.where or masked_fill, or redistribute the mask to Replicate()",
+                )
+            index = index._local_tensor
+        result.extend(index.nonzero().unbind(1))
+    return result
+
+
+def _index_by_mask(x: Any, indices: Sequence[Any]) -> Any:
+    if not any(is_mask(index) for index in indices):
+        return NotImplemented
+    return run(_aten.index.Tensor, (x, numbers(_aten.index.Tensor, x, indices)), {})
+
+
+register(_aten.index.Tensor)(_index_by_mask)
+
+
+def _put_by_mask(op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    if not any(is_mask(index) for index in indices):
+        return NotImplemented
+    if isinstance(x, ShardTensor) and len(indices) == 1 and values.numel() == 1 and not accumulate:
+        # One value wherever the mask says so: elementwise, with a mask that may be sharded.
+        mask = indices[0]
+        if mask.shape != x.shape[: mask.ndim]:
+            raise IndexError(f"the mask of shape {tuple(mask.shape)} does not fit the tensor of {tuple(x.shape)}")
+        for _ in range(x.ndim - mask.ndim):
+            mask = mask.unsqueeze(-1)
+        fill = _aten.masked_fill_.Tensor if is_inplace(op) else _aten.masked_fill.Tensor
+        return fill(x, mask.bool(), values.reshape(()))
+    return run(op, (x, numbers(op, x, indices), values, accumulate), {})
+
+
+def _register_put(op: Any) -> None:
+    @register(op)
+    def _(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *rest: Any) -> Any:
+        return _put_by_mask(op, x, indices, values, accumulate)
+
+
+for _op in (_aten.index_put.default, _aten.index_put_.default):
+    _register_put(_op)
+rule(_aten.masked_fill.Tensor)(pointwise_plan)
+
+
+# -- with indices that may be out of range where a mask says so ---------------------------------------------------
+
+
+def _clamped(x: Any, indices: Sequence[Any]) -> list[Any]:
+    return [i if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape, strict=False)]
+
+
+@register(_aten._unsafe_masked_index.default)
+def _masked_index(x: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
+    if not x.numel():
+        return NotImplemented
+    return _aten.index.Tensor(x, _clamped(x, indices)).masked_fill(mask.logical_not(), fill)
+
+
+@register(_aten._unsafe_masked_index_put_accumulate.default)
+def _masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
+    if not x.numel():
+        return NotImplemented
+    return _aten.index_put.default(x, _clamped(x, indices), values.masked_fill(mask.logical_not(), 0), True)
+
+
+# -- tables -----------------------------------------------------------------------------------------------
+
+
+@rule(_aten.embedding.default)
+def _embedding(call: Call) -> Plan:
+    names = [f"index {j}" for j in range(len(call.args[1].shape))]
+    return labelled(
+        call, {(0,): [LOOKED_UP, "row"], (1,): names}, [*names, "row"], indexed={(1,): 0}, picks=True
+    )
+
+
+@rule(_aten.embedding_dense_backward.default)
+def _embedding_backward(call: Call) -> Plan:
+    names = [f"index {j}" for j in range(len(call.args[1].shape))]
+    by_frequency = call.args[4]
+    if by_frequency and any(spec.sharded_dims() for spec in call.specs):
+        raise call.refuse("scale_grad_by_freq counts the indices of one shard only", "set it to False")
+    return labelled(call, {(0,): [*names, "row"], (1,): names}, [LOOKED_UP, "row"], accumulates=True)
+
+
+@rule(_aten.isin.Tensor_Tensor, _aten.isin.Tensor_Scalar)
+def _against_a_list(call: Call) -> Plan:
+    names = list(range(len(call.args[0].shape)))
+    roles: dict[Path, Labels] = {(0,): names} if isinstance(call.args[0], (Tensor, ShardTensorSpec)) else {}
+    if isinstance(call.args[1], (Tensor, ShardTensorSpec)):
+        roles[(1,)] = [LOOKED_UP] * len(call.args[1].shape)
+    return labelled(call, roles, names)
+
+
+# -- places in a sorted sequence: how many of its elements are smaller, a sum over its shards --------------------
+
+
+@rule(_aten.bucketize.Tensor)
+def _bucketize(call: Call) -> Plan:
+    names = list(range(len(call.args[0].shape)))
+    return labelled(call, {(1,): [LOOKED_UP], (0,): names}, names, counts=True)
+
+
+@rule(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
+def _searchsorted(call: Call) -> Plan:
+    number = call.func == _aten.searchsorted.Scalar
+    names: list[Hashable] = [] if number else list(range(len(call.args[1].shape)))
+    table = [LOOKED_UP] if len(call.args[0].shape) == 1 else [*names[:-1], LOOKED_UP]
+    roles: dict[Path, Labels] = {(0,): table} if number else {(0,): table, (1,): names}
+    return labelled(call, roles, names, counts=True)
+
+
+def _by_sorter(op: Any, sequence: Any, values: Any, **kwargs: Any) -> Any:
+    sorter = kwargs.pop("sorter", None)
+    if sorter is None:
+        return NotImplemented
+    torch.searchsorted(  # torch's own errors
+        torch.empty(sequence.shape, dtype=sequence.dtype, device="meta"),
+        torch.empty(values.shape, device="meta") if isinstance(values, Tensor) else values,
+        sorter=torch.empty(sorter.shape, dtype=sorter.dtype, device="meta"),
+    )
+    if not isinstance(sequence, DTensor) and not isinstance(sorter, DTensor):
+        ordered = sequence.gather(-1, sorter)
+    else:
+        ordered = run(_aten.gather.default, (sequence, -1, sorter), {})
+    if not isinstance(ordered, DTensor) and not isinstance(values, DTensor):
+        return op(ordered, values, **kwargs)
+    return run(op, (ordered, values), kwargs)
+
+
+def _register_sorted(op: Any) -> None:
+    @register(op)
+    def _(sequence: Any, values: Any, **kwargs: Any) -> Any:
+        return _by_sorter(op, sequence, values, **kwargs)
+
+
+for _op in (_aten.searchsorted.Tensor, _aten.searchsorted.Scalar):
+    _register_sorted(_op)
+
+
+@register(F.one_hot)
+def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
+    if not isinstance(tensor, ShardTensor):
+        return NotImplemented
+    if tensor.dtype != torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, not {tensor.dtype}")
+    if num_classes == -1:
+        num_classes = int(tensor.max()) + 1
+    classes = torch.arange(num_classes, device=tensor.device)
+    return (tensor.unsqueeze(-1) == classes).long()

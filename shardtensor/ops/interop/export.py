@@ -1,0 +1,42 @@
+"""What would take a ShardTensor's values or memory out of torch.
+
+A ShardTensor has no memory of its own: torch's functions that hand its address out would hand out none, and what reads
+there finds anything. So they are refused. A number is a number: a 0-dim ShardTensor formats like any tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import refuse
+from ...registry import register
+
+__all__: list[str] = []
+
+_REMEDY = "take x.full_tensor(), which gathers, or this rank's shard, x.to_local()"
+
+
+def _refused(name: str, reason: str, remedy: str) -> Any:
+    def handler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise refuse(name, self, reason, remedy)
+
+    return handler
+
+
+for _name in ("numpy", "tolist", "__array__"):
+    register(getattr(Tensor, _name))(_refused(_name, "no rank holds all values", _REMEDY))
+for _name in ("__dlpack__", "__dlpack_device__"):
+    register(getattr(Tensor, _name))(_refused(_name, "a ShardTensor has no memory of its own", _REMEDY))
+for _name in ("apply_", "map_", "map2_"):
+    _remedy = "call it on x.to_local(), whose memory is the shard's"
+    register(getattr(Tensor, _name))(_refused(_name, "a ShardTensor has no memory of its own", _remedy))
+
+
+@register(Tensor.__format__)
+def _format(self: Any, format_spec: str) -> str:
+    """Of a 0-dim tensor the number, as torch has it: ``f"{loss:.3f}"``. All ranks must take part, as in ``item()``."""
+    if self.ndim or not format_spec:
+        return object.__format__(self, format_spec)
+    return format(self.detach().item(), format_spec)

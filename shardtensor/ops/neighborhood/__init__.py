@@ -1,0 +1,3 @@
+"""Neighborhood attention, natten's: every token attends to a window around it."""
+
+from . import attention  # noqa: F401

@@ -1,0 +1,3 @@
+"""Pooling over windows, fixed and adaptive."""
+
+from . import pool  # noqa: F401

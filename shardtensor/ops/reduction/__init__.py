@@ -1,0 +1,3 @@
+"""Sums, means, norms and other reductions, and what is accumulated along a dim."""
+
+from . import reductions, scan  # noqa: F401

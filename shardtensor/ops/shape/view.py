@@ -1,0 +1,322 @@
+"""Operators that rearrange dims: view, permute, expand, squeeze, pixel_shuffle, flip, triangles and their gradients.
+
+A tensor dim keeps its shards where the result is a sharding again. Never is a shard reinterpreted as something that it
+is not.
+
+[Note: moved off] A sharded dim that does not stay a dim of the result (the inner one of two that are flattened) is
+exchanged for another: by one all-to-all the mesh dim cuts another dim, evenly, and every rank holds as much as it did.
+That is the outer one of those that are flattened, so that the flattened dim is sharded: pixels become tokens, and what
+follows works on each token by itself. Where that one has fewer entries than ranks, it is the longest free dim that
+stays, and a second all-to-all cuts the flattened dim. Without a dim with one entry for each rank the call is refused.
+A dim of length 1, which one rank has all of, is broadcast.
+
+[Note: whole blocks] A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``.
+Where one is not, the cuts are first moved to the nearest multiples, by an exchange of what differs (less than ``k``
+indices at each cut). The result is a copy then, not a view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from ...dispatch import Call, Plan, meta_of, rule, run, wrap
+from ...geometry import chunk_sizes, intervals_of, map_cuts
+from ...redistribute import move_intervals, redistribute_local
+from ...registry import register
+from ...spec import ShardTensorSpec
+
+_aten = torch.ops.aten
+
+__all__ = ["carry", "fitted", "moved_off", "regroup", "whole_blocks", "wrap_dim"]
+
+Carried = dict[int, tuple[int, int, int]]  # input dim -> (output dim, multiply sizes by, divide sizes by)
+
+
+def carry(call: Call, spec: ShardTensorSpec, meta: Tensor, dims: dict[int, Any]) -> ShardTensorSpec:
+    """The output's spec, where input dim ``d`` becomes output dim ``dims[d]`` with the same sizes.
+
+    A value may also be ``(output dim, multiply, divide)``. Dims that are missing are refused where they are sharded.
+    """
+    placements: list[Any] = []
+    sizes: list[Any] = []
+    for m, p in enumerate(spec.placements):
+        size = spec.sizes[m]
+        if isinstance(p, Shard):
+            if p.dim not in dims:
+                raise call.refuse(
+                    f"tensor dim {p.dim}, sharded on mesh dim {m}, does not stay a dim of the result",
+                    "redistribute to shard another dim first",
+                )
+            to = dims[p.dim]
+            dim, times, by = to if isinstance(to, tuple) else (to, 1, 1)
+            assert size is not None
+            if any(n * times % by for n in size):
+                raise call.refuse(
+                    f"shard sizes {size} of tensor dim {p.dim} are not multiples of {by}, the length of the inner part",
+                    f"redistribute to sizes that are, e.g. shard_sizes={{{m}: ...}}, or to shard another dim",
+                )
+            p, size = Shard(dim), tuple(n * times // by for n in size)
+        placements.append(p)
+        sizes.append(size)
+    return ShardTensorSpec.of(spec.mesh, placements, meta_of(meta), tuple(sizes))
+
+
+def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
+    """Sizes with every cut at the nearest multiple of ``block``, which divides their sum.
+
+    Example:
+        >>> whole_blocks((5, 0, 7), 4), whole_blocks((1, 11), 4)
+        ((4, 0, 8), (0, 12))
+    """
+    return map_cuts(sizes, lambda c: (2 * c + block) // (2 * block) * block)
+
+
+def fitted(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``spec`` with the sizes that :func:`carry` to ``dims`` asks for, see [Note: whole blocks]."""
+    sizes = list(spec.sizes)
+    for d, m in spec.sharded_dims().items():
+        to = dims.get(d)
+        if isinstance(to, tuple):
+            sizes[m] = whole_blocks(spec.cut(m), to[2] // math.gcd(to[1], to[2]))
+    return spec.replace(sizes=tuple(sizes))
+
+
+@rule(_aten.view_as_real.default, _aten.view_as_complex.default)
+def _complex_view(call: Call) -> Plan:
+    dims = {d: d for d in range(min(call.meta.ndim, len(call.specs[0].shape)))}
+    source = moved_off(call.specs[0], dims)
+    return call.plan(carry(call, source, call.meta, dims), {(0,): source})
+
+
+def moved_off(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``spec`` with sharded dims that ``dims`` lacks exchanged for others where possible, see [Note: moved off]."""
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    for d, m in spec.sharded_dims().items():
+        if d in dims:
+            continue
+        ranks = spec.mesh.size(m)
+        if spec.shape[d] <= 1 or ranks == 1:
+            placements[m], sizes[m] = Replicate(), None
+            continue
+        taken = [p.dim for p in placements if isinstance(p, Shard)]
+        entries = {}
+        for other, to in dims.items():
+            block = to[2] // math.gcd(to[1], to[2]) if isinstance(to, tuple) else 1
+            if other not in taken and spec.shape[other] // block >= ranks:
+                entries[other] = spec.shape[other] // block, block
+        if entries:
+            other = outer if (outer := _outer(d, dims)) in entries else max(entries, key=lambda k: spec.shape[k])
+            n, block = entries[other]
+            placements[m], sizes[m] = Shard(other), tuple(block * k for k in chunk_sizes(n, ranks))
+    return spec.replace(placements=placements, sizes=tuple(sizes))
+
+
+def _outer(dim: int, dims: dict[int, Any]) -> int | None:
+    """The dim into which a reshape that carries ``dims`` flattens ``dim``."""
+    before = max((d for d in dims if d < dim), default=None)
+    return before if before is not None and isinstance(dims[before], tuple) and dims[before][1] > 1 else None
+
+
+def _on_flattened(spec: ShardTensorSpec, out: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``out`` with the flattened dims sharded, instead of others, that dims sharded in ``spec`` have gone into."""
+    placements, sizes = list(out.placements), list(out.sizes)
+    for d, m in spec.sharded_dims().items():
+        outer = None if d in dims else _outer(d, dims)
+        if outer is None or not isinstance(out.placements[m], Shard):
+            continue
+        to, ranks = dims[outer][0], out.mesh.size(m)
+        if Shard(to) not in placements and out.shape[to] >= ranks:
+            placements[m], sizes[m] = Shard(to), chunk_sizes(out.shape[to], ranks)
+    return out.replace(placements=placements, sizes=tuple(sizes))
+
+
+def wrap_dim(dim: int, ndim: int) -> int:
+    return dim + ndim if dim < 0 else dim
+
+
+def regroup(old: Sequence[int], new: Sequence[int]) -> Carried:
+    """Where each input dim of a reshape from ``old`` to ``new`` goes, if it stays a dim or leads one.
+
+    Example:
+        >>> regroup((2, 6, 5), (2, 30))  # 6 leads the flattened dim: its shards are runs of 5
+        {0: (0, 1, 1), 1: (1, 5, 1)}
+        >>> regroup((12, 5), (3, 4, 5))
+        {0: (0, 1, 4), 1: (2, 1, 1)}
+    """
+    carried: Carried = {}
+    i = j = 0
+    while i < len(old) or j < len(new):
+        a, b = i, j
+        left = old[i] if i < len(old) else 1
+        right = new[j] if j < len(new) else 1
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left *= old[i]
+                i += 1
+            else:
+                right *= new[j]
+                j += 1
+        inputs = [d for d in range(a, min(i, len(old))) if old[d] != 1]
+        outputs = [d for d in range(b, min(j, len(new))) if new[d] != 1]
+        if inputs and outputs:
+            lead, to = inputs[0], outputs[0]
+            inner_in = math.prod(old[lead + 1 : i])
+            inner_out = math.prod(new[to + 1 : j])
+            carried[lead] = (to, inner_in, inner_out)
+        else:
+            # Dims of length 1 stay where there are as many of them.
+            ones_in, ones_out = range(a, min(i, len(old))), range(b, min(j, len(new)))
+            carried.update({d: (to, 1, 1) for d, to in zip(ones_in, ones_out)})
+    return carried
+
+
+@rule(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._reshape_alias.default)
+def _view(call: Call) -> Plan:
+    spec = call.specs[0]
+    if 0 in spec.shape:
+        dims: dict[int, Any] = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
+        out = carry(call, _forgotten(spec, dims), call.meta, dims)
+        shape = out.local_shape()
+        return Plan(out, call=lambda x, *_: x.new_empty(shape))
+    dims = dict(regroup(spec.shape, call.meta.shape))
+    source = fitted(moved_off(spec, dims), dims)
+    out = carry(call, source, call.meta, dims)
+    shape, flat = out.local_shape(), _on_flattened(spec, out, dims)
+    if flat != out:
+        return call.plan(flat, {(0,): source}, call=lambda x, *_: redistribute_local(x.reshape(shape), out, flat))
+    flattens = any(times > 1 for _, times, _ in dims.values())
+    return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape), may_copy=flattens)
+
+
+def _forgotten(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+    """``spec`` of a tensor without elements, whole on the mesh dims that cut a dim which ``dims`` lacks."""
+    lost = [isinstance(p, Shard) and p.dim not in dims for p in spec.placements]
+    placements = [Replicate() if gone else p for gone, p in zip(lost, spec.placements, strict=True)]
+    return spec.replace(
+        placements=placements, sizes=tuple(None if gone else s for gone, s in zip(lost, spec.sizes, strict=True))
+    )
+
+
+@rule(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.channel_shuffle.default)
+def _shuffle(call: Call) -> Plan:
+    """Blocks of ``r`` x ``r`` pixels to channels and back: both spatial dims, and the channels, stay dims."""
+    spec, r = call.specs[0], call.args[1]
+    n = len(spec.shape)
+    dims: dict[int, Any] = {d: d for d in range(n)}
+    if call.func == _aten.channel_shuffle.default:
+        del dims[1]
+    elif call.func == _aten.pixel_shuffle.default:
+        dims.update({n - 3: (n - 3, 1, r * r), n - 2: (n - 2, r, 1), n - 1: (n - 1, r, 1)})
+    else:
+        dims.update({n - 3: (n - 3, r * r, 1), n - 2: (n - 2, 1, r), n - 1: (n - 1, 1, r)})
+    source = fitted(moved_off(spec, dims), dims)
+    out = carry(call, source, call.meta, dims)
+    if 0 in out.local_shape():  # on which torch's kernels fail, or return other shapes
+        shape = out.local_shape()
+        return call.plan(out, {(0,): source}, call=lambda x, *_: x.new_empty(shape))
+    return call.plan(out, {(0,): source})
+
+
+@rule(_aten.permute.default)
+def _permute(call: Call) -> Plan:
+    spec = call.specs[0]
+    order = [wrap_dim(d, len(spec.shape)) for d in call.args[1]]
+    return Plan(carry(call, spec, call.meta, {d: i for i, d in enumerate(order)}))
+
+
+@rule(_aten.transpose.int)
+def _transpose(call: Call) -> Plan:
+    spec = call.specs[0]
+    n = len(spec.shape)
+    a, b = (wrap_dim(d, n) for d in call.args[1:3])
+    dims = {d: d for d in range(n)}
+    if n:
+        dims[a], dims[b] = b, a
+    return Plan(carry(call, spec, call.meta, dims))
+
+
+@rule(_aten.t.default)
+def _t(call: Call) -> Plan:
+    n = len(call.specs[0].shape)
+    return Plan(carry(call, call.specs[0], call.meta, {0: 1, 1: 0} if n == 2 else {0: 0}))
+
+
+@rule(_aten.unsqueeze.default)
+def _unsqueeze(call: Call) -> Plan:
+    spec = call.specs[0]
+    at = wrap_dim(call.args[1], len(spec.shape) + 1)
+    return Plan(carry(call, spec, call.meta, {d: d + (d >= at) for d in range(len(spec.shape))}))
+
+
+@rule(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+def _squeeze(call: Call) -> Plan:
+    spec = call.specs[0]
+    n = len(spec.shape)
+    given = call.args[1] if len(call.args) > 1 else range(n)
+    wanted = {wrap_dim(d, n) for d in (given if not isinstance(given, int) else [given])}
+    gone = [d for d in range(n) if d in wanted and spec.shape[d] == 1]
+    dims = {d: i for i, d in enumerate(d for d in range(n) if d not in gone)}
+    source = moved_off(spec, dims)
+    # By name, not by length: a shard of length 1 is not a dim of length 1.
+    return call.plan(carry(call, source, call.meta, dims), {(0,): source}, call=lambda x, *_: x.squeeze(gone))
+
+
+@rule(_aten.expand.default)
+def _expand(call: Call) -> Plan:
+    spec = call.specs[0]
+    new = len(call.meta.shape) - len(spec.shape)
+    dims = {d: d + new for d in range(len(spec.shape)) if spec.shape[d] == call.meta.shape[d + new]}
+    source = moved_off(spec, dims)
+    out = carry(call, source, call.meta, dims)
+    shape = out.local_shape()
+    return call.plan(out, {(0,): source}, call=lambda x, *_, **__: x.expand(shape))
+
+
+@register(_aten.flip.default)
+def _flip(x: Any, dims: Sequence[int]) -> Any:
+    """Reverse dims; a sharded one is exchanged, so that the result has the input's sizes."""
+    spec = x._spec
+    local = x._local_tensor.flip(list(dims))
+    flipped = {wrap_dim(d, len(spec.shape)) for d in dims}
+    for d, m in spec.sharded_dims().items():
+        if d in flipped:
+            need = intervals_of(spec.cut(m))
+            total = spec.shape[d]
+            own = [(total - b, total - a) for a, b in need]
+            local = move_intervals(local, d, own, need, spec.coordinate[m], spec.mesh.get_group(m))
+    return wrap(local, spec)
+
+
+@register(_aten.rot90.default)
+def _rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
+    """A quarter turn is a flip and a transposition; the sharding turns with the tensor."""
+    spec = x._spec
+    _aten.rot90.default(torch.empty(spec.shape, device="meta"), k, dims)  # torch's own errors
+    a, b = dims
+    if k % 4 == 0:
+        return run(_aten.clone.default, (x,), {})
+    if k % 4 == 2:
+        return run(_aten.flip.default, (x, [a, b]), {})
+    turned = run(_aten.flip.default, (x, [b if k % 4 == 1 else a]), {})
+    return run(_aten.transpose.int, (turned, a, b), {})
+
+
+@rule(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
+def _triangle(call: Call) -> Plan:
+    """A shard sees the diagonal from where it lies."""
+    spec, func = call.specs[0], call.func
+    diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
+    sharded = spec.sharded_dims()
+    row, column = (
+        spec.interval(sharded[d])[0] if d in sharded else 0 for d in (len(spec.shape) - 2, len(spec.shape) - 1)
+    )
+    out = spec.replace(meta=meta_of(call.meta))
+    inplace = func in (_aten.tril_.default, _aten.triu_.default)
+    return Plan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)

@@ -1,0 +1,94 @@
+"""Operators that are another one and a copy: ``*_copy``, ``*_scatter``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...dispatch import run
+from ...registry import register
+from ...tensor import ShardTensor
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+
+# -- a view, copied ---------------------------------------------------------------------------------------------
+
+_VIEWS = (
+    "alias",
+    "detach",
+    "diagonal",
+    "expand",
+    "narrow",
+    "permute",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unfold",
+    "unsqueeze",
+    "view",
+    "view_as_complex",
+    "view_as_real",
+)
+
+
+def _register_copy(view: Any, copy: Any) -> None:
+    @register(copy)
+    def _(*args: Any, **kwargs: Any) -> Any:
+        # In this order: a view may have to be copied to be one of shards.
+        views = view(*args, **kwargs)
+        if isinstance(views, DTensor):
+            return views.clone(memory_format=torch.contiguous_format)
+        return [v.clone(memory_format=torch.contiguous_format) for v in views]
+
+
+for _name in _VIEWS:
+    _view, _copy = getattr(_aten, _name), getattr(_aten, f"{_name}_copy")
+    for _overload in _copy.overloads():
+        if "out" not in _overload and _overload in _view.overloads() and _overload != "dtype":
+            _register_copy(getattr(_view, _overload), getattr(_copy, _overload))
+
+
+# -- a copy of which a view is written to ------------------------------------------------------------------------
+
+
+def _register_scatter(scatter: Any, view: Any) -> None:
+    @register(scatter)
+    def _(x: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, ShardTensor):
+            return NotImplemented
+        result = run(_aten.clone.default, (x.redistribute(placements=x._spec.for_gradient().placements),), {})
+        view(result, *args, **kwargs).copy_(src)
+        return result
+
+
+_register_scatter(_aten.slice_scatter.default, _aten.slice.Tensor)
+
+
+@register(_aten.diagonal_scatter.default)
+def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    if not isinstance(x, ShardTensor):
+        return NotImplemented
+    place = torch.zeros(x.shape, device="meta").diagonal(offset, dim1, dim2)
+    if src.shape != place.shape:
+        raise RuntimeError(f"a diagonal of shape {tuple(place.shape)} was expected, not of {tuple(src.shape)}")
+    ones = torch.ones_like(_aten.diagonal.default(x, offset, dim1, dim2), dtype=torch.bool)
+    where = _aten.diagonal_backward.default(ones, x.shape, offset, dim1, dim2)
+    src = src.to(x.dtype).expand_as(ones) if isinstance(src, DTensor) else torch.zeros_like(ones, dtype=x.dtype) + src
+    return torch.where(where, _aten.diagonal_backward.default(src, x.shape, offset, dim1, dim2), x)
+
+
+@register(_aten.select_scatter.default)
+def _select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
+    if not isinstance(x, ShardTensor):
+        return NotImplemented
+    torch.empty(x.shape, device="meta").select(dim, index)  # torch's own errors
+    return _aten.slice_scatter.default(x, src.unsqueeze(dim % x.ndim), dim, index, index + 1 or None)

@@ -1,0 +1,149 @@
+"""Histograms: every rank counts its own elements, so that counts are a Partial; densities come out reduced.
+
+Where no range is given, the ranks agree on the least and the greatest value by one all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ...dispatch import spec_of, wrap
+from ...redistribute import redistribute_local
+from ...registry import register
+from ...spec import ShardTensorSpec
+from ..common.alignment import moved, whole_rows, whole_value
+from ..reduction.scan import reduce_over
+
+_aten = torch.ops.aten
+
+
+def _whole_rows(x: Any) -> tuple[Tensor, ShardTensorSpec]:
+    """The local part of points, whose coordinates are along the last dim."""
+    spec = spec_of(x)
+    target = whole_rows("histogramdd", spec.for_gradient(), x.ndim - 1)
+    return redistribute_local(x._local_tensor, spec, target), target
+
+
+def _plain(op: str, t: Any) -> Any:
+    """A small operand that every rank has."""
+    return moved(op, t, spec_of(t).replicated())._local_tensor if isinstance(t, DTensor) else t
+
+
+def _weights(op: str, weight: Any, spec: ShardTensorSpec) -> Any:
+    """The weights of a shard's elements, or of its points."""
+    if weight is None:
+        return None
+    if isinstance(weight, DTensor):
+        return moved(op, weight, spec_of(weight).replace(placements=spec.placements, sizes=spec.sizes))._local_tensor
+    for d, m in spec.sharded_dims().items():
+        start, stop = spec.interval(m)
+        weight = weight.narrow(d, start, stop - start)
+    return weight
+
+
+def _range(x: Tensor, spec: ShardTensorSpec, columns: bool = False) -> Tensor:
+    """The least and the greatest value of all ranks ``(2,)``, or of each column of points ``(2, columns)``."""
+    flat = x.reshape(-1, x.shape[-1]) if columns else x.reshape(-1, 1)
+    lowest = flat.new_full((2, flat.shape[1]), float("-inf"))
+    ends = torch.stack([flat.amax(0), -flat.amin(0)]) if len(flat) else lowest
+    greatest, least = reduce_over(ends, spec, list(spec.sharded_dims().values()), "max")
+    found = torch.stack([-least, greatest])
+    return found if columns else found.squeeze(1)
+
+
+def _counted(counts: Tensor, spec: ShardTensorSpec, edges: Sequence[Tensor], density: bool) -> Any:
+    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
+    result = wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))
+    if not density:
+        return result
+    whole, replicated = whole_value(result)
+    whole = whole / whole.sum()
+    for d, borders in enumerate(edges):
+        whole = whole / borders.diff().view([-1 if i == d else 1 for i in range(whole.ndim)])
+    return wrap(whole, replicated)
+
+
+def _replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
+    return wrap(t, ShardTensorSpec.make(spec.mesh, [Replicate()] * spec.mesh.ndim, t.shape, t.dtype))
+
+
+# -- one dim --------------------------------------------------------------------------------------------------------
+
+
+@register(_aten.histc.default)
+def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    if min != max or spec_of(x).is_replicate():
+        return NotImplemented
+    torch.histc(torch.ones(1, dtype=x.dtype, device=x.device), bins)  # torch's own errors
+    local, spec = whole_value(x)
+    real = local if local.is_floating_point() else local.double()
+    low, high = _range(real, spec).tolist() if x.numel() else (0, 0)
+    if low == high:
+        low, high = low - 1, high + 1
+    torch.histc(local.new_ones(1), bins, low, high)  # that the range is finite
+    counts = torch.histc(local, bins, low, high) if local.numel() else local.new_zeros(bins)
+    return _counted(counts, spec, [], False)
+
+
+@register(_aten.histogram.bin_ct)
+def _histogram(x: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
+        return NotImplemented
+    local, spec = whole_value(x)
+    weight = _weights("histogram", weight, spec)
+    seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
+    edges = torch.histogram(seen, bins, range=range).bin_edges
+    counts = torch.histogram(local, bins, range=(float(edges[0]), float(edges[-1])), weight=weight).hist
+    return _counted(counts, spec, [edges], density), _replicated(edges, spec)
+
+
+@register(_aten.histogram.bins_tensor)
+def _histogram_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
+        return NotImplemented
+    local, spec = whole_value(x)
+    edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
+    counts = torch.histogram(local, edges, weight=weight).hist
+    return _counted(counts, spec, [edges], density), _replicated(edges.clone(), spec)
+
+
+# -- several ----------------------------------------------------------------------------------------------------------
+
+
+def _borders(x: Tensor, spec: ShardTensorSpec, bins: Any, range: Any) -> list[Tensor]:
+    seen = _range(x, spec, columns=True) if range is None and spec.shape.numel() else x.new_empty(0, x.shape[-1])
+    return list(_aten._histogramdd_bin_edges.default(seen, bins, range=range))
+
+
+@register(_aten._histogramdd_bin_edges.default)
+def _bin_edges(x: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    if spec_of(x).is_replicate():
+        return NotImplemented
+    local, spec = _whole_rows(x)
+    return [_replicated(t, spec) for t in _borders(local, spec, bins, range)]
+
+
+@register(_aten._histogramdd_from_bin_cts.default)
+def _from_counts(x: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
+        return NotImplemented
+    local, spec = _whole_rows(x)
+    edges, weight = _borders(local, spec, bins, range), _weights("histogramdd", weight, spec)
+    ends = [float(t[i]) for t in edges for i in (0, -1)]
+    counts = _aten._histogramdd_from_bin_cts.default(local, bins, range=ends, weight=weight)
+    return _counted(counts, spec, edges, density)
+
+
+@register(_aten._histogramdd_from_bin_tensors.default)
+def _from_tensors(x: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
+        return NotImplemented
+    local, spec = _whole_rows(x)
+    edges, weight = [_plain("histogramdd", t) for t in bins], _weights("histogramdd", weight, spec)
+    counts = _aten._histogramdd_from_bin_tensors.default(local, edges, weight=weight)
+    return _counted(counts, spec, edges, density)

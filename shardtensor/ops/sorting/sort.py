@@ -1,0 +1,522 @@
+"""Where the extremes are, and order: argmax, max and min along a dim, sort, topk and the like.
+
+[Note: positions] Indices are global. Among equal values the first one wins, as it does on one device: the ranks agree
+on the extreme by one all-reduce, and on the smallest index that holds it by another.
+
+[Note: whole rows] Sorting needs a whole row (a line of elements along the dim). Where the dim is sharded, the mesh dim
+cuts the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are spread
+over the ranks. sort puts its results back as the input lies (one all-to-all each); the others, whose results have
+another length along the dim, leave them spread. Without a free dim that is long enough one rank would get everything;
+there the rows stay cut, and what common/distributed_sort.py can do with them is done: elements are found by counting,
+sorted rows are exchanged, and a few largest ones gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch import Call, Plan, argument, meta_of, rule, run, wrap
+from ...errors import UnsupportedSharding
+from ...geometry import map_cuts
+from ...gradients import once_differentiable
+from ...redistribute import all_gather, all_reduce, redistribute_local
+from ...registry import register
+from ...spec import ShardTensorSpec, contiguous_stride
+from ...tensor import ShardTensor, as_gradient, redistribute_to
+from ..common.alignment import whole_rows
+from ..common.distributed_sort import Sorted, find_places, sort_keys
+from ..reduction.reductions import check_dtype, neutral_element, reduced_dims, reduced_spec
+from ..reduction.scan import mesh_dims_of
+
+_aten = torch.ops.aten
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def _agree(value: Tensor, index: Tensor, spec: ShardTensorSpec, over: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
+    """The extreme over ranks along the mesh dims ``over``, and the smallest index where it is."""
+    for m in over:
+        group = spec.mesh.get_group(m)
+        best = all_reduce(value, group, op)
+        index = torch.where((value == best) | (value != value), index, _NOWHERE)
+        index = all_reduce(index, group, "min")
+        value = best
+    return value, index
+
+
+def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
+    """What an empty shard contributes."""
+    value = x.new_full(shape, neutral_element(op, x.dtype))
+    return value, torch.full(shape, _NOWHERE, dtype=torch.int64, device=x.device)
+
+
+# -- argmax, argmin -----------------------------------------------------------------------------------------------
+
+
+@rule(_aten.argmax.default, _aten.argmin.default)
+def _arg_extreme(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
+    dims = reduced_dims(dim, len(spec.shape))
+    out = reduced_spec(spec, call.meta, dims, keepdim, "sum").for_gradient()
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(out, {(0,): spec})
+    check_dtype(call)
+    op = "max" if call.func == _aten.argmax.default else "min"
+    starts = [0] * len(spec.shape)
+    for d, m in spec.sharded_dims().items():
+        starts[d] = spec.interval(m)[0] if d in dims else 0
+    strides = contiguous_stride(spec.shape)
+    row = [1 if d in dims else n for d, n in enumerate(spec.local_shape())]
+    shape, empty = out.local_shape(), any(spec.local_shape()[d] == 0 for d in dims)
+    func = call.func
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        if empty:
+            value, index = _nothing(x, row, op)
+        elif dim is None:
+            index = func(x)
+            value = x.reshape(-1)[index].reshape(row)
+            places = torch.unravel_index(index, x.shape)
+            index = sum(((i + a) * s for i, a, s in zip(places, starts, strides, strict=True)), 0 * index).reshape(row)
+        else:
+            index = func(x, dims[0], True)
+            value = x.gather(dims[0], index)
+            index = index + starts[dims[0]]
+        return _agree(value, index, spec, over, op)[1].reshape(shape)
+
+    return call.plan(out, {(0,): spec}, call=compute)
+
+
+# -- max and min along a dim --------------------------------------------------------------------------------------
+
+
+@rule(_aten.max.dim, _aten.min.dim)
+def _extreme_along(call: Call) -> Plan:
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(call.args[1], len(spec.shape))
+    keepdim = argument(call, 2, "keepdim", False)
+    outputs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in call.meta]
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(outputs, {(0,): spec}, call=_plain_tuple(call.func))
+    check_dtype(call)
+    op, dim, func = "max" if call.func == _aten.max.dim else "min", dims[0], call.func
+    start, _ = spec.interval(over[0])
+    row = [1 if d == dim else n for d, n in enumerate(spec.local_shape())]
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if x.shape[dim]:
+            value, index = func(x, dim, True)
+            index = index + start
+        else:
+            value, index = _nothing(x, row, op)
+        value, index = _agree(value, index, spec, over, op)
+        return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+def _plain_tuple(func: Any) -> Any:
+    return lambda *args, **kwargs: tuple(func(*args, **kwargs))
+
+
+@rule(_aten.aminmax.default)
+def _aminmax(call: Call) -> Plan:
+    """Two Partials, reduced when they are needed."""
+    spec = call.reduced()[(0,)]
+    dim, keepdim = call.kwargs.get("dim"), call.kwargs.get("keepdim", False)
+    dims = reduced_dims(dim, len(spec.shape))
+    outputs = [reduced_spec(spec, meta, dims, keepdim, op) for meta, op in zip(call.meta, ("min", "max"), strict=True)]
+    check_dtype(call)
+    empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
+
+    def compute(x: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        if not empty:
+            return tuple(func(x, **kwargs))
+        return tuple(_nothing(x, out.local_shape(), op)[0] for out, op in zip(outputs, ("min", "max"), strict=True))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+# -- cumulative maximum and minimum -------------------------------------------------------------------------------
+
+
+@rule(_aten.cummax.default, _aten.cummin.default)
+def _cumulative_extreme(call: Call) -> Plan:
+    """A local scan, continued from the last values and indices of the ranks before. The last of equal values wins."""
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(call.args[1], len(spec.shape))
+    outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(outputs, {(0,): spec}, call=_plain_tuple(call.func))
+    check_dtype(call)
+    dim, m, func = dims[0], over[0], call.func
+    beats = torch.ge if func == _aten.cummax.default else torch.le
+    start, _ = spec.interval(m)
+    before = [r for r in range(spec.coordinate[m]) if spec.cut(m)[r]]
+
+    def later(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        wins = beats(new[0], old[0]) | (new[0] != new[0])
+        return torch.where(wins, new[0], old[0]), torch.where(wins, new[1], old[1])
+
+    def compute(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        value, index = func(x, dim)
+        index = index + start
+        n, group = x.shape[dim], spec.mesh.get_group(m)
+        row = [1 if d == dim else size for d, size in enumerate(x.shape)]
+        last = [t.narrow(dim, n - 1, 1) if n else t.new_zeros(row) for t in (value, index)]
+        values, indices = (all_gather(t, group) for t in last)
+        if not before:
+            return value, index
+        carried = values[before[0]], indices[before[0]]
+        for r in before[1:]:
+            carried = later(carried, (values[r], indices[r]))
+        return later(carried, (value, index))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+# -- operators that need whole rows -------------------------------------------------------------------------------
+
+
+# operator: (positions of dim and keepdim among its arguments, default of dim)
+_ROWS: dict[torch._ops.OpOverload, tuple[int, int | None, int]] = {
+    _aten.sort.default: (1, None, -1),
+    _aten.sort.stable: (99, None, -1),
+    _aten.topk.default: (2, None, -1),
+    _aten.kthvalue.default: (2, 3, -1),
+    _aten.median.dim: (1, 2, -1),
+    _aten.nanmedian.dim: (1, 2, -1),
+    _aten.mode.default: (1, 2, -1),
+}
+_SORTS = (_aten.sort.default, _aten.sort.stable)
+
+
+def _room(op: Any, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
+    """``spec`` with whole rows along ``dim``; None where that would give one rank everything."""
+    try:
+        return whole_rows(op, spec, dim)
+    except UnsupportedSharding:
+        if op in _ACROSS:
+            return None
+        raise
+
+
+@rule(*_ROWS)
+def _on_rows(call: Call) -> Plan:
+    dim_at, keepdim_at, default = _ROWS[call.func]
+    given = call.reduced()[(0,)]
+    dims = reduced_dims(argument(call, dim_at, "dim", default), len(given.shape))
+    spec = _room(call.func, given, dims[0]) if dims else given
+    if spec is None:
+        return _ACROSS[call.func](call, given, dims[0])
+    if keepdim_at is None:
+        spread = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
+    else:
+        keepdim = argument(call, keepdim_at, "keepdim", False)
+        spread = [reduced_spec(spec, meta, dims, keepdim, "sum") for meta in call.meta]
+    func = call.func
+    if call.func not in _SORTS or spec == given:
+        return call.plan(spread, {(0,): spec}, call=_plain_tuple(func))
+    outputs = [given.replace(meta=meta_of(meta)) for meta in call.meta]
+
+    def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        results = func(*args, **kwargs)
+        return tuple(redistribute_local(r, *specs) for r, specs in zip(results, zip(spread, outputs), strict=True))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+# -- the same where rows stay cut ---------------------------------------------------------------------------------
+
+
+def _as_rows(x: Tensor, dim: int) -> Tensor:
+    x = x.movedim(dim, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _from_rows(rows: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """``rows`` as a tensor of this shape, but for its own number of columns."""
+    others = [n for d, n in enumerate(shape) if d != dim]
+    return rows.view(*others, rows.shape[-1]).movedim(-1, dim)
+
+
+class _RowsAcross:
+    """The sorted rows of a shard along a sharded dim, which lie as the shard does."""
+
+    def __init__(self, x: Tensor, spec: ShardTensorSpec, dim: int, descending: bool) -> None:
+        m = spec.sharded_dims()[dim]
+        self._dim, self._shape = dim, x.shape
+        self._sorted = Sorted(_as_rows(x, dim), spec.cut(m), spec.cut(m), descending, spec.mesh.get_group(m))
+        rows, columns = self._sorted.shape
+        start, _ = spec.interval(m)
+        index = torch.arange(start, start + columns, device=x.device).expand(rows, -1)
+        self.values = _from_rows(self._sorted.values, dim, x.shape)
+        self.indices = _from_rows(self._sorted.there(index), dim, x.shape)
+
+    def back(self, grad: Tensor) -> Tensor:
+        return _from_rows(self._sorted.back(_as_rows(grad, self._dim)), self._dim, self._shape)
+
+
+def _check_order(spec: ShardTensorSpec) -> None:
+    """Let torch judge on every rank whether it orders this dtype."""
+    torch.ones(1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type).sort()
+
+
+def _sort_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+    _check_order(spec)
+    at = 2 if call.func == _aten.sort.default else 3
+    descending = argument(call, at, "descending", False)
+    outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        rows = _RowsAcross(x, spec, dim, descending)
+        return rows.values, rows.indices
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+def _is_few(spec: ShardTensorSpec, dim: int, k: int) -> bool:
+    """Whether every rank may hold the ``k`` largest elements of all ranks: no more than a shard."""
+    ranks = spec.mesh.size(spec.sharded_dims()[dim])
+    return k * ranks <= spec.shape[dim] // ranks
+
+
+def _topk_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+    """A few are gathered from every rank; many are cut from the sorted rows."""
+    _check_order(spec)
+    k, largest = call.args[1], argument(call, 3, "largest", True)
+    m = spec.sharded_dims()[dim]
+    sizes, group, (start, stop) = spec.cut(m), spec.mesh.get_group(m), spec.interval(m)
+    if _is_few(spec, dim, k):
+        outputs = [reduced_spec(spec, meta, [dim], True, "sum").for_gradient() for meta in call.meta]
+
+        def gathered(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+            best = torch.topk(_as_rows(x, dim), min(k, stop - start), largest=largest)
+            room = (0, k - best.values.shape[-1])
+            pairs = [torch.nn.functional.pad(t, room) for t in (best.values, best.indices + start)]
+            values, indices = (
+                torch.cat([t[:, : min(k, n)] for t, n in zip(all_gather(p, group), sizes, strict=True)], -1)
+                for p in pairs
+            )
+            order = torch.argsort(values, dim=-1, descending=largest, stable=True)[:, :k]
+            return tuple(_from_rows(t.gather(-1, order), dim, x.shape) for t in (values, indices))
+
+        return call.plan(outputs, {(0,): spec}, call=gathered)
+    kept = map_cuts(sizes, lambda c: min(c, k))
+    cut = tuple(kept if i == m else s for i, s in enumerate(spec.sizes))
+    outputs = [spec.replace(meta=meta_of(meta), sizes=cut) for meta in call.meta]
+
+    def sorted_(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        rows = _RowsAcross(x, spec, dim, largest)
+        return tuple(t.narrow(dim, 0, kept[spec.coordinate[m]]) for t in (rows.values, rows.indices))
+
+    return call.plan(outputs, {(0,): spec}, call=sorted_)
+
+
+def _kth_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+    """Found by counting, without moving anything: kthvalue, median, nanmedian."""
+    _check_order(spec)
+    func, length = call.func, spec.shape[dim]
+    m = spec.sharded_dims()[dim]
+    group, (start, _) = spec.mesh.get_group(m), spec.interval(m)
+    keepdim = argument(call, _ROWS[func][1] or 0, "keepdim", False)
+    outputs = [reduced_spec(spec, meta, [dim], keepdim, "sum").for_gradient() for meta in call.meta]
+    given = call.args[1] - 1 if func == _aten.kthvalue.default else None
+
+    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        ordered, order = torch.sort(_as_rows(x, dim), dim=-1, stable=True)
+        if given is not None:
+            place = torch.full((len(ordered), 1), given, device=x.device)
+        else:
+            missing = all_reduce(ordered.isnan().sum(-1, keepdim=True), group)
+            if func == _aten.median.dim:  # the first NaN, if there is one
+                place = torch.where(missing > 0, length - missing, (length - 1) // 2)
+            else:
+                place = (length - missing - 1).clamp(min=0) // 2
+        found = find_places(sort_keys(ordered), x.dtype, place, [group])
+        pairs = [_from_rows(found.pick(t, [group]), dim, x.shape) for t in (ordered, order + start)]
+        return tuple(t if keepdim else t.squeeze(dim) for t in pairs)
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+_ACROSS: dict[Any, Callable[[Call, ShardTensorSpec, int], Plan]] = {
+    _aten.sort.default: _sort_across,
+    _aten.sort.stable: _sort_across,
+    _aten.topk.default: _topk_across,
+    _aten.kthvalue.default: _kth_across,
+    _aten.median.dim: _kth_across,
+    _aten.nanmedian.dim: _kth_across,
+}
+
+
+class _SortedAcross(torch.autograd.Function):
+    """Rows sorted where they are cut; gradients go back to where the elements came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, dim: int, descending: bool) -> Any:  # type: ignore[override]
+        ctx.spec, ctx.rows = x._spec, _RowsAcross(x._local_tensor, x._spec, dim, descending)
+        ctx.set_materialize_grads(False)
+        values = wrap(ctx.rows.values, x._spec)
+        indices = wrap(ctx.rows.indices, x._spec.with_dtype(torch.int64))
+        ctx.mark_non_differentiable(indices)
+        return values, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None, None, None
+        return wrap(ctx.rows.back(as_gradient(grad, ctx.spec)._local_tensor), ctx.spec), None, None
+
+
+# -- gradients: torch's formulas would write them into a plain tensor of the global shape -------------------------
+
+
+class _Selected(torch.autograd.Function):
+    """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, op: Any, dim: int, removed: bool, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        values, indices = run(op, (x, *args), kwargs)
+        ctx.spec, ctx.dim, ctx.removed, ctx.out = x._spec, dim, removed, values._spec
+        ctx.cumulative = op in (_aten.cummax.default, _aten.cummin.default)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return values, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 6
+        spec, dim = ctx.spec, ctx.dim
+        (indices,) = ctx.saved_tensors
+        local, index = as_gradient(grad, ctx.out)._local_tensor, indices._local_tensor
+        if ctx.removed:
+            local, index = local.unsqueeze(dim), index.unsqueeze(dim)
+        m = spec.sharded_dims().get(dim)
+        if m is None:
+            result = _scattered(local, index, spec, dim, 0)
+        else:
+            start, _ = spec.interval(m)
+            result = _scattered(local, index, spec, dim, start)
+            if ctx.cumulative:
+                # A row's elements that point to an earlier rank all point to the same one there.
+                earlier = index < start
+                row = [1 if d == dim else n for d, n in enumerate(index.shape)]
+                sums = torch.where(earlier, local, 0).sum(dim, keepdim=True)
+                places = (
+                    torch.where(earlier, index, -1).amax(dim, True) if index.shape[dim] else index.new_full(row, -1)
+                )
+                group = spec.mesh.get_group(m)
+                for pair in zip(all_gather(sums, group), all_gather(places, group), strict=True):
+                    result += _scattered(*pair, spec, dim, start)
+        return wrap(result, spec), None, None, None, None, None
+
+
+def _scattered(values: Tensor, index: Tensor, spec: ShardTensorSpec, dim: int, start: int) -> Tensor:
+    """A shard, which begins at ``start``, of zeros with the values added at their global indices along ``dim``."""
+    result = values.new_zeros(spec.local_shape())
+    if result.numel():
+        inside = (index >= start) & (index < start + result.shape[dim])
+        result.scatter_add_(dim, torch.where(inside, index - start, 0), torch.where(inside, values, 0))
+    return result
+
+
+def _picked(x: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any, kwargs: Any = None) -> Any:
+    """The handler of ``torch.<name>`` with a gradient: ``keepdim`` is None where the dim stays in any case."""
+    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim:
+        return NotImplemented
+    x = redistribute_to(x, x._spec.for_gradient())
+    (dim,) = reduced_dims(dim, x.ndim)
+    room = _room(op, x._spec, dim) if op in _ROWS else x._spec
+    if room is None and (op in _SORTS or (op == _aten.topk.default and not _is_few(x._spec, dim, args[0]))):
+        pair = _SortedAcross.apply(x, dim, kwargs["descending"] if op in _SORTS else args[2])
+        if op not in _SORTS:
+            pair = [t.narrow(dim, 0, args[0]) for t in pair]
+        return getattr(torch.return_types, name)(pair)
+    moved = x if room is None else redistribute_to(x, room)
+    values, indices = _Selected.apply(moved, op, dim, keepdim is False, args, kwargs or {})
+    if op in _SORTS:
+        values, indices = redistribute_to(values, x._spec), redistribute_to(indices, x._spec)
+    return getattr(torch.return_types, name)((values, indices))
+
+
+@register(torch.max, Tensor.max)
+def _max(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if not isinstance(dim, int) or kwargs:
+        return NotImplemented
+    return _picked(input, _aten.max.dim, "max", dim, keepdim, (dim, keepdim))
+
+
+@register(torch.min, Tensor.min)
+def _min(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if not isinstance(dim, int) or kwargs:
+        return NotImplemented
+    return _picked(input, _aten.min.dim, "min", dim, keepdim, (dim, keepdim))
+
+
+@register(torch.sort, Tensor.sort)
+def _sort(input: Any, dim: Any = -1, descending: bool = False, stable: bool = False, **kwargs: Any) -> Any:
+    if kwargs or not isinstance(dim, int):
+        return NotImplemented
+    options = {"stable": stable, "dim": dim, "descending": descending}
+    return _picked(input, _aten.sort.stable, "sort", dim, None, (), options)
+
+
+@register(torch.msort, Tensor.msort)
+def _msort(input: Any) -> Any:
+    result = _sort(input, 0)
+    return result if result is NotImplemented else result.values
+
+
+@register(torch.topk, Tensor.topk)
+def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **kwargs: Any) -> Any:
+    return (
+        NotImplemented if kwargs else _picked(input, _aten.topk.default, "topk", dim, None, (k, dim, largest, sorted))
+    )
+
+
+@register(torch.kthvalue, Tensor.kthvalue)
+def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False, **kwargs: Any) -> Any:
+    if kwargs:
+        return NotImplemented
+    return _picked(input, _aten.kthvalue.default, "kthvalue", dim, keepdim, (k, dim, keepdim))
+
+
+@register(torch.cummax, Tensor.cummax)
+def _cummax(input: Any, dim: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _picked(input, _aten.cummax.default, "cummax", dim, None, (dim,))
+
+
+@register(torch.cummin, Tensor.cummin)
+def _cummin(input: Any, dim: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _picked(input, _aten.cummin.default, "cummin", dim, None, (dim,))
+
+
+def _register_along(function: Any, method: Any, op: Any) -> None:
+    """median, nanmedian and mode: with a dim they are alike."""
+
+    @register(function, method)
+    def handler(
+        input: Any, dim: Any = -1 if function is torch.mode else None, keepdim: bool = False, **kwargs: Any
+    ) -> Any:
+        if not isinstance(dim, int) or kwargs:
+            return NotImplemented
+        return _picked(input, op, function.__name__, dim, keepdim, (dim, keepdim))
+
+
+_register_along(torch.median, Tensor.median, _aten.median.dim)
+_register_along(torch.nanmedian, Tensor.nanmedian, _aten.nanmedian.dim)
+_register_along(torch.mode, Tensor.mode, _aten.mode.default)

@@ -1,0 +1,206 @@
+"""Runs of equal elements: ``unique_consecutive``, ``unique``, ``bincount``.
+
+How long the results are depends on data. The ranks tell each other how much each has, and the result is cut so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ...dispatch import run, wrap
+from ...errors import refuse
+from ...geometry import chunk_sizes, cuts_of, intervals_of
+from ...redistribute import all_gather, move_intervals, redistribute_local
+from ...registry import register
+from ...spec import ShardTensorSpec
+from ..common.alignment import leading, moved, whole_value
+from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
+from ..reduction.reductions import reduced_dims
+from ..reduction.scan import reduce_over
+
+_aten = torch.ops.aten
+
+
+def _line_spec(spec: ShardTensorSpec, mesh_dim: int | None, length: int, sizes: Any, dtype: torch.dtype) -> Any:
+    """The spec of a vector that is cut along this mesh dim."""
+    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(spec.mesh.ndim)]
+    cut = {} if mesh_dim is None else {mesh_dim: sizes}
+    return ShardTensorSpec.make(spec.mesh, placements, (length,), dtype, shard_sizes=cut)
+
+
+def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[Any, Any, Any]:
+    """The first slice of each run of equal slices along ``dim``, the runs that slices belong to, and their lengths.
+
+    A rank asks the one before for one slice; then all tell each other how many runs begin with them and where.
+    """
+    m, length = spec.sharded_dims().get(dim), spec.shape[dim]
+    start, stop = (0, length) if m is None else spec.interval(m)
+    seen = x
+    if m is not None:
+        own = intervals_of(spec.cut(m))
+        need = [(max(0, a - 1), b) if b > a else (a, b) for a, b in own]
+        seen = move_intervals(x, dim, own, need, spec.coordinate[m], spec.mesh.get_group(m))
+    seen = seen.movedim(dim, 0).flatten(1) if x.ndim > 1 else seen.unsqueeze(1)
+    begins = (seen[1:] != seen[:-1]).any(1)
+    if start == 0 and stop:
+        begins = torch.nn.functional.pad(begins, (1, 0), value=True)
+    begins = reduce_over(begins, spec, [i for d, i in spec.sharded_dims().items() if d != dim], "max")
+    at = begins.nonzero().squeeze(1)
+    here, ranks = 0, [[len(at), start + int(at[0]) if len(at) else length]]
+    if m is not None:
+        mine = torch.tensor(ranks[0], device=x.device)
+        here, ranks = spec.coordinate[m], all_gather(mine, spec.mesh.get_group(m)).tolist()
+    counts = tuple(n for n, _ in ranks)
+    following = next((first for n, first in ranks[here + 1 :] if n), length)
+    total = sum(counts)
+    values = x.index_select(dim, at)
+    shape = [total if d == dim else n for d, n in enumerate(spec.shape)]
+    sizes = [counts if i == m else s for i, s in enumerate(spec.sizes)]
+    cuts = {i: s for i, s in enumerate(sizes) if s is not None}
+    out = ShardTensorSpec.make(spec.mesh, spec.placements, shape, x.dtype, shard_sizes=cuts)
+    inverse = begins.cumsum(0) + (sum(counts[:here]) - 1)
+    lengths = torch.nn.functional.pad(at + start, (0, 1), value=following).diff()
+    return (
+        wrap(values, out),
+        wrap(inverse, _line_spec(spec, m, length, None if m is None else spec.cut(m), torch.int64)),
+        wrap(lengths, _line_spec(spec, m, total, counts, torch.int64)),
+    )
+
+
+def _results(x: Any, values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
+    """What is not asked for is empty, as torch has it."""
+    nothing = x._local_tensor.new_empty(0, dtype=torch.int64)
+    return values, inverse if return_inverse else nothing, counts if return_counts else nothing.clone()
+
+
+def _line_of(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]:
+    """The mesh dim that cuts a tensor with one sharded dim, and how many elements each of its ranks has."""
+    dims = spec.sharded_dims()
+    if not dims:
+        return None, None
+    ((d, m),) = dims.items()
+    others = math.prod(n for i, n in enumerate(spec.shape) if i != d)
+    return m, tuple(n * others for n in spec.cut(m))
+
+
+@register(_aten.unique_consecutive.default)
+def _unique_consecutive(
+    x: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    if x._spec.is_replicate():
+        return NotImplemented
+    local, spec = whole_value(x)
+    if dim is not None:
+        results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
+        return _results(x, *results, return_inverse, return_counts)
+    lead = leading("unique_consecutive", spec)
+    local = redistribute_local(local, spec, lead)
+    m, sizes = _line_of(lead)
+    line = _line_spec(lead, m, lead.shape.numel(), sizes, x.dtype)
+    values, inverse, counts = _runs(local.reshape(-1), line, 0)
+    if return_inverse:
+        like = lead.with_dtype(torch.int64)
+        back = like.replace(placements=spec.placements, sizes=spec.sizes)
+        inverse = wrap(redistribute_local(inverse._local_tensor.view(lead.local_shape()), like, back), back)
+    return _results(x, values, inverse, counts, return_inverse, return_counts)
+
+
+@register(_aten._unique2.default)
+def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
+    if x._spec.is_replicate():
+        return NotImplemented
+    local, spec = whole_value(x)
+    if len(spec.sharded_dims()) > 1:
+        raise refuse("unique", [spec], "it is cut on several mesh dims", "shard it on one mesh dim only")
+    m, sizes = _line_of(spec)
+    if m is None or sizes is None:
+        return run(_aten._unique2.default, (wrap(local, spec), sorted, return_inverse, return_counts), {})
+    rows = Sorted(local.reshape(1, -1), sizes, sizes, False, spec.mesh.get_group(m))
+    line = _line_spec(spec, m, spec.shape.numel(), sizes, x.dtype)
+    values, inverse, counts = _runs(rows.values.flatten(), line, 0)
+    if return_inverse:
+        here = rows.back(inverse._local_tensor.view(1, -1)).view(spec.local_shape())
+        inverse = wrap(here, spec.with_dtype(torch.int64))
+    return _results(x, values, inverse, counts, return_inverse, return_counts)
+
+
+def _slice_order(slices: Tensor) -> Tensor:
+    """The positions of slices ``(slices, columns)`` in order."""
+    return torch.unique(sort_keys(slices), dim=0, return_inverse=True)[1].argsort(stable=True)
+
+
+@register(_aten.unique_dim.default)
+def _unique_slices(
+    x: Any, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> Any:
+    """Like :func:`_unique`, for slices along ``dim``, which have to be whole: that dim is the one to be sharded."""
+    if x._spec.is_replicate():
+        return NotImplemented
+    local, spec = whole_value(x)
+    dim = reduced_dims(dim, x.ndim)[0]
+    if spec.shape[dim] == 1 and spec.shape.numel():
+        return _results(x, *_runs(local, spec, dim), return_inverse, return_counts)
+    target = spec if spec.shape.numel() else spec.replicated()
+    for d, m in target.sharded_dims().items():
+        if d == dim:
+            continue
+        ranks = spec.mesh.size(m)
+        if dim in target.sharded_dims() or spec.shape[dim] < ranks:
+            reason = f"slices along dim {dim} would have to be whole, but dim {d} is sharded on mesh dim {m}"
+            raise refuse("unique", [spec], reason, f"shard dim {dim} only")
+        placements, sizes = list(target.placements), list(target.sizes)
+        placements[m], sizes[m] = Shard(dim), chunk_sizes(spec.shape[dim], ranks)
+        target = target.replace(placements=placements, sizes=tuple(sizes))
+    local = redistribute_local(local, spec, target)
+    if target.is_replicate():
+        return run(_aten.unique_dim.default, (wrap(local, target), dim, sorted, return_inverse, return_counts), {})
+    m = target.sharded_dims()[dim]
+    cut, group = target.cut(m), target.mesh.get_group(m)
+    slices = local.movedim(dim, 0)
+    flat = slices.reshape(len(slices), math.prod(slices.shape[1:]))
+    order = _slice_order(flat)
+    places = torch.tensor(cuts_of(cut)[1:-1], dtype=torch.int64, device=x.device)
+    everybody = find_slices(sort_keys(flat[order]), x.dtype, places, group)
+    route = Route(order.unsqueeze(0), everybody.unsqueeze(1), cut, cut, group)
+    here = route.there(flat.unsqueeze(0)).squeeze(0)
+    within = _slice_order(here)
+    route.reorder(within.unsqueeze(0))
+    values, inverse, counts = _runs(here[within].view(slices.shape).movedim(0, dim), target, dim)
+    if return_inverse:
+        inverse = wrap(route.back(inverse._local_tensor.unsqueeze(0)).squeeze(0), inverse._spec)
+    return _results(x, values, inverse, counts, return_inverse, return_counts)
+
+
+@register(_aten.bincount.default)
+def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """The ranks agree on the greatest number; then each has its own counts, a Partial."""
+    if not hasattr(x, "_spec") or x._spec.is_replicate():
+        return NotImplemented
+    local, spec = whole_value(x)
+    torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
+    over = list(spec.sharded_dims().values())
+    ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)
+    greatest, least = reduce_over(ends.long(), spec, over, "max").tolist()
+    if spec.shape.numel() and least > 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    if weights is not None:
+        if tuple(weights.shape) != tuple(spec.shape):
+            raise RuntimeError("weights should be 1-d and have the same length as input")
+        if hasattr(weights, "_spec"):
+            like = spec.with_dtype(weights.dtype)
+            weights = moved("bincount", weights, like)._local_tensor
+        else:
+            for m in over:
+                start, stop = spec.interval(m)
+                weights = weights[start:stop]
+    counts = torch.bincount(local, weights, minlength=max(minlength, greatest + 1))
+    if weights is not None:  # torch forgets the weights' dtype where there are no elements
+        counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
+    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
+    return wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))

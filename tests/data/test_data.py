@@ -1,0 +1,794 @@
+"""From files to shards: one rank reads and scatters a batch ahead, or each rank reads its own slice."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+from shardtensor import ShardTensor
+from shardtensor.data import ShardLoader, SliceDataset, loader, read
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shared_mesh
+
+AXES = ("dp", "domain")
+ROOT = Path(__file__).parents[2]
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def grid():
+    return shared_mesh((2, 2), AXES)
+
+
+def domain():
+    return grid()["domain"]
+
+
+def part(whole, x):
+    """What this rank should hold of ``whole``."""
+    for m, placement in enumerate(x.placements):
+        if isinstance(placement, Shard):
+            sizes, at = x.shard_sizes[m], x.device_mesh.get_coordinate()[m]
+            whole = whole.narrow(placement.dim, sum(sizes[:at]), sizes[at])
+    return whole
+
+
+def check(x, whole, sizes=None):
+    assert type(x) is ShardTensor and x.shape == whole.shape and x.dtype == whole.dtype and not x.requires_grad
+    assert sizes is None or x.shard_sizes == sizes
+    local = x.to_local()
+    assert torch.equal(local, part(whole, x)) and local.is_contiguous()
+    assert local.untyped_storage().nbytes() == local.nbytes  # nothing else is kept alive
+
+
+# -- one rank reads: what arrives --------------------------------------------------------------------------------------
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    values = torch.randint(0, 99, shape, generator=torch.Generator().manual_seed(seed))
+    return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
+
+
+def nested(i):
+    """A batch of everything; the ``i``-th has ``i`` rows."""
+    return {
+        "image": numbers(2, 7, 5, seed=i),
+        "pair": Pair(numbers(i, 3, dtype=torch.bool), [numbers(i, 3, seed=9, dtype=torch.complex64).conj(), None]),
+        "array": np.arange(6.0).reshape(2, 3).T,
+        "number": torch.tensor(i),
+        "about": ("sample", i, {"where": [i, 2.5]}),
+    }
+
+
+NESTED = {
+    "image": (Shard(0), Shard(2)),
+    "pair": (Shard(0), Replicate()),
+    "array": (Replicate(), Shard(-2)),
+    "number": (Replicate(), Replicate()),
+}
+
+
+def everything_arrives():
+    mesh, source = grid(), 2
+    sizes = {"image": {0: (0, 2), 1: (4, 1)}, "pair": None, "array": "even", "number": {0: (3, 4)}}
+    batches = [nested(i) for i in (4, 1, 0)]
+    given = batches if dist.get_rank() == source else None
+    sharded = ShardLoader(given, mesh, NESTED, shard_sizes=sizes, source=source)
+    assert len(sharded) == 3
+    for batch, whole in zip(sharded, batches, strict=True):
+        assert batch["about"] == whole["about"] and type(batch["pair"]) is Pair and batch["pair"].second[1] is None
+        check(batch["image"], whole["image"], {0: (0, 2), 1: (4, 1)})
+        check(batch["pair"].first, whole["pair"].first)
+        check(batch["pair"].second[0], whole["pair"].second[0].resolve_conj())
+        check(batch["array"], torch.from_numpy(whole["array"]), {1: (2, 1)})
+        check(batch["number"], whole["number"])
+
+
+def test_nested_batches_of_any_tensors():
+    run_distributed(everything_arrives, 4)
+
+
+def cut_from_batch_to_batch():
+    mesh = shared_mesh(4)
+    batches = [numbers(n, 3) for n in (9, 4, 17)]
+    sharded = ShardLoader(
+        iter(batches) if dist.get_rank() == 0 else None,  # any iterable; this one has no length
+        mesh,
+        lambda x: (Shard(0),) if len(x) > 4 else (Shard(1),),
+        shard_sizes=lambda x: {0: (len(x) - 3, 0, 2, 1)} if len(x) > 4 else None,
+    )
+    with pytest.raises(TypeError, match="no length"):
+        len(sharded)
+    expected = [(6, 0, 2, 1), (1, 1, 1, 0), (14, 0, 2, 1)]
+    for x, whole, sizes in zip(sharded, batches, expected, strict=True):
+        check(x, whole, {0: sizes})
+
+
+def test_batches_are_cut_differently_by_functions_of_the_batch():
+    run_distributed(cut_from_batch_to_batch, 4)
+
+
+def two_domains():
+    mesh = grid()
+    data, target = numbers(12, 3, 5), torch.arange(12)
+    given = None
+    if domain().get_local_rank() == 1:
+        dataset = TensorDataset(data, target)
+        sampler = DistributedSampler(dataset, num_replicas=2, rank=mesh["dp"].get_local_rank(), seed=3)
+        given = DataLoader(dataset, batch_size=2, sampler=sampler)
+    with domain():  # need not be named
+        sharded = ShardLoader(given, placements=[(Shard(2),), (Replicate(),)], shard_sizes={0: (4, 1)}, source=1)
+    seen = []
+    for epoch in range(2):
+        if given is not None:
+            given.sampler.set_epoch(epoch)
+        mine = []
+        for x, y in sharded:
+            check(x, data[y.to_local()], {0: (4, 1)})
+            assert x.device_mesh == domain()
+            mine += y.to_local().tolist()
+        seen.append(mine)
+    return seen
+
+
+def test_each_domain_has_its_own_source():
+    seen = run_distributed(two_domains, 4)
+    assert seen[0] == seen[1] and seen[2] == seen[3]
+    for epoch in range(2):
+        assert sorted(seen[0][epoch] + seen[2][epoch]) == list(range(12))
+    assert seen[0][0] != seen[0][1]
+
+
+def alone():
+    mesh = shared_mesh((4, 1), AXES)["domain"]
+    wholes = [numbers(3, 2, seed=dist.get_rank() + i) for i in range(3)]
+    for x, whole in zip(ShardLoader(wholes, mesh, (Shard(0),)), wholes, strict=True):
+        check(x, whole, {0: (3,)})
+    check(read(wholes[0].numpy(), mesh, (Shard(1),)), wholes[0], {0: (2,)})
+
+
+def test_domains_of_one_rank():
+    run_distributed(alone, 4)
+
+
+def messages():
+    """To each rank its shard, in one message, and nothing of what the others get."""
+    sent, send = [], dist.send
+    dist.send = lambda t, to, **kwargs: (sent.append((to, t.numel())), send(t, to, **kwargs))
+    try:
+        whole = numbers(3, 10, 2)
+        given = [whole] if dist.get_rank() == 1 else None
+        for x in ShardLoader(given, shared_mesh(4), (Shard(1),), shard_sizes={0: (1, 2, 0, 7)}, source=1):
+            check(x, whole)
+    finally:
+        dist.send = send
+    assert sent == ([(0, 3 * 1 * 2 * 8), (3, 3 * 7 * 2 * 8)] if dist.get_rank() == 1 else [])
+
+
+def test_a_rank_is_sent_its_shard_and_nothing_else():
+    run_distributed(messages, 4)
+
+
+def large_shards():
+    """Several blocks, whose borders are no rows of the shard."""
+    before, loader._BLOCK = loader._BLOCK, 100
+    try:
+        batches = [numbers(3, 2, 29, 5), numbers(200), numbers(2, 300)]
+        sharded = ShardLoader(batches, grid(), lambda x: (Shard(0), Shard(x.ndim - 1) if x.ndim > 1 else Replicate()))
+        for x, whole in zip(sharded, batches, strict=True):
+            check(x, whole)
+    finally:
+        loader._BLOCK = before
+
+
+def test_large_shards_travel_in_blocks():
+    run_distributed(large_shards, 4)
+
+
+# -- one rank reads: a batch ahead -------------------------------------------------------------------------------------
+
+
+class Counted(Dataset):
+    def __init__(self):
+        self.read = 0
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        self.read += 1
+        return torch.full((4,), float(i))
+
+
+def arrives_meanwhile():
+    dataset = Counted()
+    sharded = ShardLoader(DataLoader(dataset, batch_size=None), domain(), (Shard(0),), shard_sizes={0: (3, 1)})
+    for i, x in enumerate(sharded):
+        assert dataset.read == (min(i + 2, 6) if sharded.is_source else 0)
+        # Without any help from us; the ranks of the domain meet below, so that none is still to send.
+        sharded._transfer._thread.join(20)
+        assert not sharded._transfer._thread.is_alive()
+        check(x, torch.full((4,), float(i)))
+
+
+def test_the_next_batch_is_there_before_it_is_asked_for():
+    run_distributed(arrives_meanwhile, 4)
+
+
+def under_way(sharded, wanted):
+    """Whether the transfer is under way still; waits for what is wanted."""
+    sharded._transfer._thread.join(0.5 if wanted else 20)
+    return sharded._transfer._thread.is_alive()
+
+
+def third_shards():
+    """A receiver keeps two shards: the memory for a third one waits for the first to go, also in a graph."""
+    rows = 2 * loader._SMALL // 4
+    weight = torch.ones(1, requires_grad=True)
+    sharded = ShardLoader([torch.full((rows, 2), i) for i in (1.0, 2.0, 3.0, 4.0)], domain(), (Shard(0),))
+    receiver = not sharded.is_source
+    batches = iter(sharded)
+    first = next(batches)
+    assert not under_way(sharded, False)
+    second = next(batches)
+    assert under_way(sharded, True) or not receiver
+    graph = first[1:] * weight
+    del first
+    assert under_way(sharded, True) or not receiver
+    del graph
+    assert not under_way(sharded, False)
+    third = next(batches)  # while the second is kept
+    fourth = next(batches)
+    for i, x in enumerate((second, third, fourth)):
+        assert (x.to_local() == i + 2).all()
+
+
+def test_a_third_shard_waits_until_the_first_is_gone():
+    run_distributed(third_shards, 4)
+
+
+class Fields(Dataset):
+    """A sample is a batch of (1, 4, height, 1024) float32: 16 KiB a row."""
+
+    def __init__(self, samples, height):
+        self.samples, self.height = samples, height
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, i):
+        return torch.full((1, 4, self.height, 1024), float(i))
+
+
+def resident(what="VmRSS"):
+    """MiB of this process; VmHWM: its peak."""
+    return int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def peak_memory(source_rows, other_rows):
+    def epoch(samples):
+        height = source_rows + other_rows
+        dataset = Fields(samples, height) if domain().get_local_rank() == 0 else None
+        given = None if dataset is None else DataLoader(dataset, batch_size=None)
+        for i, x in enumerate(ShardLoader(given, domain(), (Shard(2),), shard_sizes={0: (source_rows, other_rows)})):
+            assert (x.to_local()[..., ::50] == i).all()
+        assert i == samples - 1
+
+    epoch(1)
+    before = resident()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    epoch(5)
+    return resident("VmHWM") - before
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak of resident memory")
+@pytest.mark.parametrize(("source_rows", "other_rows"), [(2304, 4352), (0, 4352)])
+def test_the_source_holds_one_batch_and_the_others_two_shards(source_rows, other_rows):
+    """The source its own two shards as well, as everybody; none if it is given no rows."""
+    batch, own, other = ((source_rows + other_rows) / 64, source_rows / 64, other_rows / 64)
+    for rank, peak in enumerate(run_distributed(peak_memory, 4, source_rows, other_rows)):
+        expected = 2 * other if rank % 2 else batch + 2 * own
+        assert expected - 4 <= peak <= expected + 20, (rank, peak, expected)
+
+
+def in_step():
+    """What the source's loader draws, for its order and in its dataset, does not move its generator."""
+    data = TensorDataset(torch.arange(6))
+    given = DataLoader(data, batch_size=2, shuffle=True, collate_fn=lambda s: torch.rand(2)) if grid_source() else None
+    sharded = ShardLoader(given, grid(), (Shard(0), Replicate()))
+    before = torch.get_rng_state()
+    epochs = [torch.cat([x.full_tensor() for x in sharded]) for _ in range(2)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(*epochs)  # but the loader's own goes on
+
+
+def grid_source():
+    return dist.get_rank() == 0
+
+
+def test_the_source_draws_no_numbers_of_the_program():
+    run_distributed(in_step, 4)
+
+
+# -- one rank reads: leaving, errors, going on -------------------------------------------------------------------------
+
+
+def leave_and_come_back():
+    wholes = [numbers(5, 3, seed=i) for i in range(4)]
+    first, second = (ShardLoader(wholes, domain(), (Shard(d),), source=d) for d in (0, 1))
+    for stop in (0, 2, 3):
+        for i, x in enumerate(first):
+            check(x, wholes[i])
+            if i == stop:
+                break
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in first:
+            raise ZeroDivisionError
+    for (i, x), y in zip(enumerate(first), second, strict=True):  # two at once
+        check(x, wholes[i])
+        check(y, wholes[i])
+        if i % 2:
+            for z, whole in zip(second_half := ShardLoader(wholes[2:], domain(), (Shard(1),)), wholes[2:]):
+                check(z, whole)
+            assert len(second_half) == 2
+    kept = list(first)
+    for x, whole in zip(kept, wholes, strict=True):
+        check(x, whole)
+    old = iter(first)
+    next(old)
+    check(next(iter(first)), wholes[0])
+    with pytest.raises(RuntimeError, match="this iteration has ended"):
+        next(old)
+    with count_communication() as counted:
+        for x in first:
+            check(x, wholes[0])
+            break
+    assert not counted.messages  # all of it in its own thread, on its own group
+    assert list(ShardLoader([], domain())) == []
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 4
+
+
+def test_loops_may_be_left_nested_and_repeated():
+    run_distributed(leave_and_come_back, 4)
+
+
+class Broken(Dataset):
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        if i == 2:
+            raise self.error
+        return numbers(4, 3, seed=i)
+
+
+class Unsendable(Exception):
+    def __init__(self, path, reason):
+        super().__init__(f"{path}: {reason}")
+
+
+class Hidden:
+    def __init__(self):
+        self.tensor = numbers(3)
+
+
+def fails(case):
+    placements, sizes, given = (Shard(0),), None, [numbers(4, 3)]
+    if case == "dataset":
+        given = DataLoader(Broken(OSError("disk on fire")), batch_size=None)
+    elif case == "unsendable":
+        given = DataLoader(Broken(Unsendable("a.zarr", "is gone")), batch_size=None)
+    elif case == "sizes":
+        sizes = {0: (1, 2)}
+    elif case == "dim":
+        placements = {"x": (Shard(2),)}
+        given = [{"x": numbers(4, 3)}]
+    elif case == "no placements":
+        placements, given = {"x": (Shard(0),)}, [{"x": numbers(4, 3), "y": numbers(2)}]
+    elif case == "not down to tensors":
+        placements = {"x": (Shard(0),)}
+    elif case == "no sequence":
+        placements = Shard(0)
+    elif case == "partial":
+        placements = (Partial(),)
+    elif case == "hidden":
+        given = [{"x": Hidden()}]
+    elif case == "shards":
+        given = [ShardTensor.from_local(numbers(2), domain())]
+    elif case == "function":
+        sizes = lambda x: {}["no such key"]  # noqa: E731
+    elif case == "no loader":
+        given = None
+    elif case == "iteration":
+        given = 3
+    sharded = ShardLoader(given, domain(), placements, shard_sizes=sizes)
+    seen = 0
+    try:
+        for _ in sharded:
+            seen += 1
+    except Exception as error:
+        assert seen == (2 if case in ("dataset", "unsendable") else 0)
+        total = torch.ones(1)
+        dist.all_reduce(total)  # all ranks are here
+        assert total == 4
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("dataset", OSError, "disk on fire"),
+        ("unsendable", RuntimeError, "Unsendable: a.zarr: is gone"),
+        ("sizes", ValueError, r"batch: shard sizes \(1, 2\) of mesh dim 0 add up to 3, but tensor dim 0 has size 4"),
+        ("dim", ValueError, r"batch\['x'\]: Shard\(2\) on mesh dim 0: the tensor has only 2 dims"),
+        ("no placements", ValueError, r"batch\['y'\]: placements .* say nothing about \['y'\]"),
+        ("not down to tensors", ValueError, "batch: placements .* do not fit a single tensor"),
+        ("no sequence", TypeError, "batch: placements must be a sequence with one entry per mesh dim"),
+        ("partial", ValueError, r"batch: data cannot be placed as \(Partial.*: only Shard and Replicate"),
+        ("hidden", TypeError, "inside an object that is no dict, list or .* it would be sent whole"),
+        ("shards", TypeError, "batch: a batch holds plain dense tensors, not a ShardTensor"),
+        ("function", KeyError, "no such key"),
+        ("no loader", TypeError, "source rank . must pass a loader of batches, not None"),
+        ("iteration", TypeError, "source rank . must pass a loader of batches, not 3"),
+    ],
+)
+def test_what_fails_on_the_source_is_raised_on_every_rank(case, kind, text):
+    for error in run_expecting_errors(fails, 4, case):
+        assert isinstance(error, kind) and re.search(text, str(error)), error
+
+
+def bad_source():
+    with pytest.raises(ValueError, match="source=2 is no position in a mesh of 2 ranks"):
+        ShardLoader([], domain(), source=2)
+    with pytest.raises(RuntimeError, match="no mesh was given"):
+        ShardLoader([])
+
+
+def test_a_source_outside_the_mesh_is_an_error():
+    run_distributed(bad_source, 4)
+
+
+def resume(workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def sharded():
+        data = TensorDataset(torch.arange(20))
+        options = {"batch_size": 3, "shuffle": True, "num_workers": workers}
+        given = StatefulDataLoader(data, **options) if domain().get_local_rank() == 1 else None
+        return ShardLoader(given, domain(), (Replicate(),), source=1)
+
+    def values(batches):
+        return [tuple(x.to_local().tolist()) for (x,) in batches]
+
+    for seen in (0, 2, 7) if workers == 0 else (2,):
+        running = sharded()
+        batches = iter(running)
+        done = values(itertools.islice(batches, seen))
+        state = running.state_dict()
+        assert bool(state) == running.is_source
+        remaining = values(batches)
+        assert sorted(itertools.chain(*done, *remaining)) == list(range(20)) and len(remaining) == 7 - seen
+        torch.rand(7)  # another program, in another state
+        fresh = sharded()
+        fresh.load_state_dict(state)
+        assert values(fresh) == remaining
+        assert len(values(fresh)) == 7  # and the epoch after
+        # Backwards, in the middle of an iteration.
+        batches = iter(fresh)
+        next(batches)
+        fresh.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="load_state_dict was called"):
+            next(batches)
+        assert values(fresh) == remaining
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_gives_the_next_unseen_batch(workers):
+    pytest.importorskip("torchdata")
+    run_distributed(resume, 4, workers)
+
+
+def no_state():
+    sharded = ShardLoader(DataLoader([1, 2]), domain())
+    if sharded.is_source:
+        with pytest.raises(AttributeError, match="state_dict"):
+            sharded.state_dict()
+    else:
+        assert sharded.state_dict() == {}
+
+
+def test_a_loader_without_state_says_so():
+    run_distributed(no_state, 4)
+
+
+# -- each rank reads ---------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """An array that tells what was asked of it."""
+
+    def __init__(self, array, chunks=None):
+        self._array, self.asked = array, []
+        self.shape, self.dtype, self.chunks = array.shape, array.dtype, chunks
+
+    def __getitem__(self, key):
+        assert isinstance(key, tuple) and len(key) == len(self.shape)
+        self.asked.append(key)
+        return self._array[key]
+
+
+INDICES = [
+    (),
+    3,
+    -1,
+    slice(2, 7),
+    (slice(None), 1),
+    (Ellipsis, slice(1, None, 3)),
+    (np.int64(2), Ellipsis, -5),
+    (slice(1, 6, 2), slice(0, 0)),
+    (0, 0, 0),
+    (slice(-3, None), slice(None), slice(1, 4)),
+]
+
+
+def own_slices():
+    mesh = grid()
+    values = np.arange(7 * 2 * 11, dtype=np.float32).reshape(7, 2, 11)
+    for index in INDICES:
+        whole = torch.from_numpy(np.array(values[index]))
+        n = whole.shape
+        layouts = [((Replicate(), Replicate()), None)]
+        if whole.ndim:
+            layouts += [((Shard(0), Replicate()), {0: (n[0], 0)}), ((Replicate(), Shard(-1)), None)]
+        if whole.ndim > 1:
+            layouts.append(((Shard(-1), Shard(0)), {0: (n[-1] // 3, n[-1] - n[-1] // 3)}))
+        for placements, sizes in layouts:
+            array = Recording(values)
+            with count_communication() as counted:
+                x = read(array, mesh, placements, index=index, shard_sizes=sizes)
+            assert not counted.messages and not counted.collectives
+            check(x, whole, sizes if sizes and len(sizes) == len(x.shard_sizes) else None)
+            # Its own part in one piece, and nothing where there is none.
+            assert len(array.asked) == (x.to_local().numel() > 0)
+            if array.asked:
+                assert np.array_equal(values[array.asked[0]], x.to_local().numpy())
+
+
+def test_a_rank_reads_its_own_slice_only():
+    run_distributed(own_slices, 4)
+
+
+def kinds_of_numbers():
+    mesh = shared_mesh(4)
+    values = np.arange(9 * 2).reshape(9, 2)
+    for dtype in ("<f4", ">f4", ">i2", "?", "<u2", ">c8", "f2"):
+        x = read(values.astype(dtype), mesh, (Shard(0),), shard_sizes={0: (2, 0, 3, 4)})
+        check(x, torch.from_numpy(values.astype(np.dtype(dtype).newbyteorder("="))))
+    x = read(values, mesh, (Shard(0),), dtype=torch.bfloat16)
+    check(x, torch.from_numpy(values).bfloat16(), {0: (3, 3, 3, 0)})
+    x.to_local().zero_()
+    assert values.sum() == sum(range(18))  # its own memory
+    fixed = np.ones(4)
+    fixed.flags.writeable = False
+    with mesh:
+        assert read(fixed, placements=(Shard(0),)).device_mesh == mesh
+    assert read(torch.arange(4), mesh, (Shard(0),)).to_local().item() == dist.get_rank()
+
+
+def test_dtypes_byte_orders_and_own_memory():
+    run_distributed(kinds_of_numbers, 4)
+
+
+def bad_reads():
+    mesh, array = grid(), Recording(np.zeros((4, 6)))
+    cases = [
+        (TypeError, "only integers, slices and", {"index": ([0, 1],)}),
+        (ValueError, "step must be positive", {"index": slice(None, None, -1)}),
+        (IndexError, "index", {"index": (0, 0, 0)}),
+        (IndexError, "index", {"index": (Ellipsis, Ellipsis)}),
+        (IndexError, "out of range", {"index": 4}),
+        (ValueError, "the tensor has only 1 dims", {"index": 0, "placements": (Shard(1), Replicate())}),
+        (ValueError, "add up to 5", {"placements": (Shard(0), Replicate()), "shard_sizes": {0: (2, 3)}}),
+        (ValueError, "only Shard and Replicate", {"placements": (Partial(), Replicate())}),
+        (ValueError, "'chunks': dim 0 has no chunks", {"placements": (Shard(0), Replicate()), "shard_sizes": "chunks"}),
+    ]
+    for kind, text, kwargs in cases:
+        with pytest.raises(kind, match=text):
+            read(array, mesh, **kwargs)
+    with pytest.raises(TypeError, match="object_"):
+        read(np.array([None]), mesh)
+    chunked = Recording(np.zeros((4, 6)), chunks=(2, 2))
+    with pytest.raises(ValueError, match="not read as a whole"):
+        read(chunked, mesh, (Shard(0), Replicate()), index=slice(1, 3), shard_sizes="chunks")
+    assert not array.asked and not chunked.asked
+
+
+def test_bad_indices_and_layouts_raise_before_anything_is_read():
+    run_distributed(bad_reads, 4)
+
+
+@pytest.mark.parametrize(("n", "chunk", "sizes"), [(17, 4, (4, 4, 4, 5)), (6, 4, (0, 4, 0, 2)), (3, 1, (0, 1, 1, 1))])
+def test_cuts_between_chunks(n, chunk, sizes):
+    run_distributed(between_chunks, 4, n, chunk, sizes)
+
+
+def between_chunks(n, chunk, sizes):
+    array = Recording(np.arange(3 * n).reshape(3, n), chunks=(2, chunk))
+    whole = torch.arange(3 * n).view(3, n)
+    check(read(array, shared_mesh(4), (Shard(1),), shard_sizes="chunks"), whole, {0: sizes})
+    check(read(array, shared_mesh(4), (Shard(0),), index=1, shard_sizes="chunks"), whole[1], {0: sizes})
+    dataset = SliceDataset(array, shared_mesh(4), (Shard(1),), shard_sizes="chunks")
+    (x,) = dataset.batches(DataLoader(dataset, batch_size=3))
+    check(x, whole, {0: sizes})
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+VALUES = np.random.default_rng(0).standard_normal((6, 2, 11, 4)).astype(np.float32)
+
+
+def write(kind, path):
+    if kind == "memmap":
+        np.save(path, VALUES)
+    elif kind == "zarr":
+        import zarr
+
+        array = zarr.open_array(path, mode="w", shape=VALUES.shape, chunks=(1, 2, 3, 4), dtype="float32")
+        array[:] = VALUES
+    else:
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            file.create_dataset("values", data=VALUES.astype(">f4"), chunks=(1, 2, 3, 4))
+
+
+class Opened:
+    """A function that opens a file, and that can be pickled."""
+
+    def __init__(self, kind, path):
+        self.kind, self.path = kind, path
+
+    def __call__(self):
+        if self.kind == "memmap":
+            return np.load(self.path, mmap_mode="r")
+        if self.kind == "zarr":
+            import zarr
+
+            return zarr.open_array(self.path, mode="r")
+        import h5py
+
+        return h5py.File(self.path, "r")["values"]
+
+
+def from_file(kind, path):
+    mesh, whole, opened = grid(), torch.from_numpy(VALUES), Opened(kind, path)
+    array = opened()
+    sizes = {1: (10, 1)}
+    check(read(array, mesh, (Shard(0), Shard(2)), shard_sizes=sizes), whole, {0: (3, 3)} | sizes)
+    check(read(array, mesh, (Shard(0), Shard(1)), index=4, shard_sizes=sizes), whole[4], {0: (1, 1)} | sizes)
+    if kind != "memmap":
+        check(read(array, domain(), (Shard(1),), index=2, shard_sizes="chunks"), whole[2], {0: (6, 5)})
+    dataset = SliceDataset(opened, domain(), (Shard(2),), shard_sizes={0: (1, 10)})
+    for workers in (0, 2):
+        sampler = DistributedSampler(dataset, num_replicas=2, rank=mesh["dp"].get_local_rank(), shuffle=False)
+        batches = list(dataset.batches(DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=workers)))
+        mine = whole[mesh["dp"].get_local_rank() :: 2]
+        assert len(batches) == 2
+        check(batches[0], mine[:2], {0: (1, 10)})
+        check(batches[1], mine[2:], {0: (1, 10)})
+
+
+@pytest.mark.parametrize("kind", ["memmap", "zarr", "h5py"])
+def test_files_of_every_kind(kind, tmp_path):
+    if kind != "memmap":
+        pytest.importorskip(kind)
+    path = str(tmp_path / "values.npy")
+    write(kind, path)
+    run_distributed(from_file, 4, kind, path)
+
+
+def several_arrays():
+    x, y = Recording(VALUES), Recording(np.arange(6))
+    layout = {"fields": ((Shard(2),), (Shard(3),)), "label": (Replicate(),)}
+    dataset = SliceDataset({"fields": (x, x), "label": y}, domain(), layout)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True)  # equal seeds: equal orders
+    seen = []
+    for batch in dataset.batches(loader):
+        samples = batch["label"].to_local()
+        whole = torch.from_numpy(VALUES)[samples]
+        assert type(batch["fields"]) is tuple
+        check(batch["fields"][0], whole, {0: (6, 5)})
+        check(batch["fields"][1], whole, {0: (2, 2)})
+        seen += samples.tolist()
+    assert sorted(seen) == list(range(6)) and len(dataset) == 6
+    rows, columns = [(slice(0, 6, 1), slice(0, 2, 1)), (slice(6, 11, 1), slice(2, 4, 1))][domain().get_local_rank()]
+    for i in range(6):
+        asked = [key[1:] for key in x.asked if key[0] == i]
+        both, every = slice(0, 2, 1), (slice(0, 11, 1), slice(0, 4, 1))
+        assert asked == [(both, rows, every[1]), (both, every[0], columns)]
+
+
+def test_several_arrays_of_one_sample():
+    run_distributed(several_arrays, 4)
+
+
+class Unreadable(Recording):
+    def __getitem__(self, key):
+        raise OSError("disk on fire")
+
+
+def bad_batches(case):
+    mesh, rank = grid(), dist.get_rank()
+    array = np.zeros((8, 4))
+    if case == "sharded samples":
+        SliceDataset(array, mesh, (Shard(0), Replicate()))
+    if case == "unequal":
+        SliceDataset([array, array[1:]], mesh, (Shard(1), Replicate()))
+    if case == "unreadable" and rank == 2:
+        array = Unreadable(array)
+    dataset = SliceDataset(array, mesh, (Shard(1), Replicate()))
+    options = {"batch_size": 2}
+    if case == "order":
+        options["sampler"] = [0, 1, 2, 3] if rank != 3 else [0, 1, 3, 2]
+    elif case == "length":
+        options["sampler"] = [0, 1, 2, 3] if rank != 1 else [0, 1]
+    elif case == "no batches":
+        options["batch_size"] = None
+    elif case == "collated":
+        options["collate_fn"] = lambda samples: [torch.tensor([i for i, _ in samples]), [x for _, x in samples]]
+    try:
+        for _ in dataset.batches(DataLoader(dataset, **options)):
+            pass
+    finally:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("sharded samples", ValueError, "batch: dim 0 counts the samples and cannot be sharded"),
+        ("unequal", ValueError, r"arrays of \[7, 8\] samples"),
+        ("order", ValueError, r"ranks \[3\] have not read the same samples as rank 0: .*need samplers of the same"),
+        ("length", ValueError, r"ranks \[1\] have not read the same samples as rank 0"),
+        ("no batches", TypeError, "give the DataLoader a batch_size"),
+        ("collated", TypeError, "the loader has made .*; leave collate_fn out"),
+        ("unreadable", (OSError, RuntimeError), r"disk on fire|ranks \[2\] could not read a batch"),
+    ],
+)
+def test_ranks_that_read_differently_raise_alike(case, kind, text):
+    errors = run_expecting_errors(bad_batches, 4, case)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, kind) and re.search(text, str(error)), error
+        assert case != "unreadable" or isinstance(error, OSError) == (rank == 2)
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_example_checks_itself():
+    pytest.importorskip("zarr")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    found = subprocess.run(
+        [*command, str(ROOT / "examples" / "data_loading.py"), "--check"], capture_output=True, text=True, timeout=500
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("PASS") == 2 + (4 if os.access("/proc/self/clear_refs", os.W_OK) else 0)

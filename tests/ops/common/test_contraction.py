@@ -1,0 +1,284 @@
+"""Products of operands that are cut in any way: rings, exchanges, Partials; einsum and what it expresses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from shardtensor import ShardTensor, UnsupportedSharding, allow_gather
+from shardtensor.ops.common.contraction import batch_labels
+from shardtensor.ops.linalg.matmul import _letters
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+WHOLE = [Replicate()]
+
+
+def data(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype)
+
+
+def sizes_of(n, ranks, kind):
+    """Unequal sizes; with empty shards in front or behind."""
+    if kind == "first":
+        return (n,) + (0,) * (ranks - 1)
+    if kind == "last":
+        return (0,) * (ranks - 1) + (n,)
+    return tuple(n // ranks + (r < n % ranks) for r in reversed(range(ranks)))
+
+
+def check(function, operands, ranks):
+    """Operands: (shape, sharded dim or None, kind of sizes)."""
+    torch.manual_seed(1)
+    placements = [WHOLE if dim is None else [Shard(dim)] for _, dim, _ in operands]
+    sizes = [None if dim is None else {0: sizes_of(shape[dim], ranks, kind)} for shape, dim, kind in operands]
+    tensors = [data(*shape) for shape, _, _ in operands]
+    try:
+        assert_matches_unsharded(function, *tensors, mesh_shape=ranks, placements=placements, shard_sizes=sizes)
+    except AssertionError as error:
+        raise AssertionError(f"{operands} on {ranks} ranks") from error
+
+
+# -- every pair of cuts of a matrix product ---------------------------------------------------------------------------
+
+
+def check_pairs(ranks):
+    kinds = ("even", "first", "last")
+    turn = 0
+    shapes = [((7, 5), (5, 6)), ((3, 7, 5), (3, 5, 6))] if ranks == 2 else [((7, 5), (5, 6)), ((2, 3, 7, 5), (3, 5, 2))]
+    for a, b in shapes:
+        for i in range(len(a)):
+            for j in range(len(b)):
+                turn += 1
+                check(torch.matmul, [(a, i, kinds[turn % 3]), (b, j, kinds[turn // 2 % 3])], ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_two_cuts_of_a_product(ranks):
+    run_distributed(check_pairs, ranks, ranks)
+
+
+def added(name, **scales):
+    return lambda input, a, b: getattr(torch, name)(input, a, b, **scales)
+
+
+def written(name):
+    return lambda input, a, b: getattr(input.clone(), name + "_")(a, b, beta=2, alpha=0.5)
+
+
+def check_names():
+    ranks = 2
+    for name, input, a, b in [
+        ("addmm", (7, 5), (7, 3), (3, 5)),
+        ("addmv", (7,), (7, 3), (3,)),
+        ("addr", (7, 5), (7,), (5,)),
+        ("baddbmm", (2, 7, 5), (2, 7, 3), (2, 3, 5)),
+        ("addbmm", (7, 5), (2, 7, 3), (2, 3, 5)),
+    ]:
+        for d in range(max(map(len, (input, a, b)))):
+            at = [d if d < len(s) else None for s in (input, a, b)]
+            operands = list(zip((input, a, b), at, ("even", "first", "even")))
+            check(added(name), operands, ranks)
+            check(added(name, beta=0.5, alpha=2), operands, ranks)
+            if at[0] is not None:
+                check(written(name), operands, ranks)
+    rows = ((7, 3), 0, "even")
+    check(torch.mm, [rows, ((3, 5), 1, "last")], ranks)
+    check(torch.bmm, [((2, 7, 3), 1, "even"), ((2, 3, 5), 2, "even")], ranks)
+    check(torch.mv, [rows, ((3,), 0, "even")], ranks)
+    check(torch.outer, [((7,), 0, "even"), ((5,), 0, "last")], ranks)
+    check(torch.inner, [rows, ((5, 3), 0, "even")], ranks)
+    check(torch.inner, [((7, 3), 1, "even"), ((5, 3), 0, "even")], ranks)
+    check(torch.kron, [((7, 3), 0, "even"), ((5, 2), 0, "even")], ranks)
+    check(torch.kron, [((7, 3), 1, "even"), ((5,), 0, "even")], ranks)
+    check(torch.kron, [((7, 3), None, ""), ((5, 2), 1, "even")], ranks)
+    check(lambda a, b: torch.tensordot(a, b, ([1, 0], [0, 2])), [((7, 3, 2), 0, "even"), ((3, 5, 7), 0, "even")], ranks)
+    check(lambda a, b: torch.tensordot(a, b, 1), [((7, 3), 0, "even"), ((3, 5), 1, "even")], ranks)
+    check(lambda a: torch.linalg.matrix_power(a, 3), [((5, 5), 0, "even")], ranks)
+    check(lambda a, b, c: torch.linalg.multi_dot([a, b, c]), [rows, ((3, 5), 1, "even"), ((5, 2), 0, "even")], ranks)
+    check(torch.cov, [((5, 7), 0, "even")], ranks)
+    check(torch.corrcoef, [((5, 7), 1, "even")], ranks)
+
+
+def test_products_by_name():
+    run_distributed(check_names, 2)
+
+
+# -- einsum -----------------------------------------------------------------------------------------------------------
+
+EQUATIONS = [
+    ("ij,jk->ik", (7, 3), (3, 5)),
+    ("bij,bjk->bik", (4, 7, 3), (4, 3, 5)),
+    ("bij,bjk", (4, 7, 3), (4, 3, 5)),
+    ("...ij,jk->...ki", (2, 4, 7, 3), (3, 5)),
+    ("ij,ij->", (7, 3), (7, 3)),
+    ("i,j->ij", (7,), (5,)),
+    ("ij,kj->j", (7, 3), (5, 3)),
+    ("ij,i", (7, 3), (7,)),
+    ("ii->i", (5, 5)),
+    ("ii", (5, 5)),
+    ("bii,bi->b", (4, 5, 5), (4, 5)),
+    ("ij->ji", (7, 3)),
+    ("ij->", (7, 3)),
+    ("bi,oij,bj->bo", (7, 3), (5, 3, 2), (7, 2)),
+    ("ij,jk,kl->il", (7, 3), (3, 5), (5, 2)),
+    ("ij,jk->ik", (7, 3), (1, 5)),
+]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def drawn(case):
+    equation, *shapes = case.draw(st.sampled_from(EQUATIONS))
+    cut = st.sampled_from(["even", "first", "last"])
+    operands = [(s, case.draw(st.sampled_from([None, *range(len(s))])), case.draw(cut)) for s in shapes]
+    if any(dim is not None for _, dim, _ in operands):
+        check(lambda *t: torch.einsum(equation, *t), operands, torch.distributed.get_world_size())
+
+
+def check_einsum():
+    drawn()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_einsum(ranks):
+    run_distributed(check_einsum, ranks)
+
+
+def test_letters():
+    assert _letters("b...i, ij", [4, 2]) == (("baci", "ij"), "acbj")
+    assert _letters("ij,jk", [2, 2]) == (("ij", "jk"), "ik")
+    assert _letters("...,...->...", [0, 2]) == (("", "ab"), "ab")
+    assert batch_labels((5, 1, 3), (2, 3)) == ([(-3, None, -1), (-2, -1)], (-3, -2, -1))
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+def check_layers():
+    bilinear = nn.Bilinear(3, 2, 4).double()
+    for dim, kind in ((0, "even"), (0, "last"), (1, "even")):
+        operands = [((7, 3), dim, kind), ((7, 2), dim, kind)]
+        placements, sizes = [[Shard(dim)]] * 2, [{0: sizes_of(s[dim], 2, kind)} for s, _, _ in operands]
+        tensors = [data(*s) for s, _, _ in operands]
+        assert_matches_unsharded(bilinear, *tensors, mesh_shape=2, placements=placements, shard_sizes=sizes)
+    # Weights that are cut: by output features, by input features; the input plain, cut alike or otherwise.
+    for dim in (0, 1):
+        for at in (None, 0, 1, 2):
+            check(F.linear, [((2, 7, 4), at, "even"), ((5, 4), dim, "even")], 2)
+    check(F.linear, [((2, 7, 4), 1, "first"), ((5, 4), 0, "last"), ((5,), 0, "last")], 2)
+    check(F.linear, [((4,), None, ""), ((5, 4), 0, "last"), ((5,), 0, "even")], 2)
+    # DTensor weights get DTensor gradients.
+    mesh = shared_mesh(2)
+    x, weight = data(2, 7, 4), data(6, 4)
+    plain = weight.clone().requires_grad_()
+    F.linear(x, plain).square().sum().backward()
+    distributed = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    y = F.linear(shard(x, mesh, [Shard(1)], {0: (5, 2)}), distributed)
+    y.square().sum().backward()
+    assert distributed.grad.placements == (Shard(0),)
+    torch.testing.assert_close(distributed.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_layers_with_cut_weights():
+    run_distributed(check_layers, 2)
+
+
+# -- several mesh dims ----------------------------------------------------------------------------------------------
+
+
+def check_two_mesh_dims():
+    for a, pa, b, pb in [
+        ((7, 5), [Shard(0), Replicate()], (5, 6), [Shard(1), Replicate()]),  # a ring on the first
+        ((7, 5), [Replicate(), Shard(0)], (5, 6), [Shard(0), Shard(1)]),  # a Partial and a ring
+        ((3, 7, 5), [Shard(0), Shard(1)], (3, 5, 6), [Shard(0), Shard(2)]),  # the batch, and a ring
+        ((3, 7, 5), [Shard(0), Shard(1)], (5, 6), [Shard(0), Shard(1)]),  # two rings
+    ]:
+        assert_matches_unsharded(torch.matmul, data(*a), data(*b), mesh_shape=(2, 2), placements=[pa, pb])
+
+
+def test_a_mesh_of_two_dims():
+    run_distributed(check_two_mesh_dims, 4)
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def communication():
+    mesh = shared_mesh(3)
+    found = {}
+
+    def count(name, function, *operands):
+        tensors = [shard(data(*s), mesh, p, sizes, requires_grad=True) for s, p, sizes in operands]
+        with count_communication() as forward:
+            y = function(*tensors)
+        cotangent = torch.ones_like(y.detach())
+        with count_communication() as backward:
+            y.backward(cotangent)
+        here = [(c.messages, c.bytes_sent, dict(c.collectives)) for c in (forward, backward)]
+        found[name] = (*here, tuple(y.placements))
+
+    rows = ((9, 6), [Shard(0)], {0: (5, 1, 3)})
+    count("ring", torch.matmul, rows, ((6, 3), [Shard(1)], {0: (1, 1, 1)}))
+    count("batch", torch.matmul, ((3, 9, 6), [Shard(1)], {0: (3, 3, 3)}), ((3, 6, 3), [Shard(0)], {0: (1, 1, 1)}))
+    count("aligned", torch.matmul, ((9, 6), [Shard(1)], {0: (1, 2, 3)}), ((6, 3), [Shard(0)], {0: (1, 2, 3)}))
+    count("realigned", torch.matmul, ((9, 6), [Shard(1)], {0: (1, 2, 3)}), ((6, 3), [Shard(0)], {0: (2, 2, 2)}))
+    count("small result", torch.matmul, ((2, 90), [Shard(0)], {0: (1, 1, 0)}), ((90, 2), [Shard(0)], {0: (30, 30, 30)}))
+    count("plain", torch.matmul, rows, ((6, 3), WHOLE, None))
+    return found
+
+
+def test_what_is_sent():
+    everybody = run_distributed(communication, 3)
+    for rank, found in enumerate(everybody):
+        # Two shards of the smaller operand (6 numbers each) pass by; back, the same and their gradients.
+        forward, backward, placements = found["ring"]
+        assert forward[1] == 2 * 6 * 8
+        assert backward[1] == 4 * 6 * 8
+        assert placements == (Shard(0),)
+        # An exchange to the batch dim, of the smaller shards or the larger ones' blocks, and none for the other.
+        forward, backward, placements = found["batch"]
+        assert forward[1] == 2 * 18 * 8
+        assert placements == (Shard(0),)
+        assert found["aligned"][0] == (0, 0, {})
+        assert found["aligned"][1] == (0, 0, {})
+        assert found["aligned"][2] == (Partial(),)
+        forward, _, placements = found["realigned"]  # of three columns each rank has at most one to give
+        assert forward[1] == [0, 1 * 3 * 8, 1 * 3 * 8][rank] or forward[1] <= 9 * 8
+        assert placements == (Partial(),)
+        # Four numbers, summed: cheaper than to send 180 around, and no larger than a shard.
+        forward, _, placements = found["small result"]
+        assert forward[1] <= 90 * 8
+        assert placements == (Partial(),)
+        assert found["plain"][0] == (0, 0, {})
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def fail():
+    # Blocks on two mesh dims, whose products need both operands moved at once.
+    mesh = shared_mesh((2, 2))
+    a, b = (shard(data(4, 6), mesh, [Shard(0), Shard(1)]), shard(data(6, 8), mesh, [Shard(0), Shard(1)]))
+    with allow_gather():
+        y = a @ b
+        assert isinstance(y, ShardTensor)
+        torch.testing.assert_close(y.full_tensor(), a.full_tensor() @ b.full_tensor())
+    a @ b
+
+
+def test_blocks_on_two_mesh_dims_are_refused():
+    for error in run_expecting_errors(fail, 4):
+        with pytest.raises(UnsupportedSharding, match=r"matmul.*mesh dim 1.*needs one of them whole.*Replicate\(\)"):
+            raise error

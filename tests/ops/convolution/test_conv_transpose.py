@@ -1,0 +1,154 @@
+"""Transposed convolution against the unsharded one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from shardtensor import UnsupportedSharding
+from shardtensor.geometry import cuts_of, intervals_of, map_cuts
+from shardtensor.ops.convolution.conv_transpose import TransposedWindow
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+MODULES = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+@given(
+    size=st.integers(1, 12),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    dilation=st.integers(1, 3),
+    padding=st.integers(0, 3),
+    extra=st.integers(0, 2),
+    data=st.data(),
+)
+def test_geometry_against_brute_force(size, kernel, stride, dilation, padding, extra, data):
+    w = TransposedWindow(size, kernel, stride, dilation, padding, extra)
+    if w.outputs < 1:
+        return
+    cuts = [w.cut(c) for c in range(size + 1)]
+    assert cuts[0] == 0 and cuts[-1] == w.outputs and cuts == sorted(cuts)
+    a = data.draw(st.integers(0, w.outputs - 1))
+    b = data.draw(st.integers(a + 1, w.outputs))
+    reach = {i for i in range(size) for t in range(kernel) if a <= i * stride - padding + t * dilation < b}
+    first, stop = w.reads((a, b))
+    assert reach <= set(range(first, stop))
+    if stop > first:
+        before, after = w.margins((first, stop), (a, b))
+        assert (stop - first - 1) * stride + w.extent + before + after == b - a
+
+
+def check(cases):
+    for shape, arguments, mesh_shape, dims, sizes in cases:
+        torch.manual_seed(0)
+        n = len(arguments["kernel_size"])
+        module = MODULES[n](4, 4, **arguments).double()
+        x = torch.randn(shape, dtype=torch.float64)
+        placements = [Shard(d) for d in dims]
+        assert_matches_unsharded(module, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
+
+
+def arguments(n, kernel, stride, padding, extra, dilation, groups=1, bias=True):
+    return {
+        "kernel_size": (kernel,) * n,
+        "stride": stride,
+        "padding": padding,
+        "output_padding": extra,
+        "dilation": dilation,
+        "groups": groups,
+        "bias": bias,
+    }
+
+
+CUTS = {
+    1: [(7,)],
+    2: [(5, 3), (1, 7), (0, 6), (6, 0)],
+    3: [(1, 5, 1), (2, 0, 3)],
+    4: [(1, 1, 1, 2), (0, 4, 0, 3)],
+}
+
+
+def grid(world):
+    cases = []
+    for i, (kernel, stride, padding, dilation) in enumerate(
+        itertools.product((1, 2, 3, 4), (1, 2, 3), (0, 1, 2), (1, 2))
+    ):
+        cut = CUTS[world][i % len(CUTS[world])]
+        extra = i % 2 if max(stride, dilation) > 1 else 0
+        made = arguments(1, kernel, stride, padding, extra, dilation, groups=(1, 2)[i % 2], bias=i % 3 > 0)
+        if TransposedWindow(sum(cut), kernel, stride, dilation, padding, extra).outputs > 0:
+            cases.append(((2, 4, sum(cut)), made, world, [2], {0: cut}))
+    return cases
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_grid(world):
+    cases = grid(world)
+    assert len(cases) > 50
+    run_distributed(check, world, cases, timeout=120)
+
+
+def test_2x2_mesh_batches_and_volumes():
+    cases = []
+    for kernel, stride, padding, extra in [(2, 2, 0, 0), (3, 2, 1, 1), (4, 2, 1, 0), (3, 1, 1, 0)]:
+        made = arguments(2, kernel, stride, padding, extra, 1)
+        for dims, sizes in [([2, 3], {0: (5, 3), 1: (1, 4)}), ([3, 2], {0: (0, 5), 1: (7, 1)}), ([0, 3], {1: (4, 1)})]:
+            cases.append(((2, 4, 8, 5), made, (2, 2), dims, sizes))
+    cases.append(((1, 4, 3, 4, 5), arguments(3, 3, 2, 1, 1, 1), (2, 2), [2, 4], {0: (1, 2), 1: (4, 1)}))
+    cases.append(((4, 8, 5), arguments(2, 2, 2, 0, 0, 1), (2, 2), [1, 2], {0: (1, 7), 1: (3, 2)}))
+    run_distributed(check, 4, cases)
+
+
+def sizes_and_traffic():
+    mesh = shared_mesh(2)
+    x = shard(torch.randn(1, 4, 8, 5), mesh, [Shard(2)], {0: (5, 3)})
+    w = torch.randn(4, 6, 2, 2)
+    with count_communication() as counts:
+        y = F.conv_transpose2d(x, w, stride=2)
+    assert y.shape == (1, 6, 16, 10) and y.shard_sizes == {0: (10, 6)}
+    assert not counts.messages, "a kernel as long as its stride needs no halo"
+    with count_communication() as counts:
+        F.conv_transpose2d(x, torch.randn(4, 6, 4, 4), stride=2, padding=1)
+    assert counts.bytes_sent == 4 * 5 * 4
+
+
+def test_sizes_and_traffic():
+    run_distributed(sizes_and_traffic, 2)
+
+
+def bad(which):
+    mesh = shared_mesh(2)
+    x = torch.randn(2, 4, 8, 5)
+    if which == "channels":
+        F.conv_transpose2d(shard(x[:1, :, :1, :1], mesh, [Shard(1)], {0: (3, 1)}), torch.randn(4, 4, 2, 2))
+    else:
+        F.conv_transpose2d(shard(x, mesh, [Shard(2)], {0: (5, 3)}), torch.randn(3, 4, 2, 2))
+
+
+def test_errors():
+    for error in run_expecting_errors(bad, 2, "channels"):
+        with pytest.raises(UnsupportedSharding, match=r"conv_transpose2d: it needs tensor dim 1 whole.*S\(1\)\[3, 1\]"):
+            raise error
+    for error in run_expecting_errors(bad, 2, "weight"):
+        with pytest.raises(RuntimeError, match=r"transpose|channels"):
+            raise error
+
+
+def test_cuts_follow_the_upsampling():
+    w = TransposedWindow(size=9, kernel=2, stride=2, dilation=1, padding=0, extra=0)
+    assert map_cuts((4, 0, 5), w.cut) == (8, 0, 10)
+    assert cuts_of((8, 0, 10)) == (0, 8, 8, 18) and intervals_of((8, 0, 10))[2] == (8, 18)

@@ -1,0 +1,397 @@
+"""Views, slices, joins and shuffles on shards against the same on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from spatial_cases import check_cases, data
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor.dispatch import wrap
+from shardtensor.geometry import cuts_of, intervals_of
+from shardtensor.ops.shape.cat import joined_cut, rolled
+from shardtensor.ops.shape.slice import cut_of_slice, cut_of_sliced
+from shardtensor.ops.shape.view import whole_blocks
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+
+def rows_written(x):
+    x = x * 1.0
+    y = x.detach().clone()
+    y[:, 3] = 7.0
+    y[1, ..., -2] = y[0, ..., 2] * 2
+    y[:, 2:5, 1] = torch.arange(6, dtype=y.dtype).reshape(2, 3, 1)
+    y[:, None, 1, 2] = torch.ones(y.shape[-1], dtype=y.dtype)
+    y[0, 6] = torch.arange(6, dtype=y.dtype)[:, None]
+    y[..., 1:3].mul_(3)
+    return x + y
+
+
+def cases():
+    result = []
+
+    def add(label, fn, *shape, dims=None):
+        result.append((label, fn, shape, dims or tuple(range(1, len(shape)))))
+
+    # slices
+    add("range", lambda x: x[:, 2:7], 2, 9, 4)
+    add("steps", lambda x: x[:, 2:9:3, 1::2] * x[:, 1:7:2, :2].sum(1, keepdim=True), 2, 9, 4)
+    add("negative", lambda x: x[:, -5:-1, :-1], 2, 9, 4)
+    add("nothing", lambda x: x[:, 5:3].sum() + x.sum(), 2, 9, 4)
+    add("beyond", lambda x: x[:, 3:100], 2, 9, 4)
+    add("ellipsis", lambda x: x[..., 1:3, None], 2, 9, 4)
+    add("narrow", lambda x: x.narrow(1, 3, 4).narrow(2, 1, 2), 2, 9, 4)
+    add("two slices", lambda x: x[:, :4].exp().sum(1) + x[:, 4:].sin().sum(1), 2, 9, 4)
+    add("differences", lambda x: x[:, 1:] - x[:, :-1], 2, 9, 4)
+    add("differences of both", lambda x: (x[:, 1:] - x[:, :-1])[:, :, 1:] ** 2 + x[:, 1:, :-1], 2, 9, 4)
+    add("chunk", lambda x: x.chunk(3, 1), 2, 9, 4)
+    add("chunk, some used", lambda x: x.chunk(4, 1)[1] * 2, 2, 9, 4)
+    add("split", lambda x: torch.split(x, [2, 0, 4, 3], 1)[2:], 2, 9, 4)
+    add("split evenly", lambda x: x.split(4, dim=1), 2, 9, 4)
+    add("tensor_split", lambda x: x.tensor_split((2, 5), 1), 2, 9, 4)
+    add("hsplit", lambda x: torch.hsplit(x, (4,))[1], 2, 9, 4)
+    add("split and cat", lambda x: torch.cat(x.split([2, 3, 4], 1)[::-1], 1), 2, 9, 4)
+    # entries of a sharded dim
+    add("select", lambda x: x.select(1, 5), 2, 9, 4)
+    add("number", lambda x: x[:, -2], 2, 9, 4)
+    add("two numbers", lambda x: x[:, 3, 1], 2, 9, 4)
+    add("numbers and more", lambda x: x[None, :, 3, ..., None], 2, 9, 4, 2)
+    add("entries", lambda x: x[:, 3].exp() * x[:, 0] + x[:, 8], 2, 9, 4)
+    add("entry among all", lambda x: x - x[:, 4:5] + x[:, 2].unsqueeze(1), 2, 9, 4)
+    add("mask", lambda x: (x > 0)[:, 3], 2, 9, 4)
+    add("integers", lambda x: (x * 100).long()[:, 3], 2, 9, 4)
+    add("written", rows_written, 2, 9, 6, 4)
+    # joins
+    add("cat", lambda x: torch.cat([x, x * 2, x[:, 1:3]], 1), 2, 7, 4)
+    add("cat front", lambda x: torch.cat([torch.ones(2, 2, 4, dtype=x.dtype), x], 1), 2, 7, 4, dims=(1, 2))
+    add("cat around", lambda x: torch.cat([x.new_ones(2, 1, 4), x, torch.ones(2, 3, 4).double()], -2), 2, 7, 4)
+    add("cat between", lambda x: torch.cat([x, torch.arange(24.0).double().view(2, 3, 4), x.cos()], 1), 2, 7, 4)
+    add("cat mixed dtypes", lambda x: torch.cat([x.float(), x], 1), 2, 7, 4)
+    add("cat nothing", lambda x: torch.cat([torch.empty(0), x, x[:, :0]], 1), 2, 7, 4)
+    add("cat other cuts", lambda x: torch.cat([x[:, 1:6], x.flip(1), x.roll(2, 1)[:, ::2]], 1), 2, 7, 4)
+    add("stack", lambda x: torch.stack([x, x * 2, torch.ones(2, 7, 4).double()], 1), 2, 7, 4)
+    add("vstack", lambda x: torch.vstack([x, x * 2]), 5, 7, dims=(1,))
+    add("hstack", lambda x: torch.hstack([x, x * 2]), 5, 7, dims=(1,))
+    # rolls and turns
+    for shift in (1, -1, 3, -5, 7, 0, 100):
+        add(f"roll {shift}", lambda x, shift=shift: x.roll(shift, 1), 2, 7, 4)
+    add("roll both", lambda x: torch.roll(x, (3, -1), (1, 2)), 2, 7, 4)
+    add("roll twice", lambda x: torch.roll(x, (3, 2), (1, -2)), 2, 7, 4)
+    for k in (1, 2, 3, 4, -1):
+        add(f"rot90 {k}", lambda x, k=k: torch.rot90(x, k, (1, 2)), 2, 7, 4)
+    for k in (0, 2, -3):
+        add(f"tril {k}", lambda x, k=k: x.tril(k), 2, 7, 5)
+        add(f"triu {k}", lambda x, k=k: torch.triu(x, k), 2, 7, 5)
+    # repeats
+    add("repeat", lambda x: x.repeat(2, 3, 1), 2, 7, 4)
+    add("repeat to more", lambda x: x.repeat(2, 1, 2, 2), 2, 7, 4)
+    add("tile", lambda x: torch.tile(x, (2, 1)), 2, 7, 4)
+    add("repeat_interleave", lambda x: x.repeat_interleave(3, 1), 2, 7, 4)
+    add("expand", lambda x: x.unsqueeze(1).expand(-1, 5, -1, -1), 2, 7, 4)
+    # reshapes
+    add("flatten", lambda x: x.flatten(1, 2), 2, 12, 4, dims=(1,))
+    add("unflatten", lambda x: x.unflatten(1, (3, 4)) * 2, 2, 12, 4)
+    add("image of tokens", lambda x: x.view(2, 3, 4, 5).exp(), 2, 12, 5)
+    add("image and back", lambda x: x.view(2, 6, 4, 3).sin().reshape(2, 24, 3), 2, 24, 3)
+    add("heads", lambda x: x.reshape(2, 7, 2, 3).permute(0, 2, 1, 3).reshape(2, 2, 7, 3), 2, 7, 6, dims=(1,))
+    add(
+        "patches",
+        lambda x: x.reshape(2, 3, 4, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(2, 4, 3, 12),
+        *(2, 3, 8, 6),
+        dims=(2, 3),
+    )
+    add("patches to tokens", lambda x: x.view(2, 3, 4, 2, 6).transpose(1, 2).flatten(2), 2, 3, 8, 6, dims=(2,))
+    add("ones", lambda x: x[:, None].view(2, 1, 7, 1, 4).squeeze().unsqueeze(-1), 2, 7, 4)
+    add("diagonal", lambda x: x.diagonal(1, 2, 3) * x.diagonal(dim1=-1, dim2=2)[..., :4], 2, 5, 4, 5, dims=(1,))
+    add("contiguous", lambda x: x.transpose(1, 2).contiguous().view(2, 4, 7), 2, 7, 4)
+    add("movedim", lambda x: x.movedim(1, -1).swapaxes(0, 1).swapdims(1, 2).mT, 2, 7, 4)
+    add("atleast", lambda x: torch.atleast_3d(x), 7, 4, dims=(1,))
+    add("pixel_shuffle", lambda x: torch.pixel_shuffle(x, 2), 1, 8, 5, 3, dims=(2, 3))
+    add("pixel_shuffle channels", lambda x: torch.pixel_shuffle(x, 2), 1, 16, 5, 3, dims=(1, 2, 3))
+    add("pixel_unshuffle", lambda x: torch.pixel_unshuffle(x, 2), 1, 2, 8, 6, dims=(1, 2, 3))
+    add("unfold", lambda x: x.unfold(2, 3, 2).sum(-1), 2, 9, 8, dims=(1,))
+    return [(label, fn, shape, dims if isinstance(dims, tuple) else (1, 2)) for label, fn, shape, dims in result]
+
+
+def check(mesh_shape):
+    check_cases(cases(), mesh_shape)
+
+
+@pytest.mark.parametrize("mesh_shape", [1, 2, 3, (2, 2)], ids=str)
+def test_views_match_one_device(mesh_shape):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+
+
+def traffic():
+    """Bytes that this rank sends, forward and backward, by operator."""
+    mesh = shared_mesh(3)
+    found = {}
+
+    def measure(label, fn, n=12, sizes=(5, 4, 3)):
+        x = shard(data(1, n, 2), mesh, [Shard(1)], {0: sizes}, requires_grad=True)
+        with count_communication() as forward:
+            y = fn(x)
+        with count_communication() as backward:
+            torch.autograd.backward(y, [torch.ones_like(t) for t in y] if isinstance(y, tuple) else torch.ones_like(y))
+        assert x.grad.shard_sizes == x.shard_sizes
+        assert forward.collectives.total() <= 1
+        where = [t.shard_sizes.get(0) for t in (y if isinstance(y, tuple) else (y,))]
+        found[label] = forward.bytes_sent, backward.bytes_sent, where[0] if len(where) == 1 else where
+
+    measure("slice", lambda x: x[:, 2:11:2])
+    measure("slices of slices", lambda x: x[:, 1:][:, 2:6])
+    measure("split", lambda x: x.split([6, 6], 1))
+    measure("differences", lambda x: x[:, 1:] - x[:, :-1])
+    measure("split and cat", lambda x: torch.cat(x.split([7, 2, 3], 1), 1))
+    measure("token in front", lambda x: torch.cat([torch.ones(1, 1, 2).double(), x], 1))
+    measure("roll", lambda x: x.roll(1, 1))
+    measure("whole blocks", lambda x: x.view(1, 3, 4, 2))
+    measure("blocks as they are", lambda x: x.view(1, 4, 3, 2), sizes=(6, 3, 3))
+    measure("select", lambda x: x[:, 6])
+    return found
+
+
+def test_only_what_has_to_move_moves():
+    ranks = run_distributed(traffic, 3)
+    row = 16  # bytes
+    expected = {
+        "slice": ([0, 0, 0], [0, 0, 0], (2, 2, 1)),
+        "slices of slices": ([0, 0, 0], [0, 0, 0], (2, 2, 0)),
+        "split": ([0, 0, 0], [0, 0, 0], [(5, 1, 0), (0, 3, 3)]),
+        # (4, 4, 3) minus (5, 4, 2): one row crosses each cut; so does its gradient.
+        "differences": ([row, row, 0], [0, row, row], (4, 4, 3)),
+        "split and cat": ([0, 0, 0], [0, 0, 0], (5, 4, 3)),
+        "token in front": ([0, 0, 0], [0, 0, 0], (6, 4, 3)),
+        "roll": ([row, row, row], [row, row, row], (5, 4, 3)),
+        # Cuts at 5 and 9 move to 4 and 8.
+        "whole blocks": ([row, row, 0], [0, row, row], (1, 1, 1)),
+        "blocks as they are": ([0, 0, 0], [0, 0, 0], (2, 1, 1)),
+        "select": ([0, 0, 0], [0, 0, 0], None),
+    }
+    for label, (forward, backward, sizes) in expected.items():
+        assert [found[label][0] for found in ranks] == forward, label
+        assert [found[label][1] for found in ranks] == backward, label
+        assert all(found[label][2] == sizes for found in ranks), label
+
+
+TOKENS = [  # shape and cut of a video (N, C, frames, rows, columns); how many all-to-alls make tokens of it; their cut
+    ((1, 6, 3, 5, 4), (3, 2), 1, (40, 20)),  # frames are cut instead of rows
+    ((1, 6, 1, 5, 4), (3, 2), 0, (12, 8)),  # there is one frame: rows lead
+    ((1, 6, 2, 5, 4), (2, 0, 3), 2, (14, 14, 12)),  # fewer frames than ranks: by way of the channels
+]
+
+
+def tokens(shape, sizes, exchanges, cut):
+    def flat(x):
+        return x.flatten(2).transpose(1, 2)
+
+    def mixed(x):
+        return F.linear(flat(x), torch.linspace(-1, 1, 12, dtype=x.dtype).reshape(2, 6)).tanh()
+
+    x, mesh = data(*shape), shared_mesh(len(sizes))
+    arguments = {"mesh_shape": len(sizes), "placements": [Shard(3)], "shard_sizes": {0: sizes}}
+    assert_matches_unsharded(mixed, x, **arguments)
+    sharded = shard(x, mesh, [Shard(3)], {0: sizes})
+    with count_communication() as counted:
+        y = flat(sharded)
+        assert y.placements == (Shard(1),) and y.shard_sizes == {0: cut}
+        mixed(sharded)
+    assert dict(counted.collectives) == ({"all_to_all": 2 * exchanges} if exchanges else {})
+
+
+@pytest.mark.parametrize(("shape", "sizes", "exchanges", "cut"), TOKENS, ids=["frames", "rows", "channels"])
+def test_tokens_stay_sharded(shape, sizes, exchanges, cut):
+    """Pixels that are flattened to tokens stay with many ranks, whatever was cut; a linear layer then sends nothing."""
+    run_distributed(tokens, len(sizes), shape, sizes, exchanges, cut)
+
+
+def layouts():
+    mesh = shared_mesh(2)
+    x = shard(data(2, 6, 3), mesh, [Shard(1)], {0: (5, 1)})
+    assert x[:, 5].placements == (Partial(),)
+    assert x[1].shard_sizes == {0: (5, 1)}
+    part = x[:, 2:]
+    part.zero_()
+    assert torch.equal(x.full_tensor(), torch.cat([data(2, 6, 3)[:, :2], torch.zeros(2, 4, 3)], 1))
+    # On ranks whose part happens to be a view, or to be empty, too.
+    for copied in (lambda: x.view(2, 3, 2, 3), lambda: x[:, 5].unsqueeze(0), lambda: x.select(1, 0)[1:]):
+        for write in (lambda t: t.add_(1), lambda t: t.mul_(2), lambda t: t.detach().zero_()):
+            with pytest.raises(NotImplementedError, match="write to a view that is a copy on shards"):
+                write(copied())
+    with torch.inference_mode():
+        assert torch.equal(x[:, 1:4].roll(1, 1).full_tensor(), x.full_tensor()[:, 1:4].roll(1, 1))
+    twice = shard(data(2, 6, 3), mesh, [Shard(1)], {0: (5, 1)}, requires_grad=True)
+    (first,) = torch.autograd.grad((twice[:, 1:5:2] ** 3).sum(), twice, create_graph=True)
+    assert torch.allclose(
+        torch.autograd.grad(first[:, 3:].exp().sum(), twice)[0].full_tensor()[:, 3],
+        (3 * data(2, 6, 3)[:, 3] ** 2).exp() * 6 * data(2, 6, 3)[:, 3],
+    )
+    partial = shard(data(2, 6, 3).round(), mesh, [Partial()])
+    for fn in (lambda t: t[:, 2:4], lambda t: t.roll(2, 1), lambda t: t.select(1, 3)):
+        assert fn(partial).placements == (Partial(),)
+        assert torch.equal(fn(partial).full_tensor(), fn(data(2, 6, 3).round()))
+    return True
+
+
+def test_layouts():
+    assert all(run_distributed(layouts, 2))
+
+
+def writes_with_gradients():
+    def slices(x):
+        z = x * 1
+        z[2:5].mul_(3)
+        z[1:3] = x[4:6]
+        z[5] = x[1] * 2
+        z[:, 1] = 5
+        return z**2
+
+    assert_matches_unsharded(slices, data(8, 4), mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (3, 5)})
+    assert_matches_unsharded(
+        slices, data(8, 4), mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (0, 8)}, check_grads=False
+    )
+
+
+def test_gradients_through_what_is_written_into_slices():
+    run_distributed(writes_with_gradients, 2)
+
+
+def shared_slice():
+    """Two inputs cut differently whose slices are cut alike: the gradients still come back as the inputs are."""
+    mesh = shared_mesh(3)
+    for sizes in ((4, 2, 3), (3, 3, 3), (2, 4, 3), (0, 9, 0)):
+        x = shard(data(1, 9, 2), mesh, [Shard(1)], {0: sizes}, requires_grad=True)
+        ((x[:, 6:] ** 2).sum() + x[:, 5].sum()).backward()
+        expected = torch.zeros(1, 9, 2, dtype=torch.float64)
+        expected[:, 6:] = 2 * data(1, 9, 2)[:, 6:]
+        expected[:, 5] = 1
+        assert x.grad.shard_sizes == {0: sizes}
+        assert torch.equal(x.grad.full_tensor(), expected)
+    return True
+
+
+def test_gradients_of_equal_slices_of_different_cuts():
+    assert all(run_distributed(shared_slice, 3))
+
+
+def laid_out_otherwise():
+    """Whole tensors whose memory does not lie as their strides say, as that of some gradients does."""
+    mesh = shared_mesh(2)
+    whole = data(2, 3, 4)
+    for shape in ((24,), (6, 4), (2, 12), (4, 6), (2, 3, 2, 2), (2, 1, 12)):
+        x = shard(whole, mesh, [Replicate()])
+        odd = wrap(whole.permute(2, 0, 1).contiguous().permute(1, 2, 0), x._spec)
+        view = odd.view(shape)
+        assert torch.equal(view.to_local(), whole.view(shape))
+        view.mul_(2)
+        assert torch.equal(odd.to_local(), 2 * whole) and torch.equal(view.to_local(), 2 * whole.view(shape))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        x.permute(2, 0, 1).view(24)
+
+
+def test_views_of_whole_tensors_with_other_strides():
+    run_distributed(laid_out_otherwise, 2)
+
+
+WRONG = {
+    "entry": (lambda x: x[:, 6], IndexError, "index 6 is out of bounds for dimension 1 with size 6"),
+    "select": (lambda x: x.select(1, -7), IndexError, "index -7 is out of bounds"),
+    "dim": (lambda x: x.narrow(3, 0, 1), IndexError, "Dimension out of range"),
+    "narrow": (lambda x: x.narrow(1, 4, 3), RuntimeError, "exceeds dimension size"),
+    "step": (lambda x: x[:, ::-1], ValueError, "step must be greater than zero"),
+    "too many": (lambda x: x[0, 0, 0, 0], IndexError, "too many indices"),
+    "cat": (lambda x: torch.cat([x, x[:, :, 1:]], 1), RuntimeError, "Sizes of tensors must match"),
+    "rolls": (lambda x: x.roll((1, 2), 0), RuntimeError, "shifts and dimensions must align"),
+    "view": (lambda x: x.view(5, 5), RuntimeError, "invalid for input of size"),
+    "rot90": (lambda x: torch.rot90(x, 1, (1, 1)), RuntimeError, "rotation dims to be different"),
+    "tril": (lambda x: x[0, :, 0].tril(), RuntimeError, "at least 2 dimensions"),
+    "as_strided": (lambda x: x.as_strided((2, 2), (1, 1)), NotImplementedError, "as_strided.default: no distributed"),
+}
+
+
+def wrong(name):
+    x = shard(data(2, 6, 2), shared_mesh(2), [Shard(1)], {0: (1, 5)})
+    with count_communication() as traffic:
+        try:
+            WRONG[name][0](x)
+        finally:
+            assert not traffic.collectives
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_on_every_rank_before_anything_is_sent(name):
+    errors = run_expecting_errors(wrong, 2, name)
+    assert len(errors) == 2
+    for raised in errors:
+        with pytest.raises(WRONG[name][1], match=WRONG[name][2]):
+            raise raised
+
+
+# -- geometry, without processes ----------------------------------------------------------------------------
+
+SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(sum)
+
+
+@given(SIZES, st.integers(0, 12), st.integers(0, 12), st.integers(1, 4))
+def test_slices_stay_with_their_owners(sizes, start, stop, step):
+    n = sum(sizes)
+    taken = range(*slice(start, stop, step).indices(n))
+    cut = cut_of_slice(taken)
+    pieces = [[i for i in taken if a <= i < b] for a, b in intervals_of(sizes)]
+    cuts = [cut(c) for c in cuts_of(sizes)]
+    assert [b - a for a, b in zip(cuts, cuts[1:])] == [len(piece) for piece in pieces]
+
+
+@given(SIZES, st.integers(0, 4), st.integers(1, 3), st.integers(0, 3))
+def test_a_gradients_cut_gives_back_the_slices(sizes, start, step, rest):
+    count = sum(sizes)
+    taken = range(start, start + (count - 1) * step + 1, step)
+    n = taken[-1] + 1 + rest
+    found = cut_of_sliced(taken, n, sizes)
+    assert sum(found) == n and min(found) >= 0
+    cut = cut_of_slice(taken)
+    cuts = [cut(c) for c in cuts_of(found)]
+    assert [b - a for a, b in zip(cuts, cuts[1:])] == list(sizes)
+
+
+@given(SIZES, st.data())
+def test_joining_the_pieces_of_a_split_gives_its_cut(sizes, draw):
+    n = sum(sizes)
+    at = sorted(draw.draw(st.lists(st.integers(0, n), max_size=3)))
+    pieces = []
+    for a, b in zip([0, *at], [*at, n]):
+        cuts = [max(a, min(b, c)) for c in cuts_of(sizes)]
+        pieces.append((b - a, tuple(y - x for x, y in zip(cuts, cuts[1:]))))
+    assert joined_cut(pieces, len(sizes)) == tuple(sizes)
+
+
+@given(SIZES, st.integers(0, 30))
+def test_rolled_intervals_are_torchs(sizes, shift):
+    n = sum(sizes)
+    expected = torch.arange(n).roll(shift).tolist()
+    found = [None] * n
+    for a, b in intervals_of(sizes):
+        stays, wraps = rolled((a, b), shift % n, n)
+        places = [*range(*stays), *range(*wraps)]
+        assert len(places) == b - a
+        for i, place in zip(range(a, b), places):
+            found[place] = i
+    assert found == expected
+
+
+@given(SIZES, st.integers(1, 5))
+def test_whole_blocks_are_near(sizes, block):
+    sizes = [*sizes[:-1], sizes[-1] + -sum(sizes) % block]
+    found = whole_blocks(sizes, block)
+    assert sum(found) == sum(sizes) and all(size >= 0 and size % block == 0 for size in found)
+    assert all(abs(a - b) * 2 <= block for a, b in zip(cuts_of(found), cuts_of(sizes)))

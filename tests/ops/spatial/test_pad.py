@@ -1,0 +1,175 @@
+"""Padding on shards against padding on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from spatial_cases import check_cases, data
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+
+from shardtensor.geometry import cuts_of
+from shardtensor.ops.spatial.pad import pad_sizes, pad_sources
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+
+def cases():
+    """All modes over awkward sizes, one-sided, wider than shards, and cropping."""
+    result = []
+
+    def add(label, fn, *shape, dims=None):
+        result.append((label, fn, shape, dims or tuple(range(2, len(shape)))))
+
+    pads = [(1, 1, 1, 1), (2, 0, 0, 3), (0, 0, 1, 2), (4, 3, 6, 5), (-1, 2, 3, -2), (-2, -1, 0, -3), (0, 3, -4, 0)]
+    for mode in ("constant", "reflect", "replicate", "circular"):
+        for pad in pads:
+            add(f"{mode} {pad}", lambda x, mode=mode, pad=pad: F.pad(x, pad, mode=mode), 2, 3, 7, 6)
+        for n in (1, 2, 5, 17, 33):
+            for pad in ((1, 0), (0, 1), (n - 1, n - 1), (min(2, n - 1), -1) if n > 2 else (0, 0)):
+                if mode != "reflect" or max(pad) < n:
+                    add(f"{mode} {pad}", lambda x, mode=mode, pad=pad: F.pad(x, pad, mode=mode), 2, 3, n)
+        pad = (1, 2, 3, 0, 2, 1)
+        add(f"{mode} {pad}", lambda x, mode=mode, pad=pad: F.pad(x, pad, mode=mode), 1, 2, 5, 6, 4)
+    add("value", lambda x: F.pad(x, (1, 2, 3, 4), value=2.5), 2, 3, 7, 6)
+    add("batch and channels", lambda x: F.pad(x, (0, 1, 2, 0, 1, 1, 2, 3), value=1.0), 2, 3, 5, 6, dims=(0, 1, 2))
+    add("crop batch", lambda x: F.pad(x, (0, 1, 2, 0, -1, 1, 2, -3)), 5, 3, 5, 6, dims=(0, 1, 2))
+    add("far more than there is", lambda x: F.pad(x, (40, 30)), 1, 2, 3)
+    add("replicate far", lambda x: F.pad(x, (40, 30), mode="replicate"), 1, 2, 3)
+    add("once around", lambda x: F.pad(x, (5, 5), mode="circular"), 1, 2, 5)
+    add("nothing", lambda x: F.pad(x, (0, 0, 0, 0)), 2, 3, 7, 6)
+    add("unbatched", lambda x: F.pad(x, (1, 1, 2, 2), mode="reflect"), 3, 7, 6, dims=(1, 2))
+    add("unbatched circular", lambda x: F.pad(x, (1, 1, 2, 2), mode="circular"), 3, 7, 6, dims=(1, 2))
+    add("zero module", nn.ZeroPad2d((1, 2, 0, 3)), 2, 3, 7, 6)
+    add("constant module", nn.ConstantPad1d(2, 0.5), 2, 3, 7)
+    add("reflection module", nn.ReflectionPad2d(2), 2, 3, 7, 6)
+    add("replication module", nn.ReplicationPad3d(2), 2, 3, 4, 5, 6)
+    add("circular module", nn.CircularPad2d((1, 2, 3, 1)), 2, 3, 7, 6)
+    add("constant_pad_nd", lambda x: torch.constant_pad_nd(x, (1, 2, 3, 4), 1.5), 2, 3, 7, 6)
+    add("aten.constant_pad_nd", lambda x: torch.ops.aten.constant_pad_nd(x, (1, 2, 3, 4), 1.5), 2, 3, 7, 6)
+    add("aten.reflection_pad2d", lambda x: torch.ops.aten.reflection_pad2d(x, (1, 2, 3, 4)), 2, 3, 7, 6)
+    add("_nn.pad", lambda x: torch._C._nn.pad(x, (1, 2), "constant", 1.5), 2, 3, 7, 6)
+    add("_nn.reflection_pad1d", lambda x: torch._C._nn.reflection_pad1d(x, (1, 2)), 2, 3, 7)
+    add("_nn.replication_pad2d", lambda x: torch._C._nn.replication_pad2d(x, 2), 2, 3, 7, 6)
+    add("integers", lambda x: F.pad((x * 10).long(), (1, 2, 3, 4), value=7), 2, 3, 7, 6)
+    return result
+
+
+def check(mesh_shape):
+    check_cases(cases(), mesh_shape)
+
+
+@pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
+def test_padding_matches_one_device(mesh_shape):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+
+
+def circular_convolution():
+    for mode in ("zeros", "circular", "reflect", "replicate"):
+        conv = nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode).double()
+        sizes = {0: (5, 2)}
+        assert_matches_unsharded(conv, data(2, 3, 7, 6), mesh_shape=2, placements=[Shard(2)], shard_sizes=sizes)
+
+
+def test_convolutions_with_other_padding_modes():
+    run_distributed(circular_convolution, 2)
+
+
+def sizes_and_bytes():
+    mesh = shared_mesh(3)
+    x = shard(data(1, 1, 12, 2), mesh, [Shard(2)], {0: (5, 4, 3)})
+    with count_communication() as constant:
+        y = F.pad(x, (0, 0, 2, 1))
+    with count_communication() as circular:
+        F.pad(x, (0, 0, 2, 1), mode="circular")
+    with count_communication() as reflect:
+        F.pad(x, (1, 1, 2, 1), mode="reflect")
+    return y.shard_sizes, constant.bytes_sent, circular.bytes_sent, reflect.bytes_sent
+
+
+def test_only_circular_padding_travels_and_no_more_than_the_padding():
+    for rank, (sizes, *sent) in enumerate(run_distributed(sizes_and_bytes, 3)):
+        assert sizes == {0: (7, 4, 4)}
+        # The first rank sends one row to the last one, the last one two rows to the first: rows of 2 doubles.
+        assert sent == [0, {0: 16, 1: 0, 2: 32}[rank], 0]
+
+
+def partial_sums():
+    mesh = shared_mesh(2)
+    whole = data(1, 2, 5, dtype=torch.float64).round()
+    x = shard(whole, mesh, [Partial()])
+    zeros, ones = F.pad(x, (1, 2)), F.pad(x, (1, 2), value=1.0)
+    assert torch.equal(zeros.full_tensor(), F.pad(whole, (1, 2)))
+    assert torch.equal(ones.full_tensor(), F.pad(whole, (1, 2), value=1.0))
+    return zeros.placements[0].is_partial(), ones.placements[0].is_partial()
+
+
+def test_partial_sums_stay_so_where_padding_is_linear():
+    assert run_distributed(partial_sums, 2) == [(True, False)] * 2
+
+
+def wrong(what):
+    x = shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)})
+    F.pad(x, *what[0], **what[1])
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "text"),
+    [
+        (([(0, 0, 4, 0)], {"mode": "reflect"}), RuntimeError, "Padding size should be less than the corresponding"),
+        (([(0, 0, 5, 0)], {"mode": "circular"}), RuntimeError, "wrapping around more than once"),
+        (([(0, 0, -5, 0)], {}), RuntimeError, "negative"),
+        (([(1, 1, 1)], {}), RuntimeError, "divisible by 2|even"),
+        (([(1, 1)], {"mode": "sideways"}), NotImplementedError, "sideways"),
+        (
+            ([(0, 0, -3, 2)], {"mode": "circular"}),
+            NotImplementedError,
+            r"pad: padding \(-3, 2\) crops dim 2 and wraps .*S\(2\)\[1, 3\].*Remedy: crop first, then pad",
+        ),
+    ],
+    ids=["reflect", "circular", "crop", "odd", "mode", "crop and wrap"],
+)
+def test_errors_are_torchs_own_on_every_rank(what, error, text):
+    errors = run_expecting_errors(wrong, 2, what)
+    assert len(errors) == 2
+    for raised in errors:
+        with pytest.raises(error, match=text):
+            raise raised
+
+
+SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(sum)
+
+
+@given(SIZES, st.integers(-6, 6), st.integers(-6, 6))
+def test_sizes_keep_every_cut_where_it_was_in_the_input(sizes, left, right):
+    n = sum(sizes)
+    new = n + left + right
+    if new < 0:
+        return
+    cuts = cuts_of(pad_sizes(sizes, left, right))
+    assert cuts[0] == 0 and cuts[-1] == new and list(cuts) == sorted(cuts)
+    for c, moved in zip(cuts_of(sizes), cuts):
+        if 0 < c < n:
+            assert moved == min(max(c + left, 0), new)
+
+
+@given(st.sampled_from(["reflect", "replicate", "circular"]), st.integers(1, 9), st.data())
+def test_sources_are_torchs(mode, n, draw):
+    most = n - 1 if mode == "reflect" else n
+    left, right = draw.draw(st.integers(0, most)), draw.draw(st.integers(0, most))
+    places = torch.arange(n, dtype=torch.float64)[None, None]
+    padded = F.pad(places, (left, right), mode=mode)[0, 0].int().tolist()
+    found = []
+    for (start, stop), count in zip(pad_sources(mode, n, left, right), (left, right)):
+        taken = list(range(start, stop))
+        found.append(taken * count if mode == "replicate" else taken[::-1] if mode == "reflect" else taken)
+    assert found[0] + list(range(n)) + found[1] == padded
