@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat import current_mesh, flattened, spmd_options
 from .dispatch import spec_of
 from .redistribute import redistribute_local
+from .spec import AxisLayout
 
 __all__ = [
     "Parallelized",
@@ -426,7 +427,7 @@ def _as_contribution(grad: Any) -> Any:
     if not isinstance(grad, DTensor):
         return grad
     mesh, old = grad.device_mesh, spec_of(grad)
-    new = old.replace(placements=[Partial() if p.is_replicate() else p for p in old.placements])
+    new = old.with_axes({m: AxisLayout(Partial()) for m, p in enumerate(old.placements) if p.is_replicate()})
     if new.lies_like(old):
         return grad
     local = redistribute_local(grad.to_local(), old, new)

@@ -25,7 +25,7 @@ from ._compat import process_group
 from .debug import check_communication, debug_enabled
 from .exchange import plan_intervals, start_swap
 from .geometry import Interval, intervals_of, length
-from .spec import ShardTensorSpec, stride_like
+from .spec import AxisLayout, ShardTensorSpec, stride_like
 from .tracing import graph_operator, is_traced
 
 __all__ = [
@@ -58,19 +58,15 @@ def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec
         step = _next_step(current, dst)
         if step is None:
             return local
-        mesh_dim, placement, sizes = step
-        placements, all_sizes = list(current.placements), list(current.sizes)
-        placements[mesh_dim], all_sizes[mesh_dim] = placement, sizes
-        target = current.replace(placements=placements, sizes=tuple(all_sizes))
+        mesh_dim, axis = step
+        target = current.with_axes({mesh_dim: axis})
         local = _step(local, current, target, mesh_dim)
         current = target
 
 
-def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, Placement, tuple[int, ...] | None] | None:
-    """The next mesh dim to change, and to what."""
-    differing = [
-        m for m in range(src.mesh.ndim) if (src.placements[m], src.sizes[m]) != (dst.placements[m], dst.sizes[m])
-    ]
+def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLayout] | None:
+    """The next mesh dim to change, and its layout after that step."""
+    differing = [m for m in range(src.mesh.ndim) if src.layout[m] != dst.layout[m]]
     if not differing:
         return None
     sharded = src.sharded_dims()
@@ -87,9 +83,9 @@ def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, Placeme
     free = [m for m in differing if not blocked(m)]
     if free:
         m = min(free, key=cost)
-        return m, dst.placements[m], dst.sizes[m]
-    # Mesh dims that trade tensor dims with each other: one of them has to step aside.
-    return differing[0], Replicate(), None
+        return m, dst.layout[m]
+    # Mesh dims that trade tensor dims with each other: one of them has to be replicated in between.
+    return differing[0], AxisLayout(Replicate())
 
 
 def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .geometry import Interval, chunk_sizes, intervals_of
 __all__ = [
     "CHANNELS_LAST",
     "CIRCUMSTANCES",
+    "AxisLayout",
     "ShardTensorSpec",
     "Sizes",
     "contiguous_stride",
@@ -37,6 +38,17 @@ Sizes = tuple[tuple[int, ...] | None, ...]
 
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class AxisLayout(NamedTuple):
+    """What one mesh dim does to a tensor: the placement, and where that is a Shard, the size of each rank's shard.
+
+    ``spec.layout`` has one per mesh dim. A layout is changed by changing these, so that no placement is left with the
+    sizes of another: ``spec.with_axes({0: AxisLayout(Shard(2), (5, 3)), 1: AxisLayout(Replicate())})``.
+    """
+
+    placement: Placement
+    sizes: tuple[int, ...] | None = None
 
 
 class ShardTensorSpec(DTensorSpec):
@@ -116,10 +128,17 @@ class ShardTensorSpec(DTensorSpec):
             self.sizes if sizes is None else sizes,
         )
 
+    def with_layout(self, layout: Sequence[AxisLayout], meta: TensorMeta | None = None) -> ShardTensorSpec:
+        """The spec with these placements and sizes, one entry per mesh dim, and if given another tensor meta."""
+        return self.replace(placements=[a.placement for a in layout], sizes=tuple(a.sizes for a in layout), meta=meta)
+
+    def with_axes(self, axes: Mapping[int, AxisLayout]) -> ShardTensorSpec:
+        """The spec with another layout on the mesh dims that are named, and its own on the others."""
+        return self.with_layout([axes.get(m, own) for m, own in enumerate(self.layout)])
+
     def replicated(self) -> ShardTensorSpec:
-        """The same tensor whole on every rank."""
-        n = self.mesh.ndim
-        return self.replace(placements=(Replicate(),) * n, sizes=(None,) * n)
+        """The spec of the same tensor replicated on every mesh dim."""
+        return self.with_layout([AxisLayout(Replicate())] * self.mesh.ndim)
 
     def with_dtype(self, dtype: torch.dtype) -> ShardTensorSpec:
         """The spec of a tensor of another dtype that lies alike."""
@@ -133,23 +152,24 @@ class ShardTensorSpec(DTensorSpec):
     @cached_property
     def _reduced(self) -> ShardTensorSpec | None:
         """This spec without Partial, where there is any."""
-        if not self.partial_mesh_dims():
-            return None
-        return self.replace(placements=[Replicate() if p.is_partial() else p for p in self.placements])
+        partial = self.partial_mesh_dims()
+        return self.with_axes({m: AxisLayout(Replicate()) for m in partial}) if partial else None
 
     def for_contributions(self) -> ShardTensorSpec:
         """The layout of this tensor's gradient where each rank only gives its contribution to what all of them hold."""
-        gradient = self.for_gradient()
-        shared = [p.is_replicate() and n > 1 for p, n in zip(self.placements, self.mesh.shape, strict=True)]
-        return gradient.replace(
-            placements=[Partial() if s else p for s, p in zip(shared, gradient.placements, strict=True)]
-        )
+        shared = [m for m, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(m) > 1]
+        return self.for_gradient().with_axes({m: AxisLayout(Partial()) for m in shared})
 
     def lies_like(self, other: ShardTensorSpec) -> bool:
         """Whether both have the same placements and sizes."""
         return self is other or (self.placements == other.placements and self.sizes == other.sizes)
 
     # -- what is where ------------------------------------------------------------------------------------
+
+    @cached_property
+    def layout(self) -> tuple[AxisLayout, ...]:
+        """Placement and sizes of each mesh dim."""
+        return tuple(map(AxisLayout, self.placements, self.sizes))
 
     @property
     def shard_sizes(self) -> dict[int, tuple[int, ...]]:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensorSpec
+from shardtensor.spec import AxisLayout
 from shardtensor.testing import shared_mesh, simulate_ranks
 
 
@@ -114,6 +115,25 @@ def derived():
 
 def test_derived_specs_and_text():
     assert simulate_ranks(derived, 4, ranks=[3]) == [True]
+
+
+def layouts():
+    spec = make((2, 2), [Shard(0), Replicate()], (8, 4), shard_sizes={0: (7, 1)})
+    assert spec.layout == (AxisLayout(Shard(0), (7, 1)), AxisLayout(Replicate()))
+    assert spec.with_layout(spec.layout) is spec
+    traded = spec.with_axes({0: AxisLayout(Partial()), 1: AxisLayout(Shard(1), (3, 1))})
+    assert traded.placements == (Partial(), Shard(1)) and traded.sizes == (None, (3, 1))
+    assert traded.tensor_meta == spec.tensor_meta
+    assert traded.with_axes({0: spec.layout[0], 1: spec.layout[1]}) is spec
+    assert traded.with_axes({0: spec.layout[0]}).local_shape((0, 1)) == (7, 1)
+    wider = spec.tensor_meta._replace(shape=torch.Size((8, 9)), stride=(9, 1))
+    assert spec.with_layout(spec.layout, wider) is spec.replace(meta=wider)
+    assert spec.for_contributions().layout == (spec.layout[0], AxisLayout(Partial()))
+    return True
+
+
+def test_a_layout_holds_placement_and_sizes_of_each_mesh_dim():
+    assert simulate_ranks(layouts, 4, ranks=[1]) == [True]
 
 
 BAD = [
