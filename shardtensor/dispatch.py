@@ -16,7 +16,7 @@ unless all its tensors are replicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -40,7 +40,10 @@ __all__ = [
     "Plan",
     "allow_gather",
     "argument",
+    "cached_plan",
     "gather_allowed",
+    "keep_plan",
+    "plan_key",
     "rule",
     "run",
     "spec_of",
@@ -141,7 +144,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {}
 # Functions with the shapes and dtypes of operators that torch does not run on meta tensors.
 STAND_INS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _default_rules: list[Callable[[torch._ops.OpOverload], Rule | None]] = []
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, Any] = {}
 MAX_PLANS = 8192
 _gather_depth = 0
 
@@ -322,6 +325,59 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
             key.append(kind)
             key.append(a)
     return out
+
+
+def plan_key(function: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> list[Any]:
+    """What the plan of a call above autograd depends on, besides the registry. Its tensors are added to ``tensors``."""
+    key: list[Any] = [function, _gather_depth > 0, torch.get_default_dtype()]
+    if torch.are_deterministic_algorithms_enabled():
+        key.append("deterministic")
+    _describe(args, key, tensors)
+    for name, value in kwargs.items():
+        key.append(name)
+        _describe((value,), key, tensors)
+    device = tensors[0].device.type if tensors else "cpu"
+    if torch.is_autocast_enabled(device):
+        key.append(torch.get_autocast_dtype(device))
+    return key
+
+
+def _describe(args: Sequence[Any], key: list[Any], tensors: list[Any]) -> None:
+    for a in args:
+        kind = type(a)
+        if kind in SCALARS:
+            key.append(kind)  # 1, 1.0 and True are equal, but mean different things
+            key.append(a)
+        elif kind is _tensor_class:
+            if a._viewed is not None:
+                check_current(key[0].name, a)
+            tensors.append(a)
+            key.append(a._spec)
+            if type(a._local_tensor) is not Tensor and is_traced(a._local_tensor):
+                key.append([])  # see _localize
+        elif isinstance(a, Tensor):
+            tensors.append(a)
+            key.append(spec_of(a) if isinstance(a, DTensor) else (a.shape, a.stride(), a.dtype, a.device))
+        elif kind is list or kind is tuple:
+            key.append(len(a))
+            _describe(a, key, tensors)
+        else:
+            key.append(kind)
+            key.append(a)
+
+
+def cached_plan(key: list[Any]) -> Any:
+    """The plan that was kept under a key of :func:`plan_key`, if any."""
+    try:
+        return _plans.get(tuple(key))
+    except TypeError:  # an argument that cannot be hashed: no caching
+        return None
+
+
+def keep_plan(key: list[Any], plan: Any) -> None:
+    """Keep a plan, if its key can be hashed."""
+    with suppress(TypeError):
+        _keep(tuple(key), plan)
 
 
 def _replace(args: list[Any], kwargs: dict[str, Any], path: Path, src: ShardTensorSpec, dst: ShardTensorSpec) -> None:

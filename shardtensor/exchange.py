@@ -20,15 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._compat import process_group
+from ._compat import c10d_all_to_all, process_group
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect, length
 from .tracing import graph_operator, is_traced
 
-__all__ = ["Pending", "Plan", "plan_intervals", "set_transport", "start_swap"]
+__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap"]
 
 Pieces = Sequence[Sequence[Tensor]]
 Shapes = Sequence[Sequence[Sequence[int]]]
+Part = tuple[int, Interval]  # a peer, and an interval that it sends or gets
 
 _transport = "all_to_all"
 
@@ -58,106 +59,152 @@ def set_transport(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Transfers:
     """Who sends which interval to whom along one mesh dim, as one rank sees it. All indices are global.
 
     Attributes:
         rank: this rank's index along the mesh dim.
         own, need: what this rank holds and what it needs.
-        sends: per peer, the part of ``own`` that the peer needs (empty for itself and where there is none).
-        recvs: per peer, the part of ``need`` that the peer owns.
+        sends: ``(peer, interval)`` for each peer that needs a part of ``own``, in the order of ranks.
+        recvs: ``(peer, interval)`` for each peer that owns a part of ``need``, in the order of ranks.
         active: whether any rank of the group sends anything; the same on all of them.
     """
 
     rank: int
     own: Interval
     need: Interval
-    sends: tuple[Interval, ...]
-    recvs: tuple[Interval, ...]
+    sends: tuple[Part, ...]
+    recvs: tuple[Part, ...]
     active: bool
 
 
 @lru_cache(maxsize=4096)
-def plan_intervals(own: tuple[Interval, ...], need: tuple[Interval, ...], rank: int) -> Plan:
+def plan_intervals(own: tuple[Interval, ...], need: tuple[Interval, ...], rank: int) -> Transfers:
     """Plan the transfers that give every rank ``r`` the interval ``need[r]``, where rank ``s`` owns ``own[s]``.
 
     Example:
         >>> p = plan_intervals(((0, 4), (4, 6), (6, 9)), ((0, 5), (3, 7), (5, 9)), rank=1)
         >>> p.sends, p.recvs
-        (((4, 5), (0, 0), (5, 6)), ((3, 4), (0, 0), (6, 7)))
+        (((0, (4, 5)), (2, (5, 6))), ((0, (3, 4)), (2, (6, 7))))
     """
-    ranks = range(len(own))
 
-    def part(owner: int, reader: int) -> Interval:
-        piece = intersect(own[owner], need[reader])
-        return piece if owner != reader and length(piece) else (0, 0)
+    def parts(mine: Interval, theirs: Sequence[Interval]) -> tuple[Part, ...]:
+        found = ((peer, intersect(mine, interval)) for peer, interval in enumerate(theirs) if peer != rank)
+        return tuple((peer, part) for peer, part in found if length(part))
 
-    return Plan(
+    return Transfers(
         rank=rank,
         own=own[rank],
         need=need[rank],
-        sends=tuple(part(rank, r) for r in ranks),
-        recvs=tuple(part(s, rank) for s in ranks),
-        active=any(length(part(s, r)) for s in ranks for r in ranks),
+        sends=parts(own[rank], need),
+        recvs=parts(need[rank], own),
+        active=any(length(n) > length(intersect(o, n)) for o, n in zip(own, need, strict=True)),
     )
 
 
-class Pending:
-    """Pieces on their way: :meth:`wait` returns them, per peer, as views of one receive buffer."""
+class Exchange:
+    """A message to each peer that gets something: all that is known before there is data.
 
-    def __init__(self, works: Sequence[dist.Work], received: Tensor, shapes: Shapes, keep: Tensor) -> None:
-        self._works, self._received, self._shapes = works, received, shapes
+    Made once, with a plan; :meth:`start` then only packs and sends. A collective on ``group``: every rank starts it,
+    also one that has nothing to send.
+
+    Args:
+        sends: ``(peer, shape)`` of each piece that this rank sends, peers in ascending order.
+        recvs: ``(peer, shape)`` of each piece that it gets, likewise.
+    """
+
+    __slots__ = ("_bytes", "_recv_counts", "_recv_shapes", "_recv_sizes", "_send_counts", "group")
+
+    def __init__(
+        self,
+        sends: Sequence[tuple[int, Sequence[int]]],
+        recvs: Sequence[tuple[int, Sequence[int]]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.group = group
+        self._send_counts, self._recv_counts = ([0] * group.size() for _ in range(2))
+        for counts, messages in ((self._send_counts, sends), (self._recv_counts, recvs)):
+            for peer, shape in messages:
+                counts[peer] += math.prod(shape)
+        self._recv_shapes = [list(shape) for _, shape in recvs]
+        self._recv_sizes = [math.prod(shape) for _, shape in recvs]
+        self._bytes: dict[int, tuple[list[int], list[int]]] = {}
+
+    def start(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
+        """Send the pieces, in the order of ``sends``; what is received has the dtype and device of ``like``.
+
+        Returns at once. The pieces must keep their values until :meth:`Pending.wait`, which gives the received ones in
+        the order of ``recvs``.
+        """
+        if len(pieces) == 1 and not (like.is_complex() or like.is_neg()):  # which may be lazy
+            packed = pieces[0].contiguous().view(-1)
+        else:
+            packed = torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
+        return self._start(packed)
+
+    def _start(self, packed: Tensor) -> Pending:
+        if is_traced(packed):
+            received = _exchange(packed, self._send_counts, self._recv_counts, self.group.group_name)
+            return Pending([], received, self._recv_shapes, self._recv_sizes, packed)
+        dtype = packed.dtype
+        if debug_enabled():
+            check_communication("exchange", dtype, self._send_counts, self._recv_counts, self.group, packed.device)
+        counts = self._bytes.get(dtype.itemsize)
+        if counts is None:
+            counts = self._bytes[dtype.itemsize] = (
+                [n * dtype.itemsize for n in self._send_counts],
+                [n * dtype.itemsize for n in self._recv_counts],
+            )
+        received = packed.new_empty(sum(self._recv_sizes))
+        works = _transfer(packed, received, *counts, self.group)
+        return Pending(works, received, self._recv_shapes, self._recv_sizes, packed)
+
+
+class Pending:
+    """Pieces on their way."""
+
+    __slots__ = ("_keep", "_received", "_shapes", "_sizes", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        received: Tensor,
+        shapes: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+        keep: Tensor,
+    ) -> None:
+        self._works, self._received, self._shapes, self._sizes = works, received, shapes, sizes
         self._keep = keep  # the send buffer has to live until the transfer is done
 
-    def wait(self) -> list[list[Tensor]]:
-        """The received pieces, ``[peer][piece]``."""
+    def wait(self) -> list[Tensor]:
+        """The received pieces, as views of one buffer."""
         for work in self._works:
             work.wait()
-        pieces, at = [], 0
-        for shapes in self._shapes:
-            row = []
-            for shape in shapes:
-                n = math.prod(shape)
-                row.append(self._received[at : at + n].view(*shape))
-                at += n
-            pieces.append(row)
-        return pieces
+        if len(self._shapes) == 1:
+            return [self._received.view(self._shapes[0])]
+        parts = self._received.split_with_sizes(self._sizes) if self._sizes else ()
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-def start_swap(
-    pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device
-) -> Pending:
+def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: Tensor) -> Pending:
     """Send ``pieces[r]`` to rank ``r`` of ``group`` and receive tensors of ``shapes[s]`` from each rank ``s``.
 
-    A collective on ``group``: every rank calls it, also one that has nothing to send. All pieces have ``dtype``.
-    Returns at once; the transfer runs until :meth:`Pending.wait`.
+    An :class:`Exchange` that is used once. All pieces have the dtype and device of ``like``.
     """
-    send_counts = [sum(p.numel() for p in row) for row in pieces]
-    recv_counts = [sum(math.prod(s) for s in row) for row in shapes]
-    flat = [p.reshape(-1) for row in pieces for p in row if p.numel()]
-    packed = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-    if is_traced(packed):
-        return Pending([], _exchange(packed, send_counts, recv_counts, group.group_name), shapes, packed)
-    works, received = _start(packed, send_counts, recv_counts, group)
-    return Pending(works, received, shapes, packed)
+    sends = [(peer, p.shape) for peer, row in enumerate(pieces) for p in row]
+    recvs = [(peer, shape) for peer, row in enumerate(shapes) for shape in row]
+    return Exchange(sends, recvs, group).start([p for row in pieces for p in row], like)
 
 
-def _start(
-    packed: Tensor, send_counts: list[int], recv_counts: list[int], group: dist.ProcessGroup
-) -> tuple[list[dist.Work], Tensor]:
+def _transfer(
+    packed: Tensor, received: Tensor, send_bytes: list[int], recv_bytes: list[int], group: dist.ProcessGroup
+) -> list[dist.Work]:
     """Send consecutive parts of ``packed`` to the ranks of ``group``, and receive such from them."""
-    dtype = packed.dtype
-    if debug_enabled():
-        check_communication("exchange", dtype, send_counts, recv_counts, group, packed.device)
-    received = packed.new_empty(sum(recv_counts))
     # Bytes: no backend knows every dtype in every collective, and nothing is computed on the way.
     out, inp = received.view(torch.uint8), packed.view(torch.uint8)
-    send_counts, recv_counts = ([n * dtype.itemsize for n in counts] for counts in (send_counts, recv_counts))
     if _transport == "p2p":
-        works = _batched(out, inp, recv_counts, send_counts, group)
-    else:
-        works = [dist.all_to_all_single(out, inp, recv_counts, send_counts, group=group, async_op=True)]
-    return works, received
+        return _batched(out, inp, recv_bytes, send_bytes, group)
+    return [c10d_all_to_all(out, inp, recv_bytes, send_bytes, group)]
 
 
 @graph_operator(
@@ -166,10 +213,11 @@ def _start(
 )
 def _exchange(packed: Tensor, send_counts: list[int], recv_counts: list[int], group: str) -> Tensor:
     """See [Note: communication in graphs] in tracing.py."""
-    works, received = _start(packed, send_counts, recv_counts, process_group(group))
-    for work in works:
-        work.wait()
-    return received
+    resolved = process_group(group)
+    sends, recvs = ([(peer, (n,)) for peer, n in enumerate(counts)] for counts in (send_counts, recv_counts))
+    pending = Exchange(sends, recvs, resolved)._start(packed)
+    pending.wait()
+    return pending._received
 
 
 def _batched(

@@ -136,16 +136,20 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        sources = [t for t in (*grads, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
-        if not sources:
-            return results
         name = type(ctx).__name__.removesuffix("Backward").strip("_")
         single = not isinstance(results, tuple)
-        results = (results,) if single else results
-        marked = tuple(r if r is None else _NotAgain.apply(name, r, *sources) for r in results)
+        marked = not_twice(name, (results,) if single else results, (*grads, *ctx.saved_tensors))
         return marked[0] if single else marked
 
     return wrapper
+
+
+def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of the operator ``name``, which raise where they are differentiated by what they depend on."""
+    sources = [t for t in computed_from if isinstance(t, Tensor) and t.requires_grad]
+    if not sources:
+        return tuple(gradients)
+    return tuple(g if g is None else _NotAgain.apply(name, g, *sources) for g in gradients)
 
 
 class _NotAgain(torch.autograd.Function):

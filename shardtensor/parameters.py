@@ -32,7 +32,7 @@ from .redistribute import all_reduce, start_all_reduce
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, as_gradient, from_part
 
-__all__ = ["GradientSum", "Kernel", "local_parameters", "run_kernel", "unsummed_parameters"]
+__all__ = ["GradientSum", "Kernel", "contributing", "local_parameters", "run_kernel", "unsummed_parameters"]
 
 
 def local_parameters(op: str, spec: ShardTensorSpec, *parameters: Tensor | None) -> list[Tensor | None]:
@@ -55,7 +55,7 @@ def unsummed_parameters(
     op: str, spec: ShardTensorSpec, *parameters: Tensor | None
 ) -> tuple[list[Tensor | None], GradientSum]:
     """:func:`local_parameters` for operators that sum the gradients in their own backward, while they do other work."""
-    mesh_dims, grad_placements = _contributing(spec)
+    mesh_dims, grad_placements = contributing(spec)
     result: list[Tensor | None] = list(parameters)
     for i, p in enumerate(parameters):
         if isinstance(p, DTensor):
@@ -74,7 +74,7 @@ def unsummed_parameters(
 
 
 @lru_cache(maxsize=4096)
-def _contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+def contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
     """The mesh dims whose ranks each contribute to a parameter's gradient, and how that gradient is placed."""
     mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)
     return mesh_dims, tuple(Partial() if m in mesh_dims else Replicate() for m in range(spec.mesh.ndim))
@@ -100,7 +100,7 @@ class GradientSum:
 
     Attributes:
         mesh, mesh_dims: over which it goes.
-        needed: for each parameter, whether its gradient needs it.
+        needed: for each tensor of the operator, whether its gradient, if there is any, needs it.
     """
 
     mesh: DeviceMesh
@@ -112,7 +112,7 @@ class GradientSum:
         result = list(parameters)
         if True not in self.needed:
             return result
-        chosen = [i for i, needed in enumerate(self.needed) if needed and result[i] is not None]
+        chosen = [i for i, p in enumerate(result) if self.needed[i] and p is not None and p.requires_grad]
         if chosen:
             completed = _SumGradients.apply(self.mesh, self.mesh_dims, *(result[i] for i in chosen))
             for i, p in zip(chosen, completed, strict=True):
@@ -122,6 +122,8 @@ class GradientSum:
     def start(self, grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them."""
         mine = [g if needed else None for g, needed in zip(grads, self.needed, strict=True)]
+        if not self.mesh_dims or not any(g is not None for g in mine):
+            return lambda: list(grads)
         finish = start_sum(mine, self.mesh, self.mesh_dims)
         return lambda: [g if total is None else total for g, total in zip(grads, finish(), strict=True)]
 
@@ -140,7 +142,8 @@ def start_sum(
             by_dtype.setdefault(t.dtype, []).append(i)
     under_way = []
     for members in by_dtype.values():
-        flat = torch.cat([tensors[i].reshape(-1) for i in members]).detach()  # type: ignore[union-attr]
+        flat = torch.cat([tensors[i].reshape(-1) for i in members])  # type: ignore[union-attr]
+        flat = flat.detach() if flat.requires_grad else flat
         under_way.append((members, start_all_reduce(flat, mesh.get_group(mesh_dims[0]), overwrite=True)))
 
     def finish() -> list[Tensor | None]:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import process_group
+from ._compat import c10d_all_gather, c10d_all_reduce, process_group
 from .debug import check_communication, debug_enabled
-from .exchange import plan_intervals, start_swap
+from .exchange import Exchange, plan_intervals, start_swap
 from .geometry import Interval, intervals_of, length
 from .spec import AxisLayout, ShardTensorSpec, stride_like
 from .tracing import graph_operator, is_traced
@@ -148,7 +148,7 @@ def start_all_reduce(
     if debug_enabled():
         counts = [value.numel()] * dist.get_world_size(group)
         check_communication(f"all_reduce {op}", value.dtype, counts, counts, group, value.device)
-    work = dist.all_reduce(wire, op=_REDUCE[op][0], group=group, async_op=True)
+    work = c10d_all_reduce(wire, _REDUCE[op][0], group)
 
     def finish() -> Tensor:
         work.wait()
@@ -200,9 +200,11 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     if debug_enabled():
         counts = [local.numel()] * ranks
         check_communication("all_gather", local.dtype, counts, counts, group, local.device)
-    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    return torch.stack(parts)
+    gathered = local.new_empty((ranks, *local.shape))
+    parts = list((torch.view_as_real(gathered) if local.is_complex() else gathered).unbind(0))
+    local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+    c10d_all_gather(parts, local.contiguous(), group).wait()
+    return gathered
 
 
 @graph_operator(
@@ -232,10 +234,11 @@ def move_intervals(
     start, stop = max(plan.own[0], plan.need[0]), min(plan.own[1], plan.need[1])
     kept = [(start, local.narrow(dim, start - plan.own[0], stop - start))] if stop > start else []
     if plan.active:
-        send = [[local.narrow(dim, a - plan.own[0], b - a)] if b > a else [] for a, b in plan.sends]
-        shapes = [[_resized(local, dim, b - a)] if b > a else [] for a, b in plan.recvs]
-        received = start_swap(send, shapes, group, dtype=local.dtype, device=local.device).wait()
-        kept += [(a, row[0]) for (a, b), row in zip(plan.recvs, received, strict=True) if b > a]
+        sends = [(peer, _resized(local, dim, b - a)) for peer, (a, b) in plan.sends]
+        recvs = [(peer, _resized(local, dim, b - a)) for peer, (a, b) in plan.recvs]
+        pieces = [local.narrow(dim, a - plan.own[0], b - a) for _, (a, b) in plan.sends]
+        received = Exchange(sends, recvs, group).start(pieces, local).wait()
+        kept += [(a, piece) for (_, (a, _)), piece in zip(plan.recvs, received, strict=True)]
     kept.sort(key=lambda item: item[0])
     if not kept:
         return local.new_empty(_resized(local, dim, 0))
@@ -273,9 +276,10 @@ def swap_blocks(
             if r != rank:
                 send[r].append(t.narrow(new_dim, block[r][0], length(block[r])))
                 shapes[r].append(_resized(part, old_dim, length(own[r])))
-    received = start_swap(send, shapes, group, dtype=locals_[0].dtype, device=locals_[0].device).wait()
+    received = start_swap(send, shapes, group, locals_[0]).wait()
+    n = len(mine)  # pieces from each peer
     return [
-        torch.cat([part if s == rank else received[s][i] for s in range(ranks)], dim=old_dim)
+        torch.cat([*received[i : n * rank : n], part, *received[n * rank + i :: n]], dim=old_dim)
         for i, part in enumerate(mine)
     ]
 
@@ -290,9 +294,8 @@ def reduce_scatter(
         return mine.clone()
     send = [[local.narrow(dim, s, e - s)] if r != rank else [] for r, (s, e) in enumerate(blocks)]
     shapes = [[mine.shape] if s != rank else [] for s in range(len(blocks))]
-    received = start_swap(send, shapes, group, dtype=local.dtype, device=local.device).wait()
-    combine = _REDUCE[partial.reduce_op][1]
-    return reduce(combine, [mine if s == rank else received[s][0] for s in range(len(blocks))])
+    received = start_swap(send, shapes, group, local).wait()
+    return reduce(_REDUCE[partial.reduce_op][1], [*received[:rank], mine, *received[rank:]])
 
 
 def _own_among_identity(local: Tensor, dim: int, own: Interval, total: int, partial: Placement) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FUNCTIONS", "OPERATORS", "changes", "register", "registered", "unregister"]
+__all__ = ["FUNCTIONS", "OPERATORS", "changes", "declare", "register", "registered", "unregister"]
 
 Handler = Callable[..., Any]
 
@@ -73,6 +73,15 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return decorate
+
+
+def declare(spelling: Callable[..., Any], handler: Handler) -> None:
+    """Make ``handler`` that of a function or operator above autograd; ValueError where there is one already."""
+    global _changes
+    if spelling in FUNCTIONS:
+        raise ValueError(f"{spelling} has a handler already; unregister it first")
+    _changes += 1
+    FUNCTIONS[spelling] = handler
 
 
 def unregister(*funcs_or_ops: Any) -> None:

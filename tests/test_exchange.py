@@ -9,7 +9,7 @@ import torch.distributed as dist
 import shardtensor
 from shardtensor.exchange import plan_intervals, start_swap
 from shardtensor.geometry import intervals_of, length
-from shardtensor.halo import Axis, Strips, borrow
+from shardtensor.halo import Axis, Halo, borrow
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shared_mesh
 
 # Sizes per rank, and what each needs: neighbours, several hops, an empty shard, gaps, everything, nothing.
@@ -74,7 +74,7 @@ def counts(world, transport):
             own = intervals_of(sizes)
             plan = plan_intervals(own, need, rank)
             local = torch.zeros(2, sizes[rank], 3, dtype=torch.float64, requires_grad=True)
-            sent, received = ([length(p) for p in parts if length(p)] for parts in (plan.sends, plan.recvs))
+            sent, received = ([length(part) for _, part in parts] for parts in (plan.sends, plan.recvs))
             with count_communication() as counted:
                 result = borrow(local, 1, own, need, rank, group)
             assert counted.messages == len(sent), (sizes, need)
@@ -144,23 +144,22 @@ def test_borrowing_can_be_differentiated_twice():
 def inner(t, axes):
     """The part of a shard that is read, along some axes."""
     for axis in axes:
-        t = t.narrow(axis.dim, axis.main[0] - axis.plan.own[0], length(axis.main))
+        t = t.narrow(axis.dim, axis.main[0] - axis.transfers.own[0], length(axis.main))
     return t
 
 
-def tiled(strips, x):
-    """Shard and strips put together: what this rank reads."""
-    axes = strips.axes
+def tiled(axes, halo, x):
+    """Shard and halo put together: what this rank reads."""
     result = inner(x, axes)
     for i, axis in enumerate(axes):
-        # Strips span the shard along later axes.
-        before, after = (None if side is None else inner(side, axes[i + 1 :]) for side in strips.sides[i])
+        # The halo spans the shard along later axes.
+        before, after = (None if side is None else inner(side, axes[i + 1 :]) for side in halo[i])
         result = torch.cat([t for t in (before, result, after) if t is not None], dim=axis.dim)
     return result
 
 
-def strips_tile_and_return(mesh_shape, cases, transport):
-    """On one or two axes: strips hold the right values, and returning gradients is the adjoint of fetching."""
+def halos_tile_and_return(mesh_shape, cases, transport):
+    """On one or two axes: halos hold the right values, and returning gradients is the adjoint of fetching."""
     mesh = shared_mesh(mesh_shape)
     at = mesh.get_coordinate()
     previous = shardtensor.set_transport(transport)
@@ -175,41 +174,42 @@ def strips_tile_and_return(mesh_shape, cases, transport):
             axes.append(Axis(dim, m, plan_intervals(owns[m], needs[m], at[m])))
             x = x.narrow(dim, owns[m][at[m]][0], sizes[m][at[m]])
             expected = expected.narrow(dim, needs[m][at[m]][0], length(needs[m][at[m]]))
-        strips = Strips(axes, mesh)
+        planned = Halo(axes, mesh, x.shape)
+        halo = planned.nothing()
         for i in range(len(axes)):
-            strips.finish(i, strips.start(i, x))
-        assert torch.equal(tiled(strips, x), expected), case
+            planned.finish(i, planned.start(i, x, halo), halo)
+        assert torch.equal(tiled(axes, halo, x), expected), case
 
         y = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
-        # Cut y as the strips tile: what is outermost last.
+        # Cut y as the halo tiles: what is outermost last.
         middle, grads = y, [[None, None] for _ in axes]
         for i in reversed(range(len(axes))):
             sides = axes[i].sides
             lengths = [length(sides[0]), length(axes[i].main), length(sides[1])]
             before, middle, after = middle.split(lengths, dim=axes[i].dim)
             for k, part in ((0, before), (1, after)):
-                if strips.sides[i][k] is not None:
-                    grads[i][k] = torch.zeros_like(strips.sides[i][k])
+                if halo[i][k] is not None:
+                    grads[i][k] = torch.zeros_like(halo[i][k])
                     inner(grads[i][k], axes[i + 1 :]).copy_(part)
         back = torch.zeros_like(x)
         inner(back, axes).add_(middle)
         for i in reversed(range(len(axes))):
-            mine = strips.finish_return(i, strips.start_return(i, grads, x), grads)
-            strips.add_to_shard(i, back, mine)
+            mine = planned.finish_return(i, planned.start_return(i, grads, x), grads)
+            planned.add_to_shard(i, back, mine)
         left, right = total((expected * y).sum()), total((x * back).sum())
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, msg=str(case))
     shardtensor.set_transport(previous)
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
-def test_strips_along_one_axis(transport):
-    # Strips are for windows: what a rank needs includes no gap next to its shard.
+def test_halos_along_one_axis(transport):
+    # Halos are for windows: what a rank needs includes no gap next to its shard.
     cases = [[case] for case in CASES[3][:3]]
-    run_distributed(strips_tile_and_return, 3, 3, cases, transport)
+    run_distributed(halos_tile_and_return, 3, 3, cases, transport)
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
-def test_strips_along_two_axes_with_corners(transport):
+def test_halos_along_two_axes_with_corners(transport):
     cases = [
         [((5, 3), ((0, 6), (4, 8))), ((2, 4), ((0, 3), (1, 6)))],
         [((7, 1), ((0, 8), (3, 8))), ((4, 3), ((0, 6), (1, 7)))],
@@ -217,7 +217,7 @@ def test_strips_along_two_axes_with_corners(transport):
         [((3, 3), ((0, 3), (3, 6))), ((1, 5), ((0, 4), (0, 6)))],
         [((3, 3), ((0, 2), (1, 6))), ((4, 2), ((1, 5), (2, 6)))],
     ]
-    run_distributed(strips_tile_and_return, 4, (2, 2), cases, transport)
+    run_distributed(halos_tile_and_return, 4, (2, 2), cases, transport)
 
 
 def swap_several_pieces():
@@ -230,8 +230,7 @@ def swap_several_pieces():
     pieces = [mine if r == peer else [] for r in range(2)]
     expected = [shapes if r == peer else [] for r in range(2)]
     with count_communication() as counted:
-        pending = start_swap(pieces, expected, group, dtype=torch.float32, device=torch.device("cpu"))
-        first, empty, last = pending.wait()[peer]
+        first, empty, last = start_swap(pieces, expected, group, mine[0]).wait()
     other = dist.get_global_rank(group, peer)
     assert counted.messages == 1 and list(counted.sent_to) == [other]
     assert torch.equal(first, torch.full((peer + 2, 3), 10.0 + other))

@@ -149,14 +149,14 @@ def test_plans_of_all_ranks_fit_together(sizes, data):
         need.append((a, data.draw(st.integers(a, total))))
     plans = [plan_intervals(own, tuple(need), r) for r in ranks]
     assert len({plan.active for plan in plans}) == 1
-    assert plans[0].active == any(length(part) for plan in plans for part in plan.sends)
+    assert plans[0].active == any(plan.sends for plan in plans)
     for r in ranks:
         assert (plans[r].own, plans[r].need) == (own[r], need[r])
-        assert length(plans[r].sends[r]) == length(plans[r].recvs[r]) == 0
-        for s in ranks:
-            assert plans[r].recvs[s] == plans[s].sends[r]
+        assert all(peer != r and length(part) for peer, part in (*plans[r].sends, *plans[r].recvs))
+        assert all((r, part) in plans[s].sends for s, part in plans[r].recvs)
+        assert all((r, part) in plans[s].recvs for s, part in plans[r].sends)
         kept = intersect(own[r], need[r])
-        arrived = sorted(i for part in (kept, *plans[r].recvs) for i in range(*part))
+        arrived = sorted(i for part in (kept, *(p for _, p in plans[r].recvs)) for i in range(*part))
         assert arrived == list(range(*need[r]))
 
 

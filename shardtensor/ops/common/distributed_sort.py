@@ -194,8 +194,8 @@ class Route:
         peers = [r != self._rank for r in range(len(pieces))]
         send = [[p] if other else [] for p, other in zip(pieces, peers, strict=True)]
         shapes = [[(n, *mine.shape[1:])] if other else [] for n, other in zip(sizes, peers, strict=True)]
-        received = start_swap(send, shapes, self._group, dtype=mine.dtype, device=mine.device).wait()
-        return [row[0] if row else mine for row in received]
+        received = start_swap(send, shapes, self._group, mine).wait()
+        return [*received[: self._rank], mine, *received[self._rank :]]
 
 
 def _spread(index: Tensor, t: Tensor) -> Tensor:

@@ -159,14 +159,15 @@ class _Message:
         if not active:
             return
         shapes = [[[math.prod(shape) * dtype.itemsize] for _, (shape, dtype) in row] for row in self._expected]
-        self._pending = start_swap(self._sent, shapes, self.group, dtype=torch.uint8, device=self.device)
+        like = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._pending = start_swap(self._sent, shapes, self.group, like)
 
     def wait(self) -> dict[str, list[Tensor]]:
         result: dict[str, list[Tensor]] = {}
         if self._pending is None:
             return result
-        for row, received in zip(self._expected, self._pending.wait(), strict=True):
-            for (name, (shape, dtype)), raw in zip(row, received, strict=True):
-                aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
-                result.setdefault(name, []).append(aligned.view(dtype).view(shape))
+        expected = [item for row in self._expected for item in row]
+        for (name, (shape, dtype)), raw in zip(expected, self._pending.wait(), strict=True):
+            aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
+            result.setdefault(name, []).append(aligned.view(dtype).view(shape))
         return result

@@ -1,6 +1,6 @@
 """Convolution over sharded spatial dims, of any kernel, stride, dilation, padding, groups and shard sizes.
 
-The doors: torch's functions, above autograd, and the aten operators below it. How it works stands in
+The entry points: torch's functions, above autograd, and the aten operators below it. How it works stands in
 ``halo_conv.py``.
 """
 
@@ -13,102 +13,83 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..._compat import TensorMeta
 from ...dispatch import spec_of, wrap
 from ...errors import refuse
-from ...gradients import once_differentiable
-from ...halo import Strips
-from ...parameters import GradientSum, unsummed_parameters
-from ...registry import FUNCTIONS, register
+from ...operators import Arguments, Composed, Plan, operator
+from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, promote, redistribute_to
+from ...tensor import ShardTensor, as_gradient, promote
 from ..common.alignment import whole_rows
-from .halo_conv import (
-    ConvolutionPlan,
-    Pads,
-    backward_by_parts,
-    forward_by_parts,
-    plan_convolution,
-)
+from .halo_conv import HaloConvolution, Pads, Sides, plan_convolution
 
 _aten = torch.ops.aten
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: ShardTensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, total: GradientSum
+class ConvolutionPlan(Plan):
+    """N-d convolution of an input ``(N, C, *spatial)`` with replicated weights.
+
+    The result is never sharded in its channels.
+    """
+
+    saves = (0, 1)
+
+    def __init__(self, work: HaloConvolution) -> None:
+        self.work, self.outputs = work, work.out_spec
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        y, sides = self.work.forward(x, weight, bias)
+        return y, tuple(side for pair in sides for side in pair)
+
+    def backward(
+        self, needed: Sequence[bool], grads: Sequence[Any], x: Tensor, weight: Tensor, *kept: Tensor | None
     ) -> Any:
-        y, strips = forward_by_parts(x._local_tensor, weight, bias, plan, x._spec.mesh)
-        ctx.plan, ctx.total = plan, total
-        ctx.present = [[s is not None for s in pair] for pair in strips.sides]
-        ctx.save_for_backward(x, weight, *(s for pair in strips.sides for s in pair if s is not None))
-        return wrap(y, plan.out_spec.with_dtype(y.dtype))
+        if grads[0] is None:
+            return [None, None, None]
+        sides: Sides = [list(kept[i : i + 2]) for i in range(0, len(kept), 2)]
+        return self.work.backward(needed, grads[0], x, weight, sides, None if self.total is None else self._sum)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        x, weight, *saved = ctx.saved_tensors
-        plan: ConvolutionPlan = ctx.plan
-        strips = Strips(plan.axes, x._spec.mesh)
-        remaining = iter(saved)
-        strips.sides = [[next(remaining) if there else None for there in pair] for pair in ctx.present]
-        local = as_gradient(grad, plan.out_spec)._local_tensor
-        mask = ctx.needs_input_grad[:3]
-        gx, gw, gb = backward_by_parts(local, x._local_tensor, weight, strips, plan, mask, ctx.total)
-        return None if gx is None else wrap(gx, x._spec), gw, gb, None, None
+    def _sum(self, grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
+        assert self.total is not None
+        finish = self.total.start([None, *grads])
+        return lambda: finish()[1:]
 
 
-# -- the doors --------------------------------------------------------------------------------------------------
+# -- entry points above autograd --------------------------------------------------------------------------------------
 
 
-def convolution(
-    input: Any,
-    weight: Tensor,
-    bias: Tensor | None,
+def _plan(
+    call: Arguments,
+    x: ShardTensorSpec,
+    weight: TensorMeta,
+    bias: TensorMeta | None,
     stride: Sequence[int],
     pads: Pads,
     dilation: Sequence[int],
     groups: int,
-) -> Any:
-    """N-d convolution of a ShardTensor ``(N, C, *spatial)`` with replicated weights; differentiable.
+    again: Callable[..., Any],
+) -> Plan:
+    """The plan for a batched input.
 
     Args:
-        input: sharded in any dims; the result is never sharded in its channels.
-        weight: ``(C_out, C / groups, *kernel)``, plain or a replicated DTensor.
-        bias: ``(C_out,)`` or None.
-        pads: zeros before and after each spatial dim of the whole tensor.
+        pads: zeros before and after each spatial dim of the global tensor.
+        again: the operator, of other tensors with the same options.
     """
-    name = f"conv{len(stride)}d"
-    x = sharded_input(input, weight, bias)
-    spec = x._spec
-    if spec.tensor_meta.dtype.is_complex and weight.is_complex():
-        return _as_real_convolution(x, weight, bias, stride, pads, dilation, groups)
-    # Sharded channels are spread over the batch or a spatial dim instead, see [Note: whole rows] in sorting/sort.py.
-    x = redistribute_to(x, whole_rows(name, spec.for_gradient(), 1))
-    spec = x._spec
-    x, weight, bias = autocast_operands(x, weight, bias)
-    if weight.dtype != spec_of(x).tensor_meta.dtype:
+    if x.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
+        return Composed(lambda x, w, b: _as_real_convolution(again, x, w, b))
+    # Sharded channels are spread over the batch or a spatial dim instead, see [Note: whole rows] in sort.py.
+    call.redistribute("input", whole_rows(call.name, x, 1))
+    dtype = call.autocast()
+    call.cast(dtype, "input", *(["weight"] if bias is None else ["weight", "bias"]))
+    x = call.tensors["input"]
+    if dtype is None and weight.dtype != x.tensor_meta.dtype:
         raise RuntimeError(
-            f"{name}: input of {spec_of(x).tensor_meta.dtype} and weight of {weight.dtype} should be the same"
+            f"{call.name}: input of {x.tensor_meta.dtype} and weight of {weight.dtype} should be the same"
         )
-    plan = plan_convolution(x._spec, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups)
-    (w, b), total = unsummed_parameters(name, x._spec, weight, bias)
-    with torch.autocast(spec.mesh.device_type, enabled=False):
-        return _Convolution.apply(x, w, b, plan, total)
+    return ConvolutionPlan(plan_convolution(x, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups))
 
 
-def autocast_operands(*tensors: Any) -> Any:
-    """The operands in the dtype that autocast, if it is on, gives convolutions; None stays None."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    to = torch.get_autocast_dtype(device)
-    return tuple(None if t is None else t.to(to) for t in tensors)
-
-
-def _as_real_convolution(
-    x: Any, weight: Tensor, bias: Tensor | None, stride: Sequence[int], pads: Pads, dilation: Sequence[int], groups: int
-) -> Any:
+def _as_real_convolution(convolve: Callable[..., Any], x: Any, weight: Tensor, bias: Tensor | None) -> Any:
     """A complex convolution as a real one of twice the channels, real and imaginary parts side by side.
 
     So the halo is exchanged once. Kernels for complex numbers do not exist on every device.
@@ -122,18 +103,8 @@ def _as_real_convolution(
     rows = [torch.stack([real, -imaginary], 2).flatten(1, 2), torch.stack([imaginary, real], 2).flatten(1, 2)]
     w = torch.stack(rows, 1).flatten(0, 1)
     b = None if bias is None else torch.view_as_real(bias.resolve_conj()).flatten()
-    y = convolution(interleaved(x.resolve_conj()), w, b, stride, pads, dilation, groups)
+    y = convolve(interleaved(x.resolve_conj()), w, b)
     return torch.view_as_complex(y.unflatten(1, (weight.shape[0], 2)).movedim(2, -1).contiguous())
-
-
-def sharded_input(x: Any, *others: Any) -> Any:
-    """The input as a ShardTensor; a plain one that meets ShardTensor weights is replicated."""
-    if isinstance(x, ShardTensor):
-        return x
-    if isinstance(x, DTensor):
-        return ShardTensor.from_dtensor(x)
-    mesh = next(t.device_mesh for t in others if isinstance(t, DTensor))
-    return promote(x, mesh)
 
 
 def per_spatial_dim(value: Any, n: int, name: str, what: str) -> tuple[int, ...]:
@@ -160,53 +131,95 @@ def _pads(
     return tuple((p, p) for p in per_spatial_dim(padding, n, name, "padding"))
 
 
-def _make_function(n: int) -> Callable[..., Any]:
-    name = f"conv{n}d"
+def _declare(n: int) -> None:
+    function = getattr(torch, f"conv{n}d")
 
-    def conv(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-    ) -> Any:
-        if not any(isinstance(t, DTensor) for t in (input, weight, bias)):
-            return NotImplemented
-        if input.ndim not in (n + 1, n + 2) or weight.ndim != n + 2:
+    @operator(function, getattr(_aten, f"conv{n}d"), tensors="input", parameters="weight bias")
+    def plan_conv(
+        call: Arguments,
+        input: ShardTensorSpec,
+        weight: TensorMeta,
+        bias: TensorMeta | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Plan:
+        name, ndim = f"conv{n}d", len(input.shape)
+        if ndim not in (n + 1, n + 2) or len(weight.shape) != n + 2:
             raise RuntimeError(
                 f"{name}: expected a {n + 1}-D (unbatched) or {n + 2}-D (batched) input and a {n + 2}-D weight, got "
                 f"shapes {tuple(input.shape)} and {tuple(weight.shape)}"
             )
-        stride, dilation = per_spatial_dim(stride, n, name, "stride"), per_spatial_dim(dilation, n, name, "dilation")
-        pads = _pads(padding, n, name, weight.shape[2:], stride, dilation)
-        if input.ndim == n + 1:
-            x = sharded_input(input, weight, bias).unsqueeze(0)
-            return convolution(x, weight, bias, stride, pads, dilation, groups).squeeze(0)
-        return convolution(input, weight, bias, stride, pads, dilation, groups)
+        strides, dilations = (
+            per_spatial_dim(stride, n, name, "stride"),
+            per_spatial_dim(dilation, n, name, "dilation"),
+        )
+        pads = _pads(padding, n, name, weight.shape[2:], strides, dilations)
 
-    return conv
+        def again(x: Any, w: Any, b: Any) -> Any:
+            return function(x, w, b, stride, padding, dilation, groups)
+
+        if ndim == n + 1:
+            return Composed(lambda x, w, b: again(x.unsqueeze(0), w, b).squeeze(0))
+        return _plan(call, input, weight, bias, strides, pads, dilations, groups, again)
 
 
-for _n, _function in ((1, torch.conv1d), (2, torch.conv2d), (3, torch.conv3d)):
-    register(_function)(_make_function(_n))
+for _n in (1, 2, 3):
+    _declare(_n)
 
 
-@register(torch.convolution)
-def _torch_convolution(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
+# Called by name, the operator goes through the same plans, so that its gradients are complete as well.
+@operator(
+    torch.convolution, _aten.convolution, _aten.convolution.default, tensors="input", parameters="weight bias"
+)
+def plan_convolution_of_any_dims(
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: TensorMeta,
+    bias: TensorMeta | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
     transposed: bool,
-    output_padding: Any,
+    output_padding: Sequence[int],
     groups: int,
-) -> Any:
-    n = weight.ndim - 2
+) -> Plan:
+    """``torch.convolution``, transposed or not."""
+    n = len(weight.shape) - 2
     if transposed:
         function = getattr(torch, f"conv_transpose{n}d")
-        return function(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return Composed(lambda x, w, b: function(x, w, b, stride, padding, output_padding, groups, dilation))
     name = f"conv{n}d"
-    stride, dilation = per_spatial_dim(stride, n, name, "stride"), per_spatial_dim(dilation, n, name, "dilation")
-    pads = _pads(padding, n, name, weight.shape[2:], stride, dilation)
-    return convolution(input, weight, bias, stride, pads, dilation, groups)
+    strides, dilations = per_spatial_dim(stride, n, name, "stride"), per_spatial_dim(dilation, n, name, "dilation")
+    pads = _pads(padding, n, name, weight.shape[2:], strides, dilations)
+
+    def again(x: Any, w: Any, b: Any) -> Any:
+        return torch.convolution(x, w, b, stride, padding, dilation, False, output_padding, groups)
+
+    return _plan(call, input, weight, bias, strides, pads, dilations, groups, again)
+
+
+# -- helpers that transposed convolution uses --
+
+
+def autocast_operands(*tensors: Any) -> Any:
+    """The operands in the dtype that autocast, if it is on, gives convolutions; None stays None."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    to = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(to) for t in tensors)
+
+
+def sharded_input(x: Any, *others: Any) -> Any:
+    """The input as a ShardTensor; a plain one that meets ShardTensor weights is replicated."""
+    if isinstance(x, ShardTensor):
+        return x
+    if isinstance(x, DTensor):
+        return ShardTensor.from_dtensor(x)
+    mesh = next(t.device_mesh for t in others if isinstance(t, DTensor))
+    return promote(x, mesh)
 
 
 def _replicated(*operands: Any) -> bool:
@@ -263,9 +276,8 @@ def _aten_convolution(
     if transposed and _replicated(input, weight, bias):
         return NotImplemented
     _refuse_transposed(transposed, input, weight)
-    spec, plan, x, w, b = _operands(input, weight, bias, stride, padding, dilation, groups)
-    y, _ = forward_by_parts(x, w, b, plan, spec.mesh)
-    return wrap(y, plan.out_spec.with_dtype(y.dtype))
+    _, work, x, w, b = _operands(input, weight, bias, stride, padding, dilation, groups)
+    return wrap(work.forward(x, w, b)[0], work.out_spec)
 
 
 @register(_aten.convolution_backward.default)
@@ -285,13 +297,13 @@ def _aten_convolution_backward(
     if transposed and _replicated(grad, input, weight):
         return NotImplemented
     _refuse_transposed(transposed, input, weight)
-    spec, plan, x, w, _ = _operands(input, weight, None, stride, padding, dilation, groups)
-    strips = Strips(plan.axes, spec.mesh)
-    for i in range(len(plan.axes)):
-        strips.finish(i, strips.start(i, x))
+    spec, work, x, w, _ = _operands(input, weight, None, stride, padding, dilation, groups)
+    sides = work.halo.nothing()
+    for i in range(len(work.halo.axes)):
+        work.halo.finish(i, work.halo.start(i, x, sides), sides)
     with torch.no_grad():
-        local = as_gradient(grad, plan.out_spec)._local_tensor
-        gx, gw, gb = backward_by_parts(local, x, w, strips, plan, output_mask)
+        local = as_gradient(grad, work.out_spec)._local_tensor
+        gx, gw, gb = work.backward(output_mask, local, x, w, sides)
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
 
     def parameter(g: Tensor | None) -> Any:
@@ -301,4 +313,3 @@ def _aten_convolution_backward(
 
 
 # Called by name, the operator goes through the function above autograd, so that its gradients are complete as well.
-FUNCTIONS[_aten.convolution.default] = FUNCTIONS[_aten.convolution] = _torch_convolution

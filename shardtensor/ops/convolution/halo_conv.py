@@ -1,21 +1,20 @@
 """Convolution by parts: what one rank does, worked out from specs, and its local work.
 
-[Note: convolution by parts] What a rank's outputs read is tiled by its own shard and the strips that it borrows
-(see "corners" in halo.py). Convolution is linear, so its output is the sum of the convolutions of these parts, each
-among zeros. The shard's own part is an ordinary convolution with zero padding, which runs while the strips travel; a
-strip's part touches only the outputs near the border and is added to them. No enlarged copy of the shard is made, and
-the backward pass saves the shard and the strips only. In the backward pass the strips' gradients are computed and sent
+[Note: convolution by parts] What a rank's outputs read is tiled by its own shard and its halo (see "corners" in
+halo.py). Convolution is linear, so its output is the sum of the convolutions of these parts, each among zeros. The
+shard's own part is an ordinary convolution with zero padding, which runs while the halo travels; the part of a side of
+the halo touches only the outputs near the boundary and is added to them. No enlarged copy of the shard is made, and
+the backward pass saves the shard and the halo only. In the backward pass the halo's gradients are computed and sent
 first, and travel during the shard's own part.
 
-[Note: who computes which output] The rank that owns the input under the kernel's middle tap (``Window.cut``).
+[Note: owner computes] The rank that owns the input under the kernel's middle tap computes an output (``Window.cut``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,42 +22,184 @@ from torch import Tensor
 from ...errors import refuse
 from ...exchange import plan_intervals
 from ...geometry import Interval, Window, intersect, intervals_of, length, map_cuts
-from ...halo import Axis, Strips
-from ...parameters import GradientSum
+from ...halo import Axis, Halo, Sides
 from ...spec import ShardTensorSpec, stride_like
 
-_aten = torch.ops.aten
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 Pads = tuple[tuple[int, int], ...]
+Grads = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The convolution of one part of what is read, among zeros.
+    """The convolution of one part of what is read (the shard, or a side of the halo), among zeros.
 
     Attributes:
+        shape: of the part.
         crop: ``(dim, start, length)`` narrowings of the part to what is read.
-        pads: zeros before and after it, per spatial dim (negative: cropped).
+        inner: zeros on both ends of each spatial dim that the kernel adds itself.
+        outer: zeros (negative: crops) that have to be added around the part, as ``F.pad`` takes them; empty for none.
         outputs: ``(dim, start, length)`` of the outputs that it contributes to; None for all.
     """
 
+    shape: tuple[int, ...]
     crop: tuple[tuple[int, int, int], ...]
-    pads: Pads
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
     outputs: tuple[int, int, int] | None
+
+    def cropped(self, part: Tensor) -> Tensor:
+        """What the kernel is given."""
+        for crop in self.crop:
+            part = part.narrow(*crop)
+        return torch.constant_pad_nd(part, self.outer) if self.outer else part
+
+    def uncropped(self, grad: Tensor) -> Tensor:
+        """The adjoint of :meth:`cropped`."""
+        if self.outer:
+            grad = torch.constant_pad_nd(grad, [-n for n in self.outer])
+        if not self.crop:
+            return grad
+        whole = grad.new_zeros(self.shape)
+        view = whole
+        for crop in self.crop:
+            view = view.narrow(*crop)
+        view.copy_(grad)
+        return whole
+
+    def region(self, y: Tensor) -> Tensor:
+        """The outputs that it contributes to, a view."""
+        return y if self.outputs is None else y.narrow(*self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionPlan:
-    """One convolution on one rank."""
+class HaloConvolution:
+    """One convolution on one rank: its geometry and its local work.
 
-    axes: tuple[Axis, ...]
-    shard: Part
+    Attributes:
+        halo: what is exchanged.
+        shard: the shard's own part; None where it has no outputs or reads nothing.
+        sides: per axis the parts of the halo before and after the shard; None where there is nothing to compute.
+        out_spec: of the result.
+        out_shape: of this rank's shard of it.
+        arguments: stride and dilation.
+        groups: of channels.
+    """
+
+    halo: Halo
+    shard: Part | None
     sides: tuple[tuple[Part | None, Part | None], ...]
     out_spec: ShardTensorSpec
     out_shape: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sides]:
+        """This rank's outputs, and the halo for the backward pass."""
+        halo, sides = self.halo, self.halo.nothing()
+        pending = halo.start(0, x, sides) if self.sides else None
+        if self.shard is None:
+            y = x.new_zeros(self.out_shape)
+            if bias is not None:
+                y += bias.view(-1, *[1] * len(self.stride))
+        else:
+            y = self._convolve(self.shard, x, weight, bias)
+        for i, parts in enumerate(self.sides):
+            halo.finish(i, pending, sides)
+            if i + 1 < len(self.sides):
+                pending = halo.start(i + 1, x, sides)
+            for side, part in zip(sides[i], parts, strict=True):
+                if side is not None and part is not None:
+                    part.region(y).add_(self._convolve(part, side, weight, None))
+        return y, sides
+
+    def backward(
+        self,
+        needed: Sequence[bool],
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        sides: Sides,
+        sum_parameters: Callable[[Grads], Callable[[], Grads]] | None = None,
+    ) -> Grads:
+        """Gradients of the shard, the weight and the bias; this rank's contributions to the latter two.
+
+        First what travels: the halo's gradients, then the sum of the parameters'. The shard's is computed meanwhile.
+
+        Args:
+            sum_parameters: starts the sum of gradients of weight and bias over the ranks; the function that it returns
+                waits for it.
+        """
+        need_x, need_w, need_b = needed
+        from_sides: list[Tensor] = []
+        side_grads = self._backward_of_sides(grad, weight, sides, (need_x, need_w), from_sides)
+        returned: list[list[Tensor]] = [[] for _ in self.sides]
+        pending = None
+        if need_x:
+            for i in reversed(range(len(self.sides))):
+                pending = self.halo.start_return(i, side_grads, x)
+                if i > 0:
+                    returned[i] = self.halo.finish_return(i, pending, side_grads)
+        grad_x = grad_w = grad_b = None
+        together = sum_parameters is None and need_x  # nothing travels during the shard's own part that could wait
+        if self.shard is not None and (need_w or need_b):
+            grad_x, grad_w, grad_b = self._differentiate(self.shard, grad, x, weight, (together, need_w, need_b))
+        elif need_b:
+            grad_b = grad.sum(dim=[0, *range(2, grad.ndim)])
+        if need_w:
+            grad_w = torch.zeros_like(weight) if grad_w is None else grad_w
+            for contribution in from_sides:
+                grad_w += contribution
+        finish = None if sum_parameters is None else sum_parameters([grad_w, grad_b])
+        if need_x:
+            if self.shard is None:
+                grad_x = torch.zeros_like(x)
+            elif grad_x is None:
+                grad_x, _, _ = self._differentiate(self.shard, grad, x, weight, (True, False, False))
+            assert grad_x is not None
+            if self.sides:
+                returned[0] = self.halo.finish_return(0, pending, side_grads)
+            for i in reversed(range(len(self.sides))):
+                self.halo.add_to_shard(i, grad_x, returned[i])
+        if finish is not None:
+            grad_w, grad_b = finish()
+        return [grad_x, grad_w, grad_b]
+
+    def _backward_of_sides(
+        self, grad: Tensor, weight: Tensor, sides: Sides, needed: tuple[bool, bool], weights: list[Tensor]
+    ) -> Sides:
+        """The gradients of the halo; the contributions to the weight's are added to ``weights``."""
+        result = self.halo.nothing()
+        need_x, need_w = needed
+        for i, parts in enumerate(self.sides if need_x or need_w else ()):
+            for k, (side, part) in enumerate(zip(sides[i], parts, strict=True)):
+                if side is None:
+                    continue
+                if part is None:
+                    result[i][k] = torch.zeros_like(side) if need_x else None
+                    continue
+                region = part.region(grad)
+                result[i][k], grad_w, _ = self._differentiate(part, region, side, weight, (need_x, need_w, False))
+                if grad_w is not None:
+                    weights.append(grad_w)
+        return result
+
+    def _convolve(self, part: Part, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        zeros = [0] * len(self.stride)
+        return torch.convolution(
+            part.cropped(x), weight, bias, self.stride, part.inner, self.dilation, False, zeros, self.groups
+        )
+
+    def _differentiate(
+        self, part: Part, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of a part (in its full shape), the weight and the bias."""
+        bias, zeros = [weight.shape[0]], [0] * len(self.stride)
+        arguments = bias, self.stride, part.inner, self.dilation, False, zeros, self.groups, list(mask)
+        grad_part, grad_w, grad_b = _convolution_backward(grad, part.cropped(x), weight, *arguments)
+        return None if grad_part is None else part.uncropped(grad_part), grad_w, grad_b
 
 
 @lru_cache(maxsize=1024)
@@ -69,7 +210,7 @@ def plan_convolution(
     pads: Pads,
     dilation: tuple[int, ...],
     groups: int,
-) -> ConvolutionPlan:
+) -> HaloConvolution:
     """Everything about a convolution that follows from specs and arguments; errors here are raised on all ranks."""
     name = f"conv{len(stride)}d"
     shape = spec.shape
@@ -107,46 +248,86 @@ def plan_convolution(
         type(spec.tensor_meta)(torch.Size(out_global), stride_of(spec, out_global), spec.tensor_meta.dtype),
         tuple(sizes),
     )
-    inside = {axis.dim: axis for axis in axes}
-
-    def part(of: Axis | None, side: Interval | None) -> Part | None:
-        """The part of the shard (``of`` None) or of the strip ``side`` of an axis."""
-        crop, part_pads = [], []
-        outputs = None
-        for d, window in enumerate(windows, start=2):
-            axis = inside.get(d)
-            if axis is None:
-                part_pads.append((window.before, window.after))
-                continue
-            read = reads[d]
-            earlier = of is not None and axes.index(axis) < axes.index(of)
-            if axis is of:
-                assert side is not None
-                touched = window.touching(side, outs[d])
-                if not length(side) or not length(touched):
-                    return None
-                here, read = side, window.reads(touched)
-                outputs = (d, touched[0] - outs[d][0], length(touched))
-            elif earlier:
-                here = axis.plan.need
-            else:
-                here = axis.main
-                crop.append((d, here[0] - axis.plan.own[0], length(here)))
-            part_pads.append((here[0] - read[0], read[1] - here[1]))
-        return Part(tuple(crop), tuple(part_pads), outputs)
-
-    shard = part(None, None)
-    assert shard is not None
-    return ConvolutionPlan(
-        axes=tuple(axes),
-        shard=shard,
-        sides=tuple((part(a, a.sides[0]), part(a, a.sides[1])) for a in axes),
+    out_shape = out_spec.local_shape()
+    halo = Halo(axes, spec.mesh, spec.local_shape())
+    geometry = _Geometry(spec.local_shape(), out_shape, windows, axes, reads, outs)
+    return HaloConvolution(
+        halo=halo,
+        shard=geometry.part(None, None),
+        sides=tuple((geometry.part(a, 0), geometry.part(a, 1)) for a in axes),
         out_spec=out_spec,
-        out_shape=out_spec.local_shape(),
+        out_shape=out_shape,
         stride=stride,
         dilation=dilation,
         groups=groups,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What the parts of one rank's convolution follow from.
+
+    Attributes:
+        shape, out_shape: of the shard and of its outputs.
+        windows: of the spatial dims.
+        axes: the sharded spatial dims.
+        reads, outs: ``{dim: interval}`` of the inputs that are read (beyond the global ends, too) and of the outputs.
+    """
+
+    shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    windows: Sequence[Window]
+    axes: Sequence[Axis]
+    reads: dict[int, Interval]
+    outs: dict[int, Interval]
+
+    def part(self, of: Axis | None, k: int | None) -> Part | None:
+        """The part of the shard (``of`` None) or of side ``k`` of an axis; None where there is nothing to compute."""
+        inside = {axis.dim: axis for axis in self.axes}
+        shape, crop, pads = list(self.shape), [], []
+        outputs, counts = None, list(self.out_shape[2:])
+        for d, window in enumerate(self.windows, start=2):
+            axis = inside.get(d)
+            if axis is None:
+                pads.append((window.before, window.after))
+                continue
+            read = self.reads[d]
+            if axis is of:
+                assert k is not None
+                here = axis.sides[k]
+                touched = window.touching(here, self.outs[d])
+                if not length(here) or not length(touched):
+                    return None
+                read, shape[d] = window.reads(touched), length(here)
+                outputs, counts[d - 2] = (d, touched[0] - self.outs[d][0], length(touched)), length(touched)
+            elif of is not None and self.axes.index(axis) < self.axes.index(of):
+                here = axis.transfers.need
+                shape[d] = length(here)
+            else:
+                here = axis.main
+                if here != axis.transfers.own:
+                    crop.append((d, here[0] - axis.transfers.own[0], length(here)))
+            pads.append((here[0] - read[0], read[1] - here[1]))
+        read_shape = list(shape)
+        for d, _, n in crop:
+            read_shape[d] = n
+        if 0 in read_shape or 0 in self.out_shape:
+            return None
+        return Part(tuple(shape), tuple(crop), *self._padding(read_shape, pads, counts), outputs)
+
+    def _padding(
+        self, shape: Sequence[int], pads: Sequence[Interval], outputs: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Zeros that the kernel adds itself, symmetrically, and zeros (or crops) that have to be added around."""
+        inner, outer = [], []
+        for i, (before, after) in enumerate(pads):
+            window = self.windows[i]
+            room = shape[2 + i] + 2 * before - window.extent
+            fits = before >= 0 and room // window.stride + 1 == outputs[i]
+            inner.append(before if fits else 0)
+            outer.append((0, 0) if fits else (before, after))
+        flat = tuple(n for pair in reversed(outer) for n in pair)
+        return tuple(inner), flat if any(flat) else ()
 
 
 def stride_of(spec: ShardTensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
@@ -185,155 +366,3 @@ def _check(
             f"{name}: kernel size {weight[2:]} (dilated to {extents}) is greater than the padded input {padded} of the "
             f"whole tensor {shape}; use a smaller kernel or more padding"
         )
-
-
-# -- local work: one part among zeros ---------------------------------------------------------------------------
-
-
-def _padding(
-    part: Tensor, weight: Tensor, plan: ConvolutionPlan, spec: Part, outputs: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Zeros that the kernel adds itself, symmetrically, and zeros (or crops) that have to be added around ``part``."""
-    inner, outer = [], []
-    for i, (before, after) in enumerate(spec.pads):
-        extent = (weight.shape[2 + i] - 1) * plan.dilation[i] + 1
-        fits = before >= 0 and (part.shape[2 + i] + 2 * before - extent) // plan.stride[i] + 1 == outputs[i]
-        inner.append(before if fits else 0)
-        outer.append((0, 0) if fits else (before, after))
-    return inner, [n for pair in reversed(outer) for n in pair]
-
-
-def _convolve(
-    part: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, spec: Part, outputs: Sequence[int]
-) -> Tensor:
-    for crop in spec.crop:
-        part = part.narrow(*crop)
-    inner, outer = _padding(part, weight, plan, spec, outputs)
-    if any(outer):
-        part = _aten.constant_pad_nd(part, outer)
-    zeros = [0] * len(inner)
-    return _aten.convolution(part, weight, bias, plan.stride, inner, plan.dilation, False, zeros, plan.groups)
-
-
-def _convolve_backward(
-    grad: Tensor, part: Tensor, weight: Tensor, plan: ConvolutionPlan, spec: Part, mask: list[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the part (in its full shape), the weight and the bias."""
-    shape = part.shape
-    for crop in spec.crop:
-        part = part.narrow(*crop)
-    inner, outer = _padding(part, weight, plan, spec, grad.shape[2:])
-    if any(outer):
-        part = _aten.constant_pad_nd(part, outer)
-    grad_part, grad_weight, grad_bias = _aten.convolution_backward(
-        grad,
-        part,
-        weight,
-        [weight.shape[0]],
-        plan.stride,
-        inner,
-        plan.dilation,
-        False,
-        [0] * len(inner),
-        plan.groups,
-        mask,
-    )
-    if grad_part is not None:
-        if any(outer):
-            grad_part = _aten.constant_pad_nd(grad_part, [-n for n in outer])
-        if grad_part.shape != shape:
-            whole = grad_part.new_zeros(shape)
-            view = whole
-            for crop in spec.crop:
-                view = view.narrow(*crop)
-            view.copy_(grad_part)
-            grad_part = whole
-    return grad_part, grad_weight, grad_bias
-
-
-def _region(y: Tensor, part: Part) -> Tensor:
-    return y if part.outputs is None else y.narrow(*part.outputs)
-
-
-def _is_empty(x: Tensor, part: Part) -> bool:
-    return x.numel() == 0 or any(n == 0 for _, _, n in part.crop)
-
-
-def forward_by_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, mesh: Any
-) -> tuple[Tensor, Strips]:
-    """This rank's outputs, and the strips for the backward pass."""
-    strips = Strips(plan.axes, mesh)
-    pending = strips.start(0, x) if plan.axes else None
-    if 0 in plan.out_shape or _is_empty(x, plan.shard):
-        y = x.new_zeros(plan.out_shape)
-        if bias is not None:
-            y += bias.view(-1, *[1] * len(plan.stride))
-    else:
-        y = _convolve(x, weight, bias, plan, plan.shard, plan.out_shape[2:])
-    for i in range(len(plan.axes)):
-        strips.finish(i, pending)
-        if i + 1 < len(plan.axes):
-            pending = strips.start(i + 1, x)
-        for strip, part in zip(strips.sides[i], plan.sides[i], strict=True):
-            if strip is not None and part is not None and y.numel() and not _is_empty(strip, part):
-                out = _region(y, part)
-                out += _convolve(strip, weight, None, plan, part, out.shape[2:])
-    return y, strips
-
-
-def backward_by_parts(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    strips: Strips,
-    plan: ConvolutionPlan,
-    mask: Sequence[bool],
-    total: GradientSum | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the shard, and of weight and bias: with ``total`` theirs, without it this rank's contributions.
-
-    First what travels: the gradients of the strips, then the sum of the parameters'. The shard's is computed meanwhile.
-    """
-    need_x, need_w, need_b = mask
-    grad_w = torch.zeros_like(weight) if need_w else None
-    side_grads: list[list[Tensor | None]] = [[None, None] for _ in plan.axes]
-    for i, parts in enumerate(plan.sides):
-        for k, part in enumerate(parts):
-            strip = strips.sides[i][k]
-            if strip is None or not (need_x or need_w):
-                continue
-            if part is None or not grad.numel() or _is_empty(strip, part):
-                side_grads[i][k] = torch.zeros_like(strip) if need_x else None
-                continue
-            g, gw, _ = _convolve_backward(_region(grad, part), strip, weight, plan, part, [need_x, need_w, False])
-            side_grads[i][k] = g
-            if grad_w is not None and gw is not None:
-                grad_w += gw
-    returned: list[tuple[int, list[tuple[Interval, Tensor]]]] = []
-    pending = None
-    if need_x:
-        for i in reversed(range(len(plan.axes))):
-            pending = strips.start_return(i, side_grads, x)
-            if i > 0:
-                returned.append((i, strips.finish_return(i, pending, side_grads)))
-    there = bool(grad.numel()) and not _is_empty(x, plan.shard)
-    grad_x = grad_b = None
-    if there and (need_w or need_b):
-        _, gw, grad_b = _convolve_backward(grad, x, weight, plan, plan.shard, [False, need_w, need_b])
-        if grad_w is not None and gw is not None:
-            grad_w = gw.add_(grad_w) if plan.axes else gw
-    elif need_b:
-        grad_b = grad.sum(dim=[0, *range(2, grad.ndim)])
-    finish = None if total is None else total.start([grad_w, grad_b])
-    if need_x:
-        if there:
-            grad_x, _, _ = _convolve_backward(grad, x, weight, plan, plan.shard, [True, False, False])
-        grad_x = torch.zeros_like(x) if grad_x is None else grad_x
-        if plan.axes:
-            returned.append((0, strips.finish_return(0, pending, side_grads)))
-        for i, mine in returned:
-            strips.add_to_shard(i, grad_x, mine)
-    if finish is not None:
-        grad_w, grad_b = finish()
-    return grad_x, grad_w, grad_b

@@ -91,16 +91,13 @@ def assemble(
         shapes: list[list[list[int]]] = [[] for _ in need]
         starts: list[list[int]] = [[] for _ in need]
         for (local, _), plan in zip(parts, plans, strict=True):
-            for r, (a, b) in enumerate(plan.sends):
-                if b > a:
-                    send[r].append(local.narrow(dim, a - plan.own[0], b - a))
-            for s, (a, b) in enumerate(plan.recvs):
-                if b > a:
-                    shapes[s].append([b - a if d == dim else n for d, n in enumerate(local.shape)])
-                    starts[s].append(a)
-        received = start_swap(send, shapes, group, dtype=first.dtype, device=first.device).wait()
-        for at, row in zip(starts, received, strict=True):
-            kept += zip(at, row, strict=True)
+            for r, (a, b) in plan.sends:
+                send[r].append(local.narrow(dim, a - plan.own[0], b - a))
+            for s, (a, b) in plan.recvs:
+                shapes[s].append([b - a if d == dim else n for d, n in enumerate(local.shape)])
+                starts[s].append(a)
+        received = start_swap(send, shapes, group, first).wait()
+        kept += zip((a for row in starts for a in row), received, strict=True)
     if not kept:
         return first.new_empty([0 if d == dim else n for d, n in enumerate(first.shape)])
     return torch.cat([piece for _, piece in sorted(kept, key=lambda item: item[0])], dim)
