@@ -1,7 +1,7 @@
 """Host time of operators and of training steps: ShardTensor against plain torch on the local shape, beside bars.
 
     python benchmarks/bench_host.py [--only NAME] [--rounds N] [--number N] [--json FILE]
-    python benchmarks/bench_host.py --profile NAME [--sort cumtime]
+    python benchmarks/bench_host.py --profile NAME [--sort total]
 
 Measured is the CPU time of the calling thread (Python, dispatch and the kernels) of rank 0 of two, on the fake process
 group: collectives start and complete without moving anything, so nobody is waited for. The other side of each row is
@@ -307,7 +307,7 @@ def line(r: dict[str, Any]) -> str:
 
 
 def profile(row: Row, place: Place, rounds: int, number: int, sort: str) -> None:
-    """Where the time of a row's ShardTensor calls goes. The profiler itself makes Python look dearer than C++."""
+    """Print where the time of a row's ShardTensor calls goes."""
     run = row.make(place)
     calls = rounds * max(1, number // 10)
     profiler = cProfile.Profile()
@@ -318,8 +318,14 @@ def profile(row: Row, place: Place, rounds: int, number: int, sort: str) -> None
         for _ in range(calls):
             run()
         profiler.disable()
-    print(f"== {row.name}, {calls} calls")
-    pstats.Stats(profiler).sort_stats(sort).print_stats(25)
+    functions: list[tuple[float, float, float, str]] = []
+    for (path, number_in_file, name), (_, count, own, total, _) in pstats.Stats(profiler).stats.items():  # type: ignore
+        where = "" if path == "~" else "/".join(path.split("/")[-2:]) + f":{number_in_file} "
+        functions.append((own / calls * 1e6, total / calls * 1e6, count / calls, where + name))
+    print(f"== {row.name}: per call (of {calls}), microseconds under the profiler, which slows Python down")
+    print(f"{'own':>8s}{'total':>9s}{'calls':>8s}  all: {sum(own for own, *_ in functions):.0f}")
+    for own, total, count, name in sorted(functions, key=lambda f: f[sort == "total"], reverse=True)[:25]:
+        print(f"{own:8.1f}{total:9.1f}{count:8.1f}  {name}")
 
 
 def main() -> None:
@@ -329,7 +335,7 @@ def main() -> None:
     parser.add_argument("--only", help="the row of this name, or those whose name contains it", default="")
     parser.add_argument("--json", help="write the rows to this file, too", metavar="FILE")
     parser.add_argument("--profile", help="profile these rows instead, chosen as by --only", metavar="NAME")
-    parser.add_argument("--sort", choices=["tottime", "cumtime"], default="tottime", help="of --profile")
+    parser.add_argument("--sort", choices=["own", "total"], default="own", help="of --profile: which time")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
