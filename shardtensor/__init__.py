@@ -7,6 +7,7 @@ from . import gradients, ops, patches  # the first two fill the registry
 from .dispatch import allow_gather
 from .errors import UnsupportedSharding
 from .exchange import set_transport
+from .operators import Arguments, Composed, LocalPlan, Plan, operator
 from .ops.attention.sdpa import attention_method
 from .registry import register, registered, unregister
 from .scatter import scatter_tensor
@@ -21,11 +22,16 @@ __all__ = [
     "gradients",
     "ops",
     "patches",
+    "Arguments",
+    "Composed",
+    "LocalPlan",
+    "Plan",
     "ShardTensor",
     "ShardTensorSpec",
     "UnsupportedSharding",
     "allow_gather",
     "attention_method",
+    "operator",
     "register",
     "registered",
     "scatter_tensor",

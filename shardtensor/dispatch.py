@@ -41,6 +41,7 @@ __all__ = [
     "allow_gather",
     "argument",
     "cached_plan",
+    "declare_rule",
     "gather_allowed",
     "keep_plan",
     "plan_key",
@@ -163,6 +164,15 @@ def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
         return build
 
     return decorate
+
+
+def declare_rule(op: torch._ops.OpOverload, build: Rule, meta: Callable[..., Any] | None = None) -> None:
+    """Have ``build`` make the plans of an aten operator; ValueError where another function does already."""
+    if op in RULES:
+        raise ValueError(f"{op} has a rule already")
+    RULES[op] = build
+    if meta is not None:
+        STAND_INS[op] = meta
 
 
 def default_rule(

@@ -113,7 +113,7 @@ class Exchange:
         recvs: ``(peer, shape)`` of each piece that it gets, likewise.
     """
 
-    __slots__ = ("_bytes", "_recv_counts", "_recv_shapes", "_recv_sizes", "_send_counts", "group")
+    __slots__ = ("_received", "_recv_counts", "_recv_shapes", "_recv_sizes", "_send_counts", "group")
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Exchange:
                 counts[peer] += math.prod(shape)
         self._recv_shapes = [list(shape) for _, shape in recvs]
         self._recv_sizes = [math.prod(shape) for _, shape in recvs]
-        self._bytes: dict[int, tuple[list[int], list[int]]] = {}
+        self._received = sum(self._recv_sizes)
 
     def start(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
         """Send the pieces, in the order of ``sends``; what is received has the dtype and device of ``like``.
@@ -149,14 +149,14 @@ class Exchange:
         dtype = packed.dtype
         if debug_enabled():
             check_communication("exchange", dtype, self._send_counts, self._recv_counts, self.group, packed.device)
-        counts = self._bytes.get(dtype.itemsize)
-        if counts is None:
-            counts = self._bytes[dtype.itemsize] = (
-                [n * dtype.itemsize for n in self._send_counts],
-                [n * dtype.itemsize for n in self._recv_counts],
+        received = packed.new_empty(self._received)
+        if dtype in _TRANSFERABLE:
+            works = _transfer(packed, received, self._send_counts, self._recv_counts, self.group)
+        else:
+            send_bytes, recv_bytes = (
+                [n * dtype.itemsize for n in counts] for counts in (self._send_counts, self._recv_counts)
             )
-        received = packed.new_empty(sum(self._recv_sizes))
-        works = _transfer(packed, received, *counts, self.group)
+            works = _transfer(packed.view(torch.uint8), received.view(torch.uint8), send_bytes, recv_bytes, self.group)
         return Pending(works, received, self._recv_shapes, self._recv_sizes, packed)
 
 
@@ -196,15 +196,17 @@ def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: T
     return Exchange(sends, recvs, group).start([p for row in pieces for p in row], like)
 
 
+# Dtypes that every backend knows in every collective. Others travel as bytes: nothing is computed on the way.
+_TRANSFERABLE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
+
+
 def _transfer(
-    packed: Tensor, received: Tensor, send_bytes: list[int], recv_bytes: list[int], group: dist.ProcessGroup
+    packed: Tensor, received: Tensor, send_counts: list[int], recv_counts: list[int], group: dist.ProcessGroup
 ) -> list[dist.Work]:
     """Send consecutive parts of ``packed`` to the ranks of ``group``, and receive such from them."""
-    # Bytes: no backend knows every dtype in every collective, and nothing is computed on the way.
-    out, inp = received.view(torch.uint8), packed.view(torch.uint8)
     if _transport == "p2p":
-        return _batched(out, inp, recv_bytes, send_bytes, group)
-    return [c10d_all_to_all(out, inp, recv_bytes, send_bytes, group)]
+        return _batched(received, packed, recv_counts, send_counts, group)
+    return [c10d_all_to_all(received, packed, recv_counts, send_counts, group)]
 
 
 @graph_operator(

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ._compat import TensorMeta
-from .dispatch import cached_plan, keep_plan, meta_of, plan_key, spec_of, wrap
+from .dispatch import cached_plan, declare_rule, keep_plan, meta_of, plan_key, spec_of, wrap
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .gradients import not_twice
 from .parameters import GradientSum, contributing
@@ -58,7 +58,7 @@ class Plan:
     # Filled in by the operator that made the plan.
     name: str = ""
     _device: str = "cpu"
-    _order: tuple[int | None, ...] | None = None
+    _order: tuple[Any, ...] | None = None
     _prepare: tuple[Callable[[Any], Any] | None, ...] | None = None
     _then: ShardTensorSpec | None = None
 
@@ -93,7 +93,7 @@ class Plan:
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
         if self._order is not None:
-            tensors = [None if i is None else tensors[i] for i in self._order]
+            tensors = [_picked(tensors, place) for place in self._order]
         if self._prepare is not None:
             tensors = [t if step is None else step(t) for step, t in zip(self._prepare, tensors, strict=True)]
         result = self.run(tensors)
@@ -216,19 +216,22 @@ class Arguments:
         mesh: of its ShardTensors.
         device: of its tensors.
         tensors: ``{argument: spec}`` of the tensors that are ShardTensors when the plan runs.
+        lists: the same for arguments that are lists of tensors.
         then: the layout that the result is redistributed to after the plan has run; None leaves it as it is.
     """
 
     name: str
     mesh: DeviceMesh
     device: torch.device
-    tensors: dict[str, ShardTensorSpec]
+    tensors: dict[str, ShardTensorSpec] = field(default_factory=dict)
+    lists: dict[str, list[ShardTensorSpec]] = field(default_factory=dict)
     then: ShardTensorSpec | None = None
     steps: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def refuse(self, reason: str, remedy: str) -> UnsupportedSharding:
         """The exception for this call, to be raised."""
-        return refuse(self.name, list(self.tensors.values()), reason, remedy)
+        specs = [*self.tensors.values(), *(spec for specs in self.lists.values() for spec in specs)]
+        return refuse(self.name, specs, reason, remedy)
 
     def redistribute(self, argument: str, target: ShardTensorSpec) -> ShardTensorSpec:
         """Have an operand redistributed before the plan runs; returns ``target``.
@@ -289,25 +292,27 @@ class Operator:
         places = iter(range(len(tensors)))
         given = self._bind(_placed(args, places), dict(zip(kwargs, _placed(list(kwargs.values()), places))))
         declared = self._declared
-        at = {name: place.index for name in declared.names if isinstance(place := given.get(name), _Place)}
-        named = {name: tensors[i] for name, i in at.items()}
-        mesh = _common_mesh(self.name, list(named.values()))
+        at = {name: _index(given.arguments.get(name)) for name in declared.names}
+        named = {name: _picked(tensors, place) for name, place in at.items() if place is not None}
+        mesh = _common_mesh(self.name, [t for value in named.values() for t in _each(value)])
         if mesh is None:
             return NotImplemented
-        operands: dict[str, Any] = {}
-        call = Arguments(self.name, mesh, next(iter(named.values())).device, {})
-        for name, t in named.items():
+        call = Arguments(self.name, mesh, next(t.device for value in named.values() for t in _each(value)))
+        for name, value in named.items():
             if name in declared.parameters:
-                operands[name] = _parameter(self.name, t, [named[k] for k in declared.tensors if k in named])
-                continue
-            spec = _promoted_spec(t, mesh)
-            if not isinstance(t, ShardTensor):
-                call.then_do(name, _promotion(t, mesh))
-            call.tensors[name] = spec if name in declared.partial else spec.for_gradient()
-        operands.update(call.tensors)
-        plan = declared.build(call, **{**given, **operands})
+                others = [t for k in declared.tensors if k in named for t in _each(named[k])]
+                given.arguments[name] = _parameter(self.name, value, others)
+            elif isinstance(value, (list, tuple)):
+                given.arguments[name] = [_prepared_spec(t, mesh, name in declared.partial) for t in value]
+                call.then_do(name, _preparation_of_list(mesh, name in declared.partial))
+                call.lists[name] = list(given.arguments[name])
+            else:
+                if not isinstance(value, ShardTensor):
+                    call.then_do(name, _promotion(value, mesh))
+                call.tensors[name] = given.arguments[name] = _prepared_spec(value, mesh, name in declared.partial)
+        plan = declared.build(call, *given.args, **given.kwargs)
         if plan is not NotImplemented:
-            order = tuple(at.get(name) for name in declared.names)
+            order = tuple(at[name] for name in declared.names)
             plan._order = None if order == tuple(range(len(tensors))) else order
             self._finish(plan, call, named)
         return plan
@@ -332,12 +337,16 @@ class Operator:
                 steps.append(_chain(_to_local(placements), call.steps.get(name)))
                 continue
             target = call.tensors.get(name)
-            moves = target is not None and not _promoted_spec(named[name], call.mesh).lies_like(target)
+            moves = target is not None and not _prepared_spec(named[name], call.mesh, True).lies_like(target)
             steps.append(_chain(call.steps.get(name), _redistribution(target) if moves else None))
         plan._prepare = tuple(steps) if any(step is not None for step in steps) else None
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments by the names of the declaration, defaults included; Python's own errors."""
+        if self._arguments is None:
+            bound = self._declared.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return bound
         if len(args) > len(self._arguments):
             raise TypeError(f"{self.name}() takes {len(self._arguments)} arguments, but {len(args)} were given")
         given = dict(zip(self._arguments, args))
@@ -349,7 +358,7 @@ class Operator:
         given = {name: value for name, value in given.items() if name not in _OF_KERNELS}
         bound = self._declared.signature.bind(**given)
         bound.apply_defaults()
-        return bound.arguments
+        return bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +377,25 @@ def _placed(values: Sequence[Any], places: Iterator[int]) -> list[Any]:
         return type(value)(map(placed, value)) if type(value) in (list, tuple) else value
 
     return [placed(value) for value in values]
+
+
+def _index(value: Any) -> Any:
+    """The place of an argument among the call's tensors: a number, a tuple of them for a list; None: no tensor."""
+    if isinstance(value, _Place):
+        return value.index
+    if isinstance(value, (list, tuple)) and any(isinstance(item, _Place) for item in value):
+        return tuple(map(_index, value))
+    return None
+
+
+def _picked(tensors: Sequence[Any], place: Any) -> Any:
+    if place is None:
+        return None
+    return tensors[place] if type(place) is int else [_picked(tensors, item) for item in place]
+
+
+def _each(value: Any) -> Sequence[Tensor]:
+    return [t for t in value if t is not None] if isinstance(value, (list, tuple)) else [value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,11 +418,11 @@ class _Declared:
         """The argument that methods and operators call ``self``."""
         return next(iter(self.signature.parameters))
 
-    def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...]:
-        """The names of a spelling's positional arguments, in its own order."""
+    def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...] | None:
+        """The names of a spelling's positional arguments, in its own order; None: as in the declaration."""
         names = _argument_names(spelling)
-        if names is None:
-            return tuple(self.signature.parameters)
+        if names is None or any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
+            return None
         names = tuple(self.first if name == "self" else name for name in names)
         unknown = [name for name in names if name not in self.signature.parameters and name not in _OF_KERNELS]
         if unknown:
@@ -403,21 +431,38 @@ class _Declared:
 
 
 def operator(
-    *spellings: Callable[..., Any], tensors: str, parameters: str = "", partial: str = ""
-) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
+    *spellings: Callable[..., Any],
+    tensors: str = "",
+    parameters: str = "",
+    partial: str = "",
+    meta: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
 
-    It is called with an :class:`Arguments` and then the operator's own arguments, by torch's names and with torch's
-    defaults, in any order that serves all spellings; those of each spelling are bound by its own signature or schema.
+    Above autograd (``tensors`` are named) it is called with an :class:`Arguments` and then the operator's own
+    arguments, by torch's names and with torch's defaults, in any order that serves all spellings; those of each
+    spelling are bound by its own signature or schema. It returns a :class:`Plan`, or NotImplemented to have the call
+    go on as if there were no declaration.
+
+    Below autograd (no ``tensors``) the spellings are overloads such as ``torch.ops.aten.flip.default``; the function is
+    called with a :class:`shardtensor.dispatch.Call` and returns a :class:`shardtensor.dispatch.Plan`. torch
+    differentiates such an operator by its own formula, in operators that have plans in turn.
 
     Args:
         spellings: functions of ``torch.nn.functional`` and ``torch``, methods, ``torch.ops.aten`` operators.
         tensors: names of the arguments that are ShardTensors when the plan runs: plain tensors (equal on every rank)
-            and DTensors are made such, and what is Partial is reduced. The function gets their specs.
+            and DTensors are made such, and what is Partial is reduced. The function gets their specs; of an argument
+            that is a list of tensors, a list of specs.
         parameters: names of those that every rank holds whole, plain or as replicated DTensors. The local work gets
             them plain, and sums their gradients over the ranks by :attr:`Plan.total`. The function gets shape, strides
             and dtype.
         partial: which of ``tensors`` may stay Partial.
+        meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
+            tensors.
+
+    Raises:
+        ValueError: a spelling is declared already.
+        TypeError: a spelling has an argument that the function has not.
 
     Example:
         >>> import torch, shardtensor
@@ -431,7 +476,11 @@ def operator(
         >>> shardtensor.unregister(halved)
     """
 
-    def decorate(build: Callable[..., Plan]) -> Callable[..., Plan]:
+    def decorate(build: Callable[..., Any]) -> Callable[..., Any]:
+        if not tensors:
+            for spelling in spellings:
+                declare_rule(spelling, build, meta)
+            return build
         signature = inspect.signature(build)
         own = signature.replace(parameters=list(signature.parameters.values())[1:])
         declared = _Declared(build, tuple(tensors.split()), tuple(parameters.split()), tuple(partial.split()), own)
@@ -450,8 +499,8 @@ def _argument_names(spelling: Callable[..., Any]) -> tuple[str, ...] | None:
         return _argument_names(getattr(spelling, spelling.overloads()[0]))
     with suppress(TypeError, ValueError):
         parameters = inspect.signature(spelling).parameters
-        if not any(p.kind == p.VAR_POSITIONAL for p in parameters.values()):
-            return tuple(parameters)
+        hidden = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
+        return None if hidden else tuple(parameters)
     packet = getattr(torch.ops.aten, getattr(spelling, "__name__", ""), None)
     return None if packet is None else _argument_names(packet)
 
@@ -464,9 +513,12 @@ def _common_mesh(name: str, operands: Sequence[Tensor]) -> DeviceMesh | None:
     return distributed[0].device_mesh if distributed else None
 
 
-def _promoted_spec(t: Any, mesh: DeviceMesh) -> ShardTensorSpec:
+def _prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
+    """The spec that a tensor has when the plan runs, before the plan redistributes it."""
+    if t is None:
+        return None
     if isinstance(t, DTensor):
-        return spec_of(t)
+        return spec_of(t) if partial else spec_of(t).for_gradient()
     return ShardTensorSpec.of(mesh, (Replicate(),) * mesh.ndim, meta_of(t), (None,) * mesh.ndim)
 
 
@@ -482,6 +534,16 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
 
 def _promotion(t: Tensor, mesh: DeviceMesh) -> Callable[[Any], Any]:
     return ShardTensor.from_dtensor if isinstance(t, DTensor) else lambda plain: promote(plain, mesh)
+
+
+def _preparation_of_list(mesh: DeviceMesh, partial: bool) -> Callable[[Any], Any]:
+    def prepare(t: Any) -> Any:
+        if t is None:
+            return None
+        t = ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else promote(t, mesh)
+        return t if partial else redistribute_to(t, t._spec.for_gradient())
+
+    return lambda tensors: [prepare(t) for t in tensors]
 
 
 def _to_local(placements: Any) -> Callable[[Any], Any]:

@@ -27,6 +27,9 @@ from ...spec import ShardTensorSpec, stride_like
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
+# Elements of a shard from which on its gradient takes longer than to start a collective.
+_WORTH_OVERLAPPING = 1 << 16
+
 Pads = tuple[tuple[int, int], ...]
 Grads = list[Tensor | None]
 
@@ -41,6 +44,7 @@ class Part:
         inner: zeros on both ends of each spatial dim that the kernel adds itself.
         outer: zeros (negative: crops) that have to be added around the part, as ``F.pad`` takes them; empty for none.
         outputs: ``(dim, start, length)`` of the outputs that it contributes to; None for all.
+        taps: ``(dim, start, length)`` of the kernel's taps that reach it; None for all.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +52,7 @@ class Part:
     inner: tuple[int, ...]
     outer: tuple[int, ...]
     outputs: tuple[int, int, int] | None
+    taps: tuple[int, int, int] | None = None
 
     def cropped(self, part: Tensor) -> Tensor:
         """What the kernel is given."""
@@ -67,6 +72,10 @@ class Part:
             view = view.narrow(*crop)
         view.copy_(grad)
         return whole
+
+    def kernel(self, weight: Tensor) -> Tensor:
+        """The taps of a weight that reach the part, a view."""
+        return weight if self.taps is None else weight.narrow(*self.taps)
 
     def region(self, y: Tensor) -> Tensor:
         """The outputs that it contributes to, a view."""
@@ -133,7 +142,7 @@ class HaloConvolution:
                 waits for it.
         """
         need_x, need_w, need_b = needed
-        from_sides: list[Tensor] = []
+        from_sides: list[tuple[Part, Tensor]] = []
         side_grads = self._backward_of_sides(grad, weight, sides, (need_x, need_w), from_sides)
         returned: list[list[Tensor]] = [[] for _ in self.sides]
         pending = None
@@ -143,15 +152,16 @@ class HaloConvolution:
                 if i > 0:
                     returned[i] = self.halo.finish_return(i, pending, side_grads)
         grad_x = grad_w = grad_b = None
-        together = sum_parameters is None and need_x  # nothing travels during the shard's own part that could wait
+        # One call of the kernel computes both gradients faster than two, unless the sum travels during the second.
+        together = need_x and (sum_parameters is None or x.numel() < _WORTH_OVERLAPPING)
         if self.shard is not None and (need_w or need_b):
             grad_x, grad_w, grad_b = self._differentiate(self.shard, grad, x, weight, (together, need_w, need_b))
         elif need_b:
             grad_b = grad.sum(dim=[0, *range(2, grad.ndim)])
         if need_w:
             grad_w = torch.zeros_like(weight) if grad_w is None else grad_w
-            for contribution in from_sides:
-                grad_w += contribution
+            for part, contribution in from_sides:
+                part.kernel(grad_w).add_(contribution)
         finish = None if sum_parameters is None else sum_parameters([grad_w, grad_b])
         if need_x:
             if self.shard is None:
@@ -168,7 +178,7 @@ class HaloConvolution:
         return [grad_x, grad_w, grad_b]
 
     def _backward_of_sides(
-        self, grad: Tensor, weight: Tensor, sides: Sides, needed: tuple[bool, bool], weights: list[Tensor]
+        self, grad: Tensor, weight: Tensor, sides: Sides, needed: tuple[bool, bool], weights: list[tuple[Part, Tensor]]
     ) -> Sides:
         """The gradients of the halo; the contributions to the weight's are added to ``weights``."""
         result = self.halo.nothing()
@@ -183,14 +193,12 @@ class HaloConvolution:
                 region = part.region(grad)
                 result[i][k], grad_w, _ = self._differentiate(part, region, side, weight, (need_x, need_w, False))
                 if grad_w is not None:
-                    weights.append(grad_w)
+                    weights.append((part, grad_w))
         return result
 
     def _convolve(self, part: Part, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        zeros = [0] * len(self.stride)
-        return torch.convolution(
-            part.cropped(x), weight, bias, self.stride, part.inner, self.dilation, False, zeros, self.groups
-        )
+        arguments = self.stride, part.inner, self.dilation, False, [0] * len(self.stride), self.groups
+        return torch.convolution(part.cropped(x), part.kernel(weight), bias, *arguments)
 
     def _differentiate(
         self, part: Part, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
@@ -198,7 +206,7 @@ class HaloConvolution:
         """Gradients of a part (in its full shape), the weight and the bias."""
         bias, zeros = [weight.shape[0]], [0] * len(self.stride)
         arguments = bias, self.stride, part.inner, self.dilation, False, zeros, self.groups, list(mask)
-        grad_part, grad_w, grad_b = _convolution_backward(grad, part.cropped(x), weight, *arguments)
+        grad_part, grad_w, grad_b = _convolution_backward(grad, part.cropped(x), part.kernel(weight), *arguments)
         return None if grad_part is None else part.uncropped(grad_part), grad_w, grad_b
 
 
@@ -285,7 +293,7 @@ class _Geometry:
         """The part of the shard (``of`` None) or of side ``k`` of an axis; None where there is nothing to compute."""
         inside = {axis.dim: axis for axis in self.axes}
         shape, crop, pads = list(self.shape), [], []
-        outputs, counts = None, list(self.out_shape[2:])
+        outputs, taps, counts = None, None, list(self.out_shape[2:])
         for d, window in enumerate(self.windows, start=2):
             axis = inside.get(d)
             if axis is None:
@@ -300,6 +308,12 @@ class _Geometry:
                     return None
                 read, shape[d] = window.reads(touched), length(here)
                 outputs, counts[d - 2] = (d, touched[0] - self.outs[d][0], length(touched)), length(touched)
+                if length(touched) == 1:  # the usual halo of one: no zeros, but the taps that reach it
+                    first, stop = _taps(window, read[0], here)
+                    if first == stop:  # a dilated window that steps over it
+                        return None
+                    taps = (d, first, stop - first)
+                    read = (read[0] + first * window.dilation, read[0] + (stop - 1) * window.dilation + 1)
             elif of is not None and self.axes.index(axis) < self.axes.index(of):
                 here = axis.transfers.need
                 shape[d] = length(here)
@@ -313,21 +327,30 @@ class _Geometry:
             read_shape[d] = n
         if 0 in read_shape or 0 in self.out_shape:
             return None
-        return Part(tuple(shape), tuple(crop), *self._padding(read_shape, pads, counts), outputs)
+        return Part(tuple(shape), tuple(crop), *self._padding(read_shape, pads, counts, taps), outputs, taps)
 
     def _padding(
-        self, shape: Sequence[int], pads: Sequence[Interval], outputs: Sequence[int]
+        self, shape: Sequence[int], pads: Sequence[Interval], outputs: Sequence[int], taps: tuple[int, ...] | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Zeros that the kernel adds itself, symmetrically, and zeros (or crops) that have to be added around."""
         inner, outer = [], []
         for i, (before, after) in enumerate(pads):
             window = self.windows[i]
-            room = shape[2 + i] + 2 * before - window.extent
+            extent = window.extent
+            if taps is not None and taps[0] == 2 + i:
+                extent = (taps[2] - 1) * window.dilation + 1
+            room = shape[2 + i] + 2 * before - extent
             fits = before >= 0 and room // window.stride + 1 == outputs[i]
             inner.append(before if fits else 0)
             outer.append((0, 0) if fits else (before, after))
         flat = tuple(n for pair in reversed(outer) for n in pair)
         return tuple(inner), flat if any(flat) else ()
+
+
+def _taps(window: Window, start: int, part: Interval) -> Interval:
+    """Which taps of a window that starts at ``start`` reach into ``part``."""
+    first = max(0, -(-(part[0] - start) // window.dilation))
+    return first, max(first, min(window.kernel, -(-(part[1] - start) // window.dilation)))
 
 
 def stride_of(spec: ShardTensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
