@@ -22,13 +22,7 @@ from ...registry import FUNCTIONS, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, promote, redistribute_to
 from ..common.alignment import whole_rows
-from .halo_conv import (
-    ConvolutionPlan,
-    Pads,
-    backward_by_parts,
-    forward_by_parts,
-    plan_convolution,
-)
+from .halo_conv import ConvolutionPlan, Pads, backward_by_parts, forward_by_parts, plan_convolution
 
 _aten = torch.ops.aten
 
