@@ -151,7 +151,7 @@ def _from_tensors(x: Any, bins: Any, *, weight: Any = None, density: bool = Fals
 
 
 @rule(_aten.histc.default)
-def _histc(call: Call) -> Plan:
+def _histc_plan(call: Call) -> Plan:
     return reduction_plan(call, None, False, "sum", of_partial=False)
 
 
