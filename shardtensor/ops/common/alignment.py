@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
-from ...dispatch import SCALARS, meta_of, spec_of
+from ...dispatch import SCALARS, meta_of, spec_of, wrap
 from ...errors import different_meshes, refuse
 from ...geometry import chunk_sizes
 from ...redistribute import redistribute_local
@@ -276,3 +276,21 @@ def local_part(t: Any, out: ShardTensorSpec) -> Tensor:
         return t.to_local()
     pairs = zip(t._spec.placements, out.placements, strict=True)
     return t.to_local(grad_placements=[Partial() if q.is_shard() and not p.is_shard() else p for p, q in pairs])
+
+
+def is_cut(*tensors: Any) -> bool:
+    """Whether one of them is a ShardTensor with a sharded dim."""
+    return any(isinstance(t, ShardTensor) and bool(t._spec.sharded_dims()) for t in tensors)
+
+
+def laid_like(t: Any, other: Any) -> Any:
+    """``t`` cut as ``other`` is, a tensor whose dims run together with its first ones; as it is if that is not cut."""
+    if not is_cut(t) or not is_cut(other):
+        return t
+    spec = other._spec.for_gradient()
+    return redistribute_to(t, t._spec.replace(placements=spec.placements, sizes=spec.sizes))
+
+
+def replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
+    """A plain tensor, equal on every rank and without a gradient, on the mesh of ``spec``."""
+    return wrap(t, ShardTensorSpec.make(spec.mesh, spec.replicated().placements, t.shape, t.dtype))

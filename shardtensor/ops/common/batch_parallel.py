@@ -1,5 +1,5 @@
 """Operators that take the entries of some dims (batch, channels) each by itself and need the other dims whole:
-``max_unpool``, ``fractional_max_pool``, ``grid_sample``, ``affine_grid``, ``ctc_loss``.
+``max_unpool``, ``fractional_max_pool``, ``grid_sample``, ``affine_grid``, ``ctc_loss``, recurrent networks.
 
 [Note: free dims] Every dim of every operand either has a name or has to be whole. Dims of one name run together and may
 be cut: all operands that have it are cut alike, those without it are whole. A mesh dim cuts a name that all operands
@@ -10,24 +10,19 @@ as it had. Then the result, whose other dims have other lengths, stays spread ov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...errors import refuse
 from ...geometry import chunk_sizes
-from ...registry import register
 from ...spec import ShardTensorSpec, contiguous_stride
-from ...tensor import ShardTensor, from_part, redistribute_to
-from ..loss.elementwise import full_precision, register_loss
-from .alignment import as_operand, common_mesh, described, local_part, torch_judges
+from ...tensor import from_part, redistribute_to
+from .alignment import as_operand, common_mesh, local_part
 
-__all__ = ["by_batch"]
+__all__ = ["Names", "by_batch", "image_names"]
 
 Names = Sequence[str | None]
 
@@ -120,168 +115,7 @@ def by_batch(
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 
-# -- pooling that is told, or draws, where it looks --------------------------------------------------------------------
-
-
-def _lead(ndim: int, spatial: int) -> list[str | None]:
+def image_names(ndim: int, spatial: int) -> list[str | None]:
     """Names of batch and channels, and the spatial dims behind them, which have to be whole."""
     names: list[str | None] = ["batch", "channels"]
     return names[2 + spatial - ndim :] + [None] * spatial
-
-
-def _max_unpool(
-    input: Any,
-    indices: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    output_size: Any = None,
-    *,
-    spatial: int,
-) -> Any:
-    function = getattr(F, f"max_unpool{spatial}d")
-    if common_mesh(function.__name__, [input, indices]) is None:
-        return NotImplemented
-    size = None if output_size is None else tuple(output_size)
-    meta = torch_judges(function, input, indices, kernel_size, stride, padding, size)
-    names = _lead(input.ndim, spatial)
-    out = list(meta.shape[-spatial:])
-
-    def unpool(x: Tensor, places: Tensor) -> Tensor:
-        return function(x, places, kernel_size, stride, padding, out)
-
-    return by_batch(function.__name__, unpool, [(input, names), (indices, names)], [(meta.shape, names)])
-
-
-def _fractional_max_pool(
-    input: Any,
-    kernel_size: Any,
-    output_size: Any = None,
-    output_ratio: Any = None,
-    return_indices: bool = False,
-    _random_samples: Any = None,
-    *,
-    spatial: int,
-    indices: bool = False,
-) -> Any:
-    """The samples, a few numbers per channel, are drawn as on one device: by every rank for the whole tensor."""
-    function = getattr(F, f"fractional_max_pool{spatial}d_with_indices")
-    if common_mesh(function.__name__, [input]) is None:
-        return NotImplemented
-    names = _lead(input.ndim, spatial)
-    batch = input.shape[0] if input.ndim == spatial + 2 else 1
-    if _random_samples is None:
-        _random_samples = torch.rand(
-            batch, input.shape[-spatial - 1], spatial, dtype=input.dtype, device=input.device
-        )
-    values, _ = function(described(input), kernel_size, output_size, output_ratio, True, described(_random_samples))
-    out = list(values.shape[-spatial:])
-
-    def pool(x: Tensor, samples: Tensor) -> Any:
-        return function(x, kernel_size, out, None, True, samples)
-
-    sample_names: Names = ["batch" if input.ndim == spatial + 2 else None, "channels", None]
-    operands = [(input, names), (_random_samples, sample_names)]
-    pooled = by_batch(function.__name__, pool, operands, [(values.shape, names)] * 2)
-    return pooled if return_indices or indices else pooled[0]
-
-
-# -- grids -----------------------------------------------------------------------------------------------------------
-
-
-def _grid_sample(
-    input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
-) -> Any:
-    """Each output looks anywhere into the input, so that is whole in its spatial dims; the grid may be cut."""
-    mesh = common_mesh("grid_sample", [input, grid])
-    if mesh is None:
-        return NotImplemented
-    meta = torch_judges(F.grid_sample, input, grid, mode, padding_mode, align_corners)
-    spatial = input.ndim - 2
-    names = _lead(input.ndim, spatial)
-    places = [f"output dim {d}" for d in range(spatial)]
-    with full_precision(mesh.device_type) as cast:
-
-        def sample(x: Tensor, at: Tensor) -> Tensor:
-            return F.grid_sample(x, at, mode, padding_mode, align_corners)
-
-        return by_batch(
-            "grid_sample",
-            sample,
-            [(cast(input), names), (cast(grid), ["batch", *places, None])],
-            [(meta.shape, ["batch", "channels", *places])],
-        )
-
-
-def _grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
-    """The operators below ``grid_sample``, which take numbers for the modes."""
-    mode = ("bilinear", "nearest", "bicubic")[interpolation_mode]
-    return _grid_sample(input, grid, mode, ("zeros", "border", "reflection")[padding_mode], align_corners)
-
-
-def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = None) -> Any:
-    if common_mesh("affine_grid", [theta]) is None:
-        return NotImplemented
-    meta = torch_judges(F.affine_grid, theta, list(size), align_corners)
-
-    def grid(local: Tensor) -> Tensor:
-        return F.affine_grid(local, [local.shape[0], *size[1:]], align_corners)
-
-    names: Names = ["batch", *[None] * (len(meta.shape) - 1)]
-    return by_batch("affine_grid", grid, [(theta, ["batch", None, None])], [(meta.shape, names)])
-
-
-# -- connectionist temporal classification -----------------------------------------------------------------------------
-
-
-def _whole_numbers(value: Any) -> Tensor:
-    """Lengths, or targets that follow each other: a few numbers per entry of the batch, on every rank."""
-    if isinstance(value, ShardTensor):
-        return value.full_tensor()
-    return value if isinstance(value, Tensor) else torch.tensor(list(value))
-
-
-def _ctc(given: dict[str, Any], reduction: str) -> Any:
-    logs, targets = given["log_probs"], given["targets"]
-    mesh = common_mesh("ctc_loss", [t for t in given.values() if isinstance(t, Tensor)])
-    if mesh is None:
-        return NotImplemented
-    batched = logs.ndim == 3
-    inputs, lengths = (_whole_numbers(given[k]).reshape(-1) for k in ("input_lengths", "target_lengths"))
-    if not batched:
-        logs, targets = logs.unsqueeze(1), targets.unsqueeze(0)
-    if targets.ndim == 1:
-        # One after the other: side by side, so that each entry of the batch has a row.
-        numbers = _whole_numbers(targets)
-        there = torch.arange(int(lengths.max()) if lengths.numel() else 0) < lengths.cpu()[:, None]
-        targets = numbers.new_zeros(there.shape).masked_scatter(there.to(numbers.device), numbers)
-
-    def loss_of(logs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor) -> Tensor:
-        return F.ctc_loss(logs, targets, inputs, lengths, given["blank"], "none", given["zero_infinity"])
-
-    with full_precision(mesh.device_type) as cast:
-        operands: list[tuple[Any, Names]] = [
-            (cast(logs), [None, "batch", None]),
-            (targets, ["batch", None]),
-            (inputs, ["batch"]),
-            (lengths, ["batch"]),
-        ]
-        loss = by_batch("ctc_loss", loss_of, operands, [(lengths.shape, ["batch"])])
-        if reduction == "mean":
-            return (loss / lengths.clamp(min=1).to(loss.device, loss.dtype)).mean()
-        return loss.sum() if reduction == "sum" else loss if batched else loss.squeeze(0)
-
-
-# -- doors -----------------------------------------------------------------------------------------------------------
-
-for _n in (1, 2, 3):
-    register(getattr(F, f"max_unpool{_n}d"))(partial(_max_unpool, spatial=_n))
-for _n in (2, 3):
-    _name = f"fractional_max_pool{_n}d"
-    register(getattr(F, _name))(partial(_fractional_max_pool, spatial=_n))
-    register(getattr(F, f"{_name}_with_indices"))(partial(_fractional_max_pool, spatial=_n, indices=True))
-register(F.grid_sample)(_grid_sample)
-for _name in ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"):
-    register(getattr(torch, _name), getattr(torch.ops.aten, _name))(_grid_sampler)
-register(F.affine_grid)(_affine_grid)
-register_loss(F.ctc_loss, _ctc)

@@ -1,3 +1,3 @@
-"""Operators on each element by itself: pointwise ones, activations, random numbers, fused optimizers."""
+"""Operators on each element: arithmetic, activations, softmax, dropout, random numbers, optimizers."""
 
-from . import activations, fused_optimizers, pointwise, random  # noqa: F401
+from . import activations, comparison, dropout, fused_optimizers, pointwise, random, softmax  # noqa: F401

@@ -1,4 +1,4 @@
-"""Activations that are not just elementwise: ``glu``, ``rrelu``, softmax of rows that may be masked."""
+"""Activations that are not just elementwise: ``glu``, ``rrelu``, ``logsigmoid``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ...geometry import map_cuts
 from ...registry import register
@@ -53,11 +52,9 @@ def _rrelu_(
     return _rrelu(input, lower, upper, training, True, generator=generator)
 
 
-@register(torch._safe_softmax, _aten._safe_softmax)
-def _safe_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Rows of nothing but -inf give zeros."""
+@register(torch.nn.functional.logsigmoid)
+def _log_sigmoid(input: Any) -> Any:
+    """By parts: torch's own has a second result, whose shape is each backend's own affair."""
     if not isinstance(input, ShardTensor):
         return NotImplemented
-    masked: Any = torch.eq(input, float("-inf")).all(dim, keepdim=True)
-    result: Tensor = torch.softmax(input.masked_fill(masked, 0), dim, dtype)
-    return result.masked_fill(masked, 0)
+    return torch.minimum(input, torch.zeros_like(input)) - torch.log1p(torch.exp(-input.abs()))

@@ -14,9 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from ...dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of, rule
 from ...redistribute import redistribute_local
-from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
 from ..common.alignment import common_cut, fit
 
 _aten = torch.ops.aten
@@ -237,9 +235,4 @@ def _like_old(call: Call, shape: tuple[int, ...]) -> ShardTensorSpec:
     return spec.replace(placements=placements, sizes=tuple(sizes), meta=meta_of(call.meta))
 
 
-@register(torch.nn.functional.logsigmoid)
-def _log_sigmoid(input: Any) -> Any:
-    """By parts: torch's own has a second result, whose shape is each backend's own affair."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    return torch.minimum(input, torch.zeros_like(input)) - torch.log1p(torch.exp(-input.abs()))
+rule(_aten.masked_fill.Tensor)(pointwise_plan)

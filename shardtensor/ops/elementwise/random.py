@@ -1,4 +1,4 @@
-"""Random numbers: dropout, ``*_like``, in-place draws, ``bernoulli``, ``normal``, ``multinomial``.
+"""Random numbers: ``*_like``, in-place draws, ``bernoulli``, ``normal``, ``multinomial``.
 
 [Note: streams] A tensor that is whole on every rank is drawn as on one device: the same numbers, from the same
 generator. For a sharded tensor every rank takes one number from the generator that the caller would have used, and
@@ -55,13 +55,13 @@ def shard_seed(drawn: int, place: tuple[int, ...]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _is_cut(spec: ShardTensorSpec) -> bool:
+def is_sharded(spec: ShardTensorSpec) -> bool:
     return any(isinstance(p, Shard) and spec.mesh.size(m) > 1 for m, p in enumerate(spec.placements))
 
 
 def _own_generator(spec: ShardTensorSpec, device: torch.device) -> torch.Generator | None:
     """What this rank draws its part of a tensor with ``spec`` from."""
-    if not _is_cut(spec):
+    if not is_sharded(spec):
         if debug_enabled():
             state = _state(_given, device)
             _check_agreement(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little"), spec, device)
@@ -166,9 +166,9 @@ def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[
     return getattr(empty, how)(*parameters, generator=_generator_of(drawn, tuple(place), like.device))
 
 
-def _drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
+def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
     """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
-    if is_traced(x) and _is_cut(spec) and _given is None:
+    if is_traced(x) and is_sharded(spec) and _given is None:
         return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
     return getattr(x, how)(*parameters, generator=_own_generator(spec, x.device))
 
@@ -187,7 +187,7 @@ def _draw(call: Call) -> Plan:
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
         if numbers and is_traced(args[0]):
-            return _drawn_into(args[0], name, *args[1:at], spec=out)
+            return drawn_into(args[0], name, *args[1:at], spec=out)
         device = next(a.device for a in args if isinstance(a, Tensor))
         return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})
 
@@ -229,9 +229,9 @@ for _op in (
 def _fill(func: str) -> Callable[..., Tensor]:
     """How the operator of this name fills an empty tensor; ``bounds`` are what randint_like is given."""
     if func == "rand_like":
-        return lambda out, bounds, spec: _drawn_into(out, "uniform_", spec=spec)
+        return lambda out, bounds, spec: drawn_into(out, "uniform_", spec=spec)
     if func == "randn_like":
-        return lambda out, bounds, spec: _drawn_into(out, "normal_", spec=spec)
+        return lambda out, bounds, spec: drawn_into(out, "normal_", spec=spec)
     return lambda out, bounds, spec: out.random_(*bounds, generator=_own_generator(spec, out.device))
 
 
@@ -310,29 +310,3 @@ def _dirichlet(call: Call) -> Plan:
 
 
 register(_aten._sample_dirichlet.default)(_with_generator(_aten._sample_dirichlet.default))
-
-
-# -- dropout as devices other than the CPU run it ------------------------------------------------------------------
-
-
-@rule(_aten.native_dropout.default)
-def _native_dropout(call: Call) -> Plan:
-    spec = call.reduced()[(0,)]
-    p, train = call.args[1], call.args[2]
-    outs = [spec.replace(meta=meta_of(m)) for m in call.meta]
-
-    def dropout(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        if not _is_cut(spec):
-            return _aten.native_dropout.default(x, p, train)
-        mask = torch.ones_like(x, dtype=torch.bool)
-        if train is False:
-            return x.clone(), mask
-        mask = _drawn_into(mask, "bernoulli_", 1 - p, spec=spec)
-        return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
-
-    return call.plan(outs, {(0,): spec}, call=dropout)
-
-
-@rule(_aten.native_dropout_backward.default)
-def _native_dropout_backward(call: Call) -> Plan:
-    return pointwise_plan(call)

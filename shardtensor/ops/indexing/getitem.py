@@ -19,8 +19,8 @@ from ...copies import mark_copied
 from ...errors import refuse
 from ...registry import register
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import as_operand
-from .gather import flat_cumsum, is_cut, laid_like, look_up
+from ..common.alignment import as_operand, is_cut, laid_like
+from .gather import flat_cumsum, look_up
 from .index_operators import is_mask
 from .masked_select import check_mask, selected
 
@@ -342,18 +342,3 @@ for _name in (
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 ):
     _register_in_place(_name)
-
-
-@register(Tensor.fill_diagonal_)
-def _fill_diagonal(self: Any, fill_value: Any, wrap: bool = False) -> Any:
-    if not isinstance(self, ShardTensor) or not is_cut(self):
-        return NotImplemented
-    torch.empty(self.shape, dtype=self.dtype, device="meta").fill_diagonal_(fill_value, wrap)  # torch's own errors
-    rows, columns = self.shape[0], self.shape[-1]
-    if self.ndim == 2:
-        place = torch.arange(0, rows * columns if wrap else min(rows, columns) * columns, columns + 1)
-        places = [place // max(1, columns), place % max(1, columns)]
-    else:
-        places = [torch.arange(rows)] * self.ndim
-    value = torch.tensor(fill_value, dtype=self.dtype, device=self.device)
-    return _aten.index_put_.default(self, [place.to(self.device) for place in places], value)

@@ -1,4 +1,4 @@
-"""Looking up and writing by index, below autograd: index_select, gather, scatter, index_put, embedding and their kin.
+"""Looking up and writing by index, below autograd: index_select, gather, scatter, index_put and their kin.
 
 What each operand's dims have to do with each other is said by labels, see index_plan.py; these work out the rest.
 """
@@ -9,7 +9,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,9 +17,9 @@ from ...errors import refuse
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
-from ..elementwise.pointwise import pointwise_plan
-from ..reduction.reductions import neutral_element
-from ..shape.view import wrap_dim
+from ..common.alignment import is_cut, replicated
+from ..common.reduce import neutral_element
+from ..shape.view import dim_of, wrap_dim
 from .index_plan import LOOKED_UP, Labels, labelled, operand
 
 __all__ = ["is_mask", "numbers"]
@@ -267,7 +266,6 @@ def _register_put(op: Any) -> None:
 
 for _op in (_aten.index_put.default, _aten.index_put_.default):
     _register_put(_op)
-rule(_aten.masked_fill.Tensor)(pointwise_plan)
 
 
 # -- with indices that may be out of range where a mask says so ---------------------------------------------------
@@ -291,88 +289,19 @@ def _masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) ->
     return _aten.index_put.default(x, _clamped(x, indices), values.masked_fill(mask.logical_not(), 0), True)
 
 
-# -- tables -----------------------------------------------------------------------------------------------
-
-
-@rule(_aten.embedding.default)
-def _embedding(call: Call) -> Plan:
-    names = [f"index {j}" for j in range(len(call.args[1].shape))]
-    return labelled(
-        call, {(0,): [LOOKED_UP, "row"], (1,): names}, [*names, "row"], indexed={(1,): 0}, picks=True
-    )
-
-
-@rule(_aten.embedding_dense_backward.default)
-def _embedding_backward(call: Call) -> Plan:
-    names = [f"index {j}" for j in range(len(call.args[1].shape))]
-    by_frequency = call.args[4]
-    if by_frequency and any(spec.sharded_dims() for spec in call.specs):
-        raise call.refuse("scale_grad_by_freq counts the indices of one shard only", "set it to False")
-    return labelled(call, {(0,): [*names, "row"], (1,): names}, [LOOKED_UP, "row"], accumulates=True)
-
-
-@rule(_aten.isin.Tensor_Tensor, _aten.isin.Tensor_Scalar)
-def _against_a_list(call: Call) -> Plan:
-    names = list(range(len(call.args[0].shape)))
-    roles: dict[Path, Labels] = {(0,): names} if isinstance(call.args[0], (Tensor, ShardTensorSpec)) else {}
-    if isinstance(call.args[1], (Tensor, ShardTensorSpec)):
-        roles[(1,)] = [LOOKED_UP] * len(call.args[1].shape)
-    return labelled(call, roles, names)
-
-
-# -- places in a sorted sequence: how many of its elements are smaller, a sum over its shards --------------------
-
-
-@rule(_aten.bucketize.Tensor)
-def _bucketize(call: Call) -> Plan:
-    names = list(range(len(call.args[0].shape)))
-    return labelled(call, {(1,): [LOOKED_UP], (0,): names}, names, counts=True)
-
-
-@rule(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
-def _searchsorted(call: Call) -> Plan:
-    number = call.func == _aten.searchsorted.Scalar
-    names: list[Hashable] = [] if number else list(range(len(call.args[1].shape)))
-    table = [LOOKED_UP] if len(call.args[0].shape) == 1 else [*names[:-1], LOOKED_UP]
-    roles: dict[Path, Labels] = {(0,): table} if number else {(0,): table, (1,): names}
-    return labelled(call, roles, names, counts=True)
-
-
-def _by_sorter(op: Any, sequence: Any, values: Any, **kwargs: Any) -> Any:
-    sorter = kwargs.pop("sorter", None)
-    if sorter is None:
+@register(torch.index_fill, Tensor.index_fill)
+def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
+    """With a value that requires grad, whose gradient by torch's formula looks for the index's different numbers."""
+    d = dim_of(input, dim)
+    if d is None or not is_cut(index) or not isinstance(value, Tensor) or not value.requires_grad:
         return NotImplemented
-    torch.searchsorted(  # torch's own errors
-        torch.empty(sequence.shape, dtype=sequence.dtype, device="meta"),
-        torch.empty(values.shape, device="meta") if isinstance(values, Tensor) else values,
-        sorter=torch.empty(sorter.shape, dtype=sorter.dtype, device="meta"),
-    )
-    if not isinstance(sequence, DTensor) and not isinstance(sorter, DTensor):
-        ordered = sequence.gather(-1, sorter)
-    else:
-        ordered = run(_aten.gather.default, (sequence, -1, sorter), {})
-    if not isinstance(ordered, DTensor) and not isinstance(values, DTensor):
-        return op(ordered, values, **kwargs)
-    return run(op, (ordered, values), kwargs)
+    n = input.shape[d]
+    mask = replicated(torch.zeros(n, dtype=torch.bool, device=index.device), index._spec)
+    filled = torch.index_fill(mask, 0, index, True).reshape([n if k == d else 1 for k in range(input.ndim)])
+    return torch.where(filled, value, input)
 
 
-def _register_sorted(op: Any) -> None:
-    @register(op)
-    def _(sequence: Any, values: Any, **kwargs: Any) -> Any:
-        return _by_sorter(op, sequence, values, **kwargs)
-
-
-for _op in (_aten.searchsorted.Tensor, _aten.searchsorted.Scalar):
-    _register_sorted(_op)
-
-
-@register(F.one_hot)
-def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
-    if not isinstance(tensor, ShardTensor):
-        return NotImplemented
-    if tensor.dtype != torch.int64:
-        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, not {tensor.dtype}")
-    if num_classes == -1:
-        num_classes = int(tensor.max()) + 1
-    classes = torch.arange(num_classes, device=tensor.device)
-    return (tensor.unsqueeze(-1) == classes).long()
+@register(Tensor.index_fill_)
+def _index_fill_in_place(input: Any, dim: Any, index: Any, value: Any) -> Any:
+    result = _index_fill(input, dim, index, value)
+    return result if result is NotImplemented else input.copy_(result)

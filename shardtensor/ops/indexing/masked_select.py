@@ -21,8 +21,7 @@ from ...redistribute import all_gather, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec, contiguous_stride
 from ...tensor import from_part, redistribute_to
-from ..common.alignment import as_operand, common_mesh, leading, moved, whole_value
-from .gather import is_cut
+from ..common.alignment import as_operand, common_mesh, is_cut, leading, moved, whole_value
 
 __all__ = ["check_mask", "selected"]
 
@@ -142,5 +141,3 @@ def _nonzero_static(input: Any, *, size: int, fill_value: int = -1, out: Any = N
         raise RuntimeError("nonzero_static: 'size' must be an non-negative integer")
     places = torch.nonzero(input)[:size]
     return F.pad(places, (0, 0, 0, size - places.shape[0]), value=fill_value)
-
-

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import refuse
+from ...redistribute import redistribute_local
 from ...registry import register
+
+_aten = torch.ops.aten
 
 __all__: list[str] = []
 
@@ -40,3 +44,11 @@ def _format(self: Any, format_spec: str) -> str:
     if self.ndim or not format_spec:
         return object.__format__(self, format_spec)
     return format(self.detach().item(), format_spec)
+
+
+@register(_aten._local_scalar_dense.default)
+def item(x: Any) -> Any:
+    spec = x._spec
+    if spec.shape.numel() != 1:
+        raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")
+    return redistribute_local(x._local_tensor, spec, spec.replicated()).item()

@@ -24,8 +24,7 @@ from ...registry import FUNCTIONS, register
 from ...tensor import ShardTensor, from_part, redistribute_to
 from ..common.alignment import as_operand, common_mesh, described
 from ..common.contraction import Arrangement, Form, Label, arrange, batch_labels
-from ..reduction.reductions import reduced_dims
-from ..reduction.scan import reduce_over
+from ..common.reduce import reduce_over
 
 Terms = tuple[tuple[str, ...], tuple[str, ...]]  # the dims behind the batch dims, of the operands and of the results
 
@@ -69,13 +68,13 @@ def _solved(order: Sequence[str]) -> Callable[[Sequence[Tensor], bool], Terms]:
     return terms
 
 
-_ONE = _Signature(("input", "A", "self"), _matrices("mn"))
+ONE = _Signature(("input", "A", "self"), _matrices("mn"))
 _OF_ONE_MATRIX = """
     cholesky cholesky_ex cholesky_inverse det eig eigh eigvals eigvalsh geqrf inv inv_ex inverse ldl_factor
     ldl_factor_ex logdet lu lu_factor lu_factor_ex matrix_exp matrix_rank pinv pinverse qr slogdet svd svdvals
 """
 _SIGNATURES: dict[str, _Signature] = {
-    **dict.fromkeys(_OF_ONE_MATRIX.split(), _ONE),
+    **dict.fromkeys(_OF_ONE_MATRIX.split(), ONE),
     "householder_product": _Signature(("input", "tau"), _matrices("mn", "k")),
     "lstsq": _Signature(("input", "b"), lambda operands, left: (("mn", "mk"[: 1 + _has_columns(*operands[:2])]), ())),
     "lu_unpack": _Signature(("LU_data", "LU_pivots"), _matrices("mn", "p")),
@@ -91,7 +90,7 @@ _SIGNATURES: dict[str, _Signature] = {
 }
 
 
-def _by_matrix(
+def by_matrix(
     name: str, function: Callable[..., Any], signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """``function`` on each rank's batch; NotImplemented where nothing is sharded."""
@@ -183,7 +182,7 @@ def _register(name: str, signature: _Signature) -> None:
         def handler(*args: Any, _function: Any = function, out: Any = None, **kwargs: Any) -> Any:
             if out is not None:
                 return NotImplemented
-            return _by_matrix(short, _function, signature, args, kwargs)
+            return by_matrix(short, _function, signature, args, kwargs)
 
 
 for _name in sorted(_SIGNATURES, key=lambda name: "." not in name):
@@ -200,7 +199,7 @@ def _triangular_solve(b: Any, A: Any, *args: Any, out: Any = None, **kwargs: Any
     signature = _Signature(("b", "A"), lambda operands, left: (("nK", "nn"), ("nK",)))
     if out is not None:
         return NotImplemented
-    x = _by_matrix("triangular_solve", solution, signature, (b, A, *args), kwargs)
+    x = by_matrix("triangular_solve", solution, signature, (b, A, *args), kwargs)
     if x is NotImplemented:
         return x
     matrix = as_operand(A, x.device_mesh)
@@ -213,7 +212,7 @@ def _matrix_power(input: Any, n: int, **kwargs: Any) -> Any:
     cut = isinstance(input, ShardTensor) and {input.ndim - 1, input.ndim - 2} & set(input._spec.sharded_dims())
     if kwargs or (n >= 0 and cut):
         return NotImplemented
-    return _by_matrix("matrix_power", torch.linalg.matrix_power, _ONE, (input, n), {})
+    return by_matrix("matrix_power", torch.linalg.matrix_power, ONE, (input, n), {})
 
 
 @register(torch.linalg.cond)
@@ -228,46 +227,3 @@ def _cond(A: Any, p: Any = None, **kwargs: Any) -> Any:
     inverse, info = torch.linalg.inv_ex(A)
     norm = torch.linalg.matrix_norm(inverse, p).masked_fill(info != 0, float("inf"))
     return torch.linalg.matrix_norm(A, p) * norm
-
-
-# -- norms by singular values; the others are sums and extremes -----------------------------------------------------
-
-
-def _spectral(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
-    """The nuclear norm, or the largest or smallest singular value, of matrices in two dims."""
-    if not isinstance(x, ShardTensor) or order not in ("nuc", 2, -2) or len(dims := list(dim)) != 2:
-        return NotImplemented
-    if any(not -x.ndim <= d < x.ndim for d in dims) or dims[0] % x.ndim == dims[1] % x.ndim:
-        return NotImplemented  # torch says what is wrong
-    dims = [d % x.ndim for d in dims]
-    x = x if dtype is None else x.to(dtype)
-    moved = x.movedim(dims, (-2, -1))
-    norm = _by_matrix("matrix_norm", torch.linalg.matrix_norm, _ONE, (moved, order), {})
-    if norm is NotImplemented or not keepdim:
-        return norm
-    for d in sorted(dims):
-        norm = norm.unsqueeze(d)
-    return norm
-
-
-@register(torch.linalg.matrix_norm)
-def _matrix_norm(A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kwargs: Any) -> Any:
-    dtype = kwargs.pop("dtype", None)
-    return NotImplemented if any(v is not None for v in kwargs.values()) else _spectral(A, ord, dim, keepdim, dtype)
-
-
-@register(torch.linalg.norm)
-def _norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    dtype = kwargs.pop("dtype", None)
-    if any(v is not None for v in kwargs.values()) or not isinstance(A, Tensor) or ord is None or isinstance(dim, int):
-        return NotImplemented
-    return _spectral(A, ord, (0, 1) if dim is None and A.ndim == 2 else dim or (), keepdim, dtype)
-
-
-@register(torch.norm, Tensor.norm)
-def _older_norm(
-    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-) -> Any:
-    if p != "nuc" or out is not None or not isinstance(input, Tensor):
-        return NotImplemented
-    return _spectral(input, p, reduced_dims(dim, input.ndim) if dim is None else dim, keepdim, dtype)

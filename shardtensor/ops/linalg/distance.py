@@ -1,4 +1,4 @@
-"""Distances between points, and the cross product: cdist, pdist, cross.
+"""Distances between points: ``cdist``, ``pdist``.
 
 Points and batch dims may be cut in any way; where both sets of points are, the smaller one goes round a ring. Along the
 coordinates of a point nothing is cut: they are exchanged to another dim, if one is free.
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ...geometry import map_cuts
 from ...registry import register
@@ -52,27 +51,3 @@ def _pdist(input: Any, p: float = 2) -> Any:
     sizes = [None if cut is None else map_cuts(cut, lambda c: c * n - c * (c + 1) // 2) for cut in spec.sizes]
     meta = spec.tensor_meta._replace(shape=torch.Size([n * (n - 1) // 2]), stride=(1,))
     return from_part(values, spec.replace(meta=meta, sizes=tuple(sizes)))
-
-
-def _crossed(name: str, a: Any, b: Any, dim: int) -> Any:
-    (left, right), out = batch_labels(a.shape, b.shape)
-    form = Form((left, right), out, whole=frozenset([dim % len(out) - len(out)]), by_parts=False)
-    return contract(name, lambda x, y: torch.linalg.cross(x, y, dim=dim), form, a, b)
-
-
-@register(torch.linalg.cross)
-def _linalg_cross(input: Any, other: Any, *, dim: int = -1, **kwargs: Any) -> Any:
-    if kwargs or common_mesh("cross", [input, other]) is None:
-        return NotImplemented
-    torch_judges(torch.linalg.cross, input, other, dim=dim)
-    return _crossed("linalg.cross", input, other, dim)
-
-
-@register(torch.cross, Tensor.cross)
-def _cross(input: Any, other: Any, dim: int | None = None, **kwargs: Any) -> Any:
-    if kwargs or common_mesh("cross", [input, other]) is None:
-        return NotImplemented
-    torch_judges(torch.cross, input, other, dim)
-    if dim is None:  # the first of length 3
-        dim = list(torch.broadcast_shapes(input.shape, other.shape)).index(3)
-    return _crossed("cross", input, other, dim)

@@ -22,8 +22,9 @@ from ...parameters import Kernel, run_kernel, unsummed_parameters
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to
-from ..common.alignment import as_operand, common_mesh, torch_judges, whole_rows
+from ..common.alignment import as_operand, common_cut, common_mesh, fit, torch_judges, whole_rows
 from ..common.contraction import Form, arrange, batch_labels, contract
+from ..common.reduce import check_dtype, reduced_spec
 
 _aten = torch.ops.aten
 
@@ -380,3 +381,23 @@ def _added_below(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
     if beta == 0 and isinstance(product, DTensor):
         return product  # what input holds, NaN even, does not matter then
     return run(_aten.add.Tensor, (product, input), {"alpha": beta})
+
+
+@rule(_aten.dot.default, _aten.vdot.default)
+def _dot(call: Call) -> Plan:
+    check_dtype(call)
+    reduced = call.reduced()
+    first = next(iter(reduced.values()))
+    base = common_cut(list(reduced.values()), first.tensor_meta)
+    out = reduced_spec(base, call.meta, [0], False, "sum")
+    bounds = [base.interval(m) for m in base.sharded_dims().values()]
+    func, plain = call.func, [i for i in (0, 1) if (i,) not in reduced]
+
+    def compute(*vectors: Tensor) -> Tensor:
+        parts = list(vectors)
+        for i in plain:  # counts as replicated
+            for start, stop in bounds:
+                parts[i] = parts[i][start:stop]
+        return func(*parts)
+
+    return call.plan(out, {path: fit(s, base) for path, s in reduced.items()}, call=compute)

@@ -32,7 +32,7 @@ from ..common.alignment import (
     whole_rows,
     wide_dtype,
 )
-from .elementwise import contribution, full_precision, reduced, register_loss
+from .base import contribution, full_precision, reduced, register_loss
 from .kernels import scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
@@ -232,3 +232,26 @@ def _margins(function: Callable[..., Tensor], given: dict[str, Any], reduction: 
 
 register_loss(F.multi_margin_loss, partial(_margins, F.multi_margin_loss), "multi_margin_loss")
 register_loss(F.multilabel_margin_loss, partial(_margins, F.multilabel_margin_loss), "multilabel_margin_loss")
+
+
+def _linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
+    """Torch's reference: a linear layer, then ``cross_entropy``. ``options`` would save memory."""
+    x, w, target, bias = (given[k] for k in ("input", "linear_weight", "target", "linear_bias"))
+    if not any(isinstance(t, ShardTensor) for t in (x, w, target, bias, given["weight"])):
+        return NotImplemented
+    torch_judges(F.linear_cross_entropy, **{**given, "options": None}, reduction=reduction)
+    classes = w.shape[:-1]
+    logits = F.linear(x, w.flatten(0, -2), None if bias is None else bias.flatten())
+    ignored = given["ignore_index"]
+    return F.cross_entropy(
+        logits if len(classes) == 1 else logits.unflatten(-1, classes),
+        target,
+        given["weight"],
+        ignore_index=-100 if ignored is None else ignored,
+        reduction=reduction,
+        label_smoothing=given["label_smoothing"],
+    )
+
+
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.12
+    register_loss(F.linear_cross_entropy, _linear_cross_entropy)

@@ -18,8 +18,8 @@ from ..._compat import TensorMeta, kernel
 from ...dispatch import Call, Plan, argument, rule
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
+from ..common.reduce import check_dtype
 from ..elementwise.pointwise import pointwise_plan
-from ..reduction.reductions import check_dtype
 
 __all__ = ["WITH_KERNEL", "scalar_spec"]
 

@@ -1,3 +1,3 @@
-"""Pooling over windows, fixed and adaptive."""
+"""Pooling over windows: fixed, adaptive and fractional; unpooling."""
 
-from . import pool  # noqa: F401
+from . import fractional_max_pool, pool, unpool  # noqa: F401

@@ -1,131 +1,29 @@
-"""Operators along a dim, sharded or not: softmax and its kin, cumulative sums and products.
+"""Cumulative operators along a dim, sharded or not: ``cumsum``, ``cumprod``, ``logcumsumexp``, ``cummax``, ``cummin``.
 
-[Note: rows] What a rank has to know of the others' parts of a row (a line of elements along the dim) is one number: its
-maximum and its sum for softmax, the total of what comes before for the cumulative ones. That is what travels, with all
-rows packed into one collective. An empty shard contributes the neutral element.
+What a rank has to know of the others' parts of a row (a line of elements along the dim) is one number: the total of
+what comes before. That is what travels, with all rows packed into one collective. An empty shard contributes the
+neutral element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument, meta_of, rule, wrap
+from ...dispatch import Call, Plan, meta_of, rule, wrap
 from ...gradients import once_differentiable
-from ...redistribute import all_gather, all_reduce
+from ...redistribute import all_gather
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to
-from ..common.alignment import common_cut, fit, wide_dtype
-from .reductions import check_dtype, opted_dtype, reduced_dims, reduced_spec
+from ...tensor import ShardTensor, as_gradient
+from ..common.alignment import wide_dtype
+from ..common.pick import differentiable, picked, plain_tuple
+from ..common.reduce import check_dtype, mesh_dims_of, opted_dtype, reduced_dims
 
 _aten = torch.ops.aten
-
-# -- what rows share ------------------------------------------------------------------------------------------------
-
-
-def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:
-    """The mesh dims that shard one of these tensor dims."""
-    return [m for d, m in spec.sharded_dims().items() if d in dims]
-
-
-def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], op: str) -> Tensor:
-    """``local`` reduced over the ranks along these mesh dims."""
-    for m in mesh_dims:
-        local = all_reduce(local, spec.mesh.get_group(m), op)
-    return local
-
-
-def _maximum(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The maxima over ``dims``, which stay with length 1; -inf where there is nothing."""
-    if 0 in (x.shape[d] for d in dims):
-        return x.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], float("-inf"))
-    return x.amax(dims, keepdim=True)
-
-
-def _cut_plain(x: Tensor, spec: ShardTensorSpec) -> Tensor:
-    """This rank's part of a plain tensor, which counts as replicated."""
-    for d, m in spec.sharded_dims().items():
-        start, stop = spec.interval(m)
-        x = x.narrow(d, start, stop - start)
-    return x
-
-
-# -- softmax ----------------------------------------------------------------------------------------------------------
-
-
-@rule(_aten._softmax.default, _aten._log_softmax.default)
-def _softmax(call: Call) -> Plan:
-    """Maximum, all-reduce, sum of exponentials, all-reduce."""
-    spec = call.reduced()[(0,)]
-    out = spec.replace(meta=meta_of(call.meta))
-    dims = reduced_dims(call.args[1], len(spec.shape))
-    over = mesh_dims_of(spec, dims)
-    if not over:
-        return call.plan(out, {(0,): spec})
-    check_dtype(call)
-    logs = call.func == _aten._log_softmax.default
-    dtype = call.meta.dtype
-
-    def compute(x: Tensor, *_: Any) -> Tensor:
-        x = x.to(wide_dtype(dtype))
-        shifted = x - reduce_over(_maximum(x, dims), spec, over, "max")
-        weights = shifted.exp()
-        total = reduce_over(weights.sum(dims, keepdim=True), spec, over, "sum")
-        return (shifted - total.log() if logs else weights / total).to(dtype)
-
-    return call.plan(out, {(0,): spec}, call=compute)
-
-
-@rule(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
-def _softmax_backward(call: Call) -> Plan:
-    """One all-reduce of a sum per row. The output decides on the cut, whatever the gradient's."""
-    reduced = call.reduced()
-    base = common_cut([reduced[path] for path in ((1,), (0,)) if path in reduced], meta_of(call.meta))
-    dims = reduced_dims(call.args[2], len(base.shape))
-    over = mesh_dims_of(base, dims)
-    logs = call.func == _aten._log_softmax_backward_data.default
-    plain = [i for i in (0, 1) if (i,) not in reduced]
-    func, dtype = call.func, call.meta.dtype
-
-    def compute(*args: Any) -> Tensor:
-        grad, output = (_cut_plain(a, base) if i in plain else a for i, a in enumerate(args[:2]))
-        if not over:
-            return func(grad, output, *args[2:])
-        wide = wide_dtype(output.dtype)
-        grad, output = grad.to(wide), output.to(wide)
-        if not logs:
-            grad = grad * output
-        total = reduce_over(grad.sum(dims, keepdim=True), base, over, "sum")
-        return (grad - (output.exp() if logs else output) * total).to(dtype)
-
-    return call.plan(base, {path: fit(s, base) for path, s in reduced.items()}, call=compute)
-
-
-@rule(_aten.logsumexp.default)
-def _logsumexp(call: Call) -> Plan:
-    spec = call.reduced()[(0,)]
-    dims = reduced_dims(call.args[1], len(spec.shape))
-    keepdim = argument(call, 2, "keepdim", False)
-    out = reduced_spec(spec, call.meta, dims, keepdim, "sum").for_gradient()
-    over = mesh_dims_of(spec, dims)
-    if not over:
-        return call.plan(out, {(0,): spec})
-    dtype = call.meta.dtype
-
-    def compute(x: Tensor, *_: Any) -> Tensor:
-        x = x.to(wide_dtype(dtype))
-        peak = reduce_over(_maximum(x.real if x.is_complex() else x, dims), spec, over, "max")
-        peak = peak.masked_fill(peak.isinf(), 0)
-        total = reduce_over((x - peak).exp().sum(dims, keepdim=True), spec, over, "sum")
-        result = (total.log() + peak).to(dtype)
-        return result if keepdim else result.squeeze(dims)
-
-    return call.plan(out, {(0,): spec}, call=compute)
-
 
 # -- cumulative sums and products -------------------------------------------------------------------------------------
 
@@ -253,16 +151,9 @@ class _LogCumulativeSumExp(torch.autograd.Function):
         return part(grad.clamp(min=0)) - part((-grad).clamp(min=0)), None
 
 
-def _differentiable(x: Any) -> Any:
-    """The ShardTensor with any Partial reduced, if it is one to differentiate; None otherwise."""
-    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim:
-        return None
-    return redistribute_to(x, x._spec.for_gradient())
-
-
 @register(torch.cumsum, Tensor.cumsum)
 def _cumsum_function(input: Any, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    x = _differentiable(input)
+    x = differentiable(input)
     if x is None or kwargs:
         return NotImplemented
     return _CumulativeSum.apply(
@@ -272,7 +163,7 @@ def _cumsum_function(input: Any, dim: int, *, dtype: torch.dtype | None = None, 
 
 @register(torch.cumprod, Tensor.cumprod)
 def _cumprod_function(input: Any, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    x = _differentiable(input)
+    x = differentiable(input)
     if x is None or kwargs:
         return NotImplemented
     return _CumulativeProduct.apply(
@@ -282,7 +173,53 @@ def _cumprod_function(input: Any, dim: int, *, dtype: torch.dtype | None = None,
 
 @register(torch.logcumsumexp, Tensor.logcumsumexp)
 def _logcumsumexp_function(input: Any, dim: int, **kwargs: Any) -> Any:
-    x = _differentiable(input)
+    x = differentiable(input)
     if x is None or kwargs or x.is_complex():
         return NotImplemented
     return _LogCumulativeSumExp.apply(x, reduced_dims(dim, x.ndim)[0])
+
+
+@rule(_aten.cummax.default, _aten.cummin.default)
+def _cumulative_extreme(call: Call) -> Plan:
+    """A local scan, continued from the last values and indices of the ranks before. The last of equal values wins."""
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(call.args[1], len(spec.shape))
+    outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(outputs, {(0,): spec}, call=plain_tuple(call.func))
+    check_dtype(call)
+    dim, m, func = dims[0], over[0], call.func
+    beats = torch.ge if func == _aten.cummax.default else torch.le
+    start, _ = spec.interval(m)
+    before = [r for r in range(spec.coordinate[m]) if spec.cut(m)[r]]
+
+    def later(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        wins = beats(new[0], old[0]) | (new[0] != new[0])
+        return torch.where(wins, new[0], old[0]), torch.where(wins, new[1], old[1])
+
+    def compute(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        value, index = func(x, dim)
+        index = index + start
+        n, group = x.shape[dim], spec.mesh.get_group(m)
+        row = [1 if d == dim else size for d, size in enumerate(x.shape)]
+        last = [t.narrow(dim, n - 1, 1) if n else t.new_zeros(row) for t in (value, index)]
+        values, indices = (all_gather(t, group) for t in last)
+        if not before:
+            return value, index
+        carried = values[before[0]], indices[before[0]]
+        for r in before[1:]:
+            carried = later(carried, (values[r], indices[r]))
+        return later(carried, (value, index))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+@register(torch.cummax, Tensor.cummax)
+def _cummax(input: Any, dim: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else picked(input, _aten.cummax.default, "cummax", dim, None, (dim,))
+
+
+@register(torch.cummin, Tensor.cummin)
+def _cummin(input: Any, dim: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else picked(input, _aten.cummin.default, "cummin", dim, None, (dim,))

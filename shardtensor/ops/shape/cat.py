@@ -1,4 +1,4 @@
-"""Putting together: cat, stack, roll and repeat, along any dims.
+"""Putting together: ``cat`` and ``stack``, along any dims.
 
 Tensors that are joined along a sharded dim keep the global order, so a piece may have to move: a rank gets as much of
 the result as it had of all the pieces together, and one exchange brings what it has not. Pieces that are whole on every
@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ...dispatch import Call, Path, Plan, meta_of, rule, wrap
+from ...dispatch import Call, Path, Plan, meta_of, rule
 from ...exchange import plan_intervals, start_swap
 from ...geometry import Interval, chunk_sizes, cuts_of, intersect, intervals_of, length
-from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
 from .view import carry, wrap_dim
 
-__all__ = ["assemble", "joined_cut", "rolled"]
+__all__ = ["assemble", "joined_cut"]
 
 _aten = torch.ops.aten
 
@@ -50,18 +48,6 @@ def joined_cut(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int) -
                 sizes = [n if r == (0 if i < places[0] else ranks - 1) else 0 for r in range(ranks)]
         total = [a + b for a, b in zip(total, sizes, strict=True)]
     return tuple(total)
-
-
-def rolled(own: Interval, shift: int, n: int) -> tuple[Interval, Interval]:
-    """Where an interval of a dim of length ``n`` comes to lie when the dim is rolled: what stays below ``n``, the rest.
-
-    Example:
-        >>> rolled((2, 6), 5, 8)
-        ((7, 8), (0, 3))
-    """
-    a, b = own[0] + shift, own[1] + shift
-    stays, wraps = intersect((a, b), (0, n)), intersect((a - n, b - n), (0, n))
-    return (stays if length(stays) else (0, 0)), (wraps if length(wraps) else (0, 0))
 
 
 # -- exchange ---------------------------------------------------------------------------------------------
@@ -198,81 +184,3 @@ def _beside(spec: ShardTensorSpec, pattern: ShardTensorSpec, dim: int, m: int | 
         else:
             sizes[m] = chunk_sizes(spec.shape[dim], spec.mesh.size(m))
     return spec.replace(placements=placements, sizes=tuple(sizes))
-
-
-# -- roll -------------------------------------------------------------------------------------------------
-
-
-@register(_aten.roll.default)
-def _roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
-    """A sharded dim is rolled by one exchange, and keeps its sizes."""
-    spec = x._spec
-    sharded = spec.sharded_dims()
-    if not sharded:
-        return wrap(x._local_tensor.roll(shifts, dims), spec)
-    if len(shifts) != len(dims):
-        if dims or len(shifts) != 1:
-            return _aten.roll.default(_meta(spec), shifts, dims)  # raises torch's own error
-        return x.reshape(-1).roll(shifts, 0).reshape(x.shape)
-    amounts: dict[int, int] = {}
-    for d, shift in zip(dims, shifts, strict=True):
-        d = wrap_dim(d, len(spec.shape))
-        amounts[d] = amounts.get(d, 0) + shift
-    local = x._local_tensor
-    for d, shift in amounts.items():
-        n = spec.shape[d]
-        if d not in sharded:
-            local = local.roll(shift, d)
-        if d not in sharded or not n or not shift % n:
-            continue
-        m = sharded[d]
-        rank = spec.coordinate[m]
-        own = intervals_of(spec.cut(m))
-        stays, wraps = zip(*(rolled(each, shift % n, n) for each in own), strict=True)
-        k = length(stays[rank])
-        parts = [(local.narrow(d, 0, k), stays), (local.narrow(d, k, local.shape[d] - k), wraps)]
-        local = assemble(parts, d, own, rank, spec.mesh.get_group(m))
-    # A copy in any case, as torch makes one.
-    return wrap(local.clone() if local is x._local_tensor else local, spec)
-
-
-def _meta(spec: ShardTensorSpec) -> Tensor:
-    meta = spec.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-
-
-# -- repeat -----------------------------------------------------------------------------------------------
-
-
-@register(Tensor.repeat)
-def _repeat_function(self: Any, *repeats: Any, **kwargs: Any) -> Any:
-    """A sharded dim is joined to itself; the others are repeated in place."""
-    given = kwargs.get("repeats", repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats)
-    counts = [int(n) for n in given]
-    if not isinstance(self, ShardTensor) or len(counts) < self.ndim or min(counts, default=0) < 0:
-        return NotImplemented
-    x, new = self, len(counts) - self.ndim
-    for d in self._spec.sharded_dims():
-        if counts[d + new] != 1:
-            x = torch.cat([x] * counts[d + new], d) if counts[d + new] else x.narrow(d, 0, 0)
-            counts[d + new] = 1
-    if x is self:
-        return NotImplemented
-    return x.repeat(counts) if any(n != 1 for n in counts) or new else x
-
-
-@register(torch.tile, Tensor.tile)
-def _tile(input: Any, *dims: Any, **kwargs: Any) -> Any:
-    given = kwargs.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
-    counts = [int(n) for n in given]
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    return input.repeat([1] * (input.ndim - len(counts)) + counts)
-
-
-@rule(_aten.repeat.default)
-def _repeat(call: Call) -> Plan:
-    spec = call.specs[0]
-    new = call.meta.ndim - len(spec.shape)
-    counts = call.args[1]
-    return Plan(carry(call, spec, call.meta, {d: d + new for d in range(len(spec.shape)) if counts[d + new] == 1}))

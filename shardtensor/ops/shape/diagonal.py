@@ -19,6 +19,7 @@ from ...geometry import intersect, map_cuts
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
+from ..common.alignment import is_cut
 from .slice import cut_of_slice, cut_of_sliced, remember, remembered
 from .view import wrap_dim
 
@@ -148,3 +149,32 @@ def _block_diag(*tensors: Any) -> Any:
         rows.append(torch.nn.functional.pad(block.to(dtype.dtype), (before, after)))
         before += block.shape[1]
     return torch.cat(rows)
+
+
+@rule(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
+def _triangle(call: Call) -> Plan:
+    """A shard sees the diagonal from where it lies."""
+    spec, func = call.specs[0], call.func
+    diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
+    sharded = spec.sharded_dims()
+    row, column = (
+        spec.interval(sharded[d])[0] if d in sharded else 0 for d in (len(spec.shape) - 2, len(spec.shape) - 1)
+    )
+    out = spec.replace(meta=meta_of(call.meta))
+    inplace = func in (_aten.tril_.default, _aten.triu_.default)
+    return Plan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)
+
+
+@register(Tensor.fill_diagonal_)
+def _fill_diagonal(self: Any, fill_value: Any, wrap: bool = False) -> Any:
+    if not isinstance(self, ShardTensor) or not is_cut(self):
+        return NotImplemented
+    torch.empty(self.shape, dtype=self.dtype, device="meta").fill_diagonal_(fill_value, wrap)  # torch's own errors
+    rows, columns = self.shape[0], self.shape[-1]
+    if self.ndim == 2:
+        place = torch.arange(0, rows * columns if wrap else min(rows, columns) * columns, columns + 1)
+        places = [place // max(1, columns), place % max(1, columns)]
+    else:
+        places = [torch.arange(rows)] * self.ndim
+    value = torch.tensor(fill_value, dtype=self.dtype, device=self.device)
+    return _aten.index_put_.default(self, [place.to(self.device) for place in places], value)

@@ -1,4 +1,4 @@
-"""Operators that rearrange dims: view, permute, expand, squeeze, pixel_shuffle, flip, triangles and their gradients.
+"""Operators that rearrange dims: view, permute, expand, squeeze and their gradients.
 
 A tensor dim keeps its shards where the result is a sharding again. Never is a shard reinterpreted as something that it
 is not.
@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ...dispatch import Call, Plan, meta_of, rule, run, wrap
-from ...geometry import chunk_sizes, intervals_of, map_cuts
-from ...redistribute import move_intervals, redistribute_local
-from ...registry import register
+from ...dispatch import Call, Plan, meta_of, rule
+from ...geometry import chunk_sizes, map_cuts
+from ...redistribute import redistribute_local
 from ...spec import ShardTensorSpec
 
 _aten = torch.ops.aten
@@ -204,26 +203,6 @@ def _forgotten(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
     )
 
 
-@rule(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.channel_shuffle.default)
-def _shuffle(call: Call) -> Plan:
-    """Blocks of ``r`` x ``r`` pixels to channels and back: both spatial dims, and the channels, stay dims."""
-    spec, r = call.specs[0], call.args[1]
-    n = len(spec.shape)
-    dims: dict[int, Any] = {d: d for d in range(n)}
-    if call.func == _aten.channel_shuffle.default:
-        del dims[1]
-    elif call.func == _aten.pixel_shuffle.default:
-        dims.update({n - 3: (n - 3, 1, r * r), n - 2: (n - 2, r, 1), n - 1: (n - 1, r, 1)})
-    else:
-        dims.update({n - 3: (n - 3, r * r, 1), n - 2: (n - 2, 1, r), n - 1: (n - 1, 1, r)})
-    source = fitted(moved_off(spec, dims), dims)
-    out = carry(call, source, call.meta, dims)
-    if 0 in out.local_shape():  # on which torch's kernels fail, or return other shapes
-        shape = out.local_shape()
-        return call.plan(out, {(0,): source}, call=lambda x, *_: x.new_empty(shape))
-    return call.plan(out, {(0,): source})
-
-
 @rule(_aten.permute.default)
 def _permute(call: Call) -> Plan:
     spec = call.specs[0]
@@ -279,44 +258,5 @@ def _expand(call: Call) -> Plan:
     return call.plan(out, {(0,): source}, call=lambda x, *_, **__: x.expand(shape))
 
 
-@register(_aten.flip.default)
-def _flip(x: Any, dims: Sequence[int]) -> Any:
-    """Reverse dims; a sharded one is exchanged, so that the result has the input's sizes."""
-    spec = x._spec
-    local = x._local_tensor.flip(list(dims))
-    flipped = {wrap_dim(d, len(spec.shape)) for d in dims}
-    for d, m in spec.sharded_dims().items():
-        if d in flipped:
-            need = intervals_of(spec.cut(m))
-            total = spec.shape[d]
-            own = [(total - b, total - a) for a, b in need]
-            local = move_intervals(local, d, own, need, spec.coordinate[m], spec.mesh.get_group(m))
-    return wrap(local, spec)
-
-
-@register(_aten.rot90.default)
-def _rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    """A quarter turn is a flip and a transposition; the sharding turns with the tensor."""
-    spec = x._spec
-    _aten.rot90.default(torch.empty(spec.shape, device="meta"), k, dims)  # torch's own errors
-    a, b = dims
-    if k % 4 == 0:
-        return run(_aten.clone.default, (x,), {})
-    if k % 4 == 2:
-        return run(_aten.flip.default, (x, [a, b]), {})
-    turned = run(_aten.flip.default, (x, [b if k % 4 == 1 else a]), {})
-    return run(_aten.transpose.int, (turned, a, b), {})
-
-
-@rule(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
-def _triangle(call: Call) -> Plan:
-    """A shard sees the diagonal from where it lies."""
-    spec, func = call.specs[0], call.func
-    diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
-    sharded = spec.sharded_dims()
-    row, column = (
-        spec.interval(sharded[d])[0] if d in sharded else 0 for d in (len(spec.shape) - 2, len(spec.shape) - 1)
-    )
-    out = spec.replace(meta=meta_of(call.meta))
-    inplace = func in (_aten.tril_.default, _aten.triu_.default)
-    return Plan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)
+def dim_of(x: Any, dim: Any) -> int | None:
+    return wrap_dim(dim, x.ndim) if isinstance(dim, int) and -x.ndim <= dim < x.ndim else None

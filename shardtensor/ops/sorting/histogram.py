@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ...dispatch import spec_of, wrap
+from ...dispatch import Call, Plan, rule, spec_of, wrap
 from ...redistribute import redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ..common.alignment import moved, whole_rows, whole_value
-from ..reduction.scan import reduce_over
+from ..common.reduce import reduce_over
+from ..reduction.reductions import reduction_plan
 
 _aten = torch.ops.aten
 
@@ -147,3 +148,37 @@ def _from_tensors(x: Any, bins: Any, *, weight: Any = None, density: bool = Fals
     edges, weight = [_plain("histogramdd", t) for t in bins], _weights("histogramdd", weight, spec)
     counts = _aten._histogramdd_from_bin_tensors.default(local, edges, weight=weight)
     return _counted(counts, spec, edges, density)
+
+
+@rule(_aten.histc.default)
+def _histc_plan(call: Call) -> Plan:
+    return reduction_plan(call, None, False, "sum", of_partial=False)
+
+
+@register(_aten.bincount.default)
+def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """The ranks agree on the greatest number; then each has its own counts, a Partial."""
+    if not hasattr(x, "_spec") or x._spec.is_replicate():
+        return NotImplemented
+    local, spec = whole_value(x)
+    torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
+    over = list(spec.sharded_dims().values())
+    ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)
+    greatest, least = reduce_over(ends.long(), spec, over, "max").tolist()
+    if spec.shape.numel() and least > 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    if weights is not None:
+        if tuple(weights.shape) != tuple(spec.shape):
+            raise RuntimeError("weights should be 1-d and have the same length as input")
+        if hasattr(weights, "_spec"):
+            like = spec.with_dtype(weights.dtype)
+            weights = moved("bincount", weights, like)._local_tensor
+        else:
+            for m in over:
+                start, stop = spec.interval(m)
+                weights = weights[start:stop]
+    counts = torch.bincount(local, weights, minlength=max(minlength, greatest + 1))
+    if weights is not None:  # torch forgets the weights' dtype where there are no elements
+        counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
+    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
+    return wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))

@@ -17,8 +17,7 @@ from ...gradients import once_differentiable
 from ...registry import register
 from ...tensor import ShardTensor, as_gradient, redistribute_to
 from ..common.distributed_sort import find_places, sort_keys
-from ..reduction.reductions import check_dtype, reduced_dims
-from ..reduction.scan import mesh_dims_of, reduce_over
+from ..common.reduce import check_dtype, mesh_dims_of, reduce_over, reduced_dims
 
 _aten = torch.ops.aten
 

@@ -1,7 +1,4 @@
-"""Where the extremes are, and order: argmax, max and min along a dim, sort, topk and the like.
-
-[Note: positions] Indices are global. Among equal values the first one wins, as it does on one device: the ranks agree
-on the extreme by one all-reduce, and on the smallest index that holds it by another.
+"""Order along a dim: ``sort``, ``argsort``, ``msort``, ``topk``, ``kthvalue``, ``median``, ``nanmedian``, ``mode``.
 
 [Note: whole rows] Sorting needs a whole row (a line of elements along the dim). Where the dim is sharded, the mesh dim
 cuts the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are spread
@@ -20,168 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument, meta_of, rule, run, wrap
+from ...dispatch import Call, Plan, argument, meta_of, rule, wrap
 from ...errors import UnsupportedSharding
 from ...geometry import map_cuts
 from ...gradients import once_differentiable
 from ...redistribute import all_gather, all_reduce, redistribute_local
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to
 from ..common.alignment import whole_rows
 from ..common.distributed_sort import Sorted, find_places, sort_keys
-from ..reduction.reductions import check_dtype, neutral_element, reduced_dims, reduced_spec
-from ..reduction.scan import mesh_dims_of
+from ..common.pick import Selected, differentiable, plain_tuple
+from ..common.reduce import reduced_dims, reduced_spec
 
 _aten = torch.ops.aten
-
-_NOWHERE = torch.iinfo(torch.int64).max
-
-
-def _agree(value: Tensor, index: Tensor, spec: ShardTensorSpec, over: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
-    """The extreme over ranks along the mesh dims ``over``, and the smallest index where it is."""
-    for m in over:
-        group = spec.mesh.get_group(m)
-        best = all_reduce(value, group, op)
-        index = torch.where((value == best) | (value != value), index, _NOWHERE)
-        index = all_reduce(index, group, "min")
-        value = best
-    return value, index
-
-
-def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
-    """What an empty shard contributes."""
-    value = x.new_full(shape, neutral_element(op, x.dtype))
-    return value, torch.full(shape, _NOWHERE, dtype=torch.int64, device=x.device)
-
-
-# -- argmax, argmin -----------------------------------------------------------------------------------------------
-
-
-@rule(_aten.argmax.default, _aten.argmin.default)
-def _arg_extreme(call: Call) -> Plan:
-    spec = call.reduced()[(0,)]
-    dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
-    dims = reduced_dims(dim, len(spec.shape))
-    out = reduced_spec(spec, call.meta, dims, keepdim, "sum").for_gradient()
-    over = mesh_dims_of(spec, dims)
-    if not over:
-        return call.plan(out, {(0,): spec})
-    check_dtype(call)
-    op = "max" if call.func == _aten.argmax.default else "min"
-    starts = [0] * len(spec.shape)
-    for d, m in spec.sharded_dims().items():
-        starts[d] = spec.interval(m)[0] if d in dims else 0
-    strides = contiguous_stride(spec.shape)
-    row = [1 if d in dims else n for d, n in enumerate(spec.local_shape())]
-    shape, empty = out.local_shape(), any(spec.local_shape()[d] == 0 for d in dims)
-    func = call.func
-
-    def compute(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        if empty:
-            value, index = _nothing(x, row, op)
-        elif dim is None:
-            index = func(x)
-            value = x.reshape(-1)[index].reshape(row)
-            places = torch.unravel_index(index, x.shape)
-            index = sum(((i + a) * s for i, a, s in zip(places, starts, strides, strict=True)), 0 * index).reshape(row)
-        else:
-            index = func(x, dims[0], True)
-            value = x.gather(dims[0], index)
-            index = index + starts[dims[0]]
-        return _agree(value, index, spec, over, op)[1].reshape(shape)
-
-    return call.plan(out, {(0,): spec}, call=compute)
-
-
-# -- max and min along a dim --------------------------------------------------------------------------------------
-
-
-@rule(_aten.max.dim, _aten.min.dim)
-def _extreme_along(call: Call) -> Plan:
-    spec = call.reduced()[(0,)]
-    dims = reduced_dims(call.args[1], len(spec.shape))
-    keepdim = argument(call, 2, "keepdim", False)
-    outputs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in call.meta]
-    over = mesh_dims_of(spec, dims)
-    if not over:
-        return call.plan(outputs, {(0,): spec}, call=_plain_tuple(call.func))
-    check_dtype(call)
-    op, dim, func = "max" if call.func == _aten.max.dim else "min", dims[0], call.func
-    start, _ = spec.interval(over[0])
-    row = [1 if d == dim else n for d, n in enumerate(spec.local_shape())]
-
-    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if x.shape[dim]:
-            value, index = func(x, dim, True)
-            index = index + start
-        else:
-            value, index = _nothing(x, row, op)
-        value, index = _agree(value, index, spec, over, op)
-        return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
-
-    return call.plan(outputs, {(0,): spec}, call=compute)
-
-
-def _plain_tuple(func: Any) -> Any:
-    return lambda *args, **kwargs: tuple(func(*args, **kwargs))
-
-
-@rule(_aten.aminmax.default)
-def _aminmax(call: Call) -> Plan:
-    """Two Partials, reduced when they are needed."""
-    spec = call.reduced()[(0,)]
-    dim, keepdim = call.kwargs.get("dim"), call.kwargs.get("keepdim", False)
-    dims = reduced_dims(dim, len(spec.shape))
-    outputs = [reduced_spec(spec, meta, dims, keepdim, op) for meta, op in zip(call.meta, ("min", "max"), strict=True)]
-    check_dtype(call)
-    empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
-
-    def compute(x: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        if not empty:
-            return tuple(func(x, **kwargs))
-        return tuple(_nothing(x, out.local_shape(), op)[0] for out, op in zip(outputs, ("min", "max"), strict=True))
-
-    return call.plan(outputs, {(0,): spec}, call=compute)
-
-
-# -- cumulative maximum and minimum -------------------------------------------------------------------------------
-
-
-@rule(_aten.cummax.default, _aten.cummin.default)
-def _cumulative_extreme(call: Call) -> Plan:
-    """A local scan, continued from the last values and indices of the ranks before. The last of equal values wins."""
-    spec = call.reduced()[(0,)]
-    dims = reduced_dims(call.args[1], len(spec.shape))
-    outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
-    over = mesh_dims_of(spec, dims)
-    if not over:
-        return call.plan(outputs, {(0,): spec}, call=_plain_tuple(call.func))
-    check_dtype(call)
-    dim, m, func = dims[0], over[0], call.func
-    beats = torch.ge if func == _aten.cummax.default else torch.le
-    start, _ = spec.interval(m)
-    before = [r for r in range(spec.coordinate[m]) if spec.cut(m)[r]]
-
-    def later(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        wins = beats(new[0], old[0]) | (new[0] != new[0])
-        return torch.where(wins, new[0], old[0]), torch.where(wins, new[1], old[1])
-
-    def compute(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        value, index = func(x, dim)
-        index = index + start
-        n, group = x.shape[dim], spec.mesh.get_group(m)
-        row = [1 if d == dim else size for d, size in enumerate(x.shape)]
-        last = [t.narrow(dim, n - 1, 1) if n else t.new_zeros(row) for t in (value, index)]
-        values, indices = (all_gather(t, group) for t in last)
-        if not before:
-            return value, index
-        carried = values[before[0]], indices[before[0]]
-        for r in before[1:]:
-            carried = later(carried, (values[r], indices[r]))
-        return later(carried, (value, index))
-
-    return call.plan(outputs, {(0,): spec}, call=compute)
 
 
 # -- operators that need whole rows -------------------------------------------------------------------------------
@@ -225,7 +74,7 @@ def _on_rows(call: Call) -> Plan:
         spread = [reduced_spec(spec, meta, dims, keepdim, "sum") for meta in call.meta]
     func = call.func
     if call.func not in _SORTS or spec == given:
-        return call.plan(spread, {(0,): spec}, call=_plain_tuple(func))
+        return call.plan(spread, {(0,): spec}, call=plain_tuple(func))
     outputs = [given.replace(meta=meta_of(meta)) for meta in call.meta]
 
     def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -382,89 +231,23 @@ class _SortedAcross(torch.autograd.Function):
 # -- gradients: torch's formulas would write them into a plain tensor of the global shape -------------------------
 
 
-class _Selected(torch.autograd.Function):
-    """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: ShardTensor, op: Any, dim: int, removed: bool, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
-        values, indices = run(op, (x, *args), kwargs)
-        ctx.spec, ctx.dim, ctx.removed, ctx.out = x._spec, dim, removed, values._spec
-        ctx.cumulative = op in (_aten.cummax.default, _aten.cummin.default)
-        ctx.save_for_backward(indices)
-        ctx.mark_non_differentiable(indices)
-        ctx.set_materialize_grads(False)
-        return values, indices
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
-        if grad is None:
-            return (None,) * 6
-        spec, dim = ctx.spec, ctx.dim
-        (indices,) = ctx.saved_tensors
-        local, index = as_gradient(grad, ctx.out)._local_tensor, indices._local_tensor
-        if ctx.removed:
-            local, index = local.unsqueeze(dim), index.unsqueeze(dim)
-        m = spec.sharded_dims().get(dim)
-        if m is None:
-            result = _scattered(local, index, spec, dim, 0)
-        else:
-            start, _ = spec.interval(m)
-            result = _scattered(local, index, spec, dim, start)
-            if ctx.cumulative:
-                # A row's elements that point to an earlier rank all point to the same one there.
-                earlier = index < start
-                row = [1 if d == dim else n for d, n in enumerate(index.shape)]
-                sums = torch.where(earlier, local, 0).sum(dim, keepdim=True)
-                places = (
-                    torch.where(earlier, index, -1).amax(dim, True) if index.shape[dim] else index.new_full(row, -1)
-                )
-                group = spec.mesh.get_group(m)
-                for pair in zip(all_gather(sums, group), all_gather(places, group), strict=True):
-                    result += _scattered(*pair, spec, dim, start)
-        return wrap(result, spec), None, None, None, None, None
-
-
-def _scattered(values: Tensor, index: Tensor, spec: ShardTensorSpec, dim: int, start: int) -> Tensor:
-    """A shard, which begins at ``start``, of zeros with the values added at their global indices along ``dim``."""
-    result = values.new_zeros(spec.local_shape())
-    if result.numel():
-        inside = (index >= start) & (index < start + result.shape[dim])
-        result.scatter_add_(dim, torch.where(inside, index - start, 0), torch.where(inside, values, 0))
-    return result
-
-
-def _picked(x: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any, kwargs: Any = None) -> Any:
+def _picked(input: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any, kwargs: Any = None) -> Any:
     """The handler of ``torch.<name>`` with a gradient: ``keepdim`` is None where the dim stays in any case."""
-    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim:
+    x = differentiable(input)
+    if x is None:
         return NotImplemented
-    x = redistribute_to(x, x._spec.for_gradient())
     (dim,) = reduced_dims(dim, x.ndim)
-    room = _room(op, x._spec, dim) if op in _ROWS else x._spec
+    room = _room(op, x._spec, dim)
     if room is None and (op in _SORTS or (op == _aten.topk.default and not _is_few(x._spec, dim, args[0]))):
         pair = _SortedAcross.apply(x, dim, kwargs["descending"] if op in _SORTS else args[2])
         if op not in _SORTS:
             pair = [t.narrow(dim, 0, args[0]) for t in pair]
         return getattr(torch.return_types, name)(pair)
     moved = x if room is None else redistribute_to(x, room)
-    values, indices = _Selected.apply(moved, op, dim, keepdim is False, args, kwargs or {})
+    values, indices = Selected.apply(moved, op, dim, keepdim is False, args, kwargs or {})
     if op in _SORTS:
         values, indices = redistribute_to(values, x._spec), redistribute_to(indices, x._spec)
     return getattr(torch.return_types, name)((values, indices))
-
-
-@register(torch.max, Tensor.max)
-def _max(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    if not isinstance(dim, int) or kwargs:
-        return NotImplemented
-    return _picked(input, _aten.max.dim, "max", dim, keepdim, (dim, keepdim))
-
-
-@register(torch.min, Tensor.min)
-def _min(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    if not isinstance(dim, int) or kwargs:
-        return NotImplemented
-    return _picked(input, _aten.min.dim, "min", dim, keepdim, (dim, keepdim))
 
 
 @register(torch.sort, Tensor.sort)
@@ -493,16 +276,6 @@ def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False, **kwargs
     if kwargs:
         return NotImplemented
     return _picked(input, _aten.kthvalue.default, "kthvalue", dim, keepdim, (k, dim, keepdim))
-
-
-@register(torch.cummax, Tensor.cummax)
-def _cummax(input: Any, dim: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _picked(input, _aten.cummax.default, "cummax", dim, None, (dim,))
-
-
-@register(torch.cummin, Tensor.cummin)
-def _cummin(input: Any, dim: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _picked(input, _aten.cummin.default, "cummin", dim, None, (dim,))
 
 
 def _register_along(function: Any, method: Any, op: Any) -> None:

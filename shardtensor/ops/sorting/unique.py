@@ -1,4 +1,4 @@
-"""Runs of equal elements: ``unique_consecutive``, ``unique``, ``bincount``.
+"""Runs of equal elements: ``unique_consecutive``, ``unique``.
 
 How long the results are depends on data. The ranks tell each other how much each has, and the result is cut so.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from ...dispatch import run, wrap
 from ...errors import refuse
@@ -18,10 +18,9 @@ from ...geometry import chunk_sizes, cuts_of, intervals_of
 from ...redistribute import all_gather, move_intervals, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ..common.alignment import leading, moved, whole_value
+from ..common.alignment import leading, whole_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
-from ..reduction.reductions import reduced_dims
-from ..reduction.scan import reduce_over
+from ..common.reduce import reduce_over, reduced_dims
 
 _aten = torch.ops.aten
 
@@ -175,32 +174,3 @@ def _unique_slices(
     if return_inverse:
         inverse = wrap(route.back(inverse._local_tensor.unsqueeze(0)).squeeze(0), inverse._spec)
     return _results(x, values, inverse, counts, return_inverse, return_counts)
-
-
-@register(_aten.bincount.default)
-def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """The ranks agree on the greatest number; then each has its own counts, a Partial."""
-    if not hasattr(x, "_spec") or x._spec.is_replicate():
-        return NotImplemented
-    local, spec = whole_value(x)
-    torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
-    over = list(spec.sharded_dims().values())
-    ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)
-    greatest, least = reduce_over(ends.long(), spec, over, "max").tolist()
-    if spec.shape.numel() and least > 0:
-        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-    if weights is not None:
-        if tuple(weights.shape) != tuple(spec.shape):
-            raise RuntimeError("weights should be 1-d and have the same length as input")
-        if hasattr(weights, "_spec"):
-            like = spec.with_dtype(weights.dtype)
-            weights = moved("bincount", weights, like)._local_tensor
-        else:
-            for m in over:
-                start, stop = spec.interval(m)
-                weights = weights[start:stop]
-    counts = torch.bincount(local, weights, minlength=max(minlength, greatest + 1))
-    if weights is not None:  # torch forgets the weights' dtype where there are no elements
-        counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
-    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
-    return wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))

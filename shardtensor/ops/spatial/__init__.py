@@ -1,3 +1,3 @@
-"""Operators on images and volumes: padding, interpolation, ``unfold`` and ``fold``."""
+"""Operators on images and volumes: padding, interpolation, grids, ``unfold``, ``pixel_shuffle``."""
 
-from . import interpolate, pad, unfold  # noqa: F401
+from . import grid_sample, interpolate, pad, pixel_shuffle, unfold  # noqa: F401

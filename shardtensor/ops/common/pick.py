@@ -1,0 +1,89 @@
+"""Operators that pick elements along a dim and tell where they were: values, indices and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch import run, wrap
+from ...gradients import once_differentiable
+from ...redistribute import all_gather
+from ...spec import ShardTensorSpec
+from ...tensor import ShardTensor, as_gradient, redistribute_to
+from .reduce import reduced_dims
+
+_aten = torch.ops.aten
+
+
+def plain_tuple(func: Any) -> Any:
+    return lambda *args, **kwargs: tuple(func(*args, **kwargs))
+
+
+class Selected(torch.autograd.Function):
+    """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, op: Any, dim: int, removed: bool, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        values, indices = run(op, (x, *args), kwargs)
+        ctx.spec, ctx.dim, ctx.removed, ctx.out = x._spec, dim, removed, values._spec
+        ctx.cumulative = op in (_aten.cummax.default, _aten.cummin.default)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return values, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 6
+        spec, dim = ctx.spec, ctx.dim
+        (indices,) = ctx.saved_tensors
+        local, index = as_gradient(grad, ctx.out)._local_tensor, indices._local_tensor
+        if ctx.removed:
+            local, index = local.unsqueeze(dim), index.unsqueeze(dim)
+        m = spec.sharded_dims().get(dim)
+        if m is None:
+            result = _scattered(local, index, spec, dim, 0)
+        else:
+            start, _ = spec.interval(m)
+            result = _scattered(local, index, spec, dim, start)
+            if ctx.cumulative:
+                # A row's elements that point to an earlier rank all point to the same one there.
+                earlier = index < start
+                row = [1 if d == dim else n for d, n in enumerate(index.shape)]
+                sums = torch.where(earlier, local, 0).sum(dim, keepdim=True)
+                places = (
+                    torch.where(earlier, index, -1).amax(dim, True) if index.shape[dim] else index.new_full(row, -1)
+                )
+                group = spec.mesh.get_group(m)
+                for pair in zip(all_gather(sums, group), all_gather(places, group), strict=True):
+                    result += _scattered(*pair, spec, dim, start)
+        return wrap(result, spec), None, None, None, None, None
+
+
+def _scattered(values: Tensor, index: Tensor, spec: ShardTensorSpec, dim: int, start: int) -> Tensor:
+    """A shard, which begins at ``start``, of zeros with the values added at their global indices along ``dim``."""
+    result = values.new_zeros(spec.local_shape())
+    if result.numel():
+        inside = (index >= start) & (index < start + result.shape[dim])
+        result.scatter_add_(dim, torch.where(inside, index - start, 0), torch.where(inside, values, 0))
+    return result
+
+
+def differentiable(x: Any) -> Any:
+    """The ShardTensor with any Partial reduced, if it is one to differentiate; None otherwise."""
+    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim:
+        return None
+    return redistribute_to(x, x._spec.for_gradient())
+
+
+def picked(input: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any) -> Any:
+    """The handler of ``torch.<name>`` with a gradient: ``keepdim`` is None where the dim stays in any case."""
+    x = differentiable(input)
+    if x is None:
+        return NotImplemented
+    (dim,) = reduced_dims(dim, x.ndim)
+    return getattr(torch.return_types, name)(Selected.apply(x, op, dim, keepdim is False, args, {}))

@@ -1,0 +1,55 @@
+"""``ctc_loss``: connectionist temporal classification, whose batch may be sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...tensor import ShardTensor
+from ..common.alignment import common_mesh
+from ..common.batch_parallel import Names, by_batch
+from .base import full_precision, register_loss
+
+
+def _whole_numbers(value: Any) -> Tensor:
+    """Lengths, or targets that follow each other: a few numbers per entry of the batch, on every rank."""
+    if isinstance(value, ShardTensor):
+        return value.full_tensor()
+    return value if isinstance(value, Tensor) else torch.tensor(list(value))
+
+
+def _ctc(given: dict[str, Any], reduction: str) -> Any:
+    logs, targets = given["log_probs"], given["targets"]
+    mesh = common_mesh("ctc_loss", [t for t in given.values() if isinstance(t, Tensor)])
+    if mesh is None:
+        return NotImplemented
+    batched = logs.ndim == 3
+    inputs, lengths = (_whole_numbers(given[k]).reshape(-1) for k in ("input_lengths", "target_lengths"))
+    if not batched:
+        logs, targets = logs.unsqueeze(1), targets.unsqueeze(0)
+    if targets.ndim == 1:
+        # One after the other: side by side, so that each entry of the batch has a row.
+        numbers = _whole_numbers(targets)
+        there = torch.arange(int(lengths.max()) if lengths.numel() else 0) < lengths.cpu()[:, None]
+        targets = numbers.new_zeros(there.shape).masked_scatter(there.to(numbers.device), numbers)
+
+    def loss_of(logs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor) -> Tensor:
+        return F.ctc_loss(logs, targets, inputs, lengths, given["blank"], "none", given["zero_infinity"])
+
+    with full_precision(mesh.device_type) as cast:
+        operands: list[tuple[Any, Names]] = [
+            (cast(logs), [None, "batch", None]),
+            (targets, ["batch", None]),
+            (inputs, ["batch"]),
+            (lengths, ["batch"]),
+        ]
+        loss = by_batch("ctc_loss", loss_of, operands, [(lengths.shape, ["batch"])])
+        if reduction == "mean":
+            return (loss / lengths.clamp(min=1).to(loss.device, loss.dtype)).mean()
+        return loss.sum() if reduction == "sum" else loss if batched else loss.squeeze(0)
+
+
+register_loss(F.ctc_loss, _ctc)

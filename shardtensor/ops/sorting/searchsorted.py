@@ -1,0 +1,72 @@
+"""Places in a sorted sequence, ``searchsorted`` and ``bucketize``; and ``isin``, for which nothing has to be sorted.
+
+A place is how many elements of the sequence are smaller, a sum over its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...dispatch import Call, Path, Plan, rule, run
+from ...registry import register
+from ...spec import ShardTensorSpec
+from ..indexing.index_plan import LOOKED_UP, Labels, labelled
+
+_aten = torch.ops.aten
+
+
+@rule(_aten.isin.Tensor_Tensor, _aten.isin.Tensor_Scalar)
+def _against_a_list(call: Call) -> Plan:
+    names = list(range(len(call.args[0].shape)))
+    roles: dict[Path, Labels] = {(0,): names} if isinstance(call.args[0], (Tensor, ShardTensorSpec)) else {}
+    if isinstance(call.args[1], (Tensor, ShardTensorSpec)):
+        roles[(1,)] = [LOOKED_UP] * len(call.args[1].shape)
+    return labelled(call, roles, names)
+
+
+@rule(_aten.bucketize.Tensor)
+def _bucketize(call: Call) -> Plan:
+    names = list(range(len(call.args[0].shape)))
+    return labelled(call, {(1,): [LOOKED_UP], (0,): names}, names, counts=True)
+
+
+@rule(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
+def _searchsorted(call: Call) -> Plan:
+    number = call.func == _aten.searchsorted.Scalar
+    names: list[Hashable] = [] if number else list(range(len(call.args[1].shape)))
+    table = [LOOKED_UP] if len(call.args[0].shape) == 1 else [*names[:-1], LOOKED_UP]
+    roles: dict[Path, Labels] = {(0,): table} if number else {(0,): table, (1,): names}
+    return labelled(call, roles, names, counts=True)
+
+
+def _by_sorter(op: Any, sequence: Any, values: Any, **kwargs: Any) -> Any:
+    sorter = kwargs.pop("sorter", None)
+    if sorter is None:
+        return NotImplemented
+    torch.searchsorted(  # torch's own errors
+        torch.empty(sequence.shape, dtype=sequence.dtype, device="meta"),
+        torch.empty(values.shape, device="meta") if isinstance(values, Tensor) else values,
+        sorter=torch.empty(sorter.shape, dtype=sorter.dtype, device="meta"),
+    )
+    if not isinstance(sequence, DTensor) and not isinstance(sorter, DTensor):
+        ordered = sequence.gather(-1, sorter)
+    else:
+        ordered = run(_aten.gather.default, (sequence, -1, sorter), {})
+    if not isinstance(ordered, DTensor) and not isinstance(values, DTensor):
+        return op(ordered, values, **kwargs)
+    return run(op, (ordered, values), kwargs)
+
+
+def _register_sorted(op: Any) -> None:
+    @register(op)
+    def _(sequence: Any, values: Any, **kwargs: Any) -> Any:
+        return _by_sorter(op, sequence, values, **kwargs)
+
+
+for _op in (_aten.searchsorted.Tensor, _aten.searchsorted.Scalar):
+    _register_sorted(_op)

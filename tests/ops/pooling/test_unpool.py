@@ -1,0 +1,42 @@
+"""``max_unpool`` and ``fractional_max_pool`` against the unsharded ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from image_cuts import CUTS, IMAGE, places
+
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    run_distributed,
+)
+
+
+def check_pooling(mesh_shape, dims, sizes):
+    torch.manual_seed(0)
+    x = torch.randn(IMAGE, dtype=torch.float64)
+    pooled, indices = F.max_pool2d(torch.randn(3, 5, 12, 14, dtype=torch.float64), 2, return_indices=True)
+    samples = torch.rand(3, 5, 2, dtype=torch.float64)
+    options = {"mesh_shape": mesh_shape, "shard_sizes": sizes}
+    for other in (None, places(dims)):
+        assert_matches_unsharded(
+            lambda x, i: F.max_unpool2d(x, i, 2), x, indices, placements=[places(dims), other], **options
+        )
+    assert_matches_unsharded(
+        lambda x: F.fractional_max_pool2d(x, 2, (3, 4), return_indices=True, _random_samples=samples),
+        x,
+        placements=[places(dims)],
+        **options,
+    )
+    # The samples that every rank draws for the whole tensor are those of one device.
+    def drawn(x):
+        torch.manual_seed(1)
+        return torch.nn.FractionalMaxPool2d(2, output_ratio=0.6)(x)
+
+    assert_matches_unsharded(drawn, x, placements=[places(dims)], **options)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_images(mesh_shape, dims, sizes):
+    run_distributed(check_pooling, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, dims, sizes)

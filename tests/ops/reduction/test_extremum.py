@@ -1,0 +1,64 @@
+"""Positions and values of extremes, also cumulative ones, against one device, also along sharded dims."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from row_cases import CUTS, check_all, values, world_of
+
+from shardtensor.testing import (
+    run_distributed,
+)
+
+NEW_TORCH = torch.__version__ >= (2, 13)
+
+
+def extreme_cases():
+    x = values()
+    ties = (x * 2).round()  # values that stand on several ranks
+    unknown = x.clone()
+    unknown[1, 2, 0] = unknown[1, 7, 0] = float("nan")
+    unknown[2] = float("-inf")
+    unknown[3] = float("inf")
+    integers = (x * 3).round().int()
+    cases = []
+    for label, t in (("", x), (", ties", ties), (", NaN", unknown), (", integers", integers)):
+        for dim in (0, 1, -1):
+            cases += [
+                (f"argmax {dim}{label}", lambda x, d=dim: x.argmax(d), t),
+                (f"argmin {dim}, keepdim{label}", lambda x, d=dim: torch.argmin(x, d, keepdim=True), t),
+                (f"max {dim}{label}", lambda x, d=dim: tuple(x.max(d)), t),
+                (f"min {dim}, keepdim{label}", lambda x, d=dim: tuple(torch.min(x, dim=d, keepdim=True)), t),
+                (f"cummax {dim}{label}", lambda x, d=dim: tuple(x.cummax(d)), t),
+                (f"cummin {dim}{label}", lambda x, d=dim: tuple(torch.cummin(x, d)), t),
+            ]
+        cases += [
+            (f"argmax{label}", lambda x: x.argmax(), t),
+            (f"argmin{label}", lambda x: torch.argmin(x), t),
+            (f"argmax, keepdim{label}", lambda x: torch.argmax(x, keepdim=True), t),
+            (f"max of all{label}", lambda x: x.max(), t),
+            (f"min of all{label}", lambda x: torch.min(x), t),
+            (f"aminmax of all{label}", lambda x: tuple(x.detach().aminmax()), t),
+            (f"aminmax{label}", lambda x: tuple(torch.aminmax(x.detach(), dim=1)), t),
+        ]
+    cases += [
+        # torch has this derivative since 2.13.
+        *([("aminmax, gradient", lambda x: tuple(x.aminmax(dim=1, keepdim=True)), x)] if NEW_TORCH else []),
+        ("max of booleans", lambda x: tuple((x > 0).max(1)), x),
+        ("values by name", lambda x: x.max(1).values * 2, x),
+        ("of two tensors", lambda x: torch.max(x, x.sin()), x),
+    ]
+    if torch.__version__ >= (2, 13):  # before, torch had no derivative of it
+        cases.append(("aminmax, gradient", lambda x: tuple(x.aminmax(dim=1, keepdim=True)), x))
+    return cases
+
+
+def check_extremes(mesh_shape, dims, sizes):
+    check_all(extreme_cases(), mesh_shape, dims, sizes)
+    with torch.inference_mode():
+        check_all(extreme_cases(), mesh_shape, dims, sizes, check_grads=False)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_extremes(mesh_shape, dims, sizes):
+    run_distributed(check_extremes, world_of(mesh_shape), mesh_shape, dims, sizes)
