@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ._compat import TensorMeta
+from ._compat import TensorMeta, untraced
 from .dispatch import cached_plan, declare_rule, keep_plan, meta_of, plan_key, spec_of, wrap
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .gradients import not_twice
@@ -248,6 +248,28 @@ class Arguments:
                 )
         self.tensors[argument] = target
         return target
+
+    def returned(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function of torch returns for the global tensors: tensors without data, of its shapes and dtypes.
+
+        Args:
+            args, kwargs: its arguments, with specs (or :class:`TensorMeta`) for tensors.
+
+        Raises:
+            Exception: torch's own, for the global sizes, and so on every rank alike.
+        """
+        # Autocast would cast, but does not act on meta tensors.
+        casts = self.autocast() is not None
+
+        def described(a: Any) -> Any:
+            meta = a.tensor_meta if isinstance(a, ShardTensorSpec) else a
+            if isinstance(meta, TensorMeta):
+                dtype = torch.float32 if casts and meta.dtype.is_floating_point else meta.dtype
+                return torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device="meta")
+            return type(a)(map(described, a)) if type(a) in (list, tuple) else a
+
+        with torch.no_grad(), untraced():
+            return function(*map(described, args), **{name: described(a) for name, a in kwargs.items()})
 
     def autocast(self) -> torch.dtype | None:
         """The dtype to which autocast casts the operands of matrix products; None where it is off."""
