@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,9 +107,14 @@ def c10d_all_to_all(
 
 def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
     """``dist.all_reduce(..., async_op=True)`` of a tensor of real numbers."""
+    return group.allreduce([tensor], _all_reduce_options(op))
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
-    return group.allreduce([tensor], _asynchronous(options))
+    return _asynchronous(options)
 
 
 def c10d_all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

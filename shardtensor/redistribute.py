@@ -47,6 +47,8 @@ _REDUCE = {
 
 # Dtypes that backends do not reduce travel as one that they do.
 _WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
+# Dtypes that travel as they are, and are summed by every backend.
+_SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
 def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
@@ -132,6 +134,15 @@ def start_all_reduce(
     if is_traced(local):
         reduced = _all_reduce(local, op, group.group_name)
         return lambda: reduced
+    if op == "sum" and local.dtype in _SUMMABLE and not debug_enabled():  # most are
+        total = local if overwrite else local.clone(memory_format=torch.contiguous_format)
+        summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
+
+        def wait() -> Tensor:
+            summing.wait()
+            return total
+
+        return wait
     via = _WIDENED.get(local.dtype)
     if via is not None:
         value = local.to(via)
