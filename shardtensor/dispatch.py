@@ -16,7 +16,7 @@ unless all its tensors are replicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._compat import TensorMeta, is_traced, kernel, new_wrapper, not_in_graphs, untraced
+from ._compat import TensorMeta, is_traced, kernel, new_wrapper, untraced
+from .context import allow_gather, gather_allowed, settings
 from .copies import check_current, check_written, mark_copied, note_copies, stands_for_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .redistribute import redistribute_local
-from .registry import OPERATORS, changes
-from .spec import CIRCUMSTANCES, ShardTensorSpec
+from .registry import OPERATORS
+from .spec import ShardTensorSpec
 
 __all__ = [
     "RULES",
@@ -147,7 +148,6 @@ STAND_INS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _default_rules: list[Callable[[torch._ops.OpOverload], Rule | None]] = []
 _plans: dict[Any, Any] = {}
 MAX_PLANS = 8192
-_gather_depth = 0
 
 
 # A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.
@@ -183,34 +183,6 @@ def default_rule(
     return find
 
 
-@not_in_graphs("call the compiled function inside of shardtensor.allow_gather(); it is compiled anew for that")
-@contextmanager
-def allow_gather() -> Iterator[None]:
-    """Let operators that have no distributed form gather their operands, compute, and cut the result again.
-
-    Outside this context they raise :class:`UnsupportedSharding`. Every rank has to enter it alike.
-
-    Example:
-        >>> import shardtensor
-        >>> with shardtensor.allow_gather():
-        ...     pass  # y = torch.linalg.svdvals(x)
-    """
-    global _gather_depth
-    _gather_depth += 1
-    try:
-        yield
-    finally:
-        _gather_depth -= 1
-
-
-def gather_allowed() -> bool:
-    """Whether the calling code stands inside :func:`allow_gather`."""
-    return _gather_depth > 0
-
-
-CIRCUMSTANCES.extend((gather_allowed, changes))
-
-
 def spec_of(tensor: Tensor) -> ShardTensorSpec:
     """The spec of a ShardTensor, or of a DTensor seen as one."""
     spec = tensor._spec  # type: ignore[attr-defined]
@@ -241,7 +213,7 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    key: list[Any] = [func, _gather_depth > 0, torch.get_default_dtype()]
+    key: list[Any] = [func, settings(), torch.get_default_dtype()]
     local_args = _localize(args, key)
     local_kwargs = {}
     for name, value in kwargs.items():
@@ -339,7 +311,7 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
 
 def plan_key(function: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> list[Any]:
     """What the plan of a call above autograd depends on, besides the registry. Its tensors are added to ``tensors``."""
-    key: list[Any] = [function, _gather_depth > 0, torch.get_default_dtype()]
+    key: list[Any] = [function, settings(), torch.get_default_dtype()]
     if torch.are_deterministic_algorithms_enabled():
         key.append("deterministic")
     _describe(args, key, tensors)

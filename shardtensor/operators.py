@@ -6,8 +6,8 @@ decides what is exchanged, and raises what is refused, on every rank alike. The 
 was made from; the next call with the same key runs it, and running does nothing but communicate and call kernels.
 
 The key holds the function, the specs (shapes, strides, dtypes and shard sizes), shapes, strides, dtypes and devices of
-plain tensors, all other arguments with their types, and the circumstances: autocast, the default dtype, deterministic
-mode and :func:`shardtensor.allow_gather`.
+plain tensors, all other arguments with their types, autocast, the default dtype, deterministic mode, and the settings
+of ``context.py``: :func:`shardtensor.allow_gather`, the method of attention, the state of the registry.
 """
 
 from __future__ import annotations

@@ -17,18 +17,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["FUNCTIONS", "OPERATORS", "changes", "declare", "register", "registered", "unregister"]
+from .context import Setting
+
+__all__ = ["FUNCTIONS", "OPERATORS", "declare", "register", "registered", "unregister"]
 
 Handler = Callable[..., Any]
 
 FUNCTIONS: dict[Callable[..., Any], Handler] = {}
 OPERATORS: dict[torch._ops.OpOverload, Handler] = {}
-_changes = 0
-
-
-def changes() -> int:
-    """How often handlers have been registered or removed; a compiled graph holds for one set of them."""
-    return _changes
+# How often handlers have been registered or removed; plans and compiled graphs hold for one set of them.
+_changes = Setting(0)
 
 
 def _table(func_or_op: Any) -> dict[Any, Handler]:
@@ -66,8 +64,7 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
             raise ValueError(f"{f} has a handler already; unregister it first")
 
     def decorate(handler: Handler) -> Handler:
-        global _changes
-        _changes += 1
+        _changes.set(_changes.value + 1)
         for f in funcs_or_ops:
             _table(f)[f] = handler
         return handler
@@ -77,17 +74,15 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
 
 def declare(spelling: Callable[..., Any], handler: Handler) -> None:
     """Make ``handler`` that of a function or operator above autograd; ValueError where there is one already."""
-    global _changes
     if spelling in FUNCTIONS:
         raise ValueError(f"{spelling} has a handler already; unregister it first")
-    _changes += 1
+    _changes.set(_changes.value + 1)
     FUNCTIONS[spelling] = handler
 
 
 def unregister(*funcs_or_ops: Any) -> None:
     """Remove handlers; KeyError where there is none."""
-    global _changes
-    _changes += 1
+    _changes.set(_changes.value + 1)
     for f in funcs_or_ops:
         del _table(f)[f]
 

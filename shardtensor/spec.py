@@ -8,7 +8,7 @@ takes a tenth of the time, keeps what the object has computed, and makes compari
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import DTensorSpec, TensorMeta, is_plain_shard
+from .context import settings
 from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
 
 __all__ = [
     "CHANNELS_LAST",
-    "CIRCUMSTANCES",
     "AxisLayout",
     "ShardSizes",
     "ShardTensorSpec",
@@ -286,7 +286,7 @@ class ShardTensorSpec(DTensorSpec):
             return False
         if self.coordinate != other.coordinate:
             return False
-        if skip_shapes and isinstance(other, _Guard) and other.circumstances != _circumstances():
+        if skip_shapes and isinstance(other, _Guard) and other.settings != settings():
             return False
         return self.tensor_meta == other.tensor_meta
 
@@ -348,7 +348,7 @@ class _Guard(ShardTensorSpec):
     """[Note: guards] A spec that torch.compile has traced, with which it compares those of later calls.
 
     A graph is valid for one layout of the tensor, and for everything else that our code read while it was traced: the
-    circumstances. torch would compare without shapes, since its graphs may be valid for any; ours hold the size of
+    settings. torch would compare without shapes, since its graphs may be valid for any; ours hold the size of
     every rank's shard.
     """
 
@@ -356,19 +356,9 @@ class _Guard(ShardTensorSpec):
         self, mesh: DeviceMesh, placements: Sequence[Placement], tensor_meta: TensorMeta | None, sizes: Sizes
     ) -> None:
         super().__init__(mesh, placements, tensor_meta, sizes)
-        self.circumstances = _circumstances()
+        self.settings = settings()
 
 
-# Functions without arguments whose results, other than its operands, determine what an operator does.
-CIRCUMSTANCES: list[Callable[[], Any]] = []
-
-
-def _circumstances() -> tuple[Any, ...]:
-    return tuple(read() for read in CIRCUMSTANCES)
-
-
-# ``identity`` and ``coordinate`` are only parts of the key: equal meshes may be different objects, with process groups
-# of their own, and simulated ranks have equal meshes.
 @lru_cache(maxsize=8192)
 def _known(
     identity: int,
