@@ -19,11 +19,10 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..._compat import TensorMeta, not_in_graphs
 from ...context import Setting
-from ...dispatch import wrap
 from ...errors import refuse
 from ...registry import register
 from ...spec import ShardTensorSpec, contiguous_stride
-from ...tensor import from_part, redistribute_to
+from ...tensor import from_part, redistribute_to, wrap
 from ..common.alignment import as_operand, common_mesh, moved, torch_judges
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
