@@ -37,7 +37,8 @@ __all__ = [
 
 # One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
 Sizes = tuple[tuple[int, ...] | None, ...]
-# What callers may give: ``{mesh_dim: sizes}``; None and "even" mean torch.chunk's sizes (None may also ask to infer).
+# What callers may give: ``{mesh_dim: sizes}``, "even" for torch.chunk's sizes, or None for the default: the same, or
+# where there are local tensors to infer sizes from, theirs.
 ShardSizes = Mapping[int, Sequence[int]] | str | None
 
 # The memory formats with the channels innermost, by number of dims.
@@ -146,7 +147,10 @@ class ShardTensorSpec(DTensorSpec):
 
     def with_axes(self, axes: Mapping[int, AxisLayout]) -> ShardTensorSpec:
         """The spec with another layout on the mesh dims that are named, and its own on the others."""
-        return self.with_layout([axes.get(m, own) for m, own in enumerate(self.layout)])
+        layout = list(self.layout)
+        for m, axis in axes.items():
+            layout[m] = axis
+        return self.with_layout(layout)
 
     def replicated(self) -> ShardTensorSpec:
         """The spec of the same tensor replicated on every mesh dim."""
@@ -308,10 +312,7 @@ class ShardTensorSpec(DTensorSpec):
         return self.replace(meta=tensor_meta)
 
     def __str__(self) -> str:
-        placed = ", ".join(
-            f"{p}{list(sizes)}" if sizes is not None else str(p)
-            for p, sizes in zip(self.placements, self.sizes, strict=True)
-        )
+        placed = ", ".join(f"{p}{list(sizes)}" if sizes is not None else str(p) for p, sizes in self.layout)
         shape = tuple(self.shape) if self.tensor_meta is not None else "?"
         dtype = str(self.tensor_meta.dtype).removeprefix("torch.") if self.tensor_meta is not None else "?"
         return f"ShardTensor{shape} {dtype} on mesh {tuple(self.mesh.shape)} as ({placed})"
