@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._compat import AutogradFunction
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 from .geometry import Interval, intersect, length
 from .redistribute import move_intervals
@@ -46,7 +47,7 @@ def borrow(
     return _Borrow.apply(local, dim, own, need, rank, group)
 
 
-class _Borrow(torch.autograd.Function):
+class _Borrow(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, own: Any, need: Any, rank: int, group: Any) -> Any:  # type: ignore[override]
         ctx.args = dim, own, need, rank, group
@@ -57,7 +58,7 @@ class _Borrow(torch.autograd.Function):
         return _Return.apply(grad, *ctx.args), None, None, None, None, None
 
 
-class _Return(torch.autograd.Function):
+class _Return(AutogradFunction):
     """The adjoint of borrowing: each rank's gradient over what it needed, summed at the owners."""
 
     @staticmethod

@@ -21,7 +21,8 @@ from ..._compat import TensorMeta, not_in_graphs
 from ...context import Setting
 from ...errors import refuse
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import from_part, redistribute_to, wrap
 from ..common.alignment import as_operand, common_mesh, moved, torch_judges
 from ..elementwise.random import common_draw

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Replicate, Shard
 from ..._compat import TensorMeta
 from ...errors import refuse
 from ...geometry import chunk_sizes
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import from_part, redistribute_to
 from .alignment import as_operand, common_mesh, local_part
 

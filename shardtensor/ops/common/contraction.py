@@ -35,7 +35,8 @@ from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding, refuse
 from ...geometry import Interval, chunk_sizes, intervals_of
 from ...gradients import once_differentiable
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import from_part, redistribute_to
 from .alignment import as_operand, common_mesh
 from .ring import ring_of, travel, travel_and_return

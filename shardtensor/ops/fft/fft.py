@@ -25,7 +25,8 @@ from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding
 from ...geometry import Interval, intervals_of, map_cuts
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to
 from ..common.alignment import torch_judges, whole_rows
 from ..common.contraction import Tour, part_by_part

@@ -17,7 +17,8 @@ from ..._compat import alias
 from ...errors import refuse
 from ...redistribute import all_reduce, redistribute_local
 from ...registry import register
-from ...spec import CHANNELS_LAST, ShardTensorSpec
+from ...spec import ShardTensorSpec
+from ...strides import CHANNELS_LAST
 from ...tensor import ShardTensor, promote
 from ..common.alignment import torch_judges
 from .statistics import (

@@ -16,7 +16,8 @@ from ...operators import operator
 from ...planning import Call, Plan, argument
 from ...redistribute import all_reduce
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ..common.pick import picked, plain_tuple
 from ..common.reduce import check_dtype, mesh_dims_of, neutral_element, reduced_dims, reduced_spec
 from .reductions import reduction_plan

@@ -25,7 +25,7 @@ from ..._compat import TensorMeta, constant_like, untraced
 from ...errors import refuse
 from ...geometry import Interval, intervals_of, length, map_cuts
 from ...registry import register
-from ...spec import CHANNELS_LAST
+from ...strides import CHANNELS_LAST
 from ...tensor import ShardTensor
 from ..common.stencil import borrow_dims, finish, per_dim, result_dtype, scaled_cut, settled
 from ..pooling.pool import _adaptive_avg_pool
