@@ -24,8 +24,7 @@ from operator_sweep.worker import IMPRECISE, NAMES, REFUSED, RIGHT, Expected, Lo
 from torch import Tensor
 
 from shardtensor._compat import DisableTorchFunction
-from shardtensor.dispatch import RULES
-from shardtensor.registry import FUNCTIONS, OPERATORS
+from shardtensor.registry import FUNCTIONS, OPERATORS, RULES
 from shardtensor.testing import run_distributed
 
 with contextlib.suppress(ImportError):
@@ -195,6 +194,7 @@ def more():
     yield torch._safe_softmax, (x, 1)
     for function in (torch.nonzero_static, Tensor.nonzero_static):
         yield (lambda x, function=function: function(x, size=7)), (shifts,)
+    yield below(aten.roll.default), (y.detach(), [7])
     yield below(aten.bincount.default), (classes,)
     yield below(aten.histc.default), (y.detach(), 4, 0.0, 2.0)
     yield (lambda x: aten.histogram.bin_ct(x, 4, range=[0.0, 2.0])), (y.detach(),)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ...dispatch import Call, Path, Plan, argument, meta_of
 from ...exchange import Exchange, plan_intervals
 from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length
 from ...operators import operator
+from ...planning import Call, Path, Plan, argument, meta_of
 from ...spec import AxisLayout, ShardTensorSpec, stride_like
 from .view import carry, wrap_dim
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...dispatch import Call, Plan, argument, meta_of
 from ...geometry import intersect, map_boundaries
 from ...operators import Arguments, Composed, operator
+from ...planning import Call, Plan, argument, meta_of
 from ...spec import AxisLayout, ShardTensorSpec
 from .slice import boundary_of_slice, sizes_before_slice
 from .slice_sources import record_source, source_of

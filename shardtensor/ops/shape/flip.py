@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument, meta_of
 from ...geometry import Interval, intersect, intervals_of, length
 from ...operators import operator
+from ...planning import Call, Plan, argument, meta_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor

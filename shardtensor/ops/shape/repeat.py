@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan
 from ...operators import Arguments, Composed, operator
+from ...planning import Call, Plan
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
 from .view import carry, dim_of

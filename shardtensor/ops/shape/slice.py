@@ -15,9 +15,9 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta
 from ...copies import mark_copied
-from ...dispatch import Call, Path, Plan, argument, meta_of
 from ...geometry import Interval, map_boundaries, sizes_of
 from ...operators import Arguments, Composed, operator
+from ...planning import Call, Path, Plan, argument, meta_of
 from ...spec import AxisLayout, ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from .slice_sources import record_source, source_of

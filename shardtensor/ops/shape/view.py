@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ...dispatch import Call, Plan, meta_of
 from ...geometry import chunk_sizes, map_boundaries
 from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from ...redistribute import redistribute_local
 from ...spec import AxisLayout, ShardTensorSpec
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...dispatch import run
 from ...registry import register
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 
 __all__: list[str] = []
 
