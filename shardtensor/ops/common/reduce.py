@@ -11,12 +11,12 @@ from torch.distributed.tensor import Partial, Shard
 
 from ...dispatch import Call, meta_of, run, wrap
 from ...redistribute import all_reduce, redistribute_local
-from ...spec import ShardTensorSpec
+from ...spec import AxisLayout, ShardTensorSpec
 
 _aten = torch.ops.aten
 
 
-def reduced_dims(dim: Any, ndim: int) -> list[int]:
+def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
     """Normalized dims of a reduction's ``dim`` argument; None and () mean all.
 
     Raises:
@@ -35,22 +35,19 @@ def reduced_dims(dim: Any, ndim: int) -> list[int]:
 
 def reduced_spec(spec: ShardTensorSpec, meta: Tensor, dims: Sequence[int], keepdim: bool, op: str) -> ShardTensorSpec:
     """Spec of a reduction's result: Partial where a sharded dim is reduced, the other dims as they are."""
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for m, p in enumerate(spec.placements):
-        size = None
-        if isinstance(p, Shard):
-            if p.dim in dims:
-                p = Partial(op)
-            else:
-                size = spec.sizes[m]
-                p = p if keepdim else Shard(p.dim - sum(d < p.dim for d in dims))
-        placements.append(p)
-        sizes.append(size)
-    return ShardTensorSpec.of(spec.mesh, placements, meta_of(meta), tuple(sizes))
+
+    def axis(old: AxisLayout) -> AxisLayout:
+        p = old.placement
+        if not isinstance(p, Shard):
+            return old
+        if p.dim in dims:
+            return AxisLayout(Partial(op))
+        return old if keepdim else AxisLayout(Shard(p.dim - sum(d < p.dim for d in dims)), old.sizes)
+
+    return spec.with_layout([axis(old) for old in spec.layout], meta_of(meta))
 
 
-def neutral_element(op: str, dtype: torch.dtype) -> Any:
+def neutral_element(op: str, dtype: torch.dtype) -> bool | int | float:
     """What an empty shard contributes."""
     if dtype == torch.bool:
         return op in ("min", "product")
@@ -63,7 +60,7 @@ def neutral_element(op: str, dtype: torch.dtype) -> Any:
 
 
 def check_dtype(call: Call) -> None:
-    """Let torch's kernel judge the dtype, on one element: ranks with empty shards would not call it.
+    """Let torch's kernel check the dtype, on one element: ranks with empty shards would not call it.
 
     Raises:
         Exception: torch's own, on every rank alike.
@@ -80,6 +77,7 @@ def check_dtype(call: Call) -> None:
 
 
 def count_along(spec: ShardTensorSpec, dims: Sequence[int]) -> int:
+    """How many elements one of the result is made of."""
     n = 1
     for d in dims:
         n *= spec.shape[d]
@@ -120,6 +118,18 @@ def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], 
     for m in mesh_dims:
         local = all_reduce(local, spec.mesh.get_group(m), op)
     return local
+
+
+def rank_reduction(spec: ShardTensorSpec, mesh_dims: Sequence[int]) -> Callable[[Tensor, str], Tensor]:
+    """:func:`reduce_over` made ready for a plan: ``(local, op)`` to the reduction over the ranks."""
+    groups = [spec.mesh.get_group(m) for m in mesh_dims]
+
+    def reduce(local: Tensor, op: str) -> Tensor:
+        for group in groups:
+            local = all_reduce(local, group, op)
+        return local
+
+    return reduce
 
 
 def maximum_over(x: Tensor, dims: Sequence[int]) -> Tensor:
