@@ -109,7 +109,7 @@ def bad(how):
     ("how", "text"),
     [
         ("scalar", "grad can be implicitly created only for scalar outputs"),
-        ("shape", r"for a ShardTensor of shape \(2, 4, 8, 6\); a plain gradient must be that of the whole tensor"),
+        ("shape", r"for a ShardTensor of shape \(2, 4, 8, 6\); a plain gradient must be that of the global tensor"),
         ("detached", "does not require grad and has no grad_fn"),
     ],
 )
