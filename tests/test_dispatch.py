@@ -40,9 +40,35 @@ CASES = {
     "broadcast": (lambda x, y: x * y - y, [(7, 3), (7, 1)]),
     "activations": (lambda x: F.silu(x) + F.gelu(x) + F.leaky_relu(x) + F.softplus(x) + F.elu(x), [(7, 3)]),
     "more activations": (lambda x: F.hardswish(x) + F.mish(x) + F.hardtanh(x) + F.logsigmoid(x), [(7, 3)]),
+    "shrinking": (lambda x: F.hardshrink(x) + F.softshrink(x) + F.hardsigmoid(x) + F.relu6(x) + F.celu(x), [(7, 3)]),
+    "slopes": (lambda x: F.prelu(x, torch.tensor([0.1], dtype=x.dtype)), [(7, 3)]),
+    "activations in place": (
+        lambda x: (
+            F.hardswish(x * 1, inplace=True) * F.mish(x * 1, inplace=True) * F.leaky_relu(x * 1, inplace=True)
+            + aten.log_sigmoid_backward(x.detach(), x.detach(), torch.exp(-x.detach().abs()))
+        ),
+        [(7, 3)],
+    ),
+    "forward mode": (lambda x: aten.glu_jvp(F.glu(x.detach(), 1), x.detach(), x.detach(), 1), [(7, 4)]),
+    "filled": (
+        lambda x: (
+            (x * 1).fill_(2.0) + (x * 1).fill_(x.sum()) + aten.fill(x, 3.0) + aten.fill(x, x.sum()),
+            (x * 1).zero_() + (x * 1).masked_fill_(x > 0, 1.0) * (x * 1).masked_fill_(x > 0, x.sum()),
+        ),
+        [(7, 3)],
+    ),
+    "copied": (
+        lambda x: aten.alias_copy(x) + torch.zeros_like(x).copy_(x) + torch.rsub(x, x * x) + torch.rsub(x, 2),
+        [(7, 3)],
+    ),
+    "floor": (
+        lambda x: (x // (x.abs() + 1), x // 0.5, (x * 1).floor_divide_(0.5), (x * 1).floor_divide_(x.abs() + 1)),
+        [(7, 3)],
+    ),
     "clamp": (lambda x: x.clamp(-0.5, 0.5) + x.floor() * x.frac(), [(7, 3)]),
     "compare": (lambda x, y: torch.where(x > y, x, y) * (x != y), [(7, 3), (7, 3)]),
     "complex": (lambda x: (x * (1 + 2j)).conj().abs(), [(7,)]),
+    "parts": (lambda x, y: torch.complex(x, y).abs() + torch.polar(x.abs(), y).real, [(7,), (7,)]),
     "pairs": (lambda x: torch.view_as_real(torch.view_as_complex(x) * 2), [(7, 2)]),
     "cast": (lambda x: x.float().double() + x.bool(), [(7, 3)]),
     "like": (lambda x: torch.zeros_like(x) + torch.ones_like(x) + torch.full_like(x, 3) + x, [(7, 3)]),
@@ -210,6 +236,7 @@ MODULES = [f"shardtensor.ops.{name}" for name in ("elementwise.pointwise", "redu
 MORE = [f"aten.{name}.default" for name in ("amax", "amin", "max", "min", "dot", "vdot", "histc")]
 ELSEWHERE = (
     *("alias", "lift_fresh", "_neg_view", "new_empty", "empty_like", "_reshape_alias", "_unsafe_view", "reshape"),
+    *("native_dropout_backward", "_dirichlet_grad", "_standard_gamma_grad"),
     *("squeeze.default", "mean.default", "sum.default", "prod.default"),
 )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from ...dispatch import Call, meta_of, run, wrap
+from ...operators import Arguments
 from ...redistribute import all_reduce, redistribute_local
 from ...spec import AxisLayout, ShardTensorSpec
 
@@ -84,11 +85,19 @@ def count_along(spec: ShardTensorSpec, dims: Sequence[int]) -> int:
     return n
 
 
-def opted_dtype(function: Callable[..., Tensor], x: Any, dtype: Any, *args: Any) -> Any:
-    """``dtype``, or where none is given the one that autocast, which acts above us, would choose for this function."""
-    if dtype is not None or not torch.is_autocast_enabled(x.device.type):
-        return dtype
-    return function(torch.ones([1] * x.ndim, dtype=x.dtype, device=x.device), *args).dtype
+def kernel_dtype(
+    call: Arguments, function: Callable[..., Tensor], spec: ShardTensorSpec, *args: object, **kwargs: object
+) -> torch.dtype:
+    """The dtype of what ``function`` returns for tensors with ``spec``, from its kernel on one element.
+
+    That is what autocast, which acts on the local work, makes it.
+
+    Raises:
+        Exception: torch's own, of dtypes that the kernel does not take: ranks with empty shards would not see them.
+    """
+    one = torch.ones([1] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
+    with torch.no_grad():
+        return function(one, *args, **kwargs).dtype
 
 
 def widened(x: Any) -> Any:
