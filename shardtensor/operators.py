@@ -37,9 +37,8 @@ __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", 
 # How a plan's function sees a tensor: a ShardTensor by its spec, a plain one by shape, strides and dtype.
 Operand = ShardTensorSpec | TensorMeta
 
-# Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
-# which is None here, see ShardTensor.__torch_function__.
-_IGNORED = frozenset({"cudnn_enable", "cudnn_enabled", "out"})
+# Arguments of some spellings that choose among a device's kernels, and change no result.
+_OF_KERNELS = frozenset({"cudnn_enable", "cudnn_enabled"})
 
 
 class Plan:
@@ -305,8 +304,10 @@ class Operator:
         plan = cached_plan(key)
         if plan is None:
             plan = self._make(args, kwargs, tensors)
-            keep_plan(key, plan)  # also that there is none
-        return NotImplemented if plan is NotImplemented else plan(tensors)
+            if plan is NotImplemented:
+                return NotImplemented
+            keep_plan(key, plan)
+        return plan(tensors)
 
     def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
         # Tensors are bound by their place among the call's tensors: the next call may have others there.
@@ -376,7 +377,7 @@ class Operator:
             if name in given:
                 raise TypeError(f"{self.name}() got multiple values for argument {name!r}")
             given[name] = value
-        given = {name: value for name, value in given.items() if name not in _IGNORED}
+        given = {name: value for name, value in given.items() if name not in _OF_KERNELS}
         bound = self._declared.signature.bind(**given)
         bound.apply_defaults()
         return bound
@@ -445,7 +446,7 @@ class _Declared:
         if names is None or any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
             return None
         names = tuple(self.first if name == "self" else name for name in names)
-        unknown = [name for name in names if name not in self.signature.parameters and name not in _IGNORED]
+        unknown = [name for name in names if name not in self.signature.parameters and name not in _OF_KERNELS]
         if unknown:
             raise TypeError(f"the plan of {spelling} has no arguments {unknown}, which {spelling} has")
         return names
@@ -515,14 +516,13 @@ def operator(
 def _argument_names(spelling: Callable[..., Any]) -> tuple[str, ...] | None:
     """The names of a function's positional arguments, from its signature or its operator's schema; None: unknown."""
     if isinstance(spelling, torch._ops.OpOverload):
-        return tuple(a.name for a in spelling._schema.arguments if not a.kwarg_only)
+        return tuple(a.name for a in spelling._schema.arguments)
     if isinstance(spelling, torch._ops.OpOverloadPacket):
-        # Those of the overload with the most, as in ``sum(self, dim, keepdim, *, dtype)``.
-        return max((_argument_names(getattr(spelling, name)) or () for name in spelling.overloads()), key=len)
+        return _argument_names(getattr(spelling, spelling.overloads()[0]))
     with suppress(TypeError, ValueError):
-        parameters = inspect.signature(spelling).parameters.values()
-        hidden = any(p.kind == p.VAR_POSITIONAL for p in parameters)
-        return None if hidden else tuple(p.name for p in parameters if p.kind != p.KEYWORD_ONLY)
+        parameters = inspect.signature(spelling).parameters
+        hidden = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
+        return None if hidden else tuple(parameters)
     packet = getattr(torch.ops.aten, getattr(spelling, "__name__", ""), None)
     return None if packet is None else _argument_names(packet)
 

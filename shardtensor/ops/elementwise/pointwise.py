@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 # Elementwise, but not tagged as such by torch, in some releases at least: aten operators, or overloads of them.
 _UNTAGGED = """
     _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy_.default elu_backward fill fill_
-    floor_divide floor_divide_ glu_jvp hardshrink_backward hardsigmoid_backward hardswish hardswish_ hardswish_backward
+    floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_ hardswish_backward
     hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward masked_fill.Tensor masked_fill_
     mish_ mish_backward native_dropout_backward polar.default relu6 rsub softplus_backward softshrink_backward zero_
 """
@@ -76,6 +76,10 @@ def pointwise_plan(call: Call) -> Plan:
     if inplace and current[(0,)] != call.tensors[(0,)]:
         plan.call = _written_to_partial(call.tensors[(0,)], current[(0,)], plan.call or call.func)
     return plan
+
+
+# torch does not run it on meta tensors.
+operator(_aten.glu_jvp.default, meta=lambda glu, x, dx, dim: torch.empty_like(glu))(pointwise_plan)
 
 
 @default_rule
