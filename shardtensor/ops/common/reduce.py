@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from ...dispatch import Call, meta_of, run, wrap
 from ...operators import Arguments
+from ...planning import Call, meta_of
 from ...redistribute import all_reduce, redistribute_local
 from ...spec import AxisLayout, ShardTensorSpec
+from ...tensor import run, wrap
 
 _aten = torch.ops.aten
 

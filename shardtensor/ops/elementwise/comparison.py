@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ...dispatch import run
 from ...registry import register
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 from ..interop.export import item
 
 _aten = torch.ops.aten

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, meta_of
 from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from .random import drawn_into, is_sharded
 
 _aten = torch.ops.aten

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from ...dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of
 from ...operators import operator
+from ...planning import Call, Plan, Rule, is_inplace, meta_of
 from ...redistribute import redistribute_local
+from ...registry import default_rule
 from ...spec import AxisLayout, ShardTensorSpec
 from ..common.alignment import common_cut, fit
 

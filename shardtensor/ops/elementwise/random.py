@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ...debug import debug_enabled
-from ...dispatch import RULES, Call, Plan, meta_of, run
 from ...errors import refuse
 from ...operators import operator
-from ...registry import register
+from ...planning import Call, Plan, meta_of
+from ...registry import RULES, register
 from ...spec import ShardTensorSpec
+from ...tensor import run
 from ...tracing import graph_operator, is_traced
 from ..common.alignment import whole_rows
 from ..common.reduce import mesh_dims_of, reduce_over

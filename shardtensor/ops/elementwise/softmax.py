@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, meta_of
 from ...operators import Arguments, Composed, operator
+from ...planning import Call, Plan, meta_of
 from ...spec import ShardTensorSpec
 from ..common.alignment import common_cut, fit, wide_dtype
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, argument, run
-from ...dispatch import Plan as OperatorPlan
 from ...operators import Arguments, Composed, Plan, operator
+from ...planning import Call, argument
+from ...planning import Plan as OperatorPlan
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 from ..common.alignment import wide_dtype
 from ..common.reduce import mesh_dims_of, neutral_element, rank_reduction, reduced_dims, reduced_spec
 from .decomposition import ONE, plan_by_matrix

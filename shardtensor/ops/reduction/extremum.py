@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument
 from ...operators import Arguments, Composed, Operand, operator
+from ...planning import Call, Plan, argument
 from ...redistribute import all_reduce
 from ...spec import ShardTensorSpec, contiguous_stride
 from ..common.pick import plain_tuple, plan_picking

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument
 from ...operators import operator
+from ...planning import Call, Plan, argument
 from ..common.alignment import wide_dtype
 from ..common.reduce import maximum_over, mesh_dims_of, rank_reduction, reduced_dims, reduced_spec
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, meta_of, wrap
 from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
+from ...planning import Call, Plan, meta_of
 from ...redistribute import all_gather
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient
+from ...tensor import ShardTensor, as_gradient, wrap
 from ..common.alignment import wide_dtype
 from ..common.pick import plain_tuple, plan_picking
 from ..common.reduce import check_dtype, kernel_dtype, mesh_dims_of, reduced_dims
