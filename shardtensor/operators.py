@@ -348,10 +348,8 @@ class Operator:
         plan = cached_plan(key)
         if plan is None:
             plan = self._make(args, kwargs, tensors)
-            if plan is NotImplemented:
-                return NotImplemented
             keep_plan(key, plan)
-        return plan(tensors)
+        return NotImplemented if plan is NotImplemented else plan(tensors)
 
     def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
         # Tensors are bound by their place among the call's tensors: the next call may have others there.
@@ -486,14 +484,13 @@ class _Declared:
 
     def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...] | None:
         """The names of a spelling's positional arguments, in its own order; None: as in the declaration."""
-        names = _argument_names(spelling)
-        if names is None or any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
+        if any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
             return None
-        names = tuple(self.first if name == "self" else name for name in names)
-        unknown = [name for name in names if name not in self.signature.parameters and name not in _OF_KERNELS]
-        if unknown:
-            raise TypeError(f"the plan of {spelling} has no arguments {unknown}, which {spelling} has")
-        return names
+        forms = [tuple(self.first if n == "self" else n for n in names) for names in _argument_names(spelling)]
+        known = [names for names in forms if all(n in self.signature.parameters or n in _OF_KERNELS for n in names)]
+        if forms and not known:
+            raise TypeError(f"the plan of {spelling} lacks arguments of {spelling}, which has {forms}")
+        return max(known, key=len, default=None)
 
 
 def operator(
@@ -557,18 +554,23 @@ def operator(
     return decorate
 
 
-def _argument_names(spelling: Callable[..., Any]) -> tuple[str, ...] | None:
-    """The names of a function's positional arguments, from its signature or its operator's schema; None: unknown."""
+def _argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:
+    """The names of a function's positional arguments, from its signature or its operator's schemas; none: unknown.
+
+    A function that is several overloads has several lists of names.
+    """
     if isinstance(spelling, torch._ops.OpOverload):
-        return tuple(a.name for a in spelling._schema.arguments)
+        return [tuple(a.name for a in spelling._schema.arguments)]
     if isinstance(spelling, torch._ops.OpOverloadPacket):
-        return _argument_names(getattr(spelling, spelling.overloads()[0]))
+        schemas = [getattr(spelling, name)._schema for name in spelling.overloads()]
+        schemas = [schema for schema in schemas if not any(a.is_out for a in schema.arguments)] or schemas[:1]
+        return [tuple(a.name for a in schema.arguments if not a.kwarg_only) for schema in schemas]
     with suppress(TypeError, ValueError):
         parameters = inspect.signature(spelling).parameters
         hidden = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
-        return None if hidden else tuple(parameters)
+        return [] if hidden else [tuple(parameters)]
     packet = getattr(torch.ops.aten, getattr(spelling, "__name__", ""), None)
-    return None if packet is None else _argument_names(packet)
+    return [] if packet is None else _argument_names(packet)
 
 
 def _common_mesh(name: str, operands: Sequence[Tensor]) -> DeviceMesh | None:
