@@ -11,11 +11,8 @@ from torch.distributed.tensor import Partial, Shard
 
 from ...operators import Arguments
 from ...planning import Call, meta_of
-from ...redistribute import all_reduce, redistribute_local
+from ...redistribute import all_reduce
 from ...spec import AxisLayout, ShardTensorSpec
-from ...tensor import run, wrap
-
-_aten = torch.ops.aten
 
 
 def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
@@ -99,23 +96,6 @@ def kernel_dtype(
     one = torch.ones([1] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
     with torch.no_grad():
         return function(one, *args, **kwargs).dtype
-
-
-def widened(x: Any) -> Any:
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    return run(_aten._to_copy.default, (x,), {"dtype": torch.float32}) if half else x
-
-
-def narrowed(x: Any, dtype: torch.dtype) -> Any:
-    half = dtype in (torch.float16, torch.bfloat16)
-    return run(_aten._to_copy.default, (x,), {"dtype": dtype}) if half else x
-
-
-def resolved(x: Any) -> Any:
-    """A Partial reduced; anything else as it is."""
-    spec = x._spec
-    target = spec.for_gradient()
-    return wrap(redistribute_local(x._local_tensor, spec, target), target)
 
 
 def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:

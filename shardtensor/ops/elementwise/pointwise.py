@@ -21,7 +21,7 @@ from ...planning import Call, Plan, Rule, is_inplace, meta_of
 from ...redistribute import redistribute_local
 from ...registry import default_rule
 from ...spec import AxisLayout, ShardTensorSpec
-from ..common.alignment import common_cut, fit
+from ..common.alignment import common_layout, fit
 
 _aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ _UNTAGGED = """
     _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy_.default elu_backward fill fill_
     floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_ hardswish_backward
     hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward masked_fill.Tensor masked_fill_
-    mish_ mish_backward native_dropout_backward polar.default relu6 rsub softplus_backward softshrink_backward zero_
+    mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward softshrink_backward zero_
 """
 # Linear in all their tensors, so the sum over ranks may be taken afterwards.
 _LINEAR = (
@@ -63,7 +63,7 @@ def pointwise_plan(call: Call) -> Plan:
     current = call.tensors if _keeps_partial(call) else call.reduced()
     if inplace and (0,) not in call.tensors:
         raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
-    target = common_cut([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
+    target = common_layout([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
     targets = {path: fit(spec, target) for path, spec in current.items()}
     if inplace and targets[(0,)] != current[(0,)]:
         raise call.refuse(

@@ -35,7 +35,7 @@ from ...registry import RULES, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
 from ...tracing import graph_operator, is_traced
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from ..common.reduce import mesh_dims_of, reduce_over
 from ..shape.view import carry
 from .pointwise import pointwise_plan
@@ -269,7 +269,7 @@ def plan_draw_like(call: Call) -> Plan:
 def plan_multinomial(call: Call) -> Plan:
     """Every row is drawn for itself, by the rank that has all of it, see [Note: whole rows] in sorting/sort.py."""
     given = call.reduced()[(0,)]
-    spec = whole_rows("multinomial", given, len(given.shape) - 1)
+    spec = free_dims("multinomial", given, len(given.shape) - 1)
     out = carry(call, spec, call.meta, {d: d for d in range(len(spec.shape) - 1)})
     func, rest = call.func, call.args[1:]
     shape = out.local_shape()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan, meta_of
 from ...spec import ShardTensorSpec
-from ..common.alignment import common_cut, fit, wide_dtype
+from ..common.alignment import common_layout, fit, wide_dtype
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims
 
 _aten = torch.ops.aten
@@ -47,7 +47,7 @@ def plan_softmax(call: Call) -> Plan:
 def plan_softmax_backward(call: Call) -> Plan:
     """One all-reduce of a sum per row. The result has the output's layout, whatever the gradient's."""
     reduced = call.reduced()
-    base = common_cut([reduced[path] for path in ((1,), (0,)) if path in reduced], meta_of(call.meta))
+    base = common_layout([reduced[path] for path in ((1,), (0,)) if path in reduced], meta_of(call.meta))
     dims = reduced_dims(call.args[2], len(base.shape))
     over = mesh_dims_of(base, dims)
     logs = call.func == _aten._log_softmax_backward_data.default

@@ -28,7 +28,7 @@ from ...geometry import Interval, intervals_of, map_cuts
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from ..common.contraction import Tour, part_by_part
 
 
@@ -138,7 +138,7 @@ def _plan_along(
     meta = _meta(shape, _result_dtype(call, transform.function, given, dim))
     result = _resized(given, dim, meta)
     try:
-        target = whole_rows(name, given, dim)
+        target = free_dims(name, given, dim)
     except UnsupportedSharding:
         return _ring(transform, given, result, dim, n, norm), result
     out = _resized(target, dim, meta)

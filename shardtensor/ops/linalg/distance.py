@@ -14,7 +14,7 @@ from ...geometry import map_cuts
 from ...operators import Arguments, Composed, operator
 from ...spec import AxisLayout, ShardTensorSpec
 from ...tensor import ShardTensor, from_part
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from ..common.contraction import Form, batch_labels, contract
 
 _BY_PRODUCTS = "use_mm_for_euclid_dist_if_necessary"
@@ -50,7 +50,7 @@ def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Compose
     if input.is_replicate():
         return NotImplemented
     call.returned(F.pdist, input, p)
-    call.redistribute("input", whole_rows("pdist", input, 1))
+    call.redistribute("input", free_dims("pdist", input, 1))
     n = input.shape[0]
     count = n * (n - 1) // 2
 
