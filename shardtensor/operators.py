@@ -39,8 +39,9 @@ __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", 
 # How a plan's function sees a tensor: a ShardTensor by its spec, a plain one by shape, strides and dtype.
 Operand = ShardTensorSpec | TensorMeta
 
-# Arguments of some spellings that choose among a device's kernels, and change no result.
-_OF_KERNELS = frozenset({"cudnn_enable", "cudnn_enabled"})
+# Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
+# which is None here, see ShardTensor.__torch_function__.
+_OF_KERNELS = frozenset({"cudnn_enable", "cudnn_enabled", "out"})
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
