@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Geometry:
     eps: float
     centered: bool = True
 
-    @property
+    @cached_property
     def intervals(self) -> tuple[tuple[int, int, int], ...]:
         """``(dim, start, length)`` of what belongs to this rank's shard of a weight and bias, where that is a part."""
         held = ((d - self.first, self.spec.interval(m)) for d, m in self.spec.sharded_dims().items())

@@ -87,7 +87,8 @@ class ShardedNorm(Plan):
         return mine.reshape(self.geometry.affine)
 
     def _result(self, y: Tensor) -> Tensor:
-        return y.to(self.dtype).reshape(self.geometry.spec.own_shape)
+        y = y if y.dtype == self.dtype else y.to(self.dtype)
+        return y.reshape(self.geometry.spec.own_shape)
 
     # -- backward --------------------------------------------------------------------------------------------------
 

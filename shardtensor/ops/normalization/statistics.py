@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import constant_like, is_traced, untraced
-from ...dispatch import wrap
 from ...redistribute import all_gather
 from ...spec import ShardTensorSpec
+from ...tensor import wrap
 from ..common.alignment import wide_dtype
 from .geometry import Geometry
 
@@ -70,7 +70,8 @@ class Statistics:
             squares = x.square() if x.dtype == self.dtype else x.to(self.dtype).square_()
             return [squares.mean(self.dims, keepdim=True)], squares
         if not self.in_passes or is_traced(x):
-            var, mean = torch.var_mean(x.to(self.dtype), self.dims, correction=0, keepdim=True)
+            x = x if x.dtype == self.dtype else x.to(self.dtype)
+            var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
             return [mean, var], None
         mean = x.mean(self.dims, keepdim=True, dtype=self.dtype)
         deviations = x - mean
