@@ -201,7 +201,9 @@ class Operator:
             return NotImplemented
         call = Arguments(self.name, mesh, next(t.device for value in named.values() for t in _each(value)))
         for name, value in named.items():
-            if name in declared.parameters:
+            if name in declared.sharded and _is_sharded(value):
+                given.arguments[name] = spec_of(value)
+            elif name in declared.parameters:
                 others = [t for k in declared.tensors if k in named for t in _each(named[k])]
                 given.arguments[name] = _parameter(self.name, value, others)
             elif isinstance(value, (list, tuple)):
@@ -235,7 +237,8 @@ class Operator:
             if isinstance(plan, Composed) and name in declared.parameters:
                 steps.append(None)
                 continue
-            if isinstance(named.get(name), DTensor) and name in declared.parameters:
+            to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(named.get(name)))
+            if isinstance(named.get(name), DTensor) and to_plain:
                 steps.append(_chain(_to_local(placements), call.steps.get(name)))
                 continue
             target = call.tensors.get(name)
@@ -302,6 +305,7 @@ class _Declared:
     tensors: tuple[str, ...]
     parameters: tuple[str, ...]
     partial: tuple[str, ...]
+    sharded: tuple[str, ...]
     signature: inspect.Signature
 
     @property
@@ -330,6 +334,7 @@ def operator(
     tensors: str = "",
     parameters: str = "",
     partial: str = "",
+    sharded: str = "",
     meta: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
@@ -352,6 +357,8 @@ def operator(
             them plain, and sums their gradients over the ranks by :attr:`Plan.total`. The function gets shape, strides
             and dtype.
         partial: which of ``tensors`` may stay Partial.
+        sharded: which of ``parameters`` may be ShardTensors with a sharded dim. The function gets their specs, and has
+            them made plain by :meth:`Arguments.then_do`; their gradients are not summed.
         meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
             tensors.
 
@@ -378,7 +385,8 @@ def operator(
             return build
         signature = inspect.signature(build)
         own = signature.replace(parameters=list(signature.parameters.values())[1:])
-        declared = _Declared(build, tuple(tensors.split()), tuple(parameters.split()), tuple(partial.split()), own)
+        names = (tuple(names.split()) for names in (tensors, parameters, partial, sharded))
+        declared = _Declared(build, *names, own)
         for spelling in dict.fromkeys(spellings):
             declare(spelling, Operator(spelling, declared))
         return build
@@ -420,6 +428,10 @@ def _prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
     if isinstance(t, DTensor):
         return spec_of(t) if partial else spec_of(t).for_gradient()
     return ShardTensorSpec.of(mesh, (Replicate(),) * mesh.ndim, meta_of(t), (None,) * mesh.ndim)
+
+
+def _is_sharded(t: Any) -> bool:
+    return isinstance(t, ShardTensor) and bool(t._spec.sharded_dims())
 
 
 def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> TensorMeta:

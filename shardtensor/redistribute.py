@@ -214,7 +214,7 @@ def _unordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
 
 def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``local`` (of one shape), stacked in rank order. For small tensors: each rank gets all of them."""
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
     if is_traced(local):
