@@ -30,7 +30,7 @@ from .gradients import not_twice
 from .parameters import GradientSum, contributing
 from .registry import declare
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor, as_gradient, from_part, promote, redistribute_to
+from .tensor import ShardTensor, as_gradient, from_part, promote, redistribute_to, to_part
 
 __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator"]
 
@@ -104,15 +104,31 @@ class LocalPlan(Plan):
     """A plan whose local work autograd differentiates: ``function`` of the local tensors gives the local result.
 
     Where it communicates, it calls what is differentiable, such as :func:`shardtensor.halo.borrow`.
+
+    Args:
+        gradients: for each of the operator's tensors the layout in which its gradient arrives, None for its own.
+            Partial where it is replicated, but the ranks do different work with it.
     """
 
     def __init__(
-        self, function: Callable[..., Any], outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...], 
+        self,
+        function: Callable[..., Any],
+        outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...],
+        gradients: Sequence[ShardTensorSpec | None] | None = None,
     ) -> None:
-        self.function, self.outputs = function, outputs
+        self.function, self.outputs, self.gradients = function, outputs, gradients
+
+    def local_tensors(self, tensors: Sequence[Any]) -> list[Any]:
+        """What the local work gets, differentiably."""
+        if self.gradients is None:
+            return [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+        return [
+            t if type(t) is not ShardTensor else t.to_local() if spec is None else to_part(t, spec)
+            for t, spec in zip(tensors, self.gradients, strict=True)
+        ]
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+        locals_ = self.local_tensors(tensors)
         if self.total is not None and torch.is_grad_enabled():
             locals_ = self.total.complete(locals_)
         result = self.function(*locals_)
@@ -323,7 +339,7 @@ class Operator:
         for name, value in named.items():
             if name in declared.parameters:
                 others = [t for k in declared.tensors if k in named for t in _each(named[k])]
-                given.arguments[name] = _parameter(self.name, value, others)
+                given.arguments[name] = _parameter(self.name, value, others, name in declared.shardable)
             elif isinstance(value, (list, tuple)):
                 given.arguments[name] = [_prepared_spec(t, mesh, name in declared.partial) for t in value]
                 call.then_do(name, _preparation_of_list(mesh, name in declared.partial))
@@ -428,6 +444,7 @@ class _Declared:
     tensors: tuple[str, ...]
     parameters: tuple[str, ...]
     partial: tuple[str, ...]
+    shardable: tuple[str, ...]
     signature: inspect.Signature
 
     @property
@@ -457,6 +474,7 @@ def operator(
     tensors: str = "",
     parameters: str = "",
     partial: str = "",
+    shardable: str = "",
     meta: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
@@ -479,6 +497,8 @@ def operator(
             them plain, and sums their gradients over the ranks by :attr:`Plan.total`. The function gets shape, strides
             and dtype.
         partial: which of ``tensors`` may stay Partial.
+        shardable: which of ``parameters`` may be sharded DTensors, too. The function then gets the spec, and returns a
+            :class:`Composed`.
         meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
             tensors.
 
@@ -505,7 +525,8 @@ def operator(
             return build
         signature = inspect.signature(build)
         own = signature.replace(parameters=list(signature.parameters.values())[1:])
-        declared = _Declared(build, tuple(tensors.split()), tuple(parameters.split()), tuple(partial.split()), own)
+        named = (tuple(names.split()) for names in (tensors, parameters, partial, shardable))
+        declared = _Declared(build, *named, own)
         for spelling in dict.fromkeys(spellings):
             declare(spelling, Operator(spelling, declared))
         return build
@@ -544,10 +565,12 @@ def _prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
     return ShardTensorSpec.of(mesh, (Replicate(),) * mesh.ndim, meta_of(t), (None,) * mesh.ndim)
 
 
-def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> TensorMeta:
+def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor], shardable: bool) -> Operand:
     if not isinstance(parameter, DTensor):
         return meta_of(parameter)
     spec = spec_of(parameter)
+    if not spec.is_replicate() and shardable:
+        return spec.for_gradient()
     if not spec.is_replicate():
         shown = [spec_of(t) if isinstance(t, DTensor) else t for t in (*others, parameter)]
         raise refuse(name, shown, "the parameter is sharded", "redistribute it to Replicate() before the call")

@@ -43,7 +43,16 @@ from .redistribute import redistribute_local
 from .registry import FUNCTIONS
 from .spec import ShardTensorSpec, mesh_coordinate
 
-__all__ = ["ShardTensor", "as_gradient", "call_registered", "from_part", "mark_leaf", "promote", "redistribute_to"]
+__all__ = [
+    "ShardTensor",
+    "as_gradient",
+    "call_registered",
+    "from_part",
+    "mark_leaf",
+    "promote",
+    "redistribute_to",
+    "to_part",
+]
 
 
 class ShardTensor(DTensor):
@@ -407,6 +416,14 @@ def from_part(local: Tensor, spec: ShardTensorSpec) -> Any:
     """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
     differentiable = local.requires_grad and torch.is_grad_enabled()
     return _FromLocal.apply(local, spec) if differentiable else _wrapped(local, spec)
+
+
+def to_part(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
+    """The local tensor of a ShardTensor. Differentiable; ``grad_spec`` is the layout in which its gradient arrives."""
+    if tensor._viewed is not None:
+        check_current("to_local", tensor)
+    differentiable = torch.is_grad_enabled() and tensor.requires_grad
+    return _ToLocal.apply(tensor, grad_spec) if differentiable else tensor._local_tensor
 
 
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
