@@ -41,6 +41,7 @@ __all__ = [
     "allow_gather",
     "argument",
     "cached_plan",
+    "choose",
     "declare_rule",
     "gather_allowed",
     "keep_plan",
@@ -148,6 +149,7 @@ _default_rules: list[Callable[[torch._ops.OpOverload], Rule | None]] = []
 _plans: dict[Any, Any] = {}
 MAX_PLANS = 8192
 _gather_depth = 0
+_chosen: tuple[tuple[str, str], ...] = ()
 
 
 # A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.
@@ -206,6 +208,12 @@ def allow_gather() -> Iterator[None]:
 def gather_allowed() -> bool:
     """Whether the calling code stands inside :func:`allow_gather`."""
     return _gather_depth > 0
+
+
+def choose(name: str, value: str) -> None:
+    """Note a user's choice that plans above autograd depend on. Every rank has to choose alike."""
+    global _chosen
+    _chosen = tuple(sorted({**dict(_chosen), name: value}.items()))
 
 
 CIRCUMSTANCES.extend((gather_allowed, changes))
@@ -339,7 +347,7 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
 
 def plan_key(function: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> list[Any]:
     """What the plan of a call above autograd depends on, besides the registry. Its tensors are added to ``tensors``."""
-    key: list[Any] = [function, _gather_depth > 0, torch.get_default_dtype()]
+    key: list[Any] = [function, _gather_depth > 0, torch.get_default_dtype(), _chosen]
     if torch.are_deterministic_algorithms_enabled():
         key.append("deterministic")
     _describe(args, key, tensors)

@@ -7,7 +7,7 @@ was made from; the next call with the same key runs it, and running does nothing
 
 The key holds the function, the specs (shapes, strides, dtypes and shard sizes), shapes, strides, dtypes and devices of
 plain tensors, all other arguments with their types, and the circumstances: autocast, the default dtype, deterministic
-mode and :func:`shardtensor.allow_gather`.
+mode, :func:`shardtensor.allow_gather` and what :func:`shardtensor.dispatch.choose` was told.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .registry import declare
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, as_gradient, from_part, promote, redistribute_to, to_part
 
-__all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator"]
+__all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
 
 # How a plan's function sees a tensor: a ShardTensor by its spec, a plain one by shape, strides and dtype.
 Operand = ShardTensorSpec | TensorMeta
@@ -308,11 +308,12 @@ class Arguments:
 class Operator:
     """One spelling of an operator above autograd: finds or makes the plan of a call, and runs it."""
 
-    def __init__(self, spelling: Callable[..., Any], declared: _Declared) -> None:
-        self.spelling, self.name = spelling, getattr(spelling, "__name__", str(spelling))
+    def __init__(self, spelling: Callable[..., Any] | str, declared: _Declared) -> None:
+        named = isinstance(spelling, str)
+        self.spelling, self.name = spelling, spelling if named else getattr(spelling, "__name__", str(spelling))
         self.__module__ = declared.build.__module__
         self._declared = declared
-        self._arguments = declared.arguments_of(spelling)
+        self._arguments = None if named else declared.arguments_of(spelling)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
@@ -523,15 +524,35 @@ def operator(
             for spelling in spellings:
                 declare_rule(spelling, build, meta)
             return build
-        signature = inspect.signature(build)
-        own = signature.replace(parameters=list(signature.parameters.values())[1:])
-        named = (tuple(names.split()) for names in (tensors, parameters, partial, shardable))
-        declared = _Declared(build, *named, own)
+        declared = _declaration(build, tensors, parameters, partial, shardable)
         for spelling in dict.fromkeys(spellings):
             declare(spelling, Operator(spelling, declared))
         return build
 
     return decorate
+
+
+def planned(
+    name: str, *, tensors: str, parameters: str = "", partial: str = "", shardable: str = ""
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorator: as :func:`operator`, for what handlers call. The decorated function is called like an operator.
+
+    For entry points that tell more than a key does: whether arguments are the same tensor, or a mask's class.
+
+    Args:
+        name: for errors.
+    """
+
+    def decorate(build: Callable[..., Any]) -> Operator:
+        return Operator(name, _declaration(build, tensors, parameters, partial, shardable))
+
+    return decorate
+
+
+def _declaration(build: Callable[..., Any], tensors: str, parameters: str, partial: str, shardable: str) -> _Declared:
+    signature = inspect.signature(build)
+    own = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return _Declared(build, *(tuple(names.split()) for names in (tensors, parameters, partial, shardable)), own)
 
 
 def _argument_names(spelling: Callable[..., Any]) -> tuple[str, ...] | None:

@@ -14,9 +14,6 @@ counts as its all-reduce would. So where features that are cut meet a whole weig
 along which nothing is cut yet an operand is exchanged only if it has at least as many elements as there are ranks; to
 one that is summed over only if the sum, which every rank holds whole, is no larger than the operands' shards. So no
 rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
-
-[Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go round
-once more, and what was computed with each is computed again. Nothing of what came by is saved.
 """
 
 from __future__ import annotations
@@ -34,12 +31,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding, refuse
 from ...geometry import Interval, chunk_sizes, intervals_of
-from ...gradients import once_differentiable
 from ...operators import Arguments, LocalPlan
 from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to, to_part
 from .alignment import as_operand, common_mesh
-from .ring import ring_of, travel, travel_and_return
+from .part_by_part import Tour, part_by_part
 
 __all__ = [
     "Arrangement",
@@ -425,103 +421,3 @@ def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:
     length = {d: max((s[d] for s in shapes if len(s) >= -d), key=lambda n: (n != 1, n)) for d in range(-ndim, 0)}
     terms: list[Labels] = [tuple(d if s[d] == length[d] else None for d in range(-len(s), 0)) for s in shapes]
     return terms, tuple(range(-ndim, 0))
-
-
-# -- part by part ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Tour:
-    """The way of an operand's shards along a mesh dim, and where their results belong.
-
-    Attributes:
-        dim: of the travelling operand, the one that is cut.
-        into: the dim of the result along which the parts' results stand side by side; None where they are summed.
-        intervals: each rank's of ``dim``, and so of ``into``.
-    """
-
-    mesh: DeviceMesh
-    mesh_dim: int
-    rank: int
-    dim: int
-    into: int | None
-    intervals: tuple[Interval, ...]
-
-    def shape_at(self, local: Tensor, owner: int) -> tuple[int, ...]:
-        a, b = self.intervals[owner]
-        return tuple(b - a if d == self.dim else n for d, n in enumerate(local.shape))
-
-
-def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
-    """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable once.
-
-    Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
-    """
-    return _PartByPart.apply(function, tour, part, *others)  # type: ignore[no-any-return]
-
-
-class _PartByPart(torch.autograd.Function):
-    """See [Note: part by part]."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.function, ctx.tour = function, tour
-        kind = part.device.type
-        ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        ctx.save_for_backward(part, *others)
-        ring, group, forms = _ring(tour, part)
-        results: dict[int, Tensor] = {}
-        total: Tensor | None = None
-        for owner, (block,) in travel([_plain(part)], forms, ring, group):
-            result = function(owner, block, *others)
-            if tour.into is not None:
-                results[owner] = result
-            else:
-                total = result if total is None else total + result
-        if total is not None:
-            return total
-        return torch.cat([results[owner] for owner in sorted(results)], dim=tour.into or 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        part, *others = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        tour: Tour = ctx.tour
-        kind, enabled, dtype = ctx.autocast
-        sums: list[Tensor | None] = [None] * len(others)
-
-        def contribute(owner: int, blocks: Sequence[Tensor]) -> list[Tensor]:
-            a, b = tour.intervals[owner]
-            mine = grad if tour.into is None else grad.narrow(tour.into, a, b - a)
-            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
-                leaves = [t.detach().requires_grad_(n) for t, n in zip((*blocks, *others), needs, strict=True)]
-                result = ctx.function(owner, *leaves)
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = dict(zip(map(id, wanted), torch.autograd.grad(result, wanted, mine, materialize_grads=True)))
-            for i, leaf in enumerate(leaves[1:]):
-                if leaf.requires_grad:
-                    before = sums[i]
-                    sums[i] = found[id(leaf)] if before is None else before + found[id(leaf)]
-            return [_plain(found[id(leaves[0])]).clone()] if needs[0] else []
-
-        ring, group, forms = _ring(tour, part)
-        home: Any = None
-        if needs[0]:
-            (home,) = travel_and_return([_plain(part)], forms, forms, ring, group, contribute)
-        else:
-            for owner, blocks in travel([_plain(part)], forms, ring, group):
-                contribute(owner, blocks)
-        return None, None, home, *sums
-
-
-def _ring(tour: Tour, part: Tensor) -> Any:
-    """The ring, its process group, and the shape and dtype of each rank's part."""
-    group = tour.mesh.get_group(tour.mesh_dim)
-    ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
-    return ring, group, lambda owner: [(tour.shape_at(part, owner), part.dtype)]
-
-
-def _plain(t: Tensor) -> Tensor:
-    """Contiguous, and without pending conjugation: what may travel and be added to."""
-    return t.resolve_conj().resolve_neg().contiguous()
