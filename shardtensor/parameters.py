@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import alias
-from .dispatch import wrap
 from .errors import different_meshes, refuse
 from .redistribute import all_reduce, start_all_reduce
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor, as_gradient, from_part
+from .tensor import ShardTensor, as_gradient, from_part, wrap
 
 __all__ = ["GradientSum", "Kernel", "contributing", "local_parameters", "run_kernel", "unsummed_parameters"]
 

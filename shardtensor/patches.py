@@ -51,7 +51,7 @@ PATCHES = (
     Patch("torch.nn.functional", "conv2d"),
     Patch("torch.nn.functional", "conv3d"),
     Patch("torch.nn.functional", "linear"),
-    Patch("torch.nn.functional", "l1_loss"),  # it asks __torch_function__, but leaves the weight out
+    Patch("torch.nn.functional", "l1_loss"),  # it calls __torch_function__, but without the weight
     # flex_attention does not call __torch_function__, but calls this first. Wrapped itself, it could not be compiled.
     Patch("torch.nn.attention.flex_attention", "_validate_embed_dim"),
     # They would return the address of memory that a ShardTensor does not have.

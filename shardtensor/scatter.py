@@ -15,10 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, not_in_graphs
 from .agreement import DTYPES, MAX_NDIM, check_process_group
-from .dispatch import wrap
 from .geometry import intervals_of
 from .spec import ShardSizes, ShardTensorSpec, mesh_coordinate
-from .tensor import ShardTensor, mark_leaf
+from .tensor import ShardTensor, mark_leaf, wrap
 
 __all__ = ["part_at", "scatter_tensor", "wire"]
 

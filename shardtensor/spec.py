@@ -8,7 +8,7 @@ takes a tenth of the time, keeps what the object has computed, and makes compari
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import DTensorSpec, TensorMeta, is_plain_shard
+from .context import settings
 from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
 
 __all__ = [
     "CHANNELS_LAST",
-    "CIRCUMSTANCES",
     "AxisLayout",
     "ShardSizes",
     "ShardTensorSpec",
@@ -37,7 +37,8 @@ __all__ = [
 
 # One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
 Sizes = tuple[tuple[int, ...] | None, ...]
-# What callers may give: ``{mesh_dim: sizes}``; None and "even" mean torch.chunk's sizes (None may also ask to infer).
+# What callers may give: ``{mesh_dim: sizes}``, "even" for torch.chunk's sizes, or None for the default: the same, or
+# where there are local tensors to infer sizes from, theirs.
 ShardSizes = Mapping[int, Sequence[int]] | str | None
 
 # The memory formats with the channels innermost, by number of dims.
@@ -146,7 +147,10 @@ class ShardTensorSpec(DTensorSpec):
 
     def with_axes(self, axes: Mapping[int, AxisLayout]) -> ShardTensorSpec:
         """The spec with another layout on the mesh dims that are named, and its own on the others."""
-        return self.with_layout([axes.get(m, own) for m, own in enumerate(self.layout)])
+        layout = list(self.layout)
+        for m, axis in axes.items():
+            layout[m] = axis
+        return self.with_layout(layout)
 
     def replicated(self) -> ShardTensorSpec:
         """The spec of the same tensor replicated on every mesh dim."""
@@ -286,7 +290,7 @@ class ShardTensorSpec(DTensorSpec):
             return False
         if self.coordinate != other.coordinate:
             return False
-        if skip_shapes and isinstance(other, _Guard) and other.circumstances != _circumstances():
+        if skip_shapes and isinstance(other, _Guard) and other.settings != settings():
             return False
         return self.tensor_meta == other.tensor_meta
 
@@ -308,10 +312,7 @@ class ShardTensorSpec(DTensorSpec):
         return self.replace(meta=tensor_meta)
 
     def __str__(self) -> str:
-        placed = ", ".join(
-            f"{p}{list(sizes)}" if sizes is not None else str(p)
-            for p, sizes in zip(self.placements, self.sizes, strict=True)
-        )
+        placed = ", ".join(f"{p}{list(sizes)}" if sizes is not None else str(p) for p, sizes in self.layout)
         shape = tuple(self.shape) if self.tensor_meta is not None else "?"
         dtype = str(self.tensor_meta.dtype).removeprefix("torch.") if self.tensor_meta is not None else "?"
         return f"ShardTensor{shape} {dtype} on mesh {tuple(self.mesh.shape)} as ({placed})"
@@ -348,7 +349,7 @@ class _Guard(ShardTensorSpec):
     """[Note: guards] A spec that torch.compile has traced, with which it compares those of later calls.
 
     A graph is valid for one layout of the tensor, and for everything else that our code read while it was traced: the
-    circumstances. torch would compare without shapes, since its graphs may be valid for any; ours hold the size of
+    settings. torch would compare without shapes, since its graphs may be valid for any; ours hold the size of
     every rank's shard.
     """
 
@@ -356,19 +357,9 @@ class _Guard(ShardTensorSpec):
         self, mesh: DeviceMesh, placements: Sequence[Placement], tensor_meta: TensorMeta | None, sizes: Sizes
     ) -> None:
         super().__init__(mesh, placements, tensor_meta, sizes)
-        self.circumstances = _circumstances()
+        self.settings = settings()
 
 
-# Functions without arguments whose results, other than its operands, determine what an operator does.
-CIRCUMSTANCES: list[Callable[[], Any]] = []
-
-
-def _circumstances() -> tuple[Any, ...]:
-    return tuple(read() for read in CIRCUMSTANCES)
-
-
-# ``identity`` and ``coordinate`` are only parts of the key: equal meshes may be different objects, with process groups
-# of their own, and simulated ranks have equal meshes.
 @lru_cache(maxsize=8192)
 def _known(
     identity: int,

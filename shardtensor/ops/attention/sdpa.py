@@ -19,12 +19,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..._compat import TensorMeta, not_in_graphs
-from ...dispatch import choose, wrap
+from ...context import Setting
 from ...errors import refuse
 from ...operators import Arguments, Composed, LocalPlan, Plan, planned
 from ...registry import register
-from ...spec import CIRCUMSTANCES, AxisLayout, ShardTensorSpec, contiguous_stride
-from ...tensor import ShardTensor, redistribute_to
+from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
+from ...tensor import ShardTensor, redistribute_to, wrap
 from ..common.alignment import as_operand, common_mesh, moved, refuse_gathering
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
@@ -36,7 +36,7 @@ __all__ = ["attention_method", "global_attention"]
 _aten = torch.ops.aten
 NAME = "scaled_dot_product_attention"
 
-_method = "auto"
+_method = Setting("auto")
 
 
 @not_in_graphs("call the compiled function inside of shardtensor.attention_method(); it is compiled anew for that")
@@ -62,22 +62,8 @@ def attention_method(name: str) -> Iterator[None]:
     """
     if name not in ("auto", "ring", "heads"):
         raise ValueError(f"attention method {name!r}: choose 'auto', 'ring' or 'heads'")
-    previous = _method
-    _set_method(name)
-    try:
+    with _method.set_to(name):
         yield
-    finally:
-        _set_method(previous)
-
-
-def _set_method(name: str) -> None:
-    global _method
-    _method = name
-    choose("attention_method", name)
-
-
-_set_method("auto")
-CIRCUMSTANCES.append(lambda: _method)
 
 
 class AttentionPlan(LocalPlan):
@@ -133,7 +119,7 @@ def plan_attention(
     options: AttentionOptions,
 ) -> AttentionPlan:
     """The plan for operands with equal batch dims; where they have to lie is in ``plan.work.layout.targets``."""
-    layout = layout_of(NAME, query, key, value, mask, shift, _method)
+    layout = layout_of(NAME, query, key, value, mask, shift, _method.value)
     shape = (*query.shape[:-1], value.shape[-1])
     out = _result_spec(layout.out, query.mesh, shape, query.tensor_meta.dtype)
     target = layout.targets[0]

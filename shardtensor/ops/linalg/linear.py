@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..._compat import TensorMeta
-from ...dispatch import meta_of
 from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...parameters import GradientSum
+from ...planning import meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import as_operand

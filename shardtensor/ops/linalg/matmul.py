@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ... import dispatch
-from ...dispatch import meta_of
+from ... import planning
 from ...errors import refuse
 from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 from ..common.alignment import common_cut, common_mesh, fit, torch_judges
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
 from ..common.reduce import check_dtype, reduced_spec
@@ -232,7 +231,7 @@ for _name, _of in {
 
 
 @operator(_aten.mm.default, _aten.bmm.default)
-def plan_product(call: dispatch.Call) -> dispatch.Plan:
+def plan_product(call: planning.Call) -> planning.Plan:
     reduced = call.reduced()
     mesh = call.specs[0].mesh
     specs = []
@@ -255,7 +254,7 @@ def plan_product(call: dispatch.Call) -> dispatch.Plan:
             parts[i] = parts[i].narrow(d, start, stop - start)
         return work(*parts)
 
-    out = how.out(call.meta.shape, call.meta.dtype).replace(meta=meta_of(call.meta))
+    out = how.out(call.meta.shape, call.meta.dtype).replace(meta=planning.meta_of(call.meta))
     return call.plan(out, {path: how.targets[path[0]] for path in reduced}, call=local)
 
 
@@ -274,12 +273,12 @@ def _baddbmm_below(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1)
 
 @register(_aten.mv.default)
 def _mv_below(a: Any, b: Any) -> Any:
-    column = dispatch.run(_aten.unsqueeze.default, (b, 1), {}) if isinstance(b, DTensor) else b.unsqueeze(1)
-    return dispatch.run(_aten.squeeze.dim, (_product_below(_aten.mm.default, a, column), 1), {})
+    column = run(_aten.unsqueeze.default, (b, 1), {}) if isinstance(b, DTensor) else b.unsqueeze(1)
+    return run(_aten.squeeze.dim, (_product_below(_aten.mm.default, a, column), 1), {})
 
 
 def _product_below(op: Any, a: Any, b: Any) -> Any:
-    return dispatch.run(op, (a, b), {}) if isinstance(a, DTensor) or isinstance(b, DTensor) else op(a, b)
+    return run(op, (a, b), {}) if isinstance(a, DTensor) or isinstance(b, DTensor) else op(a, b)
 
 
 def _added_below(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
@@ -287,11 +286,11 @@ def _added_below(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
         product = product * alpha
     if beta == 0 and isinstance(product, DTensor):
         return product  # what input holds, NaN even, does not matter then
-    return dispatch.run(_aten.add.Tensor, (product, input), {"alpha": beta})
+    return run(_aten.add.Tensor, (product, input), {"alpha": beta})
 
 
 @operator(_aten.dot.default, _aten.vdot.default)
-def plan_dot(call: dispatch.Call) -> dispatch.Plan:
+def plan_dot(call: planning.Call) -> planning.Plan:
     check_dtype(call)
     reduced = call.reduced()
     first = next(iter(reduced.values()))

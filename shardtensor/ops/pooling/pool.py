@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from ...dispatch import wrap
 from ...errors import refuse
 from ...geometry import Interval, Window, intervals_of, map_cuts
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to
+from ...tensor import ShardTensor, from_part, redistribute_to, wrap
 from ..common.stencil import borrow_dims, finish, is_whole, judged, per_dim, resized, result_dtype, scaled_cut, settled
 
 __all__ = ["adaptive_window", "pool_reads"]

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...copies import mark_copied
-from ...dispatch import Call, Plan, rule
 from ...geometry import Window, intervals_of, map_cuts
+from ...operators import operator
+from ...planning import Call, Plan
 from ...registry import register
 from ...tensor import ShardTensor, redistribute_to
 from ..common.stencil import borrow_dims, finish, on_meta, per_dim, settled
@@ -57,14 +58,14 @@ def _unfold_copy(input: Any, dimension: int, size: int, step: int, *, out: Any =
     return input.unfold(dimension, size, step).clone(memory_format=torch.contiguous_format)
 
 
-@rule(_aten.unfold.default)
+@operator(_aten.unfold.default)
 def _unfold_below_autograd(call: Call) -> Plan:
     spec = call.specs[0]
     dim = wrap_dim(call.args[1], len(spec.shape))
     return Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
 
 
-@rule(_aten.unfold_backward.default)
+@operator(_aten.unfold_backward.default)
 def _unfold_backward(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     shape, dim = call.args[1:3]
@@ -90,7 +91,7 @@ def _unfold_images(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any
     return x.permute(*range(n - 2), n, n + 1, n - 2, n - 1).reshape(meta.shape)
 
 
-@rule(_aten.im2col.default, _aten.col2im.default)
+@operator(_aten.im2col.default, _aten.col2im.default)
 def _columns(call: Call) -> Plan:
     """With images and channels sharded: a channel's taps stay together."""
     spec = call.specs[0]
