@@ -34,7 +34,7 @@ from .registry import declare, declare_rule
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, promote, redistribute_to
 
-__all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator"]
+__all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
 
 # How a plan's function sees a tensor: a ShardTensor by its spec, a plain one by shape, strides and dtype.
 Operand = ShardTensorSpec | TensorMeta
@@ -174,11 +174,12 @@ class Arguments:
 class Operator:
     """One spelling of an operator above autograd: finds or makes the plan of a call, and runs it."""
 
-    def __init__(self, spelling: Callable[..., Any], declared: _Declared) -> None:
-        self.spelling, self.name = spelling, getattr(spelling, "__name__", str(spelling))
+    def __init__(self, spelling: Callable[..., Any] | str, declared: _Declared) -> None:
+        named = isinstance(spelling, str)
+        self.spelling, self.name = spelling, spelling if named else getattr(spelling, "__name__", str(spelling))
         self.__module__ = declared.build.__module__
         self._declared = declared
-        self._arguments = declared.arguments_of(spelling)
+        self._arguments = None if named else declared.arguments_of(spelling)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
@@ -357,8 +358,8 @@ def operator(
             them plain, and sums their gradients over the ranks by :attr:`Plan.total`. The function gets shape, strides
             and dtype.
         partial: which of ``tensors`` may stay Partial.
-        sharded: which of ``parameters`` may be ShardTensors with a sharded dim. The function gets their specs, and has
-            them made plain by :meth:`Arguments.then_do`; their gradients are not summed.
+        sharded: which of ``parameters`` may be sharded DTensors. The function gets their specs, and returns a
+            :class:`Composed` or has them made plain by :meth:`Arguments.then_do`; their gradients are not summed.
         meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
             tensors.
 
@@ -383,15 +384,35 @@ def operator(
             for spelling in spellings:
                 declare_rule(spelling, build, meta)
             return build
-        signature = inspect.signature(build)
-        own = signature.replace(parameters=list(signature.parameters.values())[1:])
-        names = (tuple(names.split()) for names in (tensors, parameters, partial, sharded))
-        declared = _Declared(build, *names, own)
+        declared = _declaration(build, tensors, parameters, partial, sharded)
         for spelling in dict.fromkeys(spellings):
             declare(spelling, Operator(spelling, declared))
         return build
 
     return decorate
+
+
+def planned(
+    name: str, *, tensors: str, parameters: str = "", partial: str = "", sharded: str = ""
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorator: as :func:`operator`, for what handlers call. The decorated function is called like an operator.
+
+    For entry points that tell more than a key does: whether arguments are the same tensor, or a mask's class.
+
+    Args:
+        name: for errors.
+    """
+
+    def decorate(build: Callable[..., Any]) -> Operator:
+        return Operator(name, _declaration(build, tensors, parameters, partial, sharded))
+
+    return decorate
+
+
+def _declaration(build: Callable[..., Any], tensors: str, parameters: str, partial: str, sharded: str) -> _Declared:
+    signature = inspect.signature(build)
+    own = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return _Declared(build, *(tuple(names.split()) for names in (tensors, parameters, partial, sharded)), own)
 
 
 def _argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:
@@ -431,7 +452,7 @@ def _prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
 
 
 def _is_sharded(t: Any) -> bool:
-    return isinstance(t, ShardTensor) and bool(t._spec.sharded_dims())
+    return isinstance(t, DTensor) and not spec_of(t).is_replicate()
 
 
 def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> TensorMeta:

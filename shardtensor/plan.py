@@ -16,7 +16,7 @@ from ._compat import AutogradFunction
 from .gradients import not_twice
 from .parameters import GradientSum
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor, as_gradient, from_part, redistribute_to, wrap
+from .tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
 
 __all__ = ["Composed", "LocalPlan", "Plan"]
 
@@ -89,15 +89,31 @@ class LocalPlan(Plan):
     """A plan whose local work autograd differentiates: ``function`` of the local tensors gives the local result.
 
     Where it communicates, it calls what is differentiable, such as :func:`shardtensor.halo.borrow`.
+
+    Args:
+        gradients: for each of the operator's tensors the layout in which its gradient arrives, None for its own.
+            Partial where it is replicated, but the ranks do different work with it.
     """
 
     def __init__(
-        self, function: Callable[..., Any], outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...], 
+        self,
+        function: Callable[..., Any],
+        outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...],
+        gradients: Sequence[ShardTensorSpec | None] | None = None,
     ) -> None:
-        self.function, self.outputs = function, outputs
+        self.function, self.outputs, self.gradients = function, outputs, gradients
+
+    def local_tensors(self, tensors: Sequence[Any]) -> list[Any]:
+        """What the local work gets, differentiably."""
+        if self.gradients is None:
+            return [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+        return [
+            t if type(t) is not ShardTensor else t.to_local() if spec is None else to_part(t, spec)
+            for t, spec in zip(tensors, self.gradients, strict=True)
+        ]
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+        locals_ = self.local_tensors(tensors)
         if self.total is not None and torch.is_grad_enabled():
             locals_ = self.total.complete(locals_)
         result = self.function(*locals_)

@@ -43,6 +43,7 @@ __all__ = [
     "promote",
     "redistribute_to",
     "run",
+    "to_part",
     "wrap",
 ]
 
@@ -340,6 +341,14 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def from_part(local: Tensor, spec: ShardTensorSpec) -> Any:
     """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
     return conversions.from_part(ShardTensor, local, spec)
+
+
+def to_part(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
+    """The local tensor of a ShardTensor. Differentiable; ``grad_spec`` is the layout in which its gradient arrives."""
+    if tensor._viewed is not None:
+        check_current("to_local", tensor)
+    differentiable = torch.is_grad_enabled() and tensor.requires_grad
+    return conversions.to_local(tensor, grad_spec) if differentiable else tensor._local_tensor
 
 
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
