@@ -373,7 +373,7 @@ class Operator:
             raise TypeError(f"{self.name}() takes {len(self._arguments)} arguments, but {len(args)} were given")
         given = dict(zip(self._arguments, args))
         for name, value in kwargs.items():
-            name = self._declared.first if name == "self" else name
+            name = self._declared.called(name)
             if name in given:
                 raise TypeError(f"{self.name}() got multiple values for argument {name!r}")
             given[name] = value
@@ -435,17 +435,17 @@ class _Declared:
         """All tensors, in the order of the declaration."""
         return tuple(name for name in self.signature.parameters if name in (*self.tensors, *self.parameters))
 
-    @property
-    def first(self) -> str:
-        """The argument that methods and operators call ``self``."""
-        return next(iter(self.signature.parameters))
+    def called(self, name: str) -> str:
+        """What the declaration calls an argument: the first one is often ``self`` for methods and operators."""
+        parameters = self.signature.parameters
+        return next(iter(parameters)) if name == "self" and name not in parameters else name
 
     def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...] | None:
         """The names of a spelling's positional arguments, in its own order; None: as in the declaration."""
         names = _argument_names(spelling)
         if names is None or any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
             return None
-        names = tuple(self.first if name == "self" else name for name in names)
+        names = tuple(self.called(name) for name in names)
         unknown = [name for name in names if name not in self.signature.parameters and name not in _OF_KERNELS]
         if unknown:
             raise TypeError(f"the plan of {spelling} has no arguments {unknown}, which {spelling} has")
