@@ -27,8 +27,7 @@ from ...geometry import Interval, intervals_of, length, map_cuts
 from ...registry import register
 from ...spec import CHANNELS_LAST
 from ...tensor import ShardTensor
-from ..common.stencil import borrow_dims, finish, per_dim, result_dtype, scaled_cut, settled
-from ..pooling.pool import _adaptive_avg_pool
+from ..common.stencil import borrow_dims, dtype_of_result, finish, per_dim, scaled_cut, settled
 
 __all__ = ["Resize", "Taps", "as_local"]
 
@@ -194,7 +193,7 @@ def _interpolate(
     factors = tuple(scale_factor) if isinstance(scale_factor, (tuple, list)) else scale_factor
     meta = _on_meta(input._spec.tensor_meta, lengths, factors, recompute_scale_factor, tuple(kwargs.items()))
     if mode == "area":
-        return _adaptive_avg_pool(input, tuple(meta.shape[2:]), ndim=input.ndim - 2)
+        return getattr(F, f"adaptive_avg_pool{input.ndim - 2}d")(input, tuple(meta.shape[2:]))
     x = settled(input, linear=mode not in ("nearest", "nearest-exact") or input.is_floating_point())
     spec = x._spec
     ndim = x.ndim - 2
@@ -202,7 +201,7 @@ def _interpolate(
     if size is None and not recompute_scale_factor:
         scales = [float(s) for s in per_dim(scale_factor, ndim)]
     probe = lambda t: F.interpolate(t, size=[1] * ndim, **kwargs)  # noqa: E731
-    dtype = result_dtype(x._local_tensor, probe, [1] * x.ndim)
+    dtype = dtype_of_result(x._local_tensor, probe, [1] * x.ndim)
     sharded = {d: m for d, m in spec.sharded_dims().items() if d >= 2}
     if sharded and not x.is_floating_point() and not mode.startswith("nearest"):
         reason = f"mode {mode!r} of {x.dtype} rounds between dims, which is done for floating point only"

@@ -19,7 +19,7 @@ from ...errors import refuse
 from ...geometry import Interval, cuts_of, intersect, intervals_of, length, sizes_of
 from ...registry import register
 from ...tensor import ShardTensor
-from ..common.stencil import borrow_dims, finish, on_meta, per_dim, result_dtype, settled
+from ..common.stencil import borrow_dims, dtype_of_result, finish, on_meta, per_dim, settled
 
 __all__ = ["pad_sizes", "pad_sources"]
 
@@ -89,7 +89,7 @@ def _pad(input: Any, pad: Sequence[int], mode: str = "constant", value: Any = No
 
     dtype = x.dtype
     if mode != "constant":
-        dtype = result_dtype(x._local_tensor, lambda t: F.pad(t, [0] * len(pad), mode=mode), [1] * input.ndim)
+        dtype = dtype_of_result(x._local_tensor, lambda t: F.pad(t, [0] * len(pad), mode=mode), [1] * input.ndim)
     local = x.to_local()
     amounts = {d: p for d, p in pads.items() if d not in sharded}
     for d, m in sharded.items():

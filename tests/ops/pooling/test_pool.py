@@ -13,8 +13,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
 from shardtensor.geometry import Window, intervals_of, map_cuts
-from shardtensor.ops.common.stencil import scaled_cut
-from shardtensor.ops.pooling.pool import adaptive_window, pool_reads
+from shardtensor.ops.common.stencil import scaled_boundary
+from shardtensor.ops.pooling.adaptive_pool import adaptive_window
+from shardtensor.ops.pooling.pool import pool_reads
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -302,14 +303,14 @@ def test_adaptive_windows_are_torchs(n, out):
 
 
 @given(SIZES, st.integers(1, 40))
-def test_scaled_cuts_give_outputs_to_the_owner_of_their_centre(sizes, out):
+def test_scaled_boundaries_give_outputs_to_the_owner_of_their_centre(sizes, out):
     n = sum(sizes)
-    owned = intervals_of(map_cuts(sizes, scaled_cut(n, out)))
+    owned = intervals_of(map_cuts(sizes, scaled_boundary(n, out)))
     assert owned[-1][1] == out
     for (start, stop), (a, b) in zip(owned, intervals_of(sizes)):
         for o in range(start, stop):
             assert a * 2 * out <= (2 * o + 1) * n <= b * 2 * out
-    assert map_cuts(sizes, scaled_cut(n, 2 * n)) == tuple(2 * s for s in sizes)
+    assert map_cuts(sizes, scaled_boundary(n, 2 * n)) == tuple(2 * s for s in sizes)
 
 
 def gradient_by_name():

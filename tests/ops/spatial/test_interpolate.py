@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
 from shardtensor.geometry import cuts_of, intervals_of, length, map_cuts
-from shardtensor.ops.common.stencil import scaled_cut
+from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.spatial.interpolate import Resize, as_local
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -193,7 +193,7 @@ def test_torchs_kernel_on_a_part_gives_the_outputs_of_the_whole(sizes, ratio, mo
     resize = Resize(n, out, scale, mode, None, False, torch.float64, "cpu")
     x = data(1, 2, n)[:, :, None] if mode == "bicubic" else data(1, 2, n)
     parts = []
-    for interval in intervals_of(map_cuts(sizes, scaled_cut(n, out))):
+    for interval in intervals_of(map_cuts(sizes, scaled_boundary(n, out))):
         start, stop = resize.taps().reads(interval)
         found = as_local(resize, (start, stop), interval) if stop > start else None
         if found is None:
@@ -290,7 +290,7 @@ def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes
     whole = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **given_size)
     taps = Resize(n, out, scale, mode, align_corners, antialias, dtype, "cpu").taps()
     parts = []
-    for a, b in intervals_of(map_cuts(sizes, scaled_cut(n, out))):
+    for a, b in intervals_of(map_cuts(sizes, scaled_boundary(n, out))):
         start, stop = taps.reads((a, b))
         assert 0 <= start <= stop <= n
         if b > a:
