@@ -19,24 +19,22 @@ from ...geometry import Interval, intervals_of
 from ...halo import borrow
 from ...operators import Arguments
 from ...spec import AxisLayout, ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to
 
 __all__ = [
     "Constant",
     "borrow_dims",
+    "keeping_sums",
     "per_dim",
-    "reduce_all_but_sums",
     "resized",
     "result_dtype",
     "scaled_boundary",
 ]
 
 
-def reduce_all_but_sums(call: Arguments, name: str) -> ShardTensorSpec:
-    """Have an operand's Partials reduced, but for sums: a linear operator may be applied to the contributions."""
-    spec = call.tensors[name]
+def keeping_sums(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """The spec with its Partials reduced, but for sums: a linear operator may be applied to the contributions."""
     others = [m for m in spec.partial_mesh_dims() if spec.placements[m].reduce_op != "sum"]  # type: ignore[attr-defined]
-    return call.redistribute(name, spec.with_axes({m: AxisLayout(Replicate()) for m in others}))
+    return spec.with_axes({m: AxisLayout(Replicate()) for m in others})
 
 
 def result_dtype(
@@ -108,41 +106,3 @@ def scaled_boundary(n: int, out: int) -> Callable[[int], int]:
     """
     # Outputs o with (o + 1/2) * n / out < b, counted in integers.
     return lambda b: max(0, min(out, -((n - 2 * b * out) // (2 * n))))
-
-
-# -- for operators that are not planned yet ----------------------------------------------------------------------------
-
-scaled_cut = scaled_boundary
-
-
-def settled(x: ShardTensor, *, linear: bool) -> ShardTensor:
-    """``x`` with what is Partial reduced; a linear operator may be applied to the summands instead."""
-    spec = x._spec
-    placements = [
-        Replicate() if p.is_partial() and not (linear and p.reduce_op == "sum") else p  # type: ignore[attr-defined]
-        for p in spec.placements
-    ]
-    return redistribute_to(x, spec.replace(placements=placements))
-
-
-def on_meta(x: ShardTensor) -> Tensor:
-    """The global tensor without its data."""
-    meta = x._spec.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-
-
-def dtype_of_result(local: Tensor, probe: Callable[[Tensor], Tensor], shape: Sequence[int]) -> torch.dtype:
-    """The dtype that an operator gives: the input's, unless autocast has another idea.
-
-    Autocast knows no meta tensors, and a rank with an empty shard runs no kernel; so ask ``probe``, the operator, with
-    a tensor of the small ``shape``.
-    """
-    if not torch.is_autocast_enabled(local.device.type):
-        return local.dtype
-    with torch.no_grad():
-        return probe(local.new_zeros(*shape)).dtype
-
-
-def finish(local: Tensor, x: ShardTensor, meta: Tensor, sizes: Mapping[int, tuple[int, ...]]) -> ShardTensor:
-    """A ShardTensor of the ranks' results, placed like ``x``."""
-    return from_part(local, resized(x._spec, meta, local.dtype, sizes))

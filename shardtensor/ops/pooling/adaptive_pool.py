@@ -21,7 +21,7 @@ from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import AxisLayout, ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to
-from ..common.stencil import Constant, reduce_all_but_sums, resized, result_dtype, scaled_boundary
+from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of
 
 __all__ = ["adaptive_window"]
@@ -183,7 +183,7 @@ def _declare_adaptive(n: int) -> None:
     def plan_adaptive_avg_pool(call: Arguments, input: ShardTensorSpec, output_size: Numbers) -> Plan:
         """See [Note: output size 1]."""
         meta = call.returned(average, input, output_size)
-        spec = reduce_all_but_sums(call, "input")
+        spec = call.redistribute("input", keeping_sums(input))
         to_one = [d for d in range(len(spec.shape) - n, len(spec.shape)) if meta.shape[d] == 1]
         if not set(to_one) & set(spec.sharded_dims()):
             return _adaptive_pool(call, n, meta, average, indices=False)

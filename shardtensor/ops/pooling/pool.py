@@ -22,7 +22,7 @@ from ...halo import Fetch, Narrow
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ..common.stencil import Constant, per_dim, reduce_all_but_sums, resized, result_dtype
+from ..common.stencil import Constant, keeping_sums, per_dim, resized, result_dtype
 
 __all__ = ["GlobalIndices", "Numbers", "Pooled", "local_plan", "pool_reads", "values_of"]
 
@@ -279,7 +279,7 @@ def _declare_avg_pool(n: int) -> None:
         options = (ceil_mode, count_include_pad, *(() if divisor_override is None else (divisor_override,)))
         meta = call.returned(function, input, kernel_size, step, padding, *options)
         size, step = _per_dim(n, kernel_size, step)
-        reduce_all_but_sums(call, "input")
+        call.redistribute("input", keeping_sums(input))
         return _pool(
             call,
             meta,

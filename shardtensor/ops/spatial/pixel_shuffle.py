@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from ...dispatch import Call, Plan, rule
+from ...dispatch import Call, Plan
+from ...operators import operator
 from ..shape.view import carry, fitted, moved_off
 
 _aten = torch.ops.aten
 
 
-@rule(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.channel_shuffle.default)
+@operator(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.channel_shuffle.default)
 def _shuffle(call: Call) -> Plan:
     """Blocks of ``r`` x ``r`` pixels to channels and back: both spatial dims, and the channels, stay dims."""
     spec, r = call.specs[0], call.args[1]
