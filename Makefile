@@ -27,6 +27,7 @@ bench: $(VENV)/.installed-test
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check shardtensor
 	$(VENV)/bin/mypy
 
 $(VENV)/bin/python:

@@ -4,7 +4,7 @@
 """
 
 from . import gradients, ops, patches  # the first two fill the registry
-from .dispatch import allow_gather
+from .context import allow_gather
 from .errors import UnsupportedSharding
 from .exchange import set_transport
 from .operators import Arguments, Composed, LocalPlan, Plan, operator

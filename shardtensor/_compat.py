@@ -1,14 +1,15 @@
-"""Every private torch API that the package touches, and what differs between torch versions.
+"""Every private torch API that the package uses, and what differs between torch versions.
 
-Nothing else imports from a module whose name starts with an underscore, so a new torch release is checked here.
-Tested with torch 2.11 to 2.15.
+No other module imports from a torch module whose name starts with an underscore, so that a new torch release is checked
+here. Tested with torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,21 +19,27 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.distributed_c10d import AllgatherOptions, _resolve_process_group
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    _resolve_process_group,
+)
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import KeyEntry, PyTree, keystr, tree_leaves, tree_map, tree_map_with_path
 
+# What torch.autograd.backward does before it calls the engine, and how it calls it.
 gradient_seeds = torch.autograd._make_grads
-process_group = _resolve_process_group
 run_engine = torch.autograd.graph._engine_run_backward
+# Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 __all__ = [
     "DTensorSpec",
     "DisableTorchFunction",
+    "KeyEntry",
+    "PyTree",
     "TensorMeta",
     "alias",
     "c10d_all_gather",
@@ -70,9 +77,13 @@ __all__ = [
 ]
 
 
-def new_wrapper(cls: type, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Any:
-    """Create a wrapper tensor of DTensor layout around ``local`` (2.4 us; no ``__init__`` is run)."""
-    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[attr-defined]
+Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def new_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapper:
+    """Create an instance of ``cls``, a DTensor subclass, around ``local`` (2.4 us; no ``__init__`` is run)."""
+    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,9 +117,14 @@ def c10d_all_to_all(
 
 def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
     """``dist.all_reduce(..., async_op=True)`` of a tensor of real numbers."""
+    return group.allreduce([tensor], _all_reduce_options(op))
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
-    return group.allreduce([tensor], _asynchronous(options))
+    return _asynchronous(options)
 
 
 def c10d_all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -116,9 +132,15 @@ def c10d_all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist
     return group.allgather([parts], [tensor], _ALL_GATHER)
 
 
-def kernel(func: torch._ops.OpOverload) -> Any:
+def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """What calling the operator calls, without the call to Python in between."""
     return func._op
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of this name. Operators of a graph get names, as a group cannot be a constant of a graph."""
+    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
+    return group
 
 
 def current_mesh() -> DeviceMesh:
@@ -129,12 +151,12 @@ def current_mesh() -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of ``mesh`` as a mesh of one dim; the same one each time."""
+    """The ranks of ``mesh`` as a mesh of one dim; the same object each time."""
     return mesh._flatten()
 
 
 def spmd_options(shard: tuple[str, ...], replicate: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments with which ``fully_shard`` reduces over these axes the gradients of DTensors on the whole mesh."""
+    """Arguments with which ``fully_shard`` reduces the gradients of DTensors on a mesh over these axes of it."""
     from torch.distributed import fsdp
 
     if not hasattr(fsdp, "DataParallelMeshDims"):
@@ -156,67 +178,77 @@ def claim_dispatch(cls: type) -> None:
     """Make sure that operators on ``cls``, a DTensor subclass, reach its ``__torch_dispatch__``.
 
     Since 2.13 overriding that method is enough. Before, DTensor's C++ path took every instance of a subclass, too; but
-    rules made by ``register_torch_dispatch`` are looked up first, so there the class has one for every operator.
+    rules made by ``register_torch_dispatch`` come first, so there the class has one for every operator.
     """
-    if torch.__version__ >= (2, 13):  # TorchVersion compares with tuples
+    if torch.__version__ >= (2, 13):  # type: ignore[operator]  # TorchVersion compares with tuples
         return
     from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 
     find = GenericTorchDispatchRuleHolder.find
 
-    def dispatch(actual: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return actual.__torch_dispatch__(func, types, args, kwargs)
+    def dispatch(
+        actual: type[torch.Tensor],
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return actual.__torch_dispatch__(func, types, args, kwargs or {})
 
-    def find_or_claimed(self: Any, torch_dispatch_class: type) -> Any:
+    def find_or_claimed(self: GenericTorchDispatchRuleHolder, torch_dispatch_class: type) -> Any:
         return dispatch if torch_dispatch_class is cls else find(self, torch_dispatch_class)
 
     GenericTorchDispatchRuleHolder.find = find_or_claimed  # type: ignore[method-assign]
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has no data, because torch.compile (or another tracer) looks at what is done to it."""
+    """Whether ``tensor`` has no data, because torch.compile (or another tracer) records what is done to it."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share their storage; also where they have no data."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def keep_static(tensor: torch.Tensor) -> None:
-    """Tell torch.compile that a graph holds for this shape only: mark_static, without importing all of dynamo."""
+    """Tell torch.compile that a graph is valid for this shape only: mark_static, without importing all of dynamo.
+
+    The tensors that ``tensor`` is a view of are marked, too: torch.compile reads the marks of both.
+    """
     while tensor is not None:
         tensor._dynamo_static_indices = set(range(tensor.ndim))  # type: ignore[attr-defined]
         tensor = tensor._base  # type: ignore[assignment]
 
 
 def not_for_graphs(tensor: torch.Tensor) -> None:
-    """Mark a tensor so that torch.compile takes no graph for it which it made for others; it makes a new one.
+    """Mark a tensor so that torch.compile uses no graph for it which it made for others, but makes a new one.
 
-    Its means are the marks of dims that may have any length. No dim has the one set here.
+    Dims that may have any length are marked, and graphs guard on these marks. The mark set here is of no dim, so no
+    other tensor has it.
     """
     tensor._dynamo_dynamic_indices = {-1}  # type: ignore[attr-defined]
     tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 
-def unflattened(inner: dict[str, Any], context: Any) -> tuple[Any, Any, Any, torch.dtype, bool]:
-    """Mesh, placements, shard order, dtype and requires_grad out of what ``DTensor.__tensor_flatten__`` gives."""
+def unflattened(inner: dict[str, Any], context: tuple[Any, ...]) -> tuple[Any, Any, Any, torch.dtype, bool]:
+    """Mesh, placements, shard order, dtype and requires_grad from the results of ``DTensor.__tensor_flatten__``."""
     if len(context) == 2:  # until 2.12
         spec, requires_grad = context
         return spec.mesh, spec.placements, spec.shard_order, spec.tensor_meta.dtype, requires_grad
     placements, meta, order, requires_grad = context
-    mesh = inner["device_mesh"]  # in a trace, something that stands for it
+    mesh = inner["device_mesh"]  # in a trace, a proxy of it
     return getattr(mesh, "real_obj", mesh), placements, order, meta.dtype, requires_grad
 
 
 def tracing() -> bool:
-    """Whether torch.compile (or another tracer) is at work in this thread."""
+    """Whether torch.compile (or another tracer) is tracing in this thread."""
     return detect_fake_mode() is not None
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Code that runs as if nobody traced: tensors made here have data. It must not touch traced tensors' values."""
+    """Run code outside of the trace: tensors made here have data. It must not use values of traced tensors."""
     if tracing():
         with _disable_current_modes():
             yield
@@ -225,27 +257,31 @@ def untraced() -> Iterator[None]:
 
 
 def no_frames_of(package: str) -> None:
-    """Keep torch.compile from compiling a package's own functions, where it meets them outside of a graph."""
+    """Keep torch.compile from compiling a package's own functions where these run outside of a graph."""
     wrapt.register_post_import_hook(lambda trace_rules: trace_rules.add(package), "torch._dynamo.trace_rules")
 
 
-def not_in_graphs(reason: str) -> Callable[[Any], Any]:
-    """Decorator: torch.compile is to stop at this function, for this reason. Unlike torch's own, imports nothing."""
+def not_in_graphs(reason: str) -> Callable[[Function], Function]:
+    """Decorator: torch.compile breaks the graph at this function, for this reason.
 
-    def decorate(function: Any) -> Any:
-        function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
+    Unlike torch's own, which has the same effect, it does not import dynamo.
+    """
+
+    def decorate(function: Function) -> Function:
+        marked: Any = function
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
         return function
 
     return decorate
 
 
 def constant_like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``data``, made outside of a trace, for use with ``tensor``: where that is traced, a constant of the graph."""
+    """``data``, made outside of the trace, for use with ``tensor``: if that is traced, a constant of the graph."""
     return torch.ops.aten.lift_fresh_copy.default(data) if is_traced(tensor) else data
 
 
 def uncached(reason: str) -> Exception:
-    """The exception that tells torch's caches on disk that a graph has no key to be found by."""
+    """The exception that tells torch's caches on disk that a graph has no key, and is not to be kept."""
     from torch._inductor.codecache import BypassFxGraphCache
 
     return BypassFxGraphCache(reason)
@@ -256,10 +292,10 @@ def has_ordered_effects(operator: torch._ops.OpOverload) -> None:
     _register_effectful_op(operator, _EffectType.ORDERED)
 
 
-def register_scripting(function: Any, original: Any) -> None:
+def register_scripting(function: Callable[..., Any], original: Callable[..., Any]) -> None:
     """Let ``torch.jit.script`` treat ``function`` as the builtin operator that ``original`` is, if it is one."""
     from torch.jit._builtins import _find_builtin, _register_builtin
 
-    name = _find_builtin(original)
+    name = _find_builtin(original)  # type: ignore[no-untyped-call]
     if name is not None:
         _register_builtin(function, name)

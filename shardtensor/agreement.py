@@ -1,16 +1,15 @@
-"""Ranks that disagree hang; here they find out, and raise alike.
+"""What ranks claim about their local tensors, compared: ranks that disagreed would hang later.
 
 Everything a rank claims about its local tensor fits in one row of integers. The rows of all ranks of the mesh are
-gathered, one small all-gather per mesh dim, and every rank judges the same table, so either all go on or all raise
-the same error. With ``SHARDTENSOR_DEBUG=1`` this is done even where the caller has given all sizes.
+gathered, one small all-gather per mesh dim, and every rank checks the same table, so either all go on or all raise the
+same error. With ``SHARDTENSOR_DEBUG=1`` this is done even where the caller has given all sizes.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .debug import debug_enabled
-from .spec import ShardTensorSpec, mesh_coordinate, normalize_placements, stride_like
+from .spec import ShardSizes, ShardTensorSpec, mesh_coordinate, normalize_placements, stride_like
 
 __all__ = ["DTYPES", "MAX_NDIM", "agree_on_local", "check_process_group", "gather_over_mesh"]
 
 MAX_NDIM = 16
+# In the same order on every rank, so that a dtype can be sent as its index.
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+
+# Every rank's row, by its coordinate in the mesh.
+Table = dict[tuple[int, ...], list[int]]
 
 
 def check_process_group() -> None:
@@ -37,7 +40,7 @@ def check_process_group() -> None:
         )
 
 
-def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> dict[tuple[int, ...], list[int]]:
+def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> Table:
     """Every rank's ``row`` of integers (equally long everywhere), by mesh coordinate."""
     table = torch.tensor(row, dtype=torch.int64, device=mesh.device_type)
     for m in range(mesh.ndim):
@@ -47,18 +50,19 @@ def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> dict[tuple[int, ..
         else:
             parts = [table]
         table = torch.stack(parts)
-    # The mesh dim gathered last leads.
+    # Each gather has put its mesh dim in front, so the dims are those of the mesh in reverse, and the row.
     rows = table.permute(*reversed(range(mesh.ndim)), mesh.ndim).reshape(-1, len(row)).tolist()
     return dict(zip(product(*(range(n) for n in mesh.shape)), rows, strict=True))
 
 
 def agree_on_local(
-    local: Any,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shard_sizes: Mapping[int, Sequence[int]] | str | None,
+    local: object, mesh: DeviceMesh, placements: Sequence[Placement], shard_sizes: ShardSizes
 ) -> ShardTensorSpec:
-    """The spec of the ShardTensor whose shards are the ranks' ``local``; raises alike on all ranks where it can."""
+    """The spec of the ShardTensor whose shards are the ranks' ``local``; raises alike on all ranks where it can.
+
+    With sizes given nothing is compared, so that nothing is communicated: a rank whose local tensor does not fit them
+    then raises alone.
+    """
     check_process_group()
     mesh_coordinate(mesh)
     if isinstance(placements, Placement):
@@ -69,21 +73,24 @@ def agree_on_local(
         raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
     problem = _problem(local, mesh)
     if shard_sizes is None or debug_enabled():
-        return _from_table(
-            _gather_claims(local, mesh, placements, shard_sizes, problem), local, mesh, placements, shard_sizes
-        )
+        table = gather_over_mesh(_claims(local, placements, shard_sizes, problem), mesh)
+        return _from_table(table, local, mesh, placements, shard_sizes)
     if problem:
-        raise _ERRORS[problem](_describe_problem(problem, local, mesh))
+        raise _ERRORS[problem](_describe_problem(problem, mesh))
+    assert isinstance(local, Tensor)
     placements = normalize_placements(placements, mesh, local.ndim)
     shape = list(local.shape)
     sizes = {} if isinstance(shard_sizes, str) else shard_sizes
     for m, p in enumerate(placements):
         if isinstance(p, Shard):
             shape[p.dim] = sum(sizes[m]) if m in sizes else shape[p.dim] * mesh.size(m)
-    return _checked(local, mesh, placements, shape, sizes if not isinstance(shard_sizes, str) else shard_sizes)
+    return _checked(local, mesh, placements, shape, shard_sizes)
 
 
-def _checked(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, sizes: Any) -> ShardTensorSpec:
+def _checked(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], sizes: ShardSizes
+) -> ShardTensorSpec:
+    """The spec with these properties, checked against this rank's local tensor."""
     spec = ShardTensorSpec.make(
         mesh, placements, shape, local.dtype, shard_sizes=sizes, stride=stride_like(local, shape)
     )
@@ -103,8 +110,13 @@ def _checked(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, sizes
 _NOT_A_TENSOR, _IS_DTENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS = 1, 2, 3, 4
 _ERRORS = {_NOT_A_TENSOR: TypeError, _IS_DTENSOR: TypeError, _WRONG_DEVICE: ValueError, _TOO_MANY_DIMS: ValueError}
 
+# The columns of a row: a problem or 0, a checksum of placements and sizes, an index of DTYPES, the number of dims, and
+# the sizes of the dims, padded to MAX_NDIM.
+_PROBLEM, _CHECKSUM, _DTYPE, _NDIM, _SHAPE = range(5)
 
-def _problem(local: Any, mesh: DeviceMesh) -> int:
+
+def _problem(local: object, mesh: DeviceMesh) -> int:
+    """What is wrong with a local tensor by itself, or 0."""
     if not isinstance(local, Tensor):
         return _NOT_A_TENSOR
     if isinstance(local, DTensor):
@@ -114,7 +126,7 @@ def _problem(local: Any, mesh: DeviceMesh) -> int:
     return _TOO_MANY_DIMS if local.ndim > MAX_NDIM else 0
 
 
-def _describe_problem(problem: int, local: Any, mesh: DeviceMesh) -> str:
+def _describe_problem(problem: int, mesh: DeviceMesh) -> str:
     return {
         _NOT_A_TENSOR: "the local tensor must be a torch.Tensor",
         _IS_DTENSOR: "the local tensor is a DTensor already; use ShardTensor.from_dtensor, or pass its to_local()",
@@ -123,68 +135,73 @@ def _describe_problem(problem: int, local: Any, mesh: DeviceMesh) -> str:
     }[problem]
 
 
-def _gather_claims(
-    local: Any, mesh: DeviceMesh, placements: Sequence[Placement], shard_sizes: Any, problem: int
-) -> dict[tuple[int, ...], list[int]]:
+def _claims(local: object, placements: Sequence[Placement], shard_sizes: ShardSizes, problem: int) -> list[int]:
+    """This rank's row."""
     sizes = sorted((m, tuple(s)) for m, s in shard_sizes.items()) if isinstance(shard_sizes, Mapping) else shard_sizes
-    claims = zlib.crc32(repr((tuple(placements), sizes)).encode())
-    if problem in (_NOT_A_TENSOR, _TOO_MANY_DIMS):
-        row = [problem, claims, -1, -1, *[-1] * MAX_NDIM]
-    else:
-        shape = [*local.shape, *[-1] * (MAX_NDIM - local.ndim)]
-        row = [problem, claims, DTYPES.index(local.dtype), local.ndim, *shape]
-    return gather_over_mesh(row, mesh)
+    checksum = zlib.crc32(repr((tuple(placements), sizes)).encode())
+    if problem == _TOO_MANY_DIMS or not isinstance(local, Tensor):
+        return [problem, checksum, -1, -1, *[-1] * MAX_NDIM]
+    shape = [*local.shape, *[-1] * (MAX_NDIM - local.ndim)]
+    return [problem, checksum, DTYPES.index(local.dtype), local.ndim, *shape]
+
+
+# -- what the table of all claims says -----------------------------------------------------------------------
 
 
 def _from_table(
-    table: dict[tuple[int, ...], list[int]],
-    local: Any,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shard_sizes: Any,
+    table: Table, local: object, mesh: DeviceMesh, placements: Sequence[Placement], shard_sizes: ShardSizes
 ) -> ShardTensorSpec:
-    names = {at: int(mesh.mesh[at].item()) for at in table}
-
-    def differ(what: str, column: int, show: Any) -> None:
-        values: dict[int, list[int]] = {}
-        for at, row in table.items():
-            values.setdefault(row[column], []).append(names[at])
-        if len(values) > 1:
-            seen = ", ".join(f"{show(v)} on ranks {ranks}" for v, ranks in values.items())
-            raise ValueError(f"ranks do not agree on the {what}: {seen}; every rank must pass the same")
-
+    ranks = {at: int(mesh.mesh[at].item()) for at in table}
     for at, row in table.items():
-        if row[0]:
-            raise _ERRORS[row[0]](f"rank {names[at]}: {_describe_problem(row[0], local, mesh)}")
-    differ("dtype", 2, lambda v: DTYPES[v])
-    differ("number of dims", 3, lambda v: v)
-    differ("placements or shard_sizes", 1, lambda v: f"<{v:08x}>")
+        if row[_PROBLEM]:
+            raise _ERRORS[row[_PROBLEM]](f"rank {ranks[at]}: {_describe_problem(row[_PROBLEM], mesh)}")
+    assert isinstance(local, Tensor)
+    _check_equal(table, ranks, _DTYPE, "dtype", lambda v: str(DTYPES[v]))
+    _check_equal(table, ranks, _NDIM, "number of dims")
+    _check_equal(table, ranks, _CHECKSUM, "placements or shard_sizes", lambda v: f"<{v:08x}>")
     placements = normalize_placements(placements, mesh, local.ndim)
     sharded = {p.dim: m for m, p in enumerate(placements) if isinstance(p, Shard)}
-    shape: list[int] = []
+    shape = list(local.shape)
     inferred: dict[int, tuple[int, ...]] = {}
     for d in range(local.ndim):
         m = sharded.get(d)
         if m is None:
-            differ(f"size of tensor dim {d}, which is not sharded", 4 + d, lambda v: v)
-            shape.append(local.shape[d])
-            continue
-        sizes: list[int] = []
-        for k in range(mesh.size(m)):
-            along = {names[at]: row[4 + d] for at, row in table.items() if at[m] == k}
-            if len(set(along.values())) > 1:
-                raise ValueError(
-                    f"ranks {list(along)} share position {k} of mesh dim {m}, but their shards of tensor dim {d} have "
-                    f"sizes {list(along.values())}; they must be equal"
-                )
-            sizes.append(next(iter(along.values())))
-        inferred[m] = tuple(sizes)
-        shape.append(sum(sizes))
-    given = shard_sizes if isinstance(shard_sizes, Mapping) else {}
-    for m, sizes_given in given.items():
-        if sizes_given != inferred.get(m):
+            _check_equal(table, ranks, _SHAPE + d, f"size of tensor dim {d}, which is not sharded")
+        else:
+            inferred[m] = _sizes_along(table, ranks, mesh, m, d)
+            shape[d] = sum(inferred[m])
+    for m, given in shard_sizes.items() if isinstance(shard_sizes, Mapping) else ():
+        if given != inferred.get(m):
             raise ValueError(
-                f"shard_sizes {sizes_given} of mesh dim {m} do not match the local tensors, which have sizes "
+                f"shard_sizes {given} of mesh dim {m} do not match the local tensors, which have sizes "
                 f"{inferred.get(m)} there; pass the true sizes, or shard_sizes=None to infer them"
             )
     return _checked(local, mesh, placements, shape, inferred)
+
+
+def _check_equal(
+    table: Table, ranks: Mapping[tuple[int, ...], int], column: int, what: str, show: Callable[[int], str] = str
+) -> None:
+    """ValueError where a column has several values, which names the ranks that have each."""
+    values: dict[int, list[int]] = {}
+    for at, row in table.items():
+        values.setdefault(row[column], []).append(ranks[at])
+    if len(values) > 1:
+        seen = ", ".join(f"{show(v)} on ranks {some}" for v, some in values.items())
+        raise ValueError(f"ranks do not agree on the {what}: {seen}; every rank must pass the same")
+
+
+def _sizes_along(
+    table: Table, ranks: Mapping[tuple[int, ...], int], mesh: DeviceMesh, m: int, d: int
+) -> tuple[int, ...]:
+    """The shard sizes of tensor dim ``d`` on mesh dim ``m``, on which ranks that share a position must agree."""
+    sizes: list[int] = []
+    for k in range(mesh.size(m)):
+        along = {ranks[at]: row[_SHAPE + d] for at, row in table.items() if at[m] == k}
+        if len(set(along.values())) > 1:
+            raise ValueError(
+                f"ranks {list(along)} share position {k} of mesh dim {m}, but their shards of tensor dim {d} have "
+                f"sizes {list(along.values())}; they must be equal"
+            )
+        sizes.append(next(iter(along.values())))
+    return tuple(sizes)

@@ -1,6 +1,6 @@
-"""``SHARDTENSOR_DEBUG=1``: ranks compare notes before they communicate, and raise alike where they would hang.
+"""``SHARDTENSOR_DEBUG=1``: ranks compare what they are about to communicate, and raise alike where they would hang.
 
-Costs one small all-gather per communication, so it is off by default.
+This costs one small all-gather per communication, so it is off by default.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["check_communication", "debug_enabled"]
 
 
 def debug_enabled() -> bool:
-    """Whether ``SHARDTENSOR_DEBUG`` asks for cross-rank checks. Set it alike on all ranks."""
+    """Whether ``SHARDTENSOR_DEBUG`` requests cross-rank checks. It must be the same on all ranks.
+
+    Read on every call, so that a test or a debugger can set it in a running process.
+    """
     return os.environ.get("SHARDTENSOR_DEBUG", "0") not in ("", "0")
 
 
@@ -38,6 +41,7 @@ def check_communication(
         RuntimeError: on all ranks, where they disagree; the text names the ranks and what each is about to do.
     """
     kinds = f"{what} of {str(dtype).removeprefix('torch.')}"
+    # A checksum in place of the text: rows of integers have the same length on every rank, whatever the ranks start.
     row = torch.tensor([zlib.crc32(kinds.encode()), *send, *receive], dtype=torch.int64, device=device)
     table = [torch.empty_like(row) for _ in send]
     dist.all_gather(table, row, group=group)
@@ -47,6 +51,7 @@ def check_communication(
     mine = dist.get_rank(group)
     for r, other in enumerate(rows):
         if other[0] != rows[0][0]:
+            # A rank knows the text of its own checksum only.
             first, second = (kinds, "something else") if rows[mine][0] == rows[0][0] else ("something else", kinds)
             raise RuntimeError(
                 f"ranks do not agree on the next communication: rank {ranks[0]} is about to start {first}, rank "

@@ -1,9 +1,11 @@
-"""The one exception for what cannot be done exactly on shards."""
+"""``UnsupportedSharding``, and the functions that write its text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["UnsupportedSharding", "different_meshes", "refuse"]
 
@@ -11,9 +13,8 @@ __all__ = ["UnsupportedSharding", "different_meshes", "refuse"]
 class UnsupportedSharding(NotImplementedError):
     """An operator has no exact form for these shards; raised on every rank, before anything is sent.
 
-    The text names the operator, the placements and sizes of its tensors, the reason and the remedy.
-    It is also a :class:`NotImplementedError`, so callers that already handle "not on this tensor
-    type" handle it too.
+    The text names the operator, the placements and sizes of its tensors, the reason and the remedy. It is a
+    :class:`NotImplementedError`, so that callers which handle "not implemented for this type of tensor" handle it, too.
 
     Example:
         >>> import shardtensor
@@ -23,7 +24,7 @@ class UnsupportedSharding(NotImplementedError):
 
 
 def describe(value: object) -> str:
-    """One operand as an error shows it: its spec if it is sharded, its shape if it is plain."""
+    """One operand as an error shows it: the spec of a DTensor (or the spec itself), the shape of a plain tensor."""
     spec = getattr(value, "_spec", value)
     if hasattr(spec, "placements"):
         return str(spec)
@@ -41,9 +42,13 @@ def refuse(op: object, operands: object, reason: str, remedy: str) -> Unsupporte
 
 
 def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding:
-    """The exception for operands that live on different meshes, which says how to put both on one."""
+    """The exception for operands on different meshes; the remedy says how to put both on one.
+
+    Args:
+        operands: DTensors or specs.
+    """
     meshes = [getattr(t, "mesh", None) or t.device_mesh for t in operands]
-    # In the order in which a mesh of all of them has its axes: neighbours are farthest apart along the first.
+    # The remedy lists the axes in the order of one mesh of all ranks: neighbours are farthest apart along the first.
     strides = {name: n for mesh in meshes for name, n in zip(mesh.mesh_dim_names or [""], _strides(mesh))}
     names = sorted(strides, key=lambda name: -strides[name])
     shown = ", ".join(repr(name) for name in names)
@@ -51,7 +56,7 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
     if len(names) > 1 and all(names):
         remedy += (
             f": on mesh[{shown}] instead of one axis each, with a placement per axis and Replicate() on those over "
-            "which a tensor is not cut. For tensor parallel: an input as (Shard(1), Replicate()) on mesh['domain', "
+            "which a tensor is not sharded. For tensor parallel: an input as (Shard(1), Replicate()) on mesh['domain', "
             "'tp'], and weights by shardtensor.parallel.tensor_parallel(model, mesh['domain', 'tp'], {'up': 'colwise', "
             "'down': 'rowwise'}) instead of parallelize_module(model, mesh['tp'], ...)"
         )
@@ -59,12 +64,12 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
     return refuse(op, operands, f"operands live on different meshes ({shapes})", remedy)
 
 
-def _axes(mesh: Any) -> str:
+def _axes(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     return "x".join(f"{name}={size}" if name else str(size) for name, size in zip(names, mesh.shape, strict=True))
 
 
-def _strides(mesh: Any) -> list[int]:
-    """For each mesh dim, how far apart the ranks of neighbours are."""
+def _strides(mesh: DeviceMesh) -> list[int]:
+    """For each mesh dim, the difference between the ranks of neighbours; 0 where the mesh dim has one rank."""
     ranks = mesh.mesh
     return [int(ranks.narrow(m, 0, 2).diff(dim=m).flatten()[0]) if n > 1 else 0 for m, n in enumerate(ranks.shape)]

@@ -25,7 +25,7 @@ from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect, length
 from .tracing import graph_operator, is_traced
 
-__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap"]
+__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
 
 Pieces = Sequence[Sequence[Tensor]]
 Shapes = Sequence[Sequence[Sequence[int]]]
@@ -34,11 +34,11 @@ Part = tuple[int, Interval]  # a peer, and an interval that it sends or gets
 _transport = "all_to_all"
 
 
-def set_transport(name: str) -> str:
-    """Choose how pieces travel; returns the previous choice. Every rank must choose alike.
+class set_transport:  # named like torch.set_grad_enabled, which works alike
+    """Choose how pieces of shards travel, from here on or inside a block. Every rank must choose alike.
 
     Args:
-        name: "all_to_all" (default): one ``all_to_all_single`` per exchange on the mesh dim's group; or "p2p":
+        name: "all_to_all" (the default): one ``all_to_all_single`` per exchange on the mesh dim's group; or "p2p":
             batched sends and receives with the peers that have something to exchange. Both move the same bytes in
             the same number of messages, and give bitwise the same results.
 
@@ -47,15 +47,27 @@ def set_transport(name: str) -> str:
 
     Example:
         >>> import shardtensor
-        >>> previous = shardtensor.set_transport("p2p")
-        >>> shardtensor.set_transport(previous)
-        'p2p'
+        >>> with shardtensor.set_transport("p2p"):
+        ...     pass  # y = conv(x)
     """
-    global _transport
-    if name not in ("all_to_all", "p2p"):
-        raise ValueError(f"transport {name!r}: choose 'all_to_all' or 'p2p'")
-    previous, _transport = _transport, name
-    return previous
+
+    def __init__(self, name: str) -> None:
+        global _transport
+        if name not in ("all_to_all", "p2p"):
+            raise ValueError(f"transport {name!r}: choose 'all_to_all' or 'p2p'")
+        self._previous, _transport = _transport, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global _transport
+        _transport = self._previous
+
+
+def transport() -> str:
+    """The one that is chosen now."""
+    return _transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""Integers only: shard sizes, cuts and intervals. No tensors, no processes.
+"""Shard sizes, boundaries and intervals: arithmetic on integers. No tensors, no processes.
 
-Vocabulary, used by every other module:
+Three ways to describe the shards of one tensor dim, used by every other module (docs/glossary.md):
 
-- *sizes*: the length of a tensor dim's shard on each rank along one mesh dim, e.g. ``(5, 0, 3)``.
-- *cuts*: the borders between shards, ``len(sizes) + 1`` numbers from 0 to the global size: ``(0, 5, 5, 8)``.
+- *sizes*: the length of the shard on each rank of a mesh dim, e.g. ``(5, 0, 3)``.
+- *boundaries*: where shards begin and end, ``len(sizes) + 1`` indices from 0 to the global size: ``(0, 5, 5, 8)``.
 - *interval*: half-open ``(start, stop)`` in global indices. Every empty interval has ``stop <= start``.
 
-An operator that changes a dim's length (a strided window, resampling, flattening) is described by how it
-maps cuts: a monotone function on ``0..n`` that sends 0 to 0 and n to the new length. Applied to the input's
-cuts it yields the output's, so every rank knows every other rank's sizes without asking.
+An operator that changes a dim's length (a strided window, resampling, flattening) is described by how it maps
+boundaries: a monotone function on ``0..n`` that sends 0 to 0 and n to the new length. Applied to the input's boundaries
+it yields the output's, so every rank knows every other rank's sizes without asking.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from itertools import accumulate
 __all__ = [
     "Interval",
     "Window",
+    "boundaries_of",
     "chunk_sizes",
     "cuts_of",
     "intersect",
     "intervals_of",
     "length",
+    "map_boundaries",
     "map_cuts",
     "sizes_of",
 ]
@@ -39,23 +41,23 @@ def chunk_sizes(n: int, parts: int) -> tuple[int, ...]:
         >>> chunk_sizes(7, 3), chunk_sizes(2, 4)
         ((3, 3, 1), (1, 1, 0, 0))
     """
-    step = max(1, -(-n // parts))
+    step = max(1, -(-n // parts))  # at least 1, as n may be 0
     return tuple(max(0, min(step, n - step * i)) for i in range(parts))
 
 
-def cuts_of(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Borders between shards.
+def boundaries_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Where the shards of these sizes begin and end.
 
     Example:
-        >>> cuts_of((5, 0, 3))
+        >>> boundaries_of((5, 0, 3))
         (0, 5, 5, 8)
     """
     return (0, *accumulate(sizes))
 
 
-def sizes_of(cuts: Sequence[int]) -> tuple[int, ...]:
-    """Inverse of :func:`cuts_of`."""
-    return tuple(stop - start for start, stop in zip(cuts, cuts[1:], strict=False))
+def sizes_of(boundaries: Sequence[int]) -> tuple[int, ...]:
+    """Inverse of :func:`boundaries_of`."""
+    return tuple(stop - start for start, stop in zip(boundaries, boundaries[1:], strict=False))
 
 
 def intervals_of(sizes: Iterable[int]) -> tuple[Interval, ...]:
@@ -65,8 +67,8 @@ def intervals_of(sizes: Iterable[int]) -> tuple[Interval, ...]:
         >>> intervals_of((5, 0, 3))
         ((0, 5), (5, 5), (5, 8))
     """
-    cuts = cuts_of(sizes)
-    return tuple(zip(cuts, cuts[1:], strict=False))
+    boundaries = boundaries_of(sizes)
+    return tuple(zip(boundaries, boundaries[1:], strict=False))
 
 
 def intersect(a: Interval, b: Interval) -> Interval:
@@ -79,14 +81,19 @@ def length(interval: Interval) -> int:
     return max(0, interval[1] - interval[0])
 
 
-def map_cuts(sizes: Sequence[int], cut: Callable[[int], int]) -> tuple[int, ...]:
-    """Output sizes of an operator that maps input cuts by ``cut``.
+def map_boundaries(sizes: Sequence[int], boundary: Callable[[int], int]) -> tuple[int, ...]:
+    """Output sizes of an operator that maps the boundary ``b`` of the input to ``boundary(b)`` of the output.
 
     Example:
-        >>> map_cuts((5, 4), lambda c: (c + 1) // 2)  # every second index, starting at 0
+        >>> map_boundaries((5, 4), lambda b: (b + 1) // 2)  # every second index, starting at 0
         (3, 2)
     """
-    return sizes_of([cut(c) for c in cuts_of(sizes)])
+    return sizes_of([boundary(b) for b in boundaries_of(sizes)])
+
+
+# The names that modules of operators still use.
+cuts_of = boundaries_of
+map_cuts = map_boundaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +107,12 @@ class Window:
         size: global length of the input dim.
         kernel: number of taps.
         stride, dilation: steps between outputs and between taps.
-        before, after: padding at the two global ends (at no other border).
+        before, after: padding at the two ends of the global dim (at no boundary between shards).
         ceil_mode: count a last, partly outside window too, as pooling does with ``ceil_mode=True``.
 
     Example:
         >>> w = Window(size=9, kernel=3, stride=2, before=1, after=1)
-        >>> w.outputs, map_cuts((4, 5), w.cut), w.reads((0, 2))
+        >>> w.outputs, map_boundaries((4, 5), w.boundary), w.reads((0, 2))
         (5, (2, 3), (-1, 4))
     """
 
@@ -134,18 +141,21 @@ class Window:
         # The last window has to start inside the input or its left padding (torch's rule for pooling).
         return count - 1 if (count - 1) * self.stride >= self.size + self.before else count
 
-    def cut(self, c: int) -> int:
-        """Where a cut of the input falls in the output.
+    def boundary(self, b: int) -> int:
+        """The boundary of the output that belongs to the boundary ``b`` of the input.
 
         An output belongs to the rank that owns the middle tap's input, so that halos are balanced and a
         stride-1 "same" window keeps the sizes as they are.
         """
-        if c <= 0:
+        # The ends map to the ends, although padding and ceil_mode may put the middle of a window beyond them.
+        if b <= 0:
             return 0
-        if c >= self.size:
+        if b >= self.size:
             return self.outputs
         middle = (self.extent - 1) // 2 - self.before
-        return max(0, min(self.outputs, -(-(c - middle) // self.stride)))
+        return max(0, min(self.outputs, -(-(b - middle) // self.stride)))
+
+    cut = boundary  # the name that modules of operators still use
 
     def reads(self, out: Interval) -> Interval:
         """Input interval that the outputs ``out`` read, padding included (it may reach outside ``0..size``)."""
@@ -154,7 +164,7 @@ class Window:
         return (out[0] * self.stride - self.before, (out[1] - 1) * self.stride - self.before + self.extent)
 
     def touching(self, part: Interval, out: Interval) -> Interval:
-        """Those of the outputs ``out`` whose window reaches into the input interval ``part``."""
+        """Those of the outputs ``out`` whose window overlaps the input interval ``part``."""
         first = (part[0] + self.before - self.extent) // self.stride + 1
         stop = -(-(part[1] + self.before) // self.stride)
         return intersect((first, stop), out)

@@ -1,8 +1,9 @@
 """``backward()`` and ``autograd.grad()`` of ShardTensors.
 
-Their graph runs as anybody's does, but not inside a call to a torch function of ours: whatever is computed while the
-engine runs (activation checkpointing recomputes the forward pass there, hooks may compute anything) must find the
-registered functions. So the engine is called directly, after what torch's functions do before they call it.
+[Note: the engine] Left to torch, both would run inside a call to ``__torch_function__``, which disables torch functions
+until it returns. But operators that run in the meantime (activation checkpointing recomputes the forward pass, hooks
+may compute anything) must reach their handlers. So the engine is called directly, after the steps that torch's
+functions take before they call it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,21 @@ from ._compat import alias, gradient_seeds, run_engine
 from .registry import register
 from .tensor import ShardTensor
 
+# What torch's functions take as roots and inputs of a graph, one or several.
+Node = Tensor | GradientEdge
+Nodes = Node | Sequence[Node]
+# Gradients of the roots; None where a root is a scalar.
+Seeds = Tensor | Sequence[Tensor | None] | None
 
-def _seed(output: Any, grad: Any) -> Any:
-    """The gradient to start from: a scalar's is one."""
+
+def _seed(output: Node, grad: Tensor | None) -> Tensor | None:
+    """The gradient to start from; by default one, for a scalar.
+
+    Raises:
+        TypeError, RuntimeError: torch's own errors, with the global shape in place of the local one.
+    """
     if not isinstance(output, ShardTensor):
-        return gradient_seeds((output,), (grad,), is_grads_batched=False)[0]
+        return gradient_seeds((output,), (grad,), is_grads_batched=False)[0]  # type: ignore[arg-type]
     meta = output._spec.tensor_meta
     if grad is None:
         if meta.shape.numel() != 1:
@@ -36,20 +47,22 @@ def _seed(output: Any, grad: Any) -> Any:
     if grad.shape != meta.shape:
         raise RuntimeError(
             f"a gradient of shape {tuple(grad.shape)} for a ShardTensor of shape {tuple(meta.shape)}; "
-            "a plain gradient must be that of the whole tensor"
+            "a plain gradient must be that of the global tensor"
         )
     return grad
 
 
-def _seeds(outputs: Sequence[Any], grads: Any) -> tuple[Any, ...]:
-    given = [None] * len(outputs) if grads is None else [grads] if isinstance(grads, Tensor) else list(grads)
+def _seeds(outputs: Sequence[Node], grads: Seeds) -> tuple[Tensor | None, ...]:
+    given: list[Tensor | None] = [None] * len(outputs)
+    if grads is not None:
+        given = [grads] if isinstance(grads, Tensor) else list(grads)
     if len(given) != len(outputs):
         raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
     return tuple(map(_seed, outputs, given))
 
 
-def _differentiable(tensors: Any) -> tuple[Any, ...]:
-    """One tensor or several, as the engine wants them."""
+def _differentiable(tensors: Nodes) -> tuple[Node, ...]:
+    """One tensor or several, as a tuple for the engine."""
     result = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
     for tensor in result:
         if isinstance(tensor, ShardTensor) and not tensor.requires_grad:
@@ -59,17 +72,17 @@ def _differentiable(tensors: Any) -> tuple[Any, ...]:
 
 @register(torch.autograd.backward)
 def _backward(
-    tensors: Any,
-    grad_tensors: Any = None,
+    tensors: Nodes,
+    grad_tensors: Seeds = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
+    grad_variables: Seeds = None,  # the former name of grad_tensors, which torch still takes
+    inputs: Nodes | None = None,
 ) -> None:
-    tensors = _differentiable(tensors)
+    roots = _differentiable(tensors)
     run_engine(
-        tensors,
-        _seeds(tensors, grad_variables if grad_tensors is None else grad_tensors),
+        roots,
+        _seeds(roots, grad_variables if grad_tensors is None else grad_tensors),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
         () if inputs is None else _differentiable(inputs),
@@ -80,58 +93,68 @@ def _backward(
 
 @register(Tensor.backward)
 def _tensor_backward(
-    self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    self: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Nodes | None = None,
 ) -> None:
     _backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @register(torch.autograd.grad)
 def _grad(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
+    outputs: Nodes,
+    inputs: Nodes,
+    grad_outputs: Seeds = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     only_inputs: bool = True,
     allow_unused: bool | None = None,
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
-) -> tuple[Any, ...]:
+) -> tuple[Tensor | None, ...]:
     if is_grads_batched:
         raise NotImplementedError("is_grads_batched is not supported for ShardTensors; loop over the gradients")
-    outputs, inputs = _differentiable(outputs), _differentiable(inputs)
+    roots, targets = _differentiable(outputs), _differentiable(inputs)
     if materialize_grads and allow_unused is None:
         allow_unused = True
     grads = run_engine(
-        outputs,
-        _seeds(outputs, grad_outputs),
+        roots,
+        _seeds(roots, grad_outputs),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
-        inputs,
+        targets,
         allow_unreachable=bool(allow_unused),
         accumulate_grad=False,
     )
     if not materialize_grads:
         return grads
-    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True))
+    return tuple(_zeros_like(t) if g is None else g for g, t in zip(grads, targets, strict=True))
+
+
+def _zeros_like(target: Node) -> Tensor:
+    if isinstance(target, GradientEdge):  # torch's own error
+        raise RuntimeError("materialize_grads cannot be used when the given input is a GradientEdge")
+    return torch.zeros_like(target)
 
 
 # -- derivatives of derivatives ---------------------------------------------------------------------------------------
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a ``backward``: what it returns raises when it is differentiated in turn.
+    """Decorator of a ``backward``: differentiating its results raises.
 
-    torch's own decorator of that name looks at the incoming gradients only. Where these are constants (the gradient of
-    a sum), it returns constants, even if they depend on what was saved for backward: a second derivative would be
-    wrong without a word.
+    torch's own decorator of this name considers the incoming gradients only. Where these are constants (the gradient of
+    a sum), it returns constants, even if the results depend on what was saved for backward: a second derivative would
+    be silently wrong.
 
     Raises:
         RuntimeError: on every rank alike, while the second derivative is computed.
     """
 
     @wraps(backward)
-    def wrapper(ctx: Any, *grads: Any) -> Any:
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
@@ -153,13 +176,15 @@ def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any])
 
 
 class _NotAgain(torch.autograd.Function):
+    """The identity on ``result``, which counts as a function of ``sources`` and raises in its backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, name: str, result: Any, *sources: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, name: str, result: Tensor, *sources: Tensor) -> Tensor:
         ctx.name = name
         return alias(result)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
             f"the gradient of {ctx.name} on a ShardTensor cannot be differentiated twice; "
             "if it need not be, detach it or leave out create_graph"

@@ -6,8 +6,8 @@ decides what is exchanged, and raises what is refused, on every rank alike. The 
 was made from; the next call with the same key runs it, and running does nothing but communicate and call kernels.
 
 The key holds the function, the specs (shapes, strides, dtypes and shard sizes), shapes, strides, dtypes and devices of
-plain tensors, all other arguments with their types, and the circumstances: autocast, the default dtype, deterministic
-mode and :func:`shardtensor.allow_gather`.
+plain tensors, all other arguments with their types, autocast, the default dtype, deterministic mode, and the settings
+of ``context.py``: :func:`shardtensor.allow_gather`, the method of attention, the state of the registry.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ._compat import TensorMeta, untraced
-from .dispatch import cached_plan, declare_rule, keep_plan, meta_of, plan_key, spec_of, wrap
+from ._compat import TensorMeta, is_traced, untraced
+from .context import settings
+from .copies import check_current
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .gradients import not_twice
 from .parameters import GradientSum, contributing
-from .registry import declare
+from .planning import SCALARS, cached_plan, keep_plan, meta_of, spec_of
+from .registry import declare, declare_rule
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor, as_gradient, from_part, promote, redistribute_to
+from .tensor import ShardTensor, as_gradient, from_part, promote, redistribute_to, wrap
 
 __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator"]
 
@@ -202,6 +204,48 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     gradients = iter([g + nothing.to(g.dtype) for g in found])
     result = [next(gradients) if need else None for need in needed]
     return [g if g is None or s is None else from_part(g, s) for g, s in zip(result, ctx.specs, strict=True)]
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def plan_key(function: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> list[Any]:
+    """What the plan of a call above autograd depends on, besides the registry. Its tensors are added to ``tensors``."""
+    key: list[Any] = [function, settings(), torch.get_default_dtype()]
+    if torch.are_deterministic_algorithms_enabled():
+        key.append("deterministic")
+    _describe(args, key, tensors)
+    for name, value in kwargs.items():
+        key.append(name)
+        _describe((value,), key, tensors)
+    device = tensors[0].device.type if tensors else "cpu"
+    if torch.is_autocast_enabled(device):
+        key.append(torch.get_autocast_dtype(device))
+    return key
+
+
+def _describe(args: Sequence[Any], key: list[Any], tensors: list[Any]) -> None:
+    for a in args:
+        kind = type(a)
+        if kind in SCALARS:
+            key.append(kind)  # 1, 1.0 and True are equal, but mean different things
+            key.append(a)
+        elif kind is ShardTensor:
+            if a._viewed is not None:
+                check_current(key[0].name, a)
+            tensors.append(a)
+            key.append(a._spec)
+            if type(a._local_tensor) is not Tensor and is_traced(a._local_tensor):
+                key.append([])  # see _localize
+        elif isinstance(a, Tensor):
+            tensors.append(a)
+            key.append(spec_of(a) if isinstance(a, DTensor) else (a.shape, a.stride(), a.dtype, a.device))
+        elif kind is list or kind is tuple:
+            key.append(len(a))
+            _describe(a, key, tensors)
+        else:
+            key.append(kind)
+            key.append(a)
 
 
 # -- making plans ------------------------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """Domain parallelism together with data parallelism (FSDP2) and tensor parallelism, on one mesh with named axes.
 
-[Note: whose gradients] Along the domain axis every rank has the whole weights and a part of each sample; its weight
-gradients have to be *summed*. Along the data axis every rank has samples of its own; gradients are *averaged*, as ever.
-There are two ways to have both:
+[Note: whose gradients] Along the domain axis every rank has all weights and a part of each sample; its weight gradients
+have to be *summed*. Along the data axis every rank has samples of its own; gradients are *averaged*, as usual. There
+are two ways to do both:
 
-- Weights stay plain. They come out of the backward pass complete over the domain, and whatever wraps the model (FSDP2,
-  FSDP1, DDP, replicate) need know nothing of the domain. Inputs are ShardTensors on ``mesh["domain"]``.
-- ``spmd=True``: weights are DTensors on the whole mesh, and so is the input, with the batch cut over the data axis. A
+- Weights stay plain. Their gradients are complete over the domain after the backward pass, and the wrapper of the model
+  (FSDP2, FSDP1, DDP, replicate) need not know about the domain. Inputs are ShardTensors on ``mesh["domain"]``.
+- ``spmd=True``: weights are DTensors on all axes, and so is the input, with the batch sharded over the data axis. A
   gradient is a contribution on every axis, and FSDP2 sums all of them in its one reduce-scatter.
 
-:func:`parallelize` does either; the steps that it takes are functions of their own or torch's.
+:func:`parallelize` does either; each of its steps is a function of this module or of torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, flattened, spmd_options
-from .dispatch import spec_of
+from .planning import spec_of
 from .redistribute import redistribute_local
 from .spec import AxisLayout
 
@@ -79,17 +79,17 @@ def parallelize(
         model: on the mesh's device, not wrapped yet.
         mesh: with named axes; default: that of the surrounding ``with mesh:``.
         data: the axis along which ranks have different samples; None, or a name that the mesh lacks: there is none.
-        domain: the axis along which samples are cut.
-        tensor, plan: the axis along which weights are cut, and which ones, see :func:`tensor_parallel`.
+        domain: the axis over which samples are sharded.
+        tensor, plan: the axis over which weights are sharded, and which weights, see :func:`tensor_parallel`.
         shard: axes over which FSDP2 shards weights, gradients and optimizer state; default: the data axis. With the
-            domain axis as well, every rank keeps ``1 / (data * domain)`` of them. None at all: no FSDP2; wrap the
-            model in DDP over ``mesh[data]`` yourself.
+            domain axis as well, every rank keeps ``1 / (data * domain)`` of them. ``()``: no FSDP2; wrap the model in
+            DDP over ``mesh[data]`` yourself.
         units: classes of modules that FSDP2 gathers one at a time.
         spmd: see [Note: whose gradients]. torch 2.13 or newer.
         options: for ``fully_shard``, such as ``reshard_after_forward`` and ``mp_policy``.
 
     Raises:
-        ValueError: axes that the mesh does not have, or that cannot be combined so.
+        ValueError: axes that the mesh does not have, or that cannot be combined in this way.
 
     Example::
 
@@ -113,8 +113,8 @@ def parallelize(
 
     inputs = mesh if spmd else _sub(mesh, [n for n in axes if n != data])
     if tensor is not None and plan is not None:
-        cut = tensor_parallel(model, inputs, plan, tensor=tensor)
-        steps.append(f"tensor parallel over {tensor!r}: {', '.join(f'{n} {how}' for n, how in cut.items())}")
+        styles = tensor_parallel(model, inputs, plan, tensor=tensor)
+        steps.append(f"tensor parallel over {tensor!r}: {', '.join(f'{n} {how}' for n, how in styles.items())}")
     if spmd:
         _distribute(model, mesh)
         contribute_gradients(model)
@@ -127,7 +127,7 @@ def parallelize(
         over, each = (" and ".join(map(repr, some)) or "no axis" for some in (shard, copies))
         steps.append(f"FSDP2: weights, gradients and optimizer state sharded over {over}, copies over {each}")
         if len({p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}) > 1:
-            steps.append("gradients lie on several meshes: clip them with shardtensor.parallel.clip_grad_norm_")
+            steps.append("gradients are on several meshes: clip them with shardtensor.parallel.clip_grad_norm_")
     elif data is not None:
         steps.append(f"data parallel: left to you, e.g. DistributedDataParallel(model, device_mesh=mesh[{data!r}])")
     steps.append(_about_inputs(axes, data, domain, tensor, spmd))
@@ -139,7 +139,7 @@ def _check_axes(
     data: str | None,
     domain: str,
     tensor: str | None,
-    plan: Any,
+    plan: Mapping[str, str] | None,
     shard: Sequence[str],
     spmd: bool,
 ) -> None:
@@ -147,20 +147,21 @@ def _check_axes(
         if name is not None and name not in names:
             raise ValueError(f"the mesh has no axis {name!r}, only {tuple(names)}; name its axes (mesh_dim_names)")
     if (tensor is None) != (plan is None):
-        raise ValueError("tensor parallel needs both: the axis (tensor=) and which layers to cut (plan=)")
+        raise ValueError("tensor parallel needs both: the axis (tensor=) and which layers to shard (plan=)")
     if not set(shard) <= {data, domain}:
         raise ValueError(f"shard={tuple(shard)}: it may name the data axis {data!r} and the domain axis {domain!r}")
     if tensor is not None and domain in shard and not spmd:
         raise ValueError(
-            f"weights cut over {tensor!r} lie on {domain!r} as well, and FSDP2 cannot shard them over that, too; use "
-            "spmd=True, or leave shard out"
+            f"weights sharded over {tensor!r} are DTensors on {domain!r} as well, over which FSDP2 cannot shard them, "
+            "too; use spmd=True, or leave shard out"
         )
     positions = [names.index(n) for n in (data, domain, tensor) if n is not None]
     if positions != sorted(positions):
-        raise ValueError(f"mesh axes {tuple(names)}: order them data, domain, tensor, the ones that talk most last")
+        raise ValueError(f"mesh axes {tuple(names)}: order them data, domain, tensor, those that communicate most last")
 
 
 def _sub(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """The mesh of these axes."""
     if tuple(names) == mesh.mesh_dim_names:
         return mesh
     return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]
@@ -182,8 +183,8 @@ def _check_no_empty_shard(model: nn.Module) -> None:
             for m, sizes in spec_of(parameter).shard_sizes.items():
                 if 0 in sizes:
                     raise ValueError(
-                        f"{name} {tuple(parameter.shape)} is cut {sizes} on mesh dim {m}: FSDP2 takes no empty shards; "
-                        "cut it over fewer ranks, or not at all"
+                        f"{name} {tuple(parameter.shape)} is sharded {sizes} on mesh dim {m}: FSDP2 takes no empty "
+                        "shards; shard it over fewer ranks, or not at all"
                     )
 
 
@@ -191,11 +192,11 @@ def _fully_shard(
     model: nn.Module, units: Sequence[type], mesh: DeviceMesh, spmd: bool, options: dict[str, Any]
 ) -> None:
     inner = [m for m in model.modules() if m is not model and isinstance(m, tuple(units))]
-    for module in (*reversed(inner), model):
+    for module in (*reversed(inner), model):  # from the inside out, as fully_shard wants it
         fully_shard(module, mesh=mesh, **options)
     for module in model.modules():
         if spmd and isinstance(module, FSDPModule):
-            # Contributions add up to the gradient of the whole batch's loss.
+            # Contributions add up to the gradient of the global batch's loss, so nothing is to be divided.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -203,10 +204,10 @@ def _fully_shard(
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for gradients that lie on several meshes, whose norms torch does not add up.
+    """``torch.nn.utils.clip_grad_norm_`` for gradients on several meshes, whose norms torch does not combine.
 
-    So they do where some weights are cut over a tensor axis and others are not. Returns the norm of all of them, a
-    plain tensor equal on all ranks.
+    Gradients are on several meshes where some weights are sharded over a tensor axis and others are not. Returns the
+    norm of all of them, a plain tensor equal on all ranks.
 
     Raises:
         RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
@@ -224,8 +225,8 @@ def clip_grad_norm_(
             by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(parameter)
     grads = [[p.grad for p in some if p.grad is not None] for some in by_mesh.values()]
     norms = [nn.utils.get_total_norm(some, norm_type) for some in grads]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = nn.utils.get_total_norm(whole, norm_type, error_if_nonfinite)
+    reduced = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = nn.utils.get_total_norm(reduced, norm_type, error_if_nonfinite)
     for some in by_mesh.values():
         nn.utils.clip_grads_with_norm_(some, max_norm, total)
     return total
@@ -236,7 +237,7 @@ def _about_inputs(axes: Sequence[str], data: str | None, domain: str, tensor: st
     on = [n for n in axes if places[n]]
     text = f"inputs: ShardTensors on mesh[{', '.join(map(repr, on))}], ({', '.join(str(places[n]) for n in on)})"
     if spmd:
-        return f"{text}; the loss is the whole batch's"
+        return f"{text}; the loss is the global batch's"
     if data is None:
         return text
     return f"{text}; along {data!r} each rank has a batch of its own, all of one size, and its mean loss"
@@ -252,9 +253,9 @@ def _named(mesh: DeviceMesh, axes: Sequence[str]) -> str:
 def synchronize(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give all ranks of ``mesh`` the parameters and buffers of its first one, in place.
 
-    DDP and FSDP2 over a data axis leave ranks along the domain axis with the weights that their seeds gave them, which
-    would be silently wrong. Call this before you wrap the model. What a DTensor shards along a mesh dim has one owner
-    there, and is left alone.
+    DDP and FSDP2 over a data axis do not make weights equal along the domain axis: with different seeds the results
+    would be silently wrong. Call this before you wrap the model. A DTensor that is sharded on a mesh dim has one owner
+    of each shard there, and is left unchanged.
 
     Raises:
         ValueError: a tensor on the meta device, which has no values yet.
@@ -264,10 +265,10 @@ def synchronize(model: nn.Module, mesh: DeviceMesh) -> None:
         synchronize(model, mesh["domain"])
     """
     for _, tensor, group in _copies(model, mesh):
-        whole = tensor.contiguous()
-        dist.broadcast(whole, group=group, group_src=0)
-        if whole is not tensor:
-            tensor.copy_(whole)
+        received = tensor.contiguous()  # broadcast takes no other memory format
+        dist.broadcast(received, group=group, group_src=0)
+        if received is not tensor:
+            tensor.copy_(received)
 
 
 def verify(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -298,11 +299,13 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    """Bytes to compare: NaN equals itself, and 0.0 differs from -0.0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @torch.no_grad()
 def _local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, tensor and local tensor of each parameter and buffer."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values yet; initialise the model first")
@@ -310,7 +313,7 @@ def _local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _copies(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-    """Each local tensor with each group of the mesh whose ranks hold copies of it."""
+    """Each local tensor with each group of the mesh over which it is replicated."""
     groups = [mesh.get_group(m) for m in range(mesh.ndim)]
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
     for name, tensor, local in _local_tensors(model):
@@ -321,17 +324,17 @@ def _copies(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, d
 
 
 def _owners(tensor: Tensor) -> list[set[int]]:
-    """The groups of ranks among which a DTensor is cut."""
+    """For each mesh dim on which a DTensor is not replicated, the ranks of this rank's group."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
-    cut = [m for m, p in enumerate(tensor.placements) if not p.is_replicate()]
-    return [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in cut]
+    owned = [m for m, p in enumerate(tensor.placements) if not p.is_replicate()]
+    return [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in owned]
 
 
 # -- DTensor weights --------------------------------------------------------------------------------------------------
 
-# For each way of cutting a linear layer: the dim of the weight and of the bias.
+# For each style of torch's plans for linear layers: the dim of weight and bias to shard (None: replicated).
 _LINEAR: dict[str, dict[str, int | None]] = {
     "colwise": {"weight": 0, "bias": 0},
     "rowwise": {"weight": 1, "bias": None},
@@ -341,17 +344,17 @@ _LINEAR: dict[str, dict[str, int | None]] = {
 def tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, tensor: str = "tp"
 ) -> dict[str, str]:
-    """Cut linear layers over the axis ``tensor`` of ``mesh``, in place; returns the names and how they were cut.
+    """Shard linear layers over the axis ``tensor`` of ``mesh``, in place; returns ``{name: style}``.
 
     Args:
         model: its weights equal on all ranks of the mesh.
         mesh: the mesh of the inputs, e.g. ``mesh["domain", "tp"]``. Inputs are Replicate on the tensor axis.
-        plan: ``{pattern of module names: "colwise" or "rowwise"}``, the pattern as for a shell (``"blocks.*.mlp.up"``).
-            A colwise layer cuts its outputs: nothing is sent. A rowwise one after it takes them as they are; the sum
-            over the axis is made when its result is needed.
+        plan: ``{pattern of module names: "colwise" or "rowwise"}``, with shell-style patterns (``"blocks.*.mlp.up"``).
+            A colwise layer shards its outputs: nothing is sent. A rowwise one after it takes them in this layout; its
+            result is Partial, and reduced over the axis when it is needed.
 
     Raises:
-        ValueError: a pattern that no module has, another way of cutting.
+        ValueError: a pattern that matches no module, or another style.
         TypeError: a module that is not ``nn.Linear``.
 
     Example::
@@ -359,7 +362,7 @@ def tensor_parallel(
         tensor_parallel(model, mesh["domain", "tp"], {"mlp.up": "colwise", "mlp.down": "rowwise"})
     """
     axis = (mesh.mesh_dim_names or ()).index(tensor)
-    cut: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for pattern, how in plan.items():
         if how not in _LINEAR:
             raise ValueError(f"plan for {pattern!r}: {how!r}; choose one of {tuple(_LINEAR)}")
@@ -368,8 +371,8 @@ def tensor_parallel(
             raise ValueError(f"no module of {type(model).__name__} is called {pattern!r}")
         for name, module in matched:
             if not isinstance(module, nn.Linear):
-                raise TypeError(f"{name} is a {type(module).__name__}; only nn.Linear can be cut by a plan")
-            cut[name] = how
+                raise TypeError(f"{name} is a {type(module).__name__}; only nn.Linear can be sharded by a plan")
+            styles[name] = how
             for key, dim in _LINEAR[how].items():
                 placements: list[Placement] = [Replicate()] * mesh.ndim
                 if dim is not None:
@@ -378,28 +381,28 @@ def tensor_parallel(
                 if old is not None:
                     new = distribute_tensor(old.detach(), mesh, placements, src_data_rank=None)
                     module.register_parameter(key, nn.Parameter(new, requires_grad=old.requires_grad))
-    return cut
+    return styles
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Plain parameters, equal on all ranks, as replicated DTensors. Buffers stay plain."""
+    """Replace plain parameters, which are equal on all ranks, by replicated DTensors. Buffers stay plain."""
     made: dict[Tensor, nn.Parameter] = {}  # modules may share a parameter
     for module in model.modules():
         for key, old in module.named_parameters(recurse=False):
             if isinstance(old, DTensor):
                 continue
             if old not in made:
-                whole = DTensor.from_local(old.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-                made[old] = nn.Parameter(whole, requires_grad=old.requires_grad)
+                new = DTensor.from_local(old.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+                made[old] = nn.Parameter(new, requires_grad=old.requires_grad)
             module.register_parameter(key, made[old])
 
 
 def contribute_gradients(model: nn.Module) -> None:
-    """See to it that gradients of replicated DTensor parameters are contributions, ``Partial()``, whatever made them.
+    """Make gradients of replicated DTensor parameters contributions, ``Partial()``, whatever computed them.
 
-    FSDP2 with ``dp_mesh_dims`` sums gradients over these axes and takes each for a contribution. Those that come from
+    FSDP2 with ``dp_mesh_dims`` sums gradients over these axes and treats each as a contribution. Those that come from
     ShardTensors are. A parameter that goes through operators of DTensor first (``softplus(self.step) * x``) may get a
-    complete one, which would be counted once per rank: with this, one rank keeps it and the others get zeros.
+    complete gradient, which would count once per rank: with this, one rank keeps it and the others get zeros.
 
     Example::
 
@@ -414,19 +417,21 @@ def contribute_gradients(model: nn.Module) -> None:
             module.register_forward_pre_hook(_watch)
 
 
-def _watch(module: nn.Module, _: Any) -> None:
-    # In each forward pass, as FSDP2 puts the gathered parameters in place of the sharded ones just before it.
+def _watch(module: nn.Module, _: object) -> None:
+    """A forward pre-hook that puts :func:`_as_contribution` on the module's parameters."""
+    # In each forward pass, as FSDP2 replaces the sharded parameters by gathered ones just before it.
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor) and parameter.requires_grad and not hasattr(parameter, "_contributes"):
-            parameter.register_hook(_as_contribution)
+            parameter.register_hook(_as_contribution)  # type: ignore[no-untyped-call]
             parameter._contributes = True  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def _as_contribution(grad: Any) -> Any:
+def _as_contribution(grad: Tensor) -> Tensor:
     if not isinstance(grad, DTensor):
         return grad
     mesh, old = grad.device_mesh, spec_of(grad)
+    # One rank's copy becomes its contribution, the others' become zeros; nothing is sent.
     new = old.with_axes({m: AxisLayout(Partial()) for m, p in enumerate(old.placements) if p.is_replicate()})
     if new.lies_like(old):
         return grad

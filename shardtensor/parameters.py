@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import alias
-from .dispatch import wrap
 from .errors import different_meshes, refuse
 from .redistribute import all_reduce, start_all_reduce
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor, as_gradient, from_part
+from .tensor import ShardTensor, as_gradient, from_part, wrap
 
 __all__ = ["GradientSum", "Kernel", "contributing", "local_parameters", "run_kernel", "unsummed_parameters"]
 
@@ -121,11 +120,18 @@ class GradientSum:
 
     def start(self, grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them."""
-        mine = [g if needed else None for g, needed in zip(grads, self.needed, strict=True)]
-        if not self.mesh_dims or not any(g is not None for g in mine):
+        mine = [i for i, g in enumerate(grads) if g is not None and self.needed[i]]
+        if not self.mesh_dims or not mine:
             return lambda: list(grads)
-        finish = start_sum(mine, self.mesh, self.mesh_dims)
-        return lambda: [g if total is None else total for g, total in zip(grads, finish(), strict=True)]
+        finish = start_sum([grads[i] for i in mine], self.mesh, self.mesh_dims)
+
+        def wait() -> list[Tensor | None]:
+            result = list(grads)
+            for i, total in zip(mine, finish(), strict=True):
+                result[i] = total
+            return result
+
+        return wait
 
 
 def start_sum(

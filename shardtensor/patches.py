@@ -1,13 +1,13 @@
-"""The function-level door: one declared table of functions wrapped by ``wrapt``.
+"""Patched functions: an entry point for calls that torch does not dispatch. One declared table, wrapped by ``wrapt``.
 
-Correctness does not rest on these patches: ``__torch_function__`` sees every call that torch lets it see, and the aten
-rules see the rest. They serve where it does not: functions called from Python composites that run with torch functions
-disabled, and libraries that dispatch on nothing, such as natten.
+Correctness does not depend on these patches: ``__torch_function__`` sees every call that torch lets it see, and the
+aten rules see the rest. The patches serve calls that it does not see: functions called from Python composites that run
+with torch functions disabled, and libraries without a dispatch mechanism, such as natten.
 
-[Note: invisible] For callers without ShardTensors a patched function must not differ from the original: the same
-results bitwise, the same signature; it pickles and deep-copies by name (so modules that hold it do too, and unpickle
-where this package is not installed), and ``torch.jit.script`` takes it for the builtin that it is. Functions of
-``torch.nn.functional`` that are written in Python ask ``__torch_function__`` themselves and need no patch.
+[Note: invisible] For callers without ShardTensors a patched function must not differ from the original: bitwise equal
+results and the same signature; it pickles and deep-copies by name (so modules that hold it do, too, and unpickle where
+this package is not installed), and ``torch.jit.script`` compiles it as the builtin that it wraps. Functions of
+``torch.nn.functional`` that are written in Python call ``__torch_function__`` themselves and need no patch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import wrapt
@@ -35,7 +36,8 @@ class Patch:
     Attributes:
         module, name: where callers find it.
         lazy: patch it when the user imports the module, not before.
-        required: a ShardTensor without a registered handler is refused, because the function itself would not notice.
+        required: a call on a ShardTensor without a registered handler is refused: the function itself would read
+            memory that a ShardTensor does not have.
     """
 
     module: str
@@ -49,10 +51,10 @@ PATCHES = (
     Patch("torch.nn.functional", "conv2d"),
     Patch("torch.nn.functional", "conv3d"),
     Patch("torch.nn.functional", "linear"),
-    Patch("torch.nn.functional", "l1_loss"),  # it asks __torch_function__, but leaves the weight out
-    # flex_attention asks nobody, but this comes first in it. Wrapped itself, it could not be compiled.
+    Patch("torch.nn.functional", "l1_loss"),  # it calls __torch_function__, but without the weight
+    # flex_attention does not call __torch_function__, but calls this first. Wrapped itself, it could not be compiled.
     Patch("torch.nn.attention.flex_attention", "_validate_embed_dim"),
-    # They would hand out the address of a memory that a ShardTensor has not.
+    # They would return the address of memory that a ShardTensor does not have.
     Patch("torch", "to_dlpack", required=True),
     Patch("torch.utils.dlpack", "to_dlpack", required=True),
     Patch("natten.functional", "neighborhood_attention_generic", lazy=True, required=True),
@@ -65,7 +67,7 @@ PATCHES = (
 
 
 def _operands(values: Iterable[Any]) -> list[ShardTensor]:
-    """The ShardTensors among some arguments, also those in lists."""
+    """The ShardTensors among some arguments, including those in lists."""
     found = []
     for value in values:
         if isinstance(value, ShardTensor):
@@ -75,14 +77,16 @@ def _operands(values: Iterable[Any]) -> list[ShardTensor]:
     return found
 
 
-class PatchedFunction(wrapt.FunctionWrapper):
+class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not generic before wrapt 2
     """A function that hands ShardTensors to their registered handler, and is the original to everyone else."""
 
     def __init__(self, wrapped: Callable[..., Any], patch: Patch) -> None:
         super().__init__(wrapped, self._self_call)
         self._self_patch = patch
 
-    def _self_call(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def _self_call(
+        self, wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         operands = _operands(args) or _operands(kwargs.values())
         if not operands:
             return wrapped(*args, **kwargs)
@@ -98,7 +102,7 @@ class PatchedFunction(wrapt.FunctionWrapper):
             )
         return wrapped(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return pkgutil.resolve_name, (f"{self._self_patch.module}:{self._self_patch.name}",)
 
     def __reduce__(self) -> Any:
@@ -107,10 +111,11 @@ class PatchedFunction(wrapt.FunctionWrapper):
     def __copy__(self) -> PatchedFunction:
         return self
 
-    def __deepcopy__(self, memo: Any) -> PatchedFunction:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedFunction:
         return self
 
 
+# Import hooks cannot be removed: each is set once, and does nothing while patches are not active.
 _hooked: set[Patch] = set()
 _active = False
 
@@ -128,7 +133,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put the original functions back. Correctness on ShardTensors stays; only the door of the table closes."""
+    """Restore the original functions; results on ShardTensors do not depend on the patches, see above."""
     global _active
     _active = False
     for patch in PATCHES:
@@ -157,8 +162,8 @@ def _apply(patch: Patch) -> None:
     setattr(module, patch.name, patched)
 
 
-def _on_import(patch: Patch) -> Callable[[Any], None]:
-    def hook(module: Any) -> None:
+def _on_import(patch: Patch) -> Callable[[ModuleType], None]:
+    def hook(module: ModuleType) -> None:
         if _active:
             _apply(patch)
 

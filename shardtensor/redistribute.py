@@ -1,11 +1,11 @@
-"""Moving a tensor from one spec to another on the same mesh: every pair of placements, and from sizes to sizes.
+"""Redistribution on one mesh: from every layout to every other one, on local tensors.
 
-These functions work on local tensors and know no autograd; ``tensor.py`` makes them differentiable. Each mesh dim
-is one step. Steps that shrink the local tensor come first, so that later ones move less.
+Nothing here is differentiable; ``tensor.py`` adds autograd. Each mesh dim is one step. Steps that shrink the local
+tensor come first, so that later ones send less.
 
 | from \\ to | Shard(j), sizes' | Replicate | Partial(sum) |
 |---|---|---|---|
-| Shard(i), sizes | exchange of what differs, or of blocks (i != j) | exchange of shards | own shard among zeros |
+| Shard(i), sizes | exchange of what differs, or all-to-all (i != j) | exchange of shards | own shard among zeros |
 | Replicate | own slice, nothing sent | - | the value on rank 0, zeros elsewhere |
 | Partial(op) | exchange of slices, reduced in rank order | all-reduce | - |
 """
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import c10d_all_gather, c10d_all_reduce, process_group
 from .debug import check_communication, debug_enabled
@@ -37,16 +36,17 @@ __all__ = [
     "swap_blocks",
 ]
 
-_REDUCE = {
+# For each reduction of a Partial: the collective's name of it, and the same between two tensors.
+_REDUCE: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "product": (dist.ReduceOp.PRODUCT, torch.mul),
     "max": (dist.ReduceOp.MAX, torch.maximum),
     "min": (dist.ReduceOp.MIN, torch.minimum),
 }
-
-
-# Dtypes that backends do not reduce travel as one that they do.
+# Dtypes that backends cannot reduce are sent as one that they can.
 _WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
+# Dtypes that travel as they are, and are summed by every backend.
+_SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
 def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
@@ -72,10 +72,12 @@ def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLay
     sharded = src.sharded_dims()
 
     def blocked(m: int) -> bool:
+        """Whether another mesh dim still shards the tensor dim that ``m`` is to shard."""
         p = dst.placements[m]
         return isinstance(p, Shard) and sharded.get(p.dim, m) != m
 
     def cost(m: int) -> int:
+        """First what shrinks the local tensor (a new Shard), then what keeps its size, then what enlarges it."""
         if not isinstance(dst.placements[m], Shard):
             return 2
         return 1 if isinstance(src.placements[m], Shard) else 0
@@ -89,6 +91,7 @@ def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLay
 
 
 def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Tensor:
+    """One cell of the table above: the specs differ on mesh dim ``m`` only."""
     old, new = src.placements[m], dst.placements[m]
     rank, ranks = src.coordinate[m], src.mesh.size(m)
     group = src.mesh.get_group(m)
@@ -97,51 +100,64 @@ def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> 
         if isinstance(new, Shard) and new.dim != old.dim:
             blocks = intervals_of(dst.cut(m))
             return swap_blocks([local], old.dim, [own], new.dim, [blocks], rank, group)[0]
-        whole: Interval = (0, src.shape[old.dim])
-        if new.is_partial():
-            return _own_among_identity(local, old.dim, own[rank], whole[1], new)
-        need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else (whole,) * ranks
+        full: Interval = (0, src.shape[old.dim])
+        if isinstance(new, Partial):
+            return _own_among_zeros(local, old.dim, own[rank], full[1], new)
+        need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else (full,) * ranks
         return move_intervals(local, old.dim, own, need, rank, group)
     if isinstance(old, Partial):
         if isinstance(new, Shard):
             return reduce_scatter(local, old, new.dim, intervals_of(dst.cut(m)), rank, group)
-        whole_value = all_reduce(local, group, old.reduce_op)
-        return whole_value if new.is_replicate() else _replicate_to_partial(whole_value, new, rank)
+        reduced = all_reduce(local, group, old.reduce_op)
+        return _replicate_to_partial(reduced, new, rank) if isinstance(new, Partial) else reduced
     if isinstance(new, Shard):
         start, stop = dst.interval(m)
-        # A copy, so that the shard does not keep the whole tensor alive.
+        # A copy, so that the shard does not keep the memory of the replicated tensor alive.
         return local.narrow(new.dim, start, stop - start).clone(memory_format=torch.preserve_format)
+    assert isinstance(new, Partial)
     return _replicate_to_partial(local, new, rank)
 
 
+# -- collectives --------------------------------------------------------------------------------------------
+
+
 def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """A new tensor with the reduction of all ranks' ``local``."""
+    """The reduction of all ranks' ``local``, in a new tensor."""
     return start_all_reduce(local, group, op)()
 
 
 def start_all_reduce(
     local: Tensor, group: dist.ProcessGroup, op: str = "sum", *, overwrite: bool = False
 ) -> Callable[[], Tensor]:
-    """:func:`all_reduce` under way; the function that is returned waits for it and gives the result.
+    """Start an :func:`all_reduce`; the function that is returned waits for it and returns the result.
 
     Args:
-        overwrite: ``local`` is contiguous and of no use to anybody else, so that it may become the result.
+        overwrite: ``local`` is contiguous and not used elsewhere, so that it may become the result.
     """
     if group.size() == 1:
         return lambda: local if overwrite else local.clone()
     if is_traced(local):
         reduced = _all_reduce(local, op, group.group_name)
         return lambda: reduced
+    if op == "sum" and local.dtype in _SUMMABLE and not debug_enabled():  # most are
+        total = local if overwrite else local.clone(memory_format=torch.contiguous_format)
+        summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
+
+        def wait() -> Tensor:
+            summing.wait()
+            return total
+
+        return wait
     via = _WIDENED.get(local.dtype)
     if via is not None:
         value = local.to(via)
     else:
         value = local if overwrite else local.clone(memory_format=torch.contiguous_format)
-    if value.is_complex() and op == "product":  # no backend has it
+    if value.is_complex() and op == "product":  # no backend multiplies complex numbers
         return all_gather(value, group).prod(0).clone
     if value.is_complex() and op != "sum":
         raise ValueError(f"Partial({op!r}) of complex numbers is not defined")
-    wire = torch.view_as_real(value) if value.is_complex() else value
+    wire = torch.view_as_real(value) if value.is_complex() else value  # a sum can be taken part by part
     extreme = op in ("max", "min") and value.is_floating_point()
     if extreme:
         wire = _ordered(value, op)
@@ -166,7 +182,7 @@ def _all_reduce(local: Tensor, op: str, group: str) -> Tensor:
     return all_reduce(local, process_group(group), op).contiguous()
 
 
-# Integers of the same width, as which floating-point numbers are compared.
+# The integers of the same width, as which max and min compare floating-point numbers.
 _BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -176,7 +192,10 @@ _BITS = {
 
 
 def _ordered(value: Tensor, op: str) -> Tensor:
-    """Integers in the order of the numbers, NaN beyond all of them: backends may lose it, torch never does."""
+    """Integers in the order of the numbers, with NaN beyond all of them.
+
+    torch's max and min return NaN where there is one; those of backends may return any of the numbers.
+    """
     bits = value.view(_BITS[value.dtype])
     info = torch.iinfo(bits.dtype)
     ordered = bits ^ ((bits >> (info.bits - 1)) & info.max)  # the magnitude of negative numbers counts backwards
@@ -185,6 +204,7 @@ def _ordered(value: Tensor, op: str) -> Tensor:
 
 
 def _unordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of :func:`_ordered`: flipping the magnitude of negative numbers twice restores it."""
     bits = ordered.to(_BITS[dtype])
     info = torch.iinfo(bits.dtype)
     return (bits ^ ((bits >> (info.bits - 1)) & info.max)).view(dtype)
@@ -193,7 +213,7 @@ def _unordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
 def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``local`` (of one shape), stacked in rank order. For small tensors: each rank gets all of them."""
     ranks = dist.get_world_size(group)
-    if ranks == 1 or not local.numel():  # without elements there is nothing on any rank of the group
+    if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
     if is_traced(local):
         return _all_gather(local, ranks, group.group_name)
@@ -216,6 +236,9 @@ def _all_gather(local: Tensor, ranks: int, group: str) -> Tensor:
     return all_gather(local, process_group(group))
 
 
+# -- exchanges ----------------------------------------------------------------------------------------------
+
+
 def move_intervals(
     local: Tensor,
     dim: int,
@@ -224,9 +247,9 @@ def move_intervals(
     rank: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """The interval ``need[rank]`` of tensor dim ``dim``, of which each rank ``s`` holds ``own[s]``.
+    """The interval ``need[rank]`` of tensor dim ``dim``, of which each rank ``s`` holds ``own[s]``. Collective.
 
-    The owned intervals may stand in any order but must not overlap, and must cover what is needed.
+    The owned intervals may be in any order, must not overlap, and must cover what is needed.
     """
     plan = plan_intervals(tuple(own), tuple(need), rank)
     if plan.own == plan.need and not plan.active:
@@ -247,7 +270,7 @@ def move_intervals(
 
 
 def _empty_like(local: Tensor, dim: int, size: int) -> Tensor:
-    """Room for a tensor like ``local`` with another length of ``dim``, in its memory format."""
+    """An uninitialized tensor like ``local`` with another length of ``dim``, in its memory format."""
     shape = _resized(local, dim, size)
     return torch.empty_strided(shape, stride_like(local, shape), dtype=local.dtype, device=local.device)
 
@@ -261,9 +284,10 @@ def swap_blocks(
     rank: int,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """From shards of ``old_dim`` to shards of ``new_dim``, for several tensors of one dtype in one exchange.
+    """From shards of ``old_dim`` to shards of ``new_dim``, for several tensors of one dtype in one all-to-all.
 
-    Rank ``r`` gets block ``blocks[i][r]`` of every rank's shard ``owns[i]`` of tensor ``i``.
+    Rank ``r`` gets the block ``blocks[i][r]`` (along ``new_dim``) of every rank's shard of tensor ``i``; the shards are
+    ``owns[i]`` along ``old_dim``.
     """
     ranks = dist.get_world_size(group)
     mine = [t.narrow(new_dim, b[rank][0], length(b[rank])) for t, b in zip(locals_, blocks, strict=True)]
@@ -287,7 +311,10 @@ def swap_blocks(
 def reduce_scatter(
     local: Tensor, partial: Partial, dim: int, blocks: Sequence[Interval], rank: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Each rank's slice of the reduced value; contributions are reduced in rank order, so runs repeat exactly."""
+    """The slice ``blocks[rank]`` of the reduced value. Contributions are reduced in rank order, so runs repeat exactly.
+
+    An exchange rather than the backends' reduce-scatter, whose order of additions may differ from run to run.
+    """
     a, b = blocks[rank]
     mine = local.narrow(dim, a, b - a)
     if dist.get_world_size(group) == 1:
@@ -298,17 +325,21 @@ def reduce_scatter(
     return reduce(_REDUCE[partial.reduce_op][1], [*received[:rank], mine, *received[rank:]])
 
 
-def _own_among_identity(local: Tensor, dim: int, own: Interval, total: int, partial: Placement) -> Tensor:
-    if partial.reduce_op != "sum":  # type: ignore[attr-defined]
+# -- to Partial, without communication ------------------------------------------------------------------------
+
+
+def _own_among_zeros(local: Tensor, dim: int, own: Interval, total: int, partial: Partial) -> Tensor:
+    # Zero is the neutral element of a sum only.
+    if partial.reduce_op != "sum":
         raise ValueError(f"cannot redistribute a Shard to {partial}; only to Partial('sum')")
     out = local.new_zeros(_resized(local, dim, total))
     out.narrow(dim, own[0], own[1] - own[0]).copy_(local)
     return out
 
 
-def _replicate_to_partial(local: Tensor, partial: Placement, rank: int) -> Tensor:
-    op = partial.reduce_op  # type: ignore[attr-defined]
-    if op in ("max", "min") or rank == 0:
+def _replicate_to_partial(local: Tensor, partial: Partial, rank: int) -> Tensor:
+    op = partial.reduce_op
+    if op in ("max", "min") or rank == 0:  # the extreme of equal values is the value
         return local
     return torch.zeros_like(local) if op == "sum" else torch.ones_like(local)
 

@@ -1,11 +1,13 @@
 """The one table from functions and aten operators to their distributed form; open to users' own operators.
 
-Two kinds of entry:
+Kinds of entry:
 
 - a *function* (``torch.nn.functional.conv2d``, a tensor method, a library's function): the handler is called above
-  autograd with the caller's arguments and returns what the function returns. It is responsible for gradients,
-  usually by calling an ``autograd.Function`` or differentiable operators.
-- an *aten operator* (``torch.ops.aten.flip.default``): the handler is called below autograd with ShardTensors.
+  autograd with the caller's arguments and returns what the function returns. Mostly it is an ``operators.Operator``,
+  which finds or makes the plan of the call. Any function will do; it is then responsible for gradients, usually by
+  calling an ``autograd.Function`` or differentiable operators.
+- an *aten operator* (``torch.ops.aten.flip.default``) with a *rule*, which makes plans below autograd.
+- an *aten operator* with a handler, which is called below autograd with ShardTensors.
 
 A handler may return ``NotImplemented``: the call then goes on as if there were no handler.
 """
@@ -13,22 +15,44 @@ A handler may return ``NotImplemented``: the call then goes on as if there were 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["FUNCTIONS", "OPERATORS", "changes", "declare", "register", "registered", "unregister"]
+from .context import Setting
+
+__all__ = [
+    "FUNCTIONS",
+    "META_FUNCTIONS",
+    "OPERATORS",
+    "RULES",
+    "Support",
+    "declare",
+    "declare_rule",
+    "default_rule",
+    "register",
+    "registered",
+    "rule_of",
+    "supports",
+    "unregister",
+]
 
 Handler = Callable[..., Any]
+Overload = torch._ops.OpOverload
 
 FUNCTIONS: dict[Callable[..., Any], Handler] = {}
-OPERATORS: dict[torch._ops.OpOverload, Handler] = {}
-_changes = 0
+OPERATORS: dict[Overload, Handler] = {}
+RULES: dict[Overload, Handler] = {}
+# Functions with the shapes and dtypes of operators that torch does not run on meta tensors.
+META_FUNCTIONS: dict[Overload, Handler] = {}
+_default_rules: list[Callable[[Overload], Handler | None]] = []
+# How often handlers have been registered or removed; plans and compiled graphs hold for one set of them.
+_changes = Setting(0)
 
 
-def changes() -> int:
-    """How often handlers have been registered or removed; a compiled graph holds for one set of them."""
-    return _changes
+def _changed() -> None:
+    _changes.set(_changes.value + 1)
 
 
 def _table(func_or_op: Any) -> dict[Any, Handler]:
@@ -66,8 +90,7 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
             raise ValueError(f"{f} has a handler already; unregister it first")
 
     def decorate(handler: Handler) -> Handler:
-        global _changes
-        _changes += 1
+        _changed()
         for f in funcs_or_ops:
             _table(f)[f] = handler
         return handler
@@ -77,21 +100,124 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
 
 def declare(spelling: Callable[..., Any], handler: Handler) -> None:
     """Make ``handler`` that of a function or operator above autograd; ValueError where there is one already."""
-    global _changes
     if spelling in FUNCTIONS:
         raise ValueError(f"{spelling} has a handler already; unregister it first")
-    _changes += 1
+    _changed()
     FUNCTIONS[spelling] = handler
 
 
+def declare_rule(op: Overload, build: Handler, meta: Handler | None = None) -> None:
+    """Have ``build`` make the plans of an aten operator; ValueError where another function does already."""
+    if op in RULES:
+        raise ValueError(f"{op} has a rule already; unregister it first")
+    _changed()
+    RULES[op] = build
+    if meta is not None:
+        META_FUNCTIONS[op] = meta
+
+
+def default_rule(find: Callable[[Overload], Handler | None]) -> Callable[[Overload], Handler | None]:
+    """Decorator: ``find(op)`` gives the rule of operators that have none of their own, or None."""
+    _default_rules.append(find)
+    return find
+
+
+def rule_of(op: Overload) -> Handler | None:
+    """The rule that makes the plans of an aten operator, if there is one."""
+    own = RULES.get(op)
+    return own or next((rule for rule in (find(op) for find in _default_rules) if rule is not None), None)
+
+
 def unregister(*funcs_or_ops: Any) -> None:
-    """Remove handlers; KeyError where there is none."""
-    global _changes
-    _changes += 1
+    """Remove handlers and rules; KeyError where there is none."""
     for f in funcs_or_ops:
-        del _table(f)[f]
+        tables = [table for table in (FUNCTIONS, OPERATORS, RULES) if f in table]
+        if not tables:
+            raise KeyError(f)
+        for table in tables:
+            del table[f]
+        META_FUNCTIONS.pop(f, None)
+    _changed()
 
 
 def registered() -> dict[Any, Handler]:
-    """All entries: ``{function or aten operator: handler}`` (a copy)."""
-    return {**FUNCTIONS, **OPERATORS}
+    """All entries: ``{function or aten operator: handler or rule}`` (a copy). See also :func:`supports`."""
+    return {**RULES, **OPERATORS, **FUNCTIONS}
+
+
+# -- what is supported -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What ShardTensors do when an operator is called on them.
+
+    Attributes:
+        supported: whether there is a distributed form, exact for any shards but for those that its plan refuses.
+        how: "declared" (a plan or handler of its own), "elementwise" (each rank works on its shard), "decomposed"
+            (torch composes it of other operators, each of which has a form of its own or none), or "refused".
+        where: the module that holds the form; empty where there is none of its own.
+        reason: what is refused and why, or on what it depends; empty where the form is exact.
+    """
+
+    supported: bool
+    how: str
+    where: str = ""
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+
+def supports(func_or_op: Any) -> Support:
+    """Whether, how and by which module ShardTensors support a function, tensor method or aten operator.
+
+    Example:
+        >>> import torch, shardtensor
+        >>> answer = shardtensor.supports(torch.nn.functional.conv2d)
+        >>> answer.how, answer.where
+        ('declared', 'shardtensor.ops.convolution.conv')
+        >>> bool(shardtensor.supports(torch.segment_reduce))
+        False
+    """
+    if not callable(func_or_op):
+        raise TypeError(f"{func_or_op!r} is neither a function nor an operator overload")
+    handler = FUNCTIONS.get(func_or_op) or OPERATORS.get(func_or_op) or RULES.get(func_or_op)
+    if handler is None and isinstance(func_or_op, torch._ops.OpOverload):
+        handler = FUNCTIONS.get(func_or_op.overloadpacket)
+    if handler is not None:
+        return Support(True, "declared", handler.__module__)
+    if isinstance(func_or_op, torch._ops.OpOverload):
+        return _support_of_overload(func_or_op)
+    packet = func_or_op if isinstance(func_or_op, torch._ops.OpOverloadPacket) else _packet_of(func_or_op)
+    if packet is None:  # Python code, which calls other operators
+        return Support(True, "decomposed", reason="as far as the operators that it calls are")
+    found = [supports(getattr(packet, name)) for name in packet.overloads() if not _writes_out(getattr(packet, name))]
+    order = ("refused", "decomposed", "elementwise", "declared")
+    return max(found, key=lambda answer: order.index(answer.how), default=Support(False, "refused"))
+
+
+def _support_of_overload(op: Overload) -> Support:
+    rule = rule_of(op)
+    if rule is not None:
+        return Support(True, "elementwise", rule.__module__)
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return Support(True, "decomposed", reason="as far as the operators that torch composes it of are")
+    functional = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
+    if op._schema.name.endswith("_") and functional is not None and functional is not op.overloadpacket:
+        return supports(functional)
+    reason = "no distributed form is known; call it inside shardtensor.allow_gather(), or register a handler"
+    return Support(False, "refused", reason=reason)
+
+
+def _writes_out(op: Overload) -> bool:
+    return any(a.is_out for a in op._schema.arguments)
+
+
+def _packet_of(function: Any) -> Any:
+    """The aten operator that a function or method of torch calls, found by name."""
+    name = getattr(function, "__name__", "")
+    for candidate in (name, f"linalg_{name}", f"fft_{name}", f"special_{name}"):
+        if not candidate.startswith("__") and hasattr(torch.ops.aten, candidate):
+            return getattr(torch.ops.aten, candidate)
+    return None

@@ -1,11 +1,10 @@
-"""``scatter_tensor``: from one rank's whole tensor to every rank's shard, and nothing more."""
+"""``scatter_tensor``: from a global tensor on one rank to every rank's shard."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, not_in_graphs
 from .agreement import DTYPES, MAX_NDIM, check_process_group
-from .dispatch import wrap
 from .geometry import intervals_of
-from .spec import ShardTensorSpec, mesh_coordinate
-from .tensor import ShardTensor, mark_leaf
+from .spec import ShardSizes, ShardTensorSpec, mesh_coordinate
+from .tensor import ShardTensor, mark_leaf, wrap
 
 __all__ = ["part_at", "scatter_tensor", "wire"]
 
+# What the source may report: 0 is no problem.
 _NO_TENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS, _OTHER_META = 1, 2, 3, 4
 
 
@@ -33,30 +32,30 @@ def scatter_tensor(
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
-    shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+    shard_sizes: ShardSizes = None,
     global_shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardTensor:
-    """Cut a tensor that one rank holds, and hand every rank of the mesh its shard. Collective over the mesh.
+    """Shard a tensor that one rank holds over a mesh. Collective over the mesh.
 
     Each rank receives one message with its shard and allocates nothing else; the source packs one shard at a time.
 
     Args:
-        tensor: the whole tensor on rank ``global_src``, on the mesh's device type; ignored elsewhere (pass None).
+        tensor: the global tensor on rank ``global_src``, on the mesh's device type; ignored elsewhere (pass None).
         global_src: the source's *global* rank; it must be in the mesh.
         mesh: where the shards go; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
         shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes for sharded mesh dims that are left out.
-        global_shape, dtype: of ``tensor``. If every rank gives both, no metadata is sent ahead.
-        requires_grad: make the result a leaf that collects gradients.
+        global_shape, dtype: of ``tensor``. If every rank passes both, no metadata is sent first.
+        requires_grad: make the result a leaf that accumulates gradients.
 
     Returns:
         A ShardTensor of shape ``global_shape``.
 
     Raises:
         ValueError: on every rank alike: a source outside the mesh, sizes that do not add up, a tensor on the wrong
-            device or one that is not what ``global_shape`` and ``dtype`` promise, a Partial placement.
+            device or one that does not have the given ``global_shape`` and ``dtype``, a Partial placement.
         TypeError: the source rank has passed no tensor.
         RuntimeError: no process group; an integer tensor with ``requires_grad``.
 
@@ -87,13 +86,14 @@ def scatter_tensor(
     if requires_grad and not (dtype_.is_floating_point or dtype_.is_complex):
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype_}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype_, shard_sizes=shard_sizes)
-    local = _send_shards(tensor, spec, problem) if is_src else _receive_shard(spec, global_src)
+    local = _send_shards(None if problem else tensor, spec) if is_src else _receive_shard(spec, global_src)
     if local is None or problem:
         raise _error(problem, global_src)
     return mark_leaf(wrap(local, spec), requires_grad)
 
 
-def _problem(tensor: Any, mesh: DeviceMesh) -> int:
+def _problem(tensor: object, mesh: DeviceMesh) -> int:
+    """What is wrong with the source's tensor by itself, or 0."""
     if not isinstance(tensor, Tensor):
         return _NO_TENSOR
     if tensor.device.type != mesh.device_type:
@@ -103,8 +103,9 @@ def _problem(tensor: Any, mesh: DeviceMesh) -> int:
 
 def _error(problem: int, src: int) -> Exception:
     if problem == _NO_TENSOR:
-        return TypeError(f"scatter_tensor: source rank {src} has passed no tensor; it must pass the whole one")
+        return TypeError(f"scatter_tensor: source rank {src} has passed no tensor; it must pass the global one")
     reasons = {
+        # A rank that has received a shard without data knows only that there was a problem.
         0: "its tensor is missing, on another device than the mesh, or not of the given global_shape and dtype",
         _WRONG_DEVICE: "its tensor is not on the mesh's device type; move it there first",
         _TOO_MANY_DIMS: f"its tensor has more than {MAX_NDIM} dims",
@@ -114,7 +115,7 @@ def _error(problem: int, src: int) -> Exception:
 
 
 def _share_header(
-    tensor: Any,
+    tensor: Tensor | None,
     problem: int,
     src: int,
     peers: list[int],
@@ -122,16 +123,16 @@ def _share_header(
     global_shape: Sequence[int] | None,
     dtype: torch.dtype | None,
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype from the source to everybody; raises on every rank where the source has a problem."""
+    """Send shape and dtype from the source to all ranks; raises on every rank where the source has a problem."""
+    # One row of integers: a problem or 0, an index of DTYPES, the number of dims, their sizes padded to MAX_NDIM.
     header = torch.full((3 + MAX_NDIM,), -1, dtype=torch.int64)
     if dist.get_rank() == src:
-        if not problem and (
-            (global_shape is not None and tuple(global_shape) != tuple(tensor.shape))
-            or (dtype is not None and dtype != tensor.dtype)
-        ):
-            problem = _OTHER_META
         header[0] = problem
         if not problem:
+            assert tensor is not None
+            other_shape = global_shape is not None and tuple(global_shape) != tuple(tensor.shape)
+            if other_shape or (dtype is not None and dtype != tensor.dtype):
+                header[0] = _OTHER_META
             header[1], header[2] = DTYPES.index(tensor.dtype), tensor.ndim
             header[3 : 3 + tensor.ndim] = torch.tensor(tensor.shape, dtype=torch.int64)
         header = header.to(mesh.device_type)
@@ -146,37 +147,46 @@ def _share_header(
     return tuple(shape[:ndim]), DTYPES[code]
 
 
-def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, problem: int) -> Tensor | None:
+def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
+    """Send every other rank its shard, and return this rank's. Without a tensor, send that there is a problem.
+
+    The last element of a message says whether it holds a shard: an error must reach every rank, which wait for one
+    message each, and so it costs none of its own.
+    """
     mine = None
-    mesh = spec.mesh.mesh
+    ranks = spec.mesh.mesh
     with torch.no_grad():
         for at in product(*(range(n) for n in spec.mesh.shape)):
-            shape = spec.local_shape(at)
-            if problem:
-                payload = torch.zeros(math.prod(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+            if tensor is None:
+                payload = _payload(spec, at).zero_()
                 payload[-1] = 1
             else:
-                assert tensor is not None
                 shard = part_at(tensor, spec, at)
                 if at == spec.coordinate:
+                    # A copy, so that the shard does not keep the memory of the global tensor alive.
                     mine = shard.clone(memory_format=torch.contiguous_format)
                     continue
                 payload = torch.cat([shard.reshape(-1), shard.new_zeros(1)])
             if at != spec.coordinate:
-                dist.send(wire(payload), int(mesh[at].item()))
+                dist.send(wire(payload), int(ranks[at].item()))
     return mine
 
 
 def _receive_shard(spec: ShardTensorSpec, src: int) -> Tensor | None:
-    shape = spec.local_shape()
-    payload = torch.empty(math.prod(shape) + 1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+    """This rank's shard, or None where the source has a problem."""
+    payload = _payload(spec, spec.coordinate)
     dist.recv(wire(payload), src)
-    # The last element says whether the source could send: an error must reach every rank, and costs no message.
-    return None if bool(payload[-1] != 0) else payload[:-1].view(shape)
+    return None if bool(payload[-1] != 0) else payload[:-1].view(spec.own_shape)
+
+
+def _payload(spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
+    """Uninitialized memory for the message to the rank at ``at`` of the mesh."""
+    elements = math.prod(spec.local_shape(at)) + 1
+    return torch.empty(elements, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
 
 
 def part_at(tensor: Tensor, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
-    """The shard of the whole ``tensor`` that belongs to the rank at ``at`` of the mesh, as a view."""
+    """The shard of the global ``tensor`` that belongs to the rank at ``at`` of the mesh, as a view."""
     shard = tensor.detach()
     for d, m in spec.sharded_dims().items():
         start, stop = intervals_of(spec.cut(m))[at[m]]
@@ -185,5 +195,5 @@ def part_at(tensor: Tensor, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
 
 
 def wire(payload: Tensor) -> Tensor:
-    """Bytes: backends do not know every dtype."""
+    """``payload`` as bytes: backends do not know every dtype."""
     return payload.view(torch.uint8)

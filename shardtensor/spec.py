@@ -1,14 +1,14 @@
-"""``ShardTensorSpec``: a DTensor spec that knows the size of every rank's shard.
+"""``ShardTensorSpec``: a DTensor spec that holds the size of every rank's shard.
 
-[Note: equal specs] Specs are made for every call and serve as keys, and DTensor's constructor takes its time. So those
-derived from others come from :meth:`ShardTensorSpec.of`, which makes one object of equal ones: it is found in a tenth
-of the time, keeps what it has worked out, and is compared by identity first.
+[Note: equal specs] Specs are made for every call and serve as keys, and DTensor's constructor is slow. So specs that
+are derived from others come from :meth:`ShardTensorSpec.of`, which returns the same object for equal properties: that
+takes a tenth of the time, keeps what the object has computed, and makes comparisons by identity succeed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import DTensorSpec, TensorMeta, is_plain_shard
+from .context import settings
 from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
 
 __all__ = [
     "CHANNELS_LAST",
-    "CIRCUMSTANCES",
     "AxisLayout",
+    "ShardSizes",
     "ShardTensorSpec",
     "Sizes",
     "contiguous_stride",
@@ -34,7 +35,11 @@ __all__ = [
     "stride_like",
 ]
 
+# One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
 Sizes = tuple[tuple[int, ...] | None, ...]
+# What callers may give: ``{mesh_dim: sizes}``, "even" for torch.chunk's sizes, or None for the default: the same, or
+# where there are local tensors to infer sizes from, theirs.
+ShardSizes = Mapping[int, Sequence[int]] | str | None
 
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -54,17 +59,19 @@ class AxisLayout(NamedTuple):
 class ShardTensorSpec(DTensorSpec):
     """Mesh, placements, global shape, and for every sharded mesh dim the size of each rank's shard.
 
-    From the spec alone every rank computes what every other rank holds; no operator asks its neighbours. The sizes
-    are part of equality and hash, so plans cached by spec never mix two cuts of the same tensor.
+    From the spec alone every rank computes what every other rank holds; no operator has to ask other ranks. The sizes
+    are part of equality and hash, so plans cached by spec never mix two layouts of the same tensor.
 
     Attributes:
         mesh, placements, tensor_meta: as in DTensor's spec. ``tensor_meta`` describes the global tensor.
         sizes: one entry per mesh dim: a tuple of shard sizes along that mesh dim, or None where not sharded.
+        layout: placement and sizes together, one :class:`AxisLayout` per mesh dim.
 
     Raises:
         ValueError: sizes that do not fit the placements or the global shape.
     """
 
+    tensor_meta: TensorMeta
     sizes: Sizes
     _hash: int | None
     shard_order: Any
@@ -84,10 +91,10 @@ class ShardTensorSpec(DTensorSpec):
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, sizes: Sizes) -> ShardTensorSpec:
-        """The spec with these properties, which are known to fit. See [Note: equal specs]."""
+        """The spec with these properties, which are not checked again. See [Note: equal specs]."""
         try:
             return _known(id(mesh), mesh, tuple(mesh.get_coordinate() or ()), tuple(placements), meta, sizes)
-        except TypeError:  # sizes that cannot be hashed, which torch.compile may bring
+        except TypeError:  # sizes that cannot be hashed, such as the symbolic integers of torch.compile
             return ShardTensorSpec(mesh, placements, meta, sizes)
 
     @classmethod
@@ -98,13 +105,16 @@ class ShardTensorSpec(DTensorSpec):
         shape: Sequence[int],
         dtype: torch.dtype,
         *,
-        shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+        shard_sizes: ShardSizes = None,
         stride: Sequence[int] | None = None,
     ) -> ShardTensorSpec:
         """Build and validate a spec from public arguments.
 
         Args:
             shard_sizes: ``{mesh_dim: sizes}``; mesh dims left out, None and "even" mean torch.chunk's sizes.
+
+        Raises:
+            TypeError, ValueError: placements or sizes that do not fit the mesh or the shape.
         """
         check_order(mesh)
         shape = torch.Size(shape)
@@ -120,7 +130,10 @@ class ShardTensorSpec(DTensorSpec):
         sizes: Sizes | None = None,
         meta: TensorMeta | None = None,
     ) -> ShardTensorSpec:
-        """A copy with other placements (then ``sizes`` go with them), sizes or tensor meta."""
+        """The spec with other placements, sizes or tensor meta.
+
+        Where a placement changes, give its sizes along with it; :meth:`with_axes` keeps the two together.
+        """
         return ShardTensorSpec.of(
             self.mesh,
             self.placements if placements is None else placements,
@@ -134,19 +147,25 @@ class ShardTensorSpec(DTensorSpec):
 
     def with_axes(self, axes: Mapping[int, AxisLayout]) -> ShardTensorSpec:
         """The spec with another layout on the mesh dims that are named, and its own on the others."""
-        return self.with_layout([axes.get(m, own) for m, own in enumerate(self.layout)])
+        layout = list(self.layout)
+        for m, axis in axes.items():
+            layout[m] = axis
+        return self.with_layout(layout)
 
     def replicated(self) -> ShardTensorSpec:
         """The spec of the same tensor replicated on every mesh dim."""
         return self.with_layout([AxisLayout(Replicate())] * self.mesh.ndim)
 
     def with_dtype(self, dtype: torch.dtype) -> ShardTensorSpec:
-        """The spec of a tensor of another dtype that lies alike."""
+        """The spec of a tensor of another dtype and the same layout."""
         meta = self.tensor_meta
         return self if meta.dtype == dtype else self.replace(meta=meta._replace(dtype=dtype))
 
     def for_gradient(self) -> ShardTensorSpec:
-        """The layout of this tensor's gradient: the same, but a Partial's gradient is Replicate."""
+        """The spec of this tensor's gradient: the same, but the gradient of a Partial is Replicate.
+
+        The derivative of a sum is the same with respect to each summand.
+        """
         return self._reduced or self
 
     @cached_property
@@ -156,15 +175,16 @@ class ShardTensorSpec(DTensorSpec):
         return self.with_axes({m: AxisLayout(Replicate()) for m in partial}) if partial else None
 
     def for_contributions(self) -> ShardTensorSpec:
-        """The layout of this tensor's gradient where each rank only gives its contribution to what all of them hold."""
+        """The spec of this tensor's gradient where each rank has a contribution: Partial where it is replicated."""
+        # On a mesh dim of one rank there is nothing to reduce.
         shared = [m for m, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(m) > 1]
         return self.for_gradient().with_axes({m: AxisLayout(Partial()) for m in shared})
 
     def lies_like(self, other: ShardTensorSpec) -> bool:
-        """Whether both have the same placements and sizes."""
+        """Whether both have the same layout."""
         return self is other or (self.placements == other.placements and self.sizes == other.sizes)
 
-    # -- what is where ------------------------------------------------------------------------------------
+    # -- which rank holds what ----------------------------------------------------------------------------
 
     @cached_property
     def layout(self) -> tuple[AxisLayout, ...]:
@@ -177,7 +197,10 @@ class ShardTensorSpec(DTensorSpec):
         return {m: sizes for m, sizes in enumerate(self.sizes) if sizes is not None}
 
     def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
-        """``{mesh_dim: shapes}``: the shape of each shard along a sharded mesh dim (other mesh dims at this rank)."""
+        """``{mesh_dim: shapes}``: the shape of each rank's shard along a sharded mesh dim.
+
+        On the other mesh dims the ranks have this rank's coordinate.
+        """
         here = self.local_shape()
         return {
             m: tuple(torch.Size((*here[:d], n, *here[d + 1 :])) for n in self.cut(m))
@@ -189,11 +212,11 @@ class ShardTensorSpec(DTensorSpec):
         return {p.dim: m for m, p in enumerate(self.placements) if isinstance(p, Shard)}
 
     def partial_mesh_dims(self) -> list[int]:
-        """Mesh dims over which the value is still to be reduced."""
+        """Mesh dims on which the tensor is Partial."""
         return [m for m, p in enumerate(self.placements) if p.is_partial()]
 
     def is_replicate(self) -> bool:
-        """Whether every rank holds the whole value."""
+        """Whether the tensor is replicated on every mesh dim."""
         return all(p.is_replicate() for p in self.placements)
 
     @cached_property
@@ -208,7 +231,7 @@ class ShardTensorSpec(DTensorSpec):
         return sizes
 
     def interval(self, mesh_dim: int) -> Interval:
-        """Global interval that this rank holds of the tensor dim sharded on ``mesh_dim``."""
+        """The interval that this rank holds of the tensor dim sharded on ``mesh_dim``."""
         return intervals_of(self.cut(mesh_dim))[self.coordinate[mesh_dim]]
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -227,10 +250,13 @@ class ShardTensorSpec(DTensorSpec):
 
     @property
     def num_shards_map(self) -> list[int]:
-        """How many shards each tensor dim has. FSDP2 asks for it, and makes a DTensor of a parameter, without sizes.
+        """How many shards each tensor dim has, as in DTensor's spec.
+
+        FSDP2 reads this when it makes DTensors of its own of a parameter, which have no sizes. So it is the place to
+        refuse shards that it would read as others.
 
         Raises:
-            UnsupportedSharding: shards that are not torch.chunk's.
+            UnsupportedSharding: shard sizes other than torch.chunk's.
         """
         for d, m in self.sharded_dims().items():
             if self.cut(m) != chunk_sizes(self.shape[d], self.mesh.size(m)):
@@ -238,15 +264,15 @@ class ShardTensorSpec(DTensorSpec):
                     "fully_shard",
                     self,
                     "FSDP2 cannot keep the sizes of a parameter's shards",
-                    "cut the parameter as torch.chunk does (shard_sizes='even'), or keep it out (ignored_params=) and "
-                    "reduce its gradient over the data axis yourself",
+                    "shard the parameter evenly (shard_sizes='even'), or keep it out (ignored_params=) and reduce its "
+                    "gradient over the data axis yourself",
                 )
         return super().num_shards_map
 
     # -- equality, hash, text -----------------------------------------------------------------------------
 
     def _key(self) -> tuple[Any, ...]:
-        # The coordinate too: plans are made for one rank, and a process may play several (simulation, saved caches).
+        # The coordinate, too: plans are made for one rank, and a process may be several (simulation, saved caches).
         return (self.mesh, self.placements, self.sizes, self.tensor_meta, self.coordinate)
 
     def __hash__(self) -> int:
@@ -264,19 +290,20 @@ class ShardTensorSpec(DTensorSpec):
             return False
         if self.coordinate != other.coordinate:
             return False
-        if skip_shapes and isinstance(other, _Guard) and other.circumstances != _circumstances():
+        if skip_shapes and isinstance(other, _Guard) and other.settings != settings():
             return False
         return self.tensor_meta == other.tensor_meta
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensorSpec:
-        """What torch.compile keeps to compare later specs with, see [Note: guards]."""
+        """torch.compile copies the specs that it has traced, to compare later ones with; see [Note: guards]."""
         return _Guard(self.mesh, self.placements, self.tensor_meta, self.sizes)
 
     def __reduce__(self) -> Any:
-        # Without what was worked out for this rank and this process.
+        # Without what was computed for this rank and this process.
         return ShardTensorSpec, (self.mesh, self.placements, self.tensor_meta, self.sizes)
 
     def _stable_hash(self) -> str:
+        # For caches on disk: equal in every process and every run, which hash() is not.
         mesh = (tuple(self.mesh.mesh.flatten().tolist()), tuple(self.mesh.shape), self.mesh.device_type)
         text = repr((mesh, *self._key()[1:]))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -285,10 +312,7 @@ class ShardTensorSpec(DTensorSpec):
         return self.replace(meta=tensor_meta)
 
     def __str__(self) -> str:
-        placed = ", ".join(
-            f"{p}{list(sizes)}" if sizes is not None else str(p)
-            for p, sizes in zip(self.placements, self.sizes, strict=True)
-        )
+        placed = ", ".join(f"{p}{list(sizes)}" if sizes is not None else str(p) for p, sizes in self.layout)
         shape = tuple(self.shape) if self.tensor_meta is not None else "?"
         dtype = str(self.tensor_meta.dtype).removeprefix("torch.") if self.tensor_meta is not None else "?"
         return f"ShardTensor{shape} {dtype} on mesh {tuple(self.mesh.shape)} as ({placed})"
@@ -296,19 +320,23 @@ class ShardTensorSpec(DTensorSpec):
     __repr__ = __str__
 
 
-class _SizedShardOrder(tuple):
-    """DTensor's shard order with the sizes attached: the one slot of its flattened form that may carry more."""
+class _SizedShardOrder(tuple[Any, ...]):
+    """DTensor's shard order with the sizes attached.
+
+    torch.compile flattens a DTensor to parts of its spec, the shard order among them, and makes a new one of these. No
+    part has room for sizes, but this one may be any tuple.
+    """
 
     sizes: Sizes
 
     @staticmethod
-    def of(order: Any, sizes: Sizes) -> _SizedShardOrder:
+    def of(order: Sequence[Any], sizes: Sizes) -> _SizedShardOrder:
         result = _SizedShardOrder(order)
         result.sizes = sizes
         return result
 
     def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, other) and self.sizes == getattr(other, "sizes", None)  # type: ignore[arg-type]
+        return tuple.__eq__(self, other) and self.sizes == getattr(other, "sizes", None)
 
     def __hash__(self) -> int:
         return hash((tuple(self), self.sizes))
@@ -318,23 +346,18 @@ class _SizedShardOrder(tuple):
 
 
 class _Guard(ShardTensorSpec):
-    """[Note: guards] A spec that torch.compile has seen, to which it compares those of later calls.
+    """[Note: guards] A spec that torch.compile has traced, with which it compares those of later calls.
 
-    A graph holds for one cut of the tensor, and for what else our code read while it was traced: the circumstances.
-    torch would compare without shapes, for graphs of any length; ours know the length of every rank's shard.
+    A graph is valid for one layout of the tensor, and for everything else that our code read while it was traced: the
+    settings. torch would compare without shapes, since its graphs may be valid for any; ours hold the size of
+    every rank's shard.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.circumstances = _circumstances()
-
-
-# Each gives something, other than the arguments, on which it depends what an operator does.
-CIRCUMSTANCES: list[Callable[[], Any]] = []
-
-
-def _circumstances() -> tuple[Any, ...]:
-    return tuple(read() for read in CIRCUMSTANCES)
+    def __init__(
+        self, mesh: DeviceMesh, placements: Sequence[Placement], tensor_meta: TensorMeta | None, sizes: Sizes
+    ) -> None:
+        super().__init__(mesh, placements, tensor_meta, sizes)
+        self.settings = settings()
 
 
 @lru_cache(maxsize=8192)
@@ -362,7 +385,7 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def check_order(mesh: DeviceMesh) -> None:
-    """ValueError where ranks do not ascend along a mesh dim: process groups sort theirs, and would not fit."""
+    """ValueError where ranks do not ascend along a mesh dim: process groups sort theirs, and would not match it."""
     ranks = mesh.mesh
     if any(bool((ranks.diff(dim=m) < 0).any()) for m in range(ranks.ndim)):
         raise ValueError(f"the mesh's ranks {ranks.tolist()} do not ascend along each mesh dim; list them in order")
@@ -372,7 +395,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides."""
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * max(1, shape[d + 1])
+        strides[d] = strides[d + 1] * max(1, shape[d + 1])  # as torch counts dims of size 0
     return tuple(strides)
 
 
@@ -432,12 +455,14 @@ def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim
 
 
 def normalize_sizes(
-    shard_sizes: Mapping[int, Sequence[int]] | str | None,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    mesh: DeviceMesh,
+    shard_sizes: ShardSizes, placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh
 ) -> Sizes:
-    """Complete ``{mesh_dim: sizes}`` to one entry per mesh dim, and check it against the global shape."""
+    """Complete ``{mesh_dim: sizes}`` to one entry per mesh dim, and check it against the global shape.
+
+    Raises:
+        TypeError: something that is no mapping of sizes.
+        ValueError: sizes of the wrong number, sum or sign, or of a mesh dim that does not shard or does not exist.
+    """
     if isinstance(shard_sizes, str):
         if shard_sizes != "even":
             raise ValueError(f"shard_sizes={shard_sizes!r}: a dict {{mesh_dim: sizes}}, None or 'even'")

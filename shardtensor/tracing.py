@@ -1,17 +1,17 @@
-"""Communication as operators that a traced graph holds.
+"""Communication as operators of a traced graph.
 
-[Note: communication in graphs] ``torch.compile`` runs our code on tensors without data, and keeps what it does to local
-tensors as a graph. A collective is a node of that graph: an operator of ours, which runs the eager function when the
-graph runs. Each rank traces for itself, so all graphs must communicate alike, also where a rank has no use for what it
-receives (an empty shard, or one that only gives). torch's functional collectives do not promise that: unused ones are
-removed. Ours are declared to have ordered effects; so they stay, in the order in which they were traced, which is the
-same on all ranks.
+[Note: communication in graphs] ``torch.compile`` runs our code on tensors without data, and records what it does to
+local tensors as a graph. A collective is a node of that graph: an operator of ours, which calls the eager function when
+the graph runs. Each rank traces for itself, so all graphs must communicate in the same way, even where a rank does not
+use what it receives (its shard is empty, or it only sends). torch's functional collectives do not guarantee that:
+unused ones are removed. Ours are declared to have ordered effects, so they stay, in the order in which they were
+traced, which is the same on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.traceback import get_current_meta
@@ -21,25 +21,27 @@ from .errors import UnsupportedSharding
 
 __all__ = ["graph_operator", "is_traced"]
 
+Result = TypeVar("Result")
+
 no_frames_of("shardtensor")
-_library = torch.library.Library("shardtensor", "DEF")
+_library = torch.library.Library("shardtensor", "DEF")  # type: ignore[no-untyped-call]
 
 
 def graph_operator(
     schema: str, without_data: Callable[..., Any], *, ordered: bool = True
-) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: an operator of the namespace ``shardtensor`` that runs the function below it, on any device.
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorator: make the function below it an operator of the namespace ``shardtensor``, on any device.
 
     Args:
-        schema: its name and signature. Nothing that it returns may share memory with an argument.
-        without_data: called in its place while tracing; gives results of the right shapes, dtypes and devices.
+        schema: its name and signature. No result may share memory with an argument.
+        without_data: called in its place while tracing; returns results of the right shapes, dtypes and devices.
         ordered: every call has to stay in the graph, and in its order.
     """
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        name = _library.define(schema)
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        operator = getattr(torch.ops.shardtensor, name).default
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        name = _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        operator: torch._ops.OpOverload = getattr(torch.ops.shardtensor, name).default
         torch.library.register_fake(
             f"shardtensor::{name}", _once(name, without_data) if ordered else without_data, lib=_library
         )
@@ -51,7 +53,7 @@ def graph_operator(
 
 
 def _once(name: str, without_data: Callable[..., Any]) -> Callable[..., Any]:
-    """``without_data``, refusing where the graph would have to hold the operator twice."""
+    """``without_data``, which refuses where the graph would have to contain the operator twice."""
 
     def checked(*args: Any) -> Any:
         if "recompute" in get_current_meta():

@@ -225,7 +225,7 @@ def scatter(case):
 
 
 SCATTER = [
-    ("none", TypeError, "source rank 0 has passed no tensor; it must pass the whole one"),
+    ("none", TypeError, "source rank 0 has passed no tensor; it must pass the global one"),
     ("none, meta given", (TypeError, ValueError), "source rank 0"),
     ("other shape", ValueError, "not of the given global_shape and dtype"),
     ("other dtype", ValueError, "not of the given global_shape and dtype"),

@@ -234,11 +234,8 @@ def check_transports():
     conv, x = nn.Conv2d(2, 3, 3, padding=1).double(), rows(whole(1, 2, 16, 6), UNEVEN)
     mine = compiled(conv)
     results = [mine(x)]
-    previous = shardtensor.set_transport("p2p")
-    try:
+    with shardtensor.set_transport("p2p"):
         results += [mine(x), compiled(conv)(x)]
-    finally:
-        shardtensor.set_transport(previous)
     for y in results:
         assert torch.equal(y.to_local(), conv(x).to_local())
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor
-from shardtensor import ShardTensor, UnsupportedSharding, dispatch
+from shardtensor import ShardTensor, UnsupportedSharding, context, planning, registry
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -175,8 +175,8 @@ def test_no_operand_is_gathered_where_both_have_a_dim_in_common():
 def unexercised():
     """Rules that no case above reaches."""
     used = set()
-    originals = dict(dispatch.RULES)
-    dispatch._plans.clear()
+    originals = dict(registry.RULES)
+    planning.forget_plans()
 
     def recording(op, build):
         def record(call):
@@ -187,7 +187,7 @@ def unexercised():
 
     try:
         for op, build in originals.items():
-            dispatch.RULES[op] = recording(op, build)
+            registry.RULES[op] = recording(op, build)
         for layout in ("uneven", "partial"):
             matches_everywhere(layout)
         x = shard(numbers(7, 3), shared_mesh(3), [Shard(0)], {0: (5, 1, 1)})
@@ -199,8 +199,8 @@ def unexercised():
                 assert torch.equal(op(flags, [0, 1]).full_tensor(), op(whole, [0, 1]))
         assert x.prod().item() == pytest.approx(x.full_tensor().prod().item())
     finally:
-        dispatch.RULES.update(originals)
-        dispatch._plans.clear()
+        registry.RULES.update(originals)
+        planning.forget_plans()
     tested = {op for op in originals if originals[op].__module__ in MODULES or str(op) in MORE}
     return sorted(map(str, tested - used))
 
@@ -336,7 +336,7 @@ def gathers():
     torch.testing.assert_close(trained.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
     with pytest.raises(ZeroDivisionError), shardtensor.allow_gather():
         raise ZeroDivisionError
-    assert not dispatch.gather_allowed()
+    assert not context.gather_allowed()
 
 
 def test_gathering_has_to_be_allowed_and_gives_the_right_answer():
@@ -348,9 +348,9 @@ def test_gathering_has_to_be_allowed_and_gives_the_right_answer():
 
 def cached():
     x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)})
-    dispatch._plans.clear()
+    planning.forget_plans()
     x * 2
-    first = len(dispatch._plans)
+    first = len(planning._plans)
     x * 3.0
     x * 2
     y = x.redistribute(shard_sizes="even")
@@ -386,8 +386,8 @@ def test_a_plan_holds_for_one_default_dtype():
 def forgetful():
     """Rank 0 forgets all plans but two, rank 1 none."""
     keeps = 2 if dist.get_rank() == 0 else 10**6
-    dispatch._plans.clear()
-    before, dispatch.MAX_PLANS = dispatch.MAX_PLANS, keeps
+    planning.forget_plans()
+    before, planning.MAX_PLANS = planning.MAX_PLANS, keeps
     torch.manual_seed(0)
     whole = torch.randn(12, 4, dtype=torch.float64)
     counts = []
@@ -404,11 +404,11 @@ def forgetful():
                 counts.append((counted.messages, counted.collectives))
                 assert x.grad.shard_sizes == {0: sizes}
                 torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-12)
-        assert len(dispatch._plans) <= keeps
+        assert len(planning._plans) <= keeps
     finally:
-        dispatch.MAX_PLANS = before
+        planning.MAX_PLANS = before
     assert counts[:3] == counts[3:]
-    return len(dispatch._plans)
+    return len(planning._plans)
 
 
 def test_a_rank_may_forget_plans_by_itself():

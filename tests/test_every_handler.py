@@ -24,8 +24,7 @@ from operator_sweep.worker import IMPRECISE, NAMES, REFUSED, RIGHT, Expected, Lo
 from torch import Tensor
 
 from shardtensor._compat import DisableTorchFunction
-from shardtensor.dispatch import RULES
-from shardtensor.registry import FUNCTIONS, OPERATORS
+from shardtensor.registry import FUNCTIONS, OPERATORS, RULES
 from shardtensor.testing import run_distributed
 
 with contextlib.suppress(ImportError):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import shardtensor
+from shardtensor import exchange
 from shardtensor.exchange import plan_intervals, start_swap
 from shardtensor.geometry import intervals_of, length
 from shardtensor.halo import Axis, Fetch, Halo, borrow
@@ -53,9 +54,8 @@ def moves_what_is_needed(world):
                 expected = whole.narrow(dim, need[rank][0], length(need[rank]))
                 received = {}
                 for transport in ("all_to_all", "p2p"):
-                    previous = shardtensor.set_transport(transport)
-                    received[transport] = borrow(local, dim, own, need, rank, group)
-                    shardtensor.set_transport(previous)
+                    with shardtensor.set_transport(transport):
+                        received[transport] = borrow(local, dim, own, need, rank, group)
                 for transport, got in received.items():
                     assert got.dtype == dtype, transport
                     assert torch.equal(got, expected), (transport, sizes, need, dtype, dim)
@@ -69,8 +69,7 @@ def test_both_transports_bring_every_dtype_what_it_needs(world):
 def counts(world, transport):
     mesh = shared_mesh(world)
     rank, group = dist.get_rank(), mesh.get_group()
-    previous = shardtensor.set_transport(transport)
-    try:
+    with shardtensor.set_transport(transport):
         for sizes, need in CASES[world]:
             own = intervals_of(sizes)
             plan = plan_intervals(own, need, rank)
@@ -86,8 +85,6 @@ def counts(world, transport):
                 result.sum().backward()
             # The gradient goes the same ways back.
             assert (counted.messages, counted.bytes_sent) == (len(received), sum(received) * 6 * 8), (sizes, need)
-    finally:
-        shardtensor.set_transport(previous)
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
@@ -196,43 +193,42 @@ def halos_tile_and_return(mesh_shape, cases, transport):
     """On one or two axes: halos hold the right values, and returning gradients is the adjoint of fetching."""
     mesh = shared_mesh(mesh_shape)
     at = mesh.get_coordinate()
-    previous = shardtensor.set_transport(transport)
-    for case in cases:
-        sizes, needs = zip(*case)
-        owns = [intervals_of(s) for s in sizes]
-        dims = range(1, 1 + len(case))
-        generator = torch.Generator().manual_seed(1)
-        whole = torch.randn(2, *(sum(s) for s in sizes), dtype=torch.float64, generator=generator)
-        axes, x, expected = [], whole, whole
-        for m, dim in enumerate(dims):
-            axes.append(Axis(dim, m, plan_intervals(owns[m], needs[m], at[m])))
-            x = x.narrow(dim, owns[m][at[m]][0], sizes[m][at[m]])
-            expected = expected.narrow(dim, needs[m][at[m]][0], length(needs[m][at[m]]))
-        planned = Halo(axes, mesh, x.shape)
-        halo = planned.nothing()
-        for i in range(len(axes)):
-            planned.finish(i, planned.start(i, x, halo), halo)
-        assert torch.equal(tiled(axes, halo, x), expected), case
+    with shardtensor.set_transport(transport):
+        for case in cases:
+            sizes, needs = zip(*case)
+            owns = [intervals_of(s) for s in sizes]
+            dims = range(1, 1 + len(case))
+            generator = torch.Generator().manual_seed(1)
+            whole = torch.randn(2, *(sum(s) for s in sizes), dtype=torch.float64, generator=generator)
+            axes, x, expected = [], whole, whole
+            for m, dim in enumerate(dims):
+                axes.append(Axis(dim, m, plan_intervals(owns[m], needs[m], at[m])))
+                x = x.narrow(dim, owns[m][at[m]][0], sizes[m][at[m]])
+                expected = expected.narrow(dim, needs[m][at[m]][0], length(needs[m][at[m]]))
+            planned = Halo(axes, mesh, x.shape)
+            halo = planned.nothing()
+            for i in range(len(axes)):
+                planned.finish(i, planned.start(i, x, halo), halo)
+            assert torch.equal(tiled(axes, halo, x), expected), case
 
-        y = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
-        # Cut y as the halo tiles: what is outermost last.
-        middle, grads = y, [[None, None] for _ in axes]
-        for i in reversed(range(len(axes))):
-            sides = axes[i].sides
-            lengths = [length(sides[0]), length(axes[i].main), length(sides[1])]
-            before, middle, after = middle.split(lengths, dim=axes[i].dim)
-            for k, part in ((0, before), (1, after)):
-                if halo[i][k] is not None:
-                    grads[i][k] = torch.zeros_like(halo[i][k])
-                    inner(grads[i][k], axes[i + 1 :]).copy_(part)
-        back = torch.zeros_like(x)
-        inner(back, axes).add_(middle)
-        for i in reversed(range(len(axes))):
-            mine = planned.finish_return(i, planned.start_return(i, grads, x), grads)
-            planned.add_to_shard(i, back, mine)
-        left, right = total((expected * y).sum()), total((x * back).sum())
-        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, msg=str(case))
-    shardtensor.set_transport(previous)
+            y = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+            # Cut y as the halo tiles: what is outermost last.
+            middle, grads = y, [[None, None] for _ in axes]
+            for i in reversed(range(len(axes))):
+                sides = axes[i].sides
+                lengths = [length(sides[0]), length(axes[i].main), length(sides[1])]
+                before, middle, after = middle.split(lengths, dim=axes[i].dim)
+                for k, part in ((0, before), (1, after)):
+                    if halo[i][k] is not None:
+                        grads[i][k] = torch.zeros_like(halo[i][k])
+                        inner(grads[i][k], axes[i + 1 :]).copy_(part)
+            back = torch.zeros_like(x)
+            inner(back, axes).add_(middle)
+            for i in reversed(range(len(axes))):
+                mine = planned.finish_return(i, planned.start_return(i, grads, x), grads)
+                planned.add_to_shard(i, back, mine)
+            left, right = total((expected * y).sum()), total((x * back).sum())
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, msg=str(case))
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
@@ -279,7 +275,14 @@ def test_several_pieces_travel_in_one_message():
 def test_an_unknown_transport_is_refused():
     with pytest.raises(ValueError, match="choose 'all_to_all' or 'p2p'"):
         shardtensor.set_transport("pigeon")
-    assert shardtensor.set_transport("all_to_all") == "all_to_all"
+    with shardtensor.set_transport("p2p"):
+        with pytest.raises(ValueError), shardtensor.set_transport("pigeon"):
+            pass
+        assert exchange.transport() == "p2p"
+    assert exchange.transport() == "all_to_all"
+    shardtensor.set_transport("p2p")  # without a block: from here on
+    assert exchange.transport() == "p2p"
+    shardtensor.set_transport("all_to_all")
 
 
 def all_reduce_every_dtype():

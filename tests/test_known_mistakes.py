@@ -272,7 +272,7 @@ def partial_labels():
     assert x.mean().placements == (Partial(),)
     assert x.sum(0).exp().placements == (Replicate(),)
     torch.testing.assert_close(x.sum(0).exp().full_tensor(), numbers(8, 3).sum(0).exp())
-    assert not shardtensor.dispatch.gather_allowed()
+    assert not shardtensor.context.gather_allowed()
 
 
 def test_partial_results_are_reduced_where_their_value_counts():

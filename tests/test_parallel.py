@@ -822,7 +822,7 @@ def bad(case):
         ("tensor", ValueError, "use spmd=True, or leave shard out"),
         ("pattern", ValueError, "no module of Network is called 'tail.*'"),
         ("how", ValueError, "'diagonal'; choose one of ('colwise', 'rowwise')"),
-        ("layer", TypeError, "first is a Conv2d; only nn.Linear can be cut"),
+        ("layer", TypeError, "first is a Conv2d; only nn.Linear can be sharded"),
     ],
 )
 def test_errors(case, kind, text):

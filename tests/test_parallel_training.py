@@ -345,7 +345,7 @@ def test_empty_shards_of_parameters_are_refused_with_fsdp2(kind, name):
     """FSDP2 would raise on the rank that has one, and let the others wait."""
     for error in run_expecting_errors(without_rows, 4, kind):
         assert isinstance(error, ValueError), error
-        assert f"{name} is cut (3, 3, 3, 0) on mesh dim" in str(error) and "over fewer ranks" in str(error)
+        assert f"{name} is sharded (3, 3, 3, 0) on mesh dim" in str(error) and "over fewer ranks" in str(error)
 
 
 def some_ranks_without_rows():

@@ -138,12 +138,11 @@ def both_transports():
     conv = nn.Conv2d(2, 2, 5, padding=2).double()
     results = []
     for transport in ("all_to_all", "p2p"):
-        previous = shardtensor.set_transport(transport)
-        x = rows(numbers(1, 2, 9, 4), (2, 6, 1), dim=2, requires_grad=True)
-        y = conv(x)
-        y.square().sum().backward()
-        results.append((y.to_local().detach(), x.grad.to_local()))
-        shardtensor.set_transport(previous)
+        with shardtensor.set_transport(transport):
+            x = rows(numbers(1, 2, 9, 4), (2, 6, 1), dim=2, requires_grad=True)
+            y = conv(x)
+            y.square().sum().backward()
+            results.append((y.to_local().detach(), x.grad.to_local()))
     assert all(map(torch.equal, *results))
 
 

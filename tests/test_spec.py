@@ -126,6 +126,8 @@ def layouts():
     assert traded.tensor_meta == spec.tensor_meta
     assert traded.with_axes({0: spec.layout[0], 1: spec.layout[1]}) is spec
     assert traded.with_axes({0: spec.layout[0]}).local_shape((0, 1)) == (7, 1)
+    with pytest.raises(IndexError):
+        spec.with_axes({2: AxisLayout(Replicate())})
     wider = spec.tensor_meta._replace(shape=torch.Size((8, 9)), stride=(9, 1))
     assert spec.with_layout(spec.layout, wider) is spec.replace(meta=wider)
     assert spec.for_contributions().layout == (spec.layout[0], AxisLayout(Partial()))

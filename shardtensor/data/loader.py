@@ -1,14 +1,14 @@
-"""``ShardLoader``: one rank reads a batch, every rank gets its shards, the next batch travels while this one is used.
+"""``ShardLoader``: one rank reads a batch, every rank gets its shards; the next batch is sent while this one is used.
 
-[Note: one batch ahead] When a batch is handed out, the source has read the next one, and a thread on every rank moves
-it. So that no rank holds more than it must:
+[Note: one batch ahead] When a batch is returned, the source has read the next one, and a thread on every rank transfers
+it. So that no rank holds more than necessary:
 
-- The source packs and sends one small block after the other, and lets go of the batch before it reads another.
-- A receiver makes room for its next shard when the one before the last is gone. Python's ``for`` keeps the last batch
-  until it has got the next one; with the one after that on its way there would be three.
+- The source packs and sends one small block after the other, and releases the batch before it reads another.
+- A receiver allocates its next shard when the one before the last has been freed. Python's ``for`` keeps the last batch
+  until it has got the next one; with the one after that in transit there would be three.
 
-How many batches are under way follows from the calls alone, which are the same on all ranks. So an iteration may be
-left at any time: what is on its way arrives, and is dropped.
+How many batches are in transit follows from the calls alone, which are the same on all ranks. So an iteration may be
+left at any time: what is in transit arrives, and is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -30,46 +30,47 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_convert
 
-from .._compat import current_mesh, tree_leaves, tree_map
+from .._compat import PyTree, current_mesh, tree_leaves, tree_map
 from ..agreement import check_process_group
-from ..dispatch import wrap
 from ..scatter import part_at, wire
 from ..spec import ShardTensorSpec, check_order, mesh_coordinate
-from ..tensor import ShardTensor
-from .layout import Layout, Part
+from ..tensor import ShardTensor, wrap
+from .layout import Layout, MakeSpec, Part
 
 __all__ = ["ShardLoader"]
 
-_SMALL = 1 << 20  # bytes; who keeps a label of the last batch does not hold up the next
+_SMALL = 1 << 20  # bytes; tensors below this, such as a label that a loop keeps, do not delay the next batch
 _BLOCK = 1 << 23  # bytes that are packed and sent at once
+
+# What the source reads: the loader's state, a message for all ranks, and tensors to shard.
+Read = tuple[dict[str, Any] | None, bytes, list[Tensor]]
 
 
 class ShardLoader:
-    """Iterate over the batches that one rank of the mesh reads, cut into ShardTensors.
+    """Iterate over the batches that one rank of the mesh reads, as ShardTensors.
 
-    Each group of ranks that shares samples (``mesh["domain"]``) has a source of its own; only that one opens files and
-    holds a batch, on the CPU. Every other rank receives its shards, and holds two: the current one and the next, which
-    travels while the current one is used. Iterate on all ranks alike; leaving the loop early is fine.
+    Each group of ranks that shares samples (``mesh["domain"]``) has a source of its own; only the source opens files
+    and holds a batch, on the CPU. Every other rank receives its shards, and holds two: the current one and the next,
+    which is sent while the current one is used. All ranks must iterate alike; the loop may be left early.
 
     Args:
         loader: on the source: any iterable of batches, such as a ``DataLoader`` or torchdata's ``StatefulDataLoader``.
-            Ignored elsewhere (pass None). Batches are tensors or arrays, nested in dicts, lists and (named) tuples; all
-            else in them must be picklable and small: every rank gets a copy.
+            Ignored elsewhere (pass None). Batches are tensors or arrays, nested in dicts, lists and (named) tuples;
+            everything else in them must be picklable and small: every rank gets a copy.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch, with these at
-            the leaves; or a function that makes either from a batch. Default: Replicate. The source's are what counts.
-        shard_sizes: ``{mesh_dim: sizes}``, for all tensors, nested or a function likewise; torch.chunk's where left
-            out.
+            the leaves; or a function of a batch that returns either. Default: Replicate. Only the source's are used.
+        shard_sizes: ``{mesh_dim: sizes}``, for all tensors, nested or a function likewise; torch.chunk's by default.
         source: position in the mesh (in ``mesh.mesh.flatten()``) of the rank that reads.
 
     Raises:
         TypeError: the source has passed no loader (on all ranks).
         ValueError: a source outside the mesh.
 
-    What the source's loader raises, and what does not fit in its batches, is raised on every rank of the mesh.
+    What the source's loader raises, and a layout that does not fit its batches, is raised on every rank of the mesh.
 
     Collective over the mesh, as is iterating. Numbers that the loader draws from torch's generator in this process do
-    not advance that of the program: it would no longer be in step with the other ranks'.
+    not advance the program's generator: it would no longer be in step with those of the other ranks.
 
     Example::
 
@@ -84,9 +85,9 @@ class ShardLoader:
         self,
         loader: Iterable[Any] | None,
         mesh: DeviceMesh | None = None,
-        placements: Any = None,
+        placements: PyTree = None,
         *,
-        shard_sizes: Any = None,
+        shard_sizes: PyTree = None,
         source: int = 0,
     ) -> None:
         check_process_group()
@@ -100,20 +101,22 @@ class ShardLoader:
         self.is_source = dist.get_rank() == self.source
         self.loader: Any = loader if self.is_source else None
         self._layout = Layout(self.mesh, placements, shard_sizes)
-        self._device = torch.empty(0, device=self.mesh.device_type).device  # with its index, which is a thread's own
+        # With its index, as the current device is one per thread and the transfer runs in another.
+        self._device = torch.empty(0, device=self.mesh.device_type).device
         self._random_state = torch.get_rng_state()
         self._state: dict[str, Any] | None = None
         self._transfer: _Transfer | None = None
         self._iteration: object = None
         self._buffer: Tensor | None = None
-        # Of its own: its thread must not get between the model's collectives. Data is on the CPU when it is sent.
+        # A group of its own: the thread must not interfere with the model's collectives. Data is sent from CPU to CPU.
         self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._length: int | None
         self._length, problem = self._tell(_length(self.loader) if self.is_source else None)
         if problem:
             raise TypeError(f"source rank {self.source} {problem}")
 
     def __len__(self) -> int:
-        """The number of batches, as the source's loader told it to begin with."""
+        """The number of batches that the source's loader had when this one was made."""
         if self._length is None:
             raise TypeError("the source's loader has no length")
         return self._length
@@ -138,6 +141,7 @@ class ShardLoader:
                     return
                 transfer = self._start(batches, last)
                 last = _Gate([leaf.to_local() for leaf in tree_leaves(content) if isinstance(leaf, ShardTensor)])
+                # Handed over rather than yielded by name: this frame must not keep the batch alive.
                 handed_over = [content]
                 del content
                 yield handed_over.pop()
@@ -145,7 +149,7 @@ class ShardLoader:
             transfer.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """On the source, its loader's state after the batch handed out last, though it has read one more; {} elsewhere.
+        """On the source, its loader's state after the batch returned last, though it has read one more; {} elsewhere.
 
         Raises:
             AttributeError: on the source, where the loader keeps no state; torchdata's StatefulDataLoader does.
@@ -155,10 +159,11 @@ class ShardLoader:
         if self._state is not None:
             return self._state
         with self._own_random_numbers():
-            return self.loader.state_dict()
+            state: dict[str, Any] = self.loader.state_dict()
+            return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on with the batch after those that the state's loader had handed out."""
+        """Let the next iteration continue after the batches that had been returned when the state was taken."""
         if self._transfer is not None:
             self._transfer.finish()
         self._iteration = self._state = None
@@ -167,8 +172,8 @@ class ShardLoader:
 
     # -- the source reads ---------------------------------------------------------------------------------------------
 
-    def _read(self) -> Iterator[tuple[Any, bytes, list[Tensor]]]:
-        """The loader's state, a message for all ranks, and tensors to cut: for each batch, and for the end."""
+    def _read(self) -> Iterator[Read]:
+        """One entry for each batch, and one for the end or for an error."""
         try:
             with self._own_random_numbers():
                 batches = iter(self.loader)
@@ -188,6 +193,7 @@ class ShardLoader:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
+        """Run with the loader's state of torch's generator instead of the program's."""
         theirs = torch.get_rng_state()
         torch.set_rng_state(self._random_state)
         try:
@@ -196,9 +202,10 @@ class ShardLoader:
             self._random_state = torch.get_rng_state()
             torch.set_rng_state(theirs)
 
-    # -- all ranks move -----------------------------------------------------------------------------------------------
+    # -- all ranks transfer -------------------------------------------------------------------------------------------
 
-    def _start(self, batches: Iterator[tuple[Any, bytes, list[Tensor]]] | None, gate: _Gate) -> _Transfer:
+    def _start(self, batches: Iterator[Read] | None, gate: _Gate) -> _Transfer:
+        """Read the next batch, where this rank does, and start its transfer."""
         state, message, tensors = (None, b"", []) if batches is None else next(batches)
         self._transfer = _Transfer(lambda: (state, self._move(message, tensors, gate)), gate)
         return self._transfer
@@ -209,15 +216,17 @@ class ShardLoader:
         if kind == "batch":
             if not self.is_source:
                 gate.wait()
-            content = tree_map(lambda leaf: self._cut(leaf, tensors) if isinstance(leaf, Part) else leaf, content)
+            content = tree_map(lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, Part) else leaf, content)
         return kind, content
 
-    def _tell(self, message: Any) -> Any:
+    def _tell(self, message: object) -> Any:
+        """The source's ``message``, on every rank."""
         box = [message]
         dist.broadcast_object_list(box, src=self.source, group=self._group)
         return box[0]
 
-    def _cut(self, part: Part, tensors: list[Tensor]) -> Any:
+    def _scatter(self, part: Part, tensors: list[Tensor]) -> Any:
+        """The ShardTensor that ``part`` describes, which on the source is the next of ``tensors``."""
         spec = part.spec(self.mesh)
         if self.is_source:
             local = self._send(tensors.pop(0), spec)
@@ -228,14 +237,14 @@ class ShardLoader:
                 dist.recv(wire(block.view(-1)), self.source, group=self._group)
         return wrap(local.to(self._device), spec)
 
-    def _send(self, whole: Tensor, spec: ShardTensorSpec) -> Tensor:
-        """Send each rank its shard; returns this rank's, which keeps no more than itself alive."""
+    def _send(self, tensor: Tensor, spec: ShardTensorSpec) -> Tensor:
+        """Send each rank its shard of a global tensor; returns this rank's, which keeps no other shard alive."""
         for at in product(*(range(n) for n in spec.mesh.shape)):
             if at != spec.coordinate:
-                for block in _blocks(part_at(whole, spec, at)):
+                for block in _blocks(part_at(tensor, spec, at)):
                     dist.send(self._packed(block), int(spec.mesh.mesh[at].item()), group=self._group)
-        own = part_at(whole, spec, spec.coordinate)
-        if own.shape == whole.shape and _is_packed(own):
+        own = part_at(tensor, spec, spec.coordinate)
+        if own.shape == tensor.shape and _is_packed(own):
             return own
         return torch.empty(own.shape, dtype=own.dtype).copy_(own)
 
@@ -243,7 +252,7 @@ class ShardLoader:
         """The bytes of ``block``."""
         if _is_packed(block):
             return wire(block.view(-1))
-        # Always the same memory: malloc would keep some of its own for every block and thread.
+        # Always the same buffer: malloc would keep memory of its own for every block and thread.
         if self._buffer is None:
             self._buffer = torch.empty(_BLOCK, dtype=torch.uint8)
         payload = self._buffer[: block.nbytes]
@@ -252,28 +261,28 @@ class ShardLoader:
 
 
 class _Collect:
-    """Puts tensors into a list, and a description of each in its place."""
+    """Collects a batch's tensors in a list, and replaces each by its :class:`Part`."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
 
-    def __call__(self, leaf: Any, cut: Callable[..., ShardTensorSpec]) -> Any:
-        leaf = default_convert(leaf)  # arrays become tensors
+    def __call__(self, leaf: object, spec: MakeSpec) -> object:
+        leaf = default_convert(leaf)  # type: ignore[no-untyped-call]  # arrays become tensors
         if not isinstance(leaf, Tensor):
             return leaf
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
         self._tensors.append(leaf.detach())
-        return Part.of(cut(leaf.shape, leaf.dtype))
+        return Part.of(spec(leaf.shape, leaf.dtype))
 
 
 class _Transfer:
-    """One batch on its way, in a thread of its own."""
+    """The transfer of one batch, in a thread of its own."""
 
     def __init__(self, move: Callable[[], Any], gate: _Gate) -> None:
         self._gate = gate
         self._outcome: tuple[Any, BaseException | None] = (None, None)
-        # A daemon: a program that fails must not wait for a batch that nobody sends.
+        # A daemon: a program that fails must not wait for a batch that no rank sends.
         self._thread = threading.Thread(target=self._run, args=(move,), name="ShardLoader", daemon=True)
         self._thread.start()
 
@@ -284,15 +293,15 @@ class _Transfer:
             self._outcome = None, error
 
     def finish(self) -> None:
-        """Wait until it is over, and drop what has come."""
-        if not sys.is_finalizing():  # then its thread stands still
+        """Wait until it is over, and drop the batch."""
+        if not sys.is_finalizing():  # then the thread does not run any more
             self._gate.open()
             self._thread.join()
         self._outcome = (None, None)
 
     def result(self) -> Any:
-        """What has come, which is the caller's now."""
-        # The caller has come for more, so what it still has of the last batch it wants to keep.
+        """Wait for the batch, and return the only reference to it."""
+        # The caller asks for the next batch, so it means to keep what it still holds of the last one.
         self._gate.open()
         self._thread.join()
         (result, error), self._outcome = self._outcome, (None, None)
@@ -302,17 +311,17 @@ class _Transfer:
 
 
 class _Gate:
-    """Open when the memory of these tensors is free, or when told to."""
+    """An event: the memory of these tensors has been freed, or :meth:`open` was called."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._opened = threading.Event()
         storages = [t.untyped_storage() for t in tensors]
-        # A storage lives as long as its memory: as any view, or a graph that has saved one.
-        self._held = [weakref.ref(s, self._look) for s in storages if s.nbytes() >= _SMALL]
+        # A storage lives as long as its memory is in use: by any view, or by a graph that has saved one.
+        self._held = [weakref.ref(s, self._check) for s in storages if s.nbytes() >= _SMALL]
         del storages, tensors
-        self._look()
+        self._check()
 
-    def _look(self, _: Any = None) -> None:
+    def _check(self, _: object = None) -> None:
         if all(ref() is None for ref in self._held):
             self._opened.set()
 
@@ -326,20 +335,24 @@ class _Gate:
 _END = object()
 
 
-def _length(loader: Any) -> tuple[int | None, str]:
+def _length(loader: object) -> tuple[int | None, str]:
+    """A loader's length, if it has one, and what is wrong with the loader."""
     if not isinstance(loader, Iterable):
         return None, f"must pass a loader of batches, not {loader!r}"
     try:
-        return len(loader), ""  # type: ignore[arg-type]
-    except TypeError:
+        return len(loader) if isinstance(loader, Sized) else None, ""
+    except TypeError:  # a DataLoader of a dataset without a length
         return None, ""
 
 
 def _blocks(piece: Tensor) -> Iterator[Tensor]:
-    """Views of ``piece`` in the order of its elements, each of at most ``_BLOCK`` bytes. They follow from its shape."""
+    """Views of ``piece`` in the order of its elements, each of at most ``_BLOCK`` bytes.
+
+    They follow from its shape and dtype, so sender and receiver have the same ones.
+    """
     if piece.nbytes > _BLOCK:
         row = piece.nbytes // len(piece)
-        for rows in piece.split(max(1, _BLOCK // row)):
+        for rows in piece.split(max(1, _BLOCK // row)):  # type: ignore[no-untyped-call]
             yield from _blocks(rows if row <= _BLOCK else rows[0])
     elif piece.numel():
         yield piece
@@ -350,22 +363,25 @@ def _is_packed(piece: Tensor) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
+    """A pickler that refuses tensors: those of a batch have been collected before, so this one was not found."""
+
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Tensor):
             raise TypeError(
                 "a batch holds a tensor inside an object that is no dict, list or (named) tuple; it would be sent "
-                "whole. Put it into one of those, or register the object with torch.utils._pytree"
+                "unsharded. Put it into one of those, or register the object with torch.utils._pytree"
             )
         return NotImplemented
 
 
-def _pack(kind: str, content: Any) -> bytes:
+def _pack(kind: str, content: object) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer).dump((kind, content))
     return buffer.getvalue()
 
 
 def _sendable(error: Exception) -> Exception:
+    """The error, or one with its text where it cannot be pickled."""
     try:
         pickle.loads(_pack("error", error))
         return error

@@ -1,7 +1,7 @@
 """Each rank reads its own slice: :func:`read` one tensor, :class:`SliceDataset` batches of samples.
 
 An array is anything with ``shape``, ``dtype`` and indexing by integers and slices: ``zarr.Array``, ``h5py.Dataset``,
-``numpy.memmap``, ``numpy.ndarray``. A rank asks for nothing but its part, and an empty shard for nothing at all.
+``numpy.memmap``, ``numpy.ndarray``. A rank reads only its own part, and nothing if its shard is empty.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import operator
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,23 +19,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.data import Dataset
 
-from .._compat import current_mesh, tree_leaves, tree_map
-from ..agreement import check_process_group, gather_over_mesh
-from ..dispatch import wrap
-from ..spec import ShardTensorSpec, mesh_coordinate
-from ..tensor import ShardTensor
-from .layout import Layout, Part, make_spec
+from .._compat import PyTree, current_mesh, tree_leaves, tree_map
+from ..agreement import Table, check_process_group, gather_over_mesh
+from ..spec import ShardSizes, ShardTensorSpec, mesh_coordinate
+from ..tensor import ShardTensor, wrap
+from .layout import Layout, MakeSpec, Part, make_spec
 
 __all__ = ["SliceDataset", "read"]
 
 
+class Array(Protocol):
+    """What is read from; ``chunks``, the length of a chunk in each dim, is optional."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...  # a dtype of torch, of NumPy, or anything that NumPy takes for one
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+# What is picked from each dim of an array: one entry, or a range of them.
+Chosen = Sequence[int | range]
+
+
 def read(
-    array: Any,
+    array: Array,
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
-    index: Any = (),
-    shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+    index: object = (),
+    shard_sizes: ShardSizes = None,
     dtype: torch.dtype | None = None,
 ) -> ShardTensor:
     """``array[index]`` as a ShardTensor, of which each rank reads its own shard and nothing else. No communication.
@@ -45,8 +60,9 @@ def read(
         mesh: default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for the dims of the result; default: Replicate everywhere.
         index: integers, slices with positive steps and ``...``, as for the array; default: all of it.
-        shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes where left out. "chunks": as even as possible with every
-            cut between two chunks of the array (``array.chunks``, as zarr and h5py have), so that none is read twice.
+        shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes by default. "chunks": as even as possible with every
+            boundary between two chunks of the array (``array.chunks``, as zarr and h5py have), so that none is read
+            twice.
         dtype: what each rank converts its shard to; default: the array's.
 
     Returns:
@@ -54,10 +70,11 @@ def read(
 
     Raises:
         TypeError: an index that is neither integer nor slice; a dtype that torch does not have.
-        ValueError: placements or sizes that do not fit; "chunks" of an array without, or of an index into a dim.
+        ValueError: placements or sizes that do not fit; "chunks" of an array without chunks, or of a dim that is only
+            read in part.
         IndexError: an integer out of range, or too many of them.
 
-    These are raised on every rank. What goes wrong with a file is raised by the rank that reads it.
+    These are raised on every rank. Errors of a file are raised by the rank that reads it, alone.
 
     Example::
 
@@ -70,26 +87,28 @@ def read(
     chosen = _chosen(array.shape, index)
     shape = [len(c) for c in chosen if isinstance(c, range)]
     spec = make_spec(mesh, placements, shard_sizes, shape, dtype or _torch_dtype(array), _chunks(array, chosen))
-    return wrap(_load(array, _own(chosen, spec), spec.own_shape, spec.tensor_meta.dtype).to(mesh.device_type), spec)
+    local = _load(array, _own(chosen, spec), spec.own_shape, spec.tensor_meta.dtype)
+    result: ShardTensor = wrap(local.to(mesh.device_type), spec)
+    return result
 
 
-class SliceDataset(Dataset):
+class SliceDataset(Dataset[Any]):
     """Samples ``array[i]`` of one array or several, of which each rank reads its own slice. For any ``DataLoader``.
 
     The ranks of the mesh go through the same samples in the same order, each with a ``DataLoader`` of its own, and
-    :meth:`batches` makes ShardTensors of what the loaders give.
+    :meth:`batches` makes ShardTensors of the loaders' batches.
 
     Args:
         arrays: arrays whose dim 0 counts the samples, nested in dicts, lists and tuples; or a function that opens them,
             which is called once in every process that reads. Use a function for h5py, whose files must not be shared
-            with worker processes, and where these are not forked.
+            with worker processes, and where workers are not forked.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements, shard_sizes: for all arrays, or nested like them, as for :class:`ShardLoader`; for the dims of the
             *batch*, which are those of the arrays. Dim 0, the samples, cannot be sharded. "chunks": as in :func:`read`.
         dtype: what each rank converts its slices to; default: the arrays'.
 
     Raises:
-        ValueError: arrays of unequal numbers of samples, sharded samples, and as :func:`read`.
+        ValueError: arrays with different numbers of samples, sharded samples, and as :func:`read`.
 
     Example::
 
@@ -102,27 +121,27 @@ class SliceDataset(Dataset):
 
     def __init__(
         self,
-        arrays: Any,
+        arrays: PyTree,
         mesh: DeviceMesh | None = None,
-        placements: Any = None,
+        placements: PyTree = None,
         *,
-        shard_sizes: Any = None,
+        shard_sizes: PyTree = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_process_group()
-        self._mesh = current_mesh() if mesh is None else mesh
+        self._mesh: DeviceMesh | None = current_mesh() if mesh is None else mesh  # None in worker processes
         mesh_coordinate(self._mesh)
         self._source = arrays
-        self._arrays: tuple[int, Any] = (0, None)  # the process that opened them, and what it got
+        self._arrays: tuple[int, PyTree] = (0, None)  # the process that opened them, and what it got
         opened = self._opened()
         counts = sorted({array.shape[0] for array in tree_leaves(opened)})
         if len(counts) != 1:
             raise ValueError(f"arrays of {counts} samples; all must have the same number of them")
-        self._length = counts[0]
+        self._length: int = counts[0]
 
-        def slices(array: Any, cut: Any) -> _Slices:
+        def slices(array: Array, make: MakeSpec) -> _Slices:
             chosen = _chosen(array.shape, ())
-            spec = cut(array.shape, dtype or _torch_dtype(array), _chunks(array, chosen))
+            spec = make(array.shape, dtype or _torch_dtype(array), _chunks(array, chosen))
             if 0 in spec.sharded_dims():
                 raise ValueError(f"dim 0 counts the samples and cannot be sharded: {spec}")
             return _Slices(_own(chosen, spec)[1:], spec.own_shape[1:], Part.of(spec))
@@ -132,16 +151,16 @@ class SliceDataset(Dataset):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, i: int) -> tuple[int, Any]:
+    def __getitem__(self, i: int) -> tuple[int, PyTree]:
         """The sample's number, and this rank's slices of it as plain tensors."""
         i = range(self._length)[i]
 
-        def load(array: Any, slices: _Slices) -> Tensor:
+        def load(array: Array, slices: _Slices) -> Tensor:
             return _load(array, (i, *slices.key), slices.shape, slices.part.dtype)
 
         return i, tree_map(load, self._opened(), self._slices)
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any]) -> Iterator[PyTree]:
         """ShardTensors, nested like the arrays, from the batches of a ``DataLoader`` over this dataset.
 
         Each batch costs one all-gather of three numbers per mesh dim, in which the ranks compare which samples they
@@ -152,6 +171,7 @@ class SliceDataset(Dataset):
             RuntimeError: where another rank could not read; that one raises its own error.
             TypeError: batches that are not of this dataset, or not collated by ``DataLoader`` itself.
         """
+        # All ranks gather in each round, whatever has happened on them: this is where an error or the end is noticed.
         assert self._mesh is not None, "only the process that made the dataset makes ShardTensors"
         batches = iter(loader)
         while True:
@@ -172,7 +192,8 @@ class SliceDataset(Dataset):
             count, leaves = row[1], iter(tree_leaves(local))
             yield tree_map(lambda slices, n=count, leaves=leaves: self._assemble(next(leaves), slices, n), self._slices)
 
-    def _compare(self, rows: dict[tuple[int, ...], list[int]]) -> None:
+    def _compare(self, rows: Table) -> None:
+        """Raise where the ranks' rows of :meth:`batches` differ, or where one of them has failed."""
         assert self._mesh is not None
         names = {at: int(self._mesh.mesh[at].item()) for at in rows}
         failed = [names[at] for at, row in rows.items() if row[0] == _FAILED]
@@ -187,36 +208,40 @@ class SliceDataset(Dataset):
                 "the same seed, and shard the samples only over other mesh dims"
             )
 
-    def _assemble(self, local: Any, slices: _Slices, count: int) -> ShardTensor:
+    def _assemble(self, local: object, slices: _Slices, count: int) -> ShardTensor:
+        """The ShardTensor of ``count`` samples of one array, of which ``local`` are this rank's slices."""
         assert self._mesh is not None
         spec = replace(slices.part, shape=(count, *slices.part.shape[1:])).spec(self._mesh)
         if not isinstance(local, Tensor) or local.shape != spec.own_shape:
             raise TypeError(f"the loader has made {type(local).__name__} of a slice of {spec}; leave collate_fn out")
-        return wrap(local.to(self._mesh.device_type, non_blocking=True), spec)
+        result: ShardTensor = wrap(local.to(self._mesh.device_type, non_blocking=True), spec)
+        return result
 
-    def _opened(self) -> Any:
+    def _opened(self) -> PyTree:
+        """The arrays, opened by this process."""
         if self._arrays[0] != os.getpid():
             self._arrays = os.getpid(), self._source() if callable(self._source) else self._source
         return self._arrays[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # For worker processes. They read; they have no use for a mesh, and open files themselves.
+        # For worker processes. They only read: they need no mesh, which cannot be pickled, and open files themselves.
         return self.__dict__ | {"_mesh": None, "_arrays": (0, None)}
 
 
-_END, _BATCH, _FAILED = range(3)
+_END, _BATCH, _FAILED = range(3)  # what has happened on a rank
 
 
 @dataclass(frozen=True)
 class _Slices:
-    """What this rank reads of every sample of one array, and what the whole batch is (but for its length)."""
+    """What this rank reads of every sample of one array, and the global tensor of a batch, but for its length."""
 
-    key: tuple[Any, ...]
+    key: tuple[int | slice, ...]
     shape: tuple[int, ...]
     part: Part
 
 
-def _split(batch: Any) -> tuple[list[int], Any]:
+def _split(batch: object) -> tuple[list[int], PyTree]:
+    """The numbers of a batch's samples, and its tensors."""
     if not (isinstance(batch, (list, tuple)) and len(batch) == 2 and isinstance(batch[0], Tensor)):
         raise TypeError("not a batch of SliceDataset's samples; give the DataLoader a batch_size, and no collate_fn")
     return batch[0].tolist(), batch[1]
@@ -225,7 +250,7 @@ def _split(batch: Any) -> tuple[list[int], Any]:
 # -- indices ----------------------------------------------------------------------------------------------------------
 
 
-def _chosen(shape: Sequence[int], index: Any) -> list[int | range]:
+def _chosen(shape: Sequence[int], index: object) -> list[int | range]:
     """Which entries of each dim of an array ``index`` picks."""
     given = list(index) if isinstance(index, tuple) else [index]
     explicit = [i for i in given if i is not Ellipsis]
@@ -244,14 +269,14 @@ def _chosen(shape: Sequence[int], index: Any) -> list[int | range]:
     return chosen
 
 
-def _own(chosen: Sequence[int | range], spec: ShardTensorSpec) -> tuple[int | slice, ...]:
+def _own(chosen: Chosen, spec: ShardTensorSpec) -> tuple[int | slice, ...]:
     """The index of this rank's part of what is chosen."""
-    cut = {d: spec.interval(m) for d, m in spec.sharded_dims().items()}
+    intervals = {d: spec.interval(m) for d, m in spec.sharded_dims().items()}
     key: list[int | slice] = []
-    dim = 0
+    dim = 0  # of the result: a single entry has none
     for entries in chosen:
         if isinstance(entries, range):
-            start, stop = cut.get(dim, (0, len(entries)))
+            start, stop = intervals.get(dim, (0, len(entries)))
             entries = entries[start:stop]
             key.append(slice(entries.start, entries.stop, entries.step))
             dim += 1
@@ -260,8 +285,8 @@ def _own(chosen: Sequence[int | range], spec: ShardTensorSpec) -> tuple[int | sl
     return tuple(key)
 
 
-def _chunks(array: Any, chosen: Sequence[int | range]) -> list[int]:
-    """How long a chunk is in each dim of what is chosen; 0 where it is not a whole dim of a chunked array."""
+def _chunks(array: Array, chosen: Chosen) -> list[int]:
+    """The length of a chunk in each dim of what is chosen; 0 where that is not all of a dim of a chunked array."""
     lengths = getattr(array, "chunks", None) or [0] * len(chosen)
     return [
         length if entries == range(n) else 0
@@ -273,15 +298,18 @@ def _chunks(array: Any, chosen: Sequence[int | range]) -> list[int]:
 # -- numpy to torch ---------------------------------------------------------------------------------------------------
 
 
-def _torch_dtype(array: Any) -> torch.dtype:
-    if isinstance(array.dtype, torch.dtype):
-        return array.dtype
+def _torch_dtype(array: Array) -> torch.dtype:
+    """torch's dtype for the array's, whose byte order may be another one."""
+    given = array.dtype
+    if isinstance(given, torch.dtype):
+        return given
     import numpy as np
 
-    return torch.from_numpy(np.empty(0, np.dtype(array.dtype).newbyteorder("="))).dtype
+    return torch.from_numpy(np.empty(0, np.dtype(given).newbyteorder("="))).dtype
 
 
-def _load(array: Any, key: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _load(array: Array, key: tuple[int | slice, ...], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``array[key]``, which has ``shape``, as a tensor with memory of its own."""
     if 0 in shape:
         return torch.empty(*shape, dtype=dtype)
     import numpy as np

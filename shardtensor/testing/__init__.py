@@ -2,12 +2,12 @@
 
 - :func:`run_distributed` and :func:`run_expecting_errors` call a function on every rank of a pool of processes;
   :func:`shared_mesh` gives it a mesh there.
-- :func:`assert_matches_unsharded` compares a function on shards with the same on whole tensors, gradients included;
-  :func:`shard` cuts a tensor for it.
+- :func:`assert_matches_unsharded` compares a function on shards with the same on global tensors, gradients included;
+  :func:`shard` makes a ShardTensor of a global tensor.
 - :func:`count_communication` counts messages, bytes and collectives.
-- :func:`simulate_ranks` is every rank of a huge world in turn, without processes.
+- :func:`simulate_ranks` runs a function as each rank of a huge world in turn, without processes.
 
-``import shardtensor`` does not import this.
+``import shardtensor`` does not import this package.
 """
 
 from .counting import Communication, count_communication

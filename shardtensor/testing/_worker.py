@@ -1,8 +1,8 @@
 """One rank of a pool: the program that :mod:`shardtensor.testing.pool` starts, by path and not by module name.
 
-It imports torch and nothing of shardtensor, so that a pool is ready as soon as possible; the functions that it is sent
-import what they need. It leaves by ``os._exit`` only: gloo's threads now and then abort the interpreter's orderly end,
-after right results.
+It imports torch and nothing of shardtensor, so that a pool is ready as soon as possible; the functions that are sent to
+it import what they need. It exits by ``os._exit`` only: gloo's threads sometimes abort the interpreter's normal exit,
+after correct results.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import threading
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 
-def listen(connection: Connection, requests: queue.SimpleQueue) -> None:
-    """Hand requests to the main thread, and leave when the parent has gone, whatever the main thread is doing."""
+def listen(connection: Connection, requests: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+    """Pass requests to the main thread, and exit when the parent has ended, whatever the main thread is doing."""
     folder = os.path.dirname(sys.argv[6])
     try:
         while True:
             requests.put(pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)  # a killed parent has not done it
+        shutil.rmtree(folder, ignore_errors=True)  # which a killed parent has not done
         os._exit(0)
 
 
@@ -61,8 +62,8 @@ def call(path: list[str], payload: bytes) -> tuple[str, object]:
 
 
 def describe(error: BaseException) -> dict[str, object]:
-    """What the parent needs to know of ``error``; ``"pickled"`` is None where it would not survive the journey."""
-    # The first frame is this file's and says nothing to the reader.
+    """What the parent needs to know of ``error``; ``"pickled"`` is None where it cannot be pickled and unpickled."""
+    # The first frame is in this file and of no interest to the reader.
     trace = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, trace))
     try:
@@ -74,7 +75,7 @@ def describe(error: BaseException) -> dict[str, object]:
 
 
 def check(seconds: float) -> tuple[str, object]:
-    """Whether all ranks still agree, after a call that failed: in every group, the next collectives must meet."""
+    """Whether the pool can be kept after a call that failed: in every group, the ranks' next collectives must meet."""
     import torch.distributed as dist
 
     try:
@@ -100,12 +101,12 @@ def main() -> None:
     rank, world_size, port = (int(argument) for argument in sys.argv[2:5])
     collective_timeout, stacks_path = float(sys.argv[5]), sys.argv[6]
     os.set_inheritable(connection.fileno(), False)
-    # Ctrl-C is the parent's business; it closes the pipes.
+    # Ctrl-C is for the parent, which then closes the pipes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stacks = open(stacks_path, "a")  # noqa: SIM115  (faulthandler keeps it for the life of the process)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    requests: queue.SimpleQueue = queue.SimpleQueue()
+    requests: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(connection, requests), daemon=True).start()
 
     try:
@@ -114,7 +115,9 @@ def main() -> None:
 
         torch.set_num_threads(1)
         limit = timedelta(seconds=collective_timeout)
-        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=limit)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, world_size, is_master=False, timeout=limit
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     except BaseException as error:
         connection.send(("raised", describe(error)))

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._compat import TorchDispatchMode, group_of
 
-# What c10d and its functional twin call the same thing; anything not named here keeps its name.
+# One name for what c10d and its functional operators call differently; all others keep their own.
 _NAMES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -38,7 +39,7 @@ _NAMES = {
     "reduce_scatter_tensor_out": "reduce_scatter",
 }
 _NO_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
-_ANY_SOURCE = -1
+_ANY_SOURCE = -1  # a receive from any rank does not know its peer
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Communication:
         elif name not in _NO_COMMUNICATION:
             kind = _NAMES.get(name, name.removesuffix("_"))
             self.collectives[kind] += 1
-            # c10d's in-place forms have the result first; a scatter's operand is with one rank, so its result counts.
+            # c10d's in-place forms have the result first. Only one rank has a scatter's operand, so its result counts.
             has_output_first = namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "gather")
             if kind != "barrier":
                 self.collective_bytes += _bytes(args[1 if has_output_first else 0])
@@ -125,8 +126,8 @@ class Communication:
 def count_communication() -> Iterator[Communication]:
     """Count this rank's messages, bytes and collectives inside the block, in forward and backward.
 
-    Collectives of ``torch.distributed`` and functional ones are seen, also those that DTensor and ShardTensor make.
-    Empty messages and those to oneself are not counted.
+    Collectives of ``torch.distributed`` and functional ones are counted, including those of DTensor and ShardTensor.
+    Empty messages and those of a rank to itself are not counted.
 
     >>> def halo_bytes(conv, x):
     ...     with count_communication() as counted:
@@ -138,24 +139,32 @@ def count_communication() -> Iterator[Communication]:
         yield counted
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds the c10d operators that are called in its block to a :class:`Communication`."""
+
     def __init__(self, counted: Communication) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counted = counted
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # First the subclass: only what it does to its local tensors is communication.
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # The subclass comes first: only what it does to its local tensors is communication.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
-            # Operators leave out trailing defaults only; what is read here is never one, but may come by name.
+            # Only trailing defaults are left out of a call. What is read here has none, but may be given by name.
             named = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
             ordered = [named[a.name] for a in func._schema.arguments if a.name in named]
             self.counted.add(func.namespace, func._schema.name.split("::")[1], ordered)
         return func(*args, **(kwargs or {}))
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors: Tensor | Sequence[Any]) -> int:
     """Bytes of a tensor or of nested lists of them."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size()
@@ -163,7 +172,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _pieces(tensor: Tensor, splits: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Bytes of each rank's piece of an all-to-all operand; no splits mean even ones."""
+    """Bytes of each rank's piece of an all-to-all operand; an empty ``splits`` means even ones."""
     if not splits:
         return [_bytes(tensor) // group.size()] * group.size()
     row = tensor.element_size() * tensor.shape[1:].numel()

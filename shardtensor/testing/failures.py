@@ -6,10 +6,11 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class RemoteError(Exception):
-    """Stands for an exception of a worker that could not be pickled; its text starts with the original's type."""
+    """Replaces an exception of a worker that could not be pickled; its text starts with the original's type."""
 
 
 class DistributedFailure(AssertionError):
@@ -33,13 +34,14 @@ class DistributedFailure(AssertionError):
         self.hung = tuple(hung)
         self.dead = dict(dead or {})
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
+        # Without the errors, which may not be picklable; the text has their tracebacks.
         return type(self), (str(self), {}, self.hung, self.dead)
 
 
 @dataclass
 class Outcome:
-    """How one rank's part of a call ended, and what it printed meanwhile."""
+    """How one rank's part of a call ended, and what it printed in the meantime."""
 
     kind: str = "running"  # "returned", "raised", "dead" or "running"
     value: object = None  # the pickled result, the description of the exception, or the exit code
@@ -95,7 +97,7 @@ def failure(name: str, outcomes: list[Outcome], waited: float) -> DistributedFai
 
 
 def own_threads(stacks: str) -> str:
-    """Drop from faulthandler's dump what helps nobody: the thread that listens to the parent, the extension modules.
+    """Remove the irrelevant parts of faulthandler's dump: the thread that listens to the parent, the extension modules.
 
     >>> print(own_threads('Thread 0x1:\\n  File "_worker.py", line 30 in listen\\n\\nThread 0x2:\\n  File "a.py"\\n'))
     Thread 0x2:

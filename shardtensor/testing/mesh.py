@@ -15,8 +15,8 @@ def shared_mesh(
     """The mesh of this shape over the running process group; the same object each time.
 
     A new mesh makes new process groups, which live as long as the worker. A suite of a thousand tests, each with a mesh
-    of its own, would collect thousands. Every rank of the world must call this, in the same order, as for
-    ``init_device_mesh``.
+    of its own, would accumulate thousands. As for ``init_device_mesh``, every rank of the world must call this, in the
+    same order.
 
     >>> def halves():
     ...     mesh = shared_mesh((2, 2), ("data", "domain"))
@@ -35,7 +35,7 @@ def shared_mesh(
 def cached_meshes() -> dict[tuple[str, tuple[int, ...], tuple[str, ...] | None], DeviceMesh]:
     """The meshes made so far in the running process group, oldest first."""
     global _owner
-    # simulate_ranks makes one process group after another; a mesh of the last one is of no use in the next.
+    # simulate_ranks makes one process group after another; a mesh of one cannot be used in the next.
     if _owner is not dist.group.WORLD:
         _meshes.clear()
         _owner = dist.group.WORLD

@@ -1,8 +1,8 @@
-"""The oracle: what a function gives on the whole tensor, in this process, is what it must give on shards.
+"""The oracle: a function on shards must give what it gives on the global tensor, in this process.
 
-[Note: the comparison] Every rank holds the same whole tensors. It runs the function on them, then on their shards, and
+[Note: the comparison] Every rank holds the same global tensors. It runs the function on them, then on their shards, and
 compares outputs, gradients of the inputs and gradients of the parameters with the same random cotangents. All
-communication comes before the first verdict, so a wrong value on one rank leaves no other rank waiting.
+communication is done before anything is raised, so a wrong value on one rank leaves no other rank waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .mesh import shared_mesh
 
 ShardSizes = Mapping[int, Sequence[int] | None]
 
-# rtol, atol of sums of a few hundred products.
+# rtol and atol, chosen for sums of a few hundred products.
 _TOLERANCES = {
     torch.float64: (1e-10, 1e-12),
     torch.complex128: (1e-10, 1e-12),
@@ -39,15 +39,15 @@ def shard(
     shard_sizes: ShardSizes | None = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Cut a tensor that every rank has whole; a leaf ShardTensor, without communication.
+    """Shard a tensor that every rank holds; the result is a leaf, made without communication.
 
     ``shard_sizes`` is ``{mesh_dim: size on each rank}``; mesh dims left out get torch.chunk's sizes. On a ``Partial``
     mesh dim the ranks get different values whose sum is the tensor.
 
-    >>> def cut():
+    >>> def sharded():
     ...     x = shard(torch.arange(8.0), shared_mesh(2), [Shard(0)], {0: (5, 3)})
     ...     return x.to_local().tolist()
-    >>> run_distributed(cut, 2)  # doctest: +SKIP
+    >>> run_distributed(sharded, 2)  # doctest: +SKIP
     [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
     """
     from shardtensor import ShardTensor
@@ -62,12 +62,12 @@ def shard(
             length = local.shape[placement.dim]
             pieces = sizes.setdefault(mesh_dim, _chunk_sizes(length, ranks))
             if len(pieces) != ranks or sum(pieces) != length:
-                raise ValueError(f"sizes {pieces} on mesh dim {mesh_dim} do not cut {length} among {ranks} ranks")
+                raise ValueError(f"sizes {pieces} on mesh dim {mesh_dim} do not shard {length} over {ranks} ranks")
             local = local.narrow(placement.dim, sum(pieces[:here]), pieces[here])
         elif isinstance(placement, Partial):
             if placement.reduce_op != "sum":
                 raise ValueError(f"mesh dim {mesh_dim}: can only make Partial('sum') of a tensor, not {placement}")
-            # Rank r > 0 holds the constant r, the first rank what is missing.
+            # Rank r > 0 holds the constant r, the first rank the rest.
             local = torch.full_like(local, here) if here else local - ranks * (ranks - 1) // 2
     local = local.clone()
     return ShardTensor.from_local(local, mesh, placements, shard_sizes=sizes).requires_grad_(requires_grad)
@@ -84,10 +84,10 @@ def assert_matches_unsharded(
     atol: float | None = None,
     check_grads: bool = True,
 ) -> Any:
-    """Assert that a function gives the same on shards as on whole tensors; to be called on every rank alike.
+    """Assert that a function gives the same on shards as on global tensors; every rank must call this alike.
 
-    Compared are outputs (values, shapes, and that each rank's shard has the size that its spec tells), gradients of all
-    floating-point inputs (values, and that they are sharded like the input), gradients of a module's parameters (plain
+    It compares outputs (values, shapes, and that each rank's shard has the size that its spec says), gradients of all
+    floating-point inputs (values, and that they have the input's layout), gradients of a module's parameters (plain
     tensors, the same on every rank) and its buffers. A module is copied, not changed.
 
     >>> def check_conv():
@@ -98,11 +98,11 @@ def assert_matches_unsharded(
     >>> run_distributed(check_conv, 2)  # doctest: +SKIP
 
     Args:
-        tensors: the whole arguments, the same on every rank; what is not a tensor is passed as it is.
+        tensors: the global arguments, the same on every rank; what is not a tensor is passed unchanged.
         placements: of all tensors, or one list (None: left plain) per argument.
         mesh_shape, mesh: the mesh, or the shape of one from :func:`shared_mesh`.
         shard_sizes: of all tensors, or one dict per argument.
-        rtol, atol: by default those that suit the dtype; ``atol`` is relative to the largest reference value, if that
+        rtol, atol: by default chosen for the dtype; ``atol`` is relative to the largest reference value, if that
             exceeds one.
 
     Returns:
@@ -135,25 +135,25 @@ def assert_matches_unsharded(
         result = function(*inputs)
         return function, inputs, result, tree_flatten(result)[0]
 
-    reference, whole_inputs, _, whole_outputs = run(sharded=False)
+    reference, reference_inputs, _, reference_outputs = run(sharded=False)
     candidate, inputs, result, outputs = run(sharded=True)
-    if len(outputs) != len(whole_outputs):
-        raise AssertionError(f"{len(outputs)} outputs on shards, {len(whole_outputs)} on whole tensors")
-    gathered = [check.output(f"output {i}", *pair) for i, pair in enumerate(zip(outputs, whole_outputs))]
+    if len(outputs) != len(reference_outputs):
+        raise AssertionError(f"{len(outputs)} outputs on shards, {len(reference_outputs)} on global tensors")
+    gathered = [check.output(f"output {i}", *pair) for i, pair in enumerate(zip(outputs, reference_outputs))]
 
     if check_grads:
-        _backward(whole_outputs, whole_outputs)
-        _backward(gathered, whole_outputs)
-        for i, (value, whole) in enumerate(zip(inputs, whole_inputs)):
+        _backward(reference_outputs, reference_outputs)
+        _backward(gathered, reference_outputs)
+        for i, (value, expected) in enumerate(zip(inputs, reference_inputs)):
             if isinstance(value, Tensor) and value.requires_grad:
-                check.input_gradient(f"gradient of input {i}", value, whole.grad)
+                check.input_gradient(f"gradient of input {i}", value, expected.grad)
     if isinstance(reference, nn.Module):
-        for (name, parameter), whole in zip(candidate.named_parameters(), reference.parameters()):
+        for (name, parameter), expected in zip(candidate.named_parameters(), reference.parameters()):
             if check_grads:
-                check.plain(f"gradient of parameter {name}", parameter.grad, whole.grad)
-        for (name, buffer), whole in zip(candidate.named_buffers(), reference.buffers()):
-            check.plain(f"buffer {name}", buffer, whole)
-    check.verdict()
+                check.plain(f"gradient of parameter {name}", parameter.grad, expected.grad)
+        for (name, buffer), expected in zip(candidate.named_buffers(), reference.buffers()):
+            check.plain(f"buffer {name}", buffer, expected)
+    check.raise_problems()
     return result
 
 
@@ -172,50 +172,51 @@ def _backward(outputs: list[Any], references: list[Any]) -> None:
 
 
 class _Comparison:
-    """Collects what differs, to be told at the end."""
+    """Collects what differs, and raises at the end."""
 
     def __init__(self, mesh: DeviceMesh, rtol: float | None, atol: float | None) -> None:
         self.mesh, self.rtol, self.atol = mesh, rtol, atol
         self.coordinate = tuple(mesh.get_coordinate() or ())
         self.problems: list[str] = []
 
-    def output(self, what: str, value: Any, whole: Any) -> Any:
+    def output(self, what: str, value: object, expected: object) -> object:
         """Compare an output, and return it gathered."""
-        if not isinstance(whole, Tensor):
-            if value != whole:
-                self.problems.append(f"{what}: {value!r} instead of {whole!r}")
+        if not isinstance(expected, Tensor):
+            if value != expected:
+                self.problems.append(f"{what}: {value!r} instead of {expected!r}")
             return value
         if not isinstance(value, Tensor):
             self.problems.append(f"{what}: a {type(value).__name__} instead of a tensor")
             return value
         where = self.layout(what, value)
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        self.values(where, full, whole)
-        if full.requires_grad != whole.requires_grad:
-            self.problems.append(f"{where}: requires_grad is {full.requires_grad} instead of {whole.requires_grad}")
+        self.values(where, full, expected)
+        if full.requires_grad != expected.requires_grad:
+            self.problems.append(f"{where}: requires_grad is {full.requires_grad} instead of {expected.requires_grad}")
         return full
 
-    def input_gradient(self, what: str, value: Any, whole: Tensor | None) -> None:
-        """Compare the gradient of ``value``, which must be laid out as ``value`` is."""
+    def input_gradient(self, what: str, value: Tensor, expected: Tensor | None) -> None:
+        """Compare the gradient of ``value``, which must have the layout of ``value``."""
         grad = value.grad
         if not isinstance(value, DTensor) or grad is None:
-            self.plain(what, grad, whole)
+            self.plain(what, grad, expected)
             return
         if type(grad) is not type(value):
             self.problems.append(f"{what}: a {type(grad).__name__}, but the input is a {type(value).__name__}")
             return
+        assert isinstance(grad, DTensor)
         where = self.layout(what, grad)
         # The gradient of each rank's summand is the gradient of the sum.
-        expected = tuple(Replicate() if p.is_partial() else p for p in value.placements)
-        if tuple(grad.placements) != expected or _sizes(grad) != _sizes(value):
+        placements = tuple(Replicate() if p.is_partial() else p for p in value.placements)
+        if tuple(grad.placements) != placements or _sizes(grad) != _sizes(value):
             self.problems.append(f"{where}: the input has placements {value.placements}, sizes {_sizes(value)}")
-        self.optional_values(where, grad.full_tensor(), whole)
+        self.optional_values(where, grad.full_tensor(), expected)
 
-    def plain(self, what: str, value: Tensor | None, whole: Tensor | None) -> None:
+    def plain(self, what: str, value: Tensor | None, expected: Tensor | None) -> None:
         """Compare what should be a plain tensor, or a DTensor if the caller made the parameter one."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        self.optional_values(what, value, whole)
+        self.optional_values(what, value, expected)
 
     def layout(self, what: str, value: Tensor) -> str:
         """Compare a ShardTensor's local shape with its own sizes; return ``what`` with the layout added."""
@@ -223,54 +224,54 @@ class _Comparison:
             return what
         sizes, local = _sizes(value), value.to_local().shape
         where = f"{what} (placements {tuple(value.placements)}, sizes {sizes}, this rank's shard {tuple(local)})"
-        dims = [p.dim for p in value.placements if isinstance(p, Shard)]
-        if len(set(dims)) < len(dims):
-            return where  # a dim cut twice: the sizes of one mesh dim do not tell the shard's
+        sharded = {mesh_dim: p.dim for mesh_dim, p in enumerate(value.placements) if isinstance(p, Shard)}
+        if len(set(sharded.values())) < len(sharded):
+            return where  # a dim sharded twice: the sizes on one mesh dim are not those of the shards
         expected = list(value.shape)
         for mesh_dim, pieces in sizes.items():
-            dim = value.placements[mesh_dim].dim
+            dim = sharded[mesh_dim]
             if sum(pieces) != value.shape[dim]:
                 self.problems.append(f"{where}: the sizes do not add up to {value.shape[dim]}")
             expected[dim] = pieces[self.coordinate[mesh_dim]]
         if list(local) != expected:
-            self.problems.append(f"{where}: the sizes tell a shard of {tuple(expected)}")
+            self.problems.append(f"{where}: the sizes say a shard of {tuple(expected)}")
         return where
 
-    def optional_values(self, what: str, value: Tensor | None, whole: Tensor | None) -> None:
-        """Like :meth:`values`; no gradient at all is as good as zeros."""
-        if value is None and whole is None:
+    def optional_values(self, what: str, value: Tensor | None, expected: Tensor | None) -> None:
+        """Like :meth:`values`; where no gradient is expected, zeros are right as well."""
+        if value is None and expected is None:
             return
         if value is None:
             self.problems.append(f"{what}: missing")
         else:
-            self.values(what, value, torch.zeros_like(value) if whole is None else whole)
+            self.values(what, value, torch.zeros_like(value) if expected is None else expected)
 
-    def values(self, what: str, value: Tensor, whole: Tensor) -> None:
+    def values(self, what: str, value: Tensor, expected: Tensor) -> None:
         """Compare shapes, dtypes and values."""
-        value, whole = value.detach(), whole.detach()
-        if value.shape != whole.shape or value.dtype != whole.dtype:
-            described = [f"{tuple(t.shape)} {t.dtype}" for t in (value, whole)]
+        value, expected = value.detach(), expected.detach()
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            described = [f"{tuple(t.shape)} {t.dtype}" for t in (value, expected)]
             self.problems.append(f"{what}: {described[0]} instead of {described[1]}")
             return
-        if not whole.numel():
+        if not expected.numel():
             return
-        rtol, atol = _TOLERANCES.get(whole.dtype, (0.0, 0.0))
+        rtol, atol = _TOLERANCES.get(expected.dtype, (0.0, 0.0))
         rtol, atol = (rtol if self.rtol is None else self.rtol), (atol if self.atol is None else self.atol)
-        if whole.dtype == torch.bool:
-            value, whole = value.int(), whole.int()
-        finite = whole[whole.isfinite()]
+        if expected.dtype == torch.bool:
+            value, expected = value.int(), expected.int()
+        finite = expected[expected.isfinite()]
         scale = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
-        wrong = ~torch.isclose(value, whole, rtol=rtol, atol=atol * scale, equal_nan=True)
+        wrong = ~torch.isclose(value, expected, rtol=rtol, atol=atol * scale, equal_nan=True)
         if wrong.any():
-            difference = torch.where(wrong, (value - whole).abs().double().nan_to_num(float("inf")), -1.0)
+            difference = torch.where(wrong, (value - expected).abs().double().nan_to_num(float("inf")), -1.0)
             index = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
             self.problems.append(
                 f"{what}: {int(wrong.sum())} of {wrong.numel()} values differ, by up to {difference.max().item():.3g} "
                 f"(allowed: {rtol:.3g} relative, {atol * scale:.3g} absolute), at {index}: "
-                f"{value[index].item()} instead of {whole[index].item()}"
+                f"{value[index].item()} instead of {expected[index].item()}"
             )
 
-    def verdict(self) -> None:
+    def raise_problems(self) -> None:
         """Raise if anything differs."""
         if self.problems:
             where = f"at {self.coordinate} of a mesh of {tuple(self.mesh.shape)}"
@@ -281,8 +282,8 @@ def _sizes(value: DTensor) -> dict[int, tuple[int, ...]]:
     """``shard_sizes`` of a ShardTensor; a DTensor has torch.chunk's."""
     sizes = getattr(value, "shard_sizes", None)
     if sizes is None:
-        cut = [(m, p.dim) for m, p in enumerate(value.placements) if isinstance(p, Shard)]
-        sizes = {m: _chunk_sizes(value.shape[dim], value.device_mesh.size(m)) for m, dim in cut}
+        sharded = [(m, p.dim) for m, p in enumerate(value.placements) if isinstance(p, Shard)]
+        sizes = {m: _chunk_sizes(value.shape[dim], value.device_mesh.size(m)) for m, dim in sharded}
     return {mesh_dim: tuple(pieces) for mesh_dim, pieces in sizes.items()}
 
 
@@ -296,14 +297,18 @@ def _chunk_sizes(length: int, pieces: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, length - i * step)) for i in range(pieces))
 
 
-def _per_argument(tensors: Sequence[Any], placements: Sequence[Any], shard_sizes: Any) -> tuple[list[Any], list[Any]]:
-    """Spread what is given once over all arguments."""
-    if all(isinstance(p, Placement) for p in placements):
-        placements = [placements] * len(tensors)
-    if shard_sizes is None or isinstance(shard_sizes, Mapping):
-        shard_sizes = [shard_sizes] * len(tensors)
-    if not len(placements) == len(shard_sizes) == len(tensors):
+def _per_argument(
+    tensors: Sequence[object],
+    placements: Sequence[Placement] | Sequence[Sequence[Placement] | None],
+    shard_sizes: ShardSizes | Sequence[ShardSizes | None] | None,
+) -> tuple[list[Any], list[Any]]:
+    """Placements and sizes of each argument, where they may be given once for all of them."""
+    once = all(isinstance(p, Placement) for p in placements)
+    each_placements: list[Any] = [placements] * len(tensors) if once else list(placements)
+    once = shard_sizes is None or isinstance(shard_sizes, Mapping)
+    each_sizes: list[Any] = [shard_sizes] * len(tensors) if once else list(shard_sizes or ())
+    if not len(each_placements) == len(each_sizes) == len(tensors):
         raise ValueError(
-            f"{len(tensors)} arguments, but placements for {len(placements)} and shard_sizes for {len(shard_sizes)}"
+            f"{len(tensors)} arguments, but placements for {len(each_placements)} and shard_sizes for {len(each_sizes)}"
         )
-    return list(placements), list(shard_sizes)
+    return each_placements, each_sizes

@@ -1,8 +1,8 @@
 """Run a function on every rank of a small world of processes, from an ordinary test.
 
-Starting processes costs seconds, a call to running ones milliseconds. So there is one pool of workers per world size;
+Starting processes takes seconds, a call to running ones milliseconds. So there is one pool of workers per world size;
 it is started by the first call that needs it, serves all later ones, and ends with the interpreter. A hang or a crash
-costs that pool alone: its ranks' stacks go into the error, and the next call gets a new pool.
+costs only that pool: its ranks' stacks go into the error, and the next call starts a new pool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from .failures import DistributedFailure, Outcome, failure, own_threads
 
 START_TIMEOUT = 180.0
-COLLECTIVE_TIMEOUT = 30.0  # gloo's own; shorter than a call's default, so that a lone collective names itself
+COLLECTIVE_TIMEOUT = 30.0  # gloo's own; shorter than a call's default, so that an unmatched collective raises first
 GRACE = 5.0  # how long the others may still take once one rank has failed
 HEALTH_TIMEOUT = 3.0
 
@@ -83,7 +83,7 @@ def run_expecting_errors(
 
 
 def shutdown_pools() -> None:
-    """End all workers. Called at the interpreter's exit; of use before a test that measures memory, for example."""
+    """End all workers. Called at the interpreter's exit; useful before a test that measures memory, for example."""
     for size in list(_pools):
         _pools.pop(size).close()
 
@@ -96,8 +96,9 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def _call(
-    fn: Callable[..., Any], world_size: int, args: tuple, kwargs: dict, timeout: float, grace: float
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, grace: float
 ) -> tuple[list[Outcome], float]:
+    """How a call ended on each rank, and how long it took; a pool that cannot be kept is closed."""
     if getattr(fn, "__module__", None) == "__main__":
         raise ValueError(f"{_name(fn)} is defined in the main script, which workers do not import; move it to a module")
     try:
@@ -129,10 +130,10 @@ class Pool:
     def __init__(self, world_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shardtensor-pool-"))
         self.connections: list[Connection] = []
-        self.processes: list[subprocess.Popen] = []
-        # The parent holds the store, on a port of the system's choice: no port can be taken twice, and the death of
+        self.processes: list[subprocess.Popen[bytes]] = []
+        # The parent holds the store, on a port that the system selects: no port can be taken twice, and the death of
         # rank 0 is like that of any other.
-        self.store = dist.TCPStore(
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT)
         )
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world_size), "PYTHONUNBUFFERED": "1"}
@@ -168,12 +169,12 @@ class Pool:
     def stacks(self, rank: int) -> Path:
         return self.folder / f"{rank}.stacks"
 
-    def run(self, request: tuple, timeout: float, grace: float) -> list[Outcome]:
+    def run(self, request: tuple[Any, ...], timeout: float, grace: float) -> list[Outcome]:
         """Send ``request`` to every rank and collect how it ended."""
         printed = [self.log(rank).stat().st_size for rank in range(len(self.processes))]
         message = pickle.dumps(request)
         for connection in self.connections:
-            with contextlib.suppress(OSError):  # a dead worker is found by collect
+            with contextlib.suppress(OSError):  # collect finds dead workers
                 connection.send_bytes(message)
         outcomes = self.collect(timeout, grace)
         for rank, outcome in enumerate(outcomes):
@@ -213,7 +214,7 @@ class Pool:
                 outcome.stack = own_threads(self.stacks(rank).read_text(errors="replace"))
 
     def healthy(self) -> bool:
-        """Whether all ranks still meet in a collective: after a failure some may have sent what nobody received."""
+        """Whether all ranks still meet in a collective: after a failure some may have sent what no rank received."""
         outcomes = self.run(("check", HEALTH_TIMEOUT), 4 * HEALTH_TIMEOUT, HEALTH_TIMEOUT)
         return all(outcome.kind == "healthy" for outcome in outcomes)
 

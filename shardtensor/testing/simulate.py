@@ -1,4 +1,4 @@
-"""Be every rank of a huge world in turn, in one process: for what depends on specs alone, such as message counts."""
+"""Run as each rank of a huge world in turn, in one process: for what depends on specs alone, such as message counts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def simulate_ranks(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` as each of ``world_size`` ranks, one after the other, and return the results.
 
-    There are no processes and no communication: collectives return at once and leave their results as they were, so
+    There are no processes and no communication: collectives return immediately and leave their results unchanged, so
     values that a rank would have received are wrong. Shapes, specs and the number of messages are right.
 
     >>> simulate_ranks(lambda: dist.get_rank() ** 2, 4)
     [0, 1, 4, 9]
 
     Args:
-        ranks: only these, if a few (a corner, an edge, an inner one) tell enough.
+        ranks: only these, where a few (a corner, an edge, an inner one) are enough.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -43,8 +43,8 @@ def simulate_ranks(
 
 
 def _forget_the_last_rank() -> None:
-    """Empty the caches that hold what is true of one rank only, for the meshes of two simulated ranks are equal."""
+    """Clear the caches whose entries are valid for one rank only: the meshes of two simulated ranks are equal."""
     clear_dtensor_caches()
-    dispatch = sys.modules.get("shardtensor.dispatch")
-    if dispatch is not None:
-        dispatch._plans.clear()
+    planning = sys.modules.get("shardtensor.planning")
+    if planning is not None:
+        planning.forget_plans()

@@ -437,11 +437,11 @@ def fails(case):
         ("unsendable", RuntimeError, "Unsendable: a.zarr: is gone"),
         ("sizes", ValueError, r"batch: shard sizes \(1, 2\) of mesh dim 0 add up to 3, but tensor dim 0 has size 4"),
         ("dim", ValueError, r"batch\['x'\]: Shard\(2\) on mesh dim 0: the tensor has only 2 dims"),
-        ("no placements", ValueError, r"batch\['y'\]: placements .* say nothing about \['y'\]"),
+        ("no placements", ValueError, r"batch\['y'\]: placements .* have no entry for \['y'\]"),
         ("not down to tensors", ValueError, "batch: placements .* do not fit a single tensor"),
         ("no sequence", TypeError, "batch: placements must be a sequence with one entry per mesh dim"),
         ("partial", ValueError, r"batch: data cannot be placed as \(Partial.*: only Shard and Replicate"),
-        ("hidden", TypeError, "inside an object that is no dict, list or .* it would be sent whole"),
+        ("hidden", TypeError, "inside an object that is no dict, list or .* it would be sent unsharded"),
         ("shards", TypeError, "batch: a batch holds plain dense tensors, not a ShardTensor"),
         ("function", KeyError, "no such key"),
         ("no loader", TypeError, "source rank . must pass a loader of batches, not None"),
@@ -614,7 +614,7 @@ def bad_reads():
     with pytest.raises(TypeError, match="object_"):
         read(np.array([None]), mesh)
     chunked = Recording(np.zeros((4, 6)), chunks=(2, 2))
-    with pytest.raises(ValueError, match="not read as a whole"):
+    with pytest.raises(ValueError, match="only read in part"):
         read(chunked, mesh, (Shard(0), Replicate()), index=slice(1, 3), shard_sizes="chunks")
     assert not array.asked and not chunked.asked
 

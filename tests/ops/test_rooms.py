@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import shardtensor
-from shardtensor import dispatch
+from shardtensor import registry
 
 HOMES = {
     "torch": torch,
@@ -30,9 +30,7 @@ def room(handler) -> str:
 
 
 def rule_of(op):
-    if op in dispatch.RULES:
-        return dispatch.RULES[op]
-    return next((found for find in dispatch._default_rules if (found := find(op)) is not None), None)
+    return registry.rule_of(op)
 
 
 def rooms_of(name: str) -> set[str]:

@@ -119,7 +119,7 @@ def test_shard_cuts_and_sums_up():
 
 def test_wrong_sizes_are_refused():
     for error in run_expecting_errors(cut_and_gather, 2, [Shard(0)], {0: (5, 4)}):
-        assert str(error) == "sizes (5, 4) on mesh dim 0 do not cut 8 among 2 ranks"
+        assert str(error) == "sizes (5, 4) on mesh dim 0 do not shard 8 over 2 ranks"
 
 
 def rank_dependent():

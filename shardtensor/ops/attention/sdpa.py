@@ -18,11 +18,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..._compat import TensorMeta, not_in_graphs
-from ...dispatch import wrap
+from ...context import Setting
 from ...errors import refuse
 from ...registry import register
-from ...spec import CIRCUMSTANCES, ShardTensorSpec, contiguous_stride
-from ...tensor import from_part, redistribute_to
+from ...spec import ShardTensorSpec, contiguous_stride
+from ...tensor import from_part, redistribute_to, wrap
 from ..common.alignment import as_operand, common_mesh, moved, torch_judges
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
@@ -34,7 +34,7 @@ __all__ = ["attention_method", "global_attention"]
 _aten = torch.ops.aten
 _NAME = "scaled_dot_product_attention"
 
-_method = "auto"
+_method = Setting("auto")
 
 
 @not_in_graphs("call the compiled function inside of shardtensor.attention_method(); it is compiled anew for that")
@@ -58,17 +58,10 @@ def attention_method(name: str) -> Iterator[None]:
         >>> with shardtensor.attention_method("ring"):
         ...     pass  # y = model(x)
     """
-    global _method
     if name not in ("auto", "ring", "heads"):
         raise ValueError(f"attention method {name!r}: choose 'auto', 'ring' or 'heads'")
-    previous, _method = _method, name
-    try:
+    with _method.set_to(name):
         yield
-    finally:
-        _method = previous
-
-
-CIRCUMSTANCES.append(lambda: _method)
 
 
 @register(
@@ -114,7 +107,7 @@ def global_attention(
     mask = operands.pop() if attn_mask is not None else None
     mask = None if mask is None else _broadcastable(mask)
     q, k, v = _same_batch(operands, enable_gqa)
-    layout = layout_of(_NAME, q._spec, k._spec, v._spec, None if mask is None else mask._spec, shift, _method)
+    layout = layout_of(_NAME, q._spec, k._spec, v._spec, None if mask is None else mask._spec, shift, _method.value)
     places = zip((q, k, v, mask), layout.targets, strict=True)
     local_q, local_k, local_v, local_mask = (
         None if target is None else _local_part(moved(_NAME, t, target), layout) for t, target in places

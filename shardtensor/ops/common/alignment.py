@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
-from ...dispatch import SCALARS, meta_of, spec_of, wrap
 from ...errors import different_meshes, refuse
 from ...geometry import chunk_sizes
+from ...planning import SCALARS, meta_of, spec_of
 from ...redistribute import redistribute_local
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, promote, redistribute_to
+from ...tensor import ShardTensor, promote, redistribute_to, wrap
 
 __all__ = [
     "as_operand",

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import run, wrap
 from ...gradients import once_differentiable
 from ...redistribute import all_gather
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to
+from ...tensor import ShardTensor, as_gradient, redistribute_to, run, wrap
 from .reduce import reduced_dims
 
 _aten = torch.ops.aten

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from ...dispatch import Call, meta_of, run, wrap
+from ...planning import Call, meta_of
 from ...redistribute import all_reduce, redistribute_local
 from ...spec import ShardTensorSpec
+from ...tensor import run, wrap
 
 _aten = torch.ops.aten
 

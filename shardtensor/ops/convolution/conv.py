@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...dispatch import spec_of, wrap
 from ...errors import refuse
 from ...operators import Arguments, Composed, Plan, operator
+from ...planning import spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import as_gradient
+from ...tensor import as_gradient, wrap
 from ..common.alignment import whole_rows
 from .halo_conv import HaloConvolution, Pads, Sides, plan_convolution
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import TensorMeta
-from ...geometry import Interval, intersect, intervals_of, map_cuts
+from ...geometry import Interval, intersect, intervals_of, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
@@ -32,7 +32,7 @@ class TransposedWindow:
 
     Example:
         >>> w = TransposedWindow(size=5, kernel=4, stride=2, dilation=1, padding=1, extra=0)
-        >>> w.outputs, map_cuts((2, 3), w.boundary), w.reads((4, 10))
+        >>> w.outputs, map_boundaries((2, 3), w.boundary), w.reads((4, 10))
         (10, (4, 6), (1, 5))
     """
 
@@ -248,7 +248,7 @@ def _work(
             continue
         i, rank = d - 2, spec.coordinate[m]
         window = TransposedWindow(spec.shape[d], weight.shape[d], stride[i], dilation[i], padding[i], extra[i])
-        sizes = map_cuts(spec.cut(m), window.boundary)
+        sizes = map_boundaries(spec.cut(m), window.boundary)
         layout[m] = layout[m]._replace(sizes=sizes)
         outs = intervals_of(sizes)
         needs[d] = [window.reads(out) for out in outs]

@@ -28,7 +28,7 @@ from ...spec import ShardTensorSpec, stride_like
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 # Elements of a shard from which on its gradient takes longer than to start a collective.
-_WORTH_OVERLAPPING = 1 << 16
+WORTH_OVERLAPPING = 1 << 16
 
 Pads = tuple[tuple[int, int], ...]
 Grads = list[Tensor | None]
@@ -153,7 +153,7 @@ class HaloConvolution:
                     returned[i] = self.halo.finish_return(i, pending, side_grads)
         grad_x = grad_w = grad_b = None
         # One call of the kernel computes both gradients faster than two, unless the sum travels during the second.
-        together = need_x and (sum_parameters is None or x.numel() < _WORTH_OVERLAPPING)
+        together = need_x and (sum_parameters is None or x.numel() < WORTH_OVERLAPPING)
         if self.shard is not None and (need_w or need_b):
             grad_x, grad_w, grad_b = self._differentiate(self.shard, grad, x, weight, (together, need_w, need_b))
         elif need_b:

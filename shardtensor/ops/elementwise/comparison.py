@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...dispatch import run
 from ...registry import register
+from ...tensor import run
 from ..interop.export import item
 
 _aten = torch.ops.aten

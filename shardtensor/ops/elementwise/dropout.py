@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, meta_of, rule
+from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from .pointwise import pointwise_plan
 from .random import drawn_into, is_sharded
 
 _aten = torch.ops.aten
 
 
-@rule(_aten.native_dropout.default)
+@operator(_aten.native_dropout.default)
 def _native_dropout(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     p, train = call.args[1], call.args[2]
@@ -32,6 +33,6 @@ def _native_dropout(call: Call) -> Plan:
     return call.plan(outs, {(0,): spec}, call=dropout)
 
 
-@rule(_aten.native_dropout_backward.default)
+@operator(_aten.native_dropout_backward.default)
 def _native_dropout_backward(call: Call) -> Plan:
     return pointwise_plan(call)

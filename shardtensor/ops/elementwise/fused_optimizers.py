@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...dispatch import spec_of
 from ...errors import refuse
+from ...planning import spec_of
 from ...redistribute import all_reduce
 from ...registry import register
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from ...dispatch import Call, Plan, Rule, default_rule, is_inplace, meta_of, rule
+from ...operators import operator
+from ...planning import Call, Plan, Rule, is_inplace, meta_of
 from ...redistribute import redistribute_local
+from ...registry import default_rule
 from ...spec import ShardTensorSpec
 from ..common.alignment import common_cut, fit
 
@@ -186,17 +188,19 @@ def _each(call: Call) -> Plan:
     return Plan([s if s is None else s.replace(meta=meta_of(m)) for s, m in zip(firsts, call.meta, strict=True)])
 
 
-@rule(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten._conj.default, _aten._neg_view.default)
+@operator(
+    _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten._conj.default, _aten._neg_view.default
+)
 def _same(call: Call) -> Plan:
     return Plan(call.specs[0].replace(meta=meta_of(call.meta)))
 
 
-@rule(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default)
+@operator(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default)
 def _like(call: Call) -> Plan:
     return Plan(call.specs[0].for_gradient().replace(meta=meta_of(call.meta)))
 
 
-@rule(
+@operator(
     _aten.new_zeros.default,
     _aten.new_ones.default,
     _aten.new_full.default,
@@ -213,7 +217,7 @@ def _new(call: Call) -> Plan:
     return Plan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
 
 
-@rule(_aten.new_empty_strided.default)
+@operator(_aten.new_empty_strided.default)
 def _new_strided(call: Call) -> Plan:
     out = _like_old(call, tuple(call.args[1]))
     shape, stride = out.local_shape(), out.tensor_meta.stride
@@ -235,4 +239,4 @@ def _like_old(call: Call, shape: tuple[int, ...]) -> ShardTensorSpec:
     return spec.replace(placements=placements, sizes=tuple(sizes), meta=meta_of(call.meta))
 
 
-rule(_aten.masked_fill.Tensor)(pointwise_plan)
+operator(_aten.masked_fill.Tensor)(pointwise_plan)

@@ -28,11 +28,13 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ...debug import debug_enabled
-from ...dispatch import STAND_INS, Call, Plan, meta_of, rule, run
 from ...errors import refuse
+from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from ...redistribute import all_reduce
-from ...registry import register
+from ...registry import META_FUNCTIONS, register
 from ...spec import ShardTensorSpec
+from ...tensor import run
 from ...tracing import graph_operator, is_traced
 from ..common.alignment import whole_rows
 from ..shape.view import carry
@@ -219,7 +221,7 @@ for _op in (
     _aten.binomial.default,
     _aten._standard_gamma.default,
 ):
-    rule(_op)(_draw)
+    operator(_op)(_draw)
     register(_op)(_with_generator(_op))
 
 
@@ -251,7 +253,7 @@ for _name in ("rand_like", "randn_like", "randint_like"):
     for _overload in ("default", "low_dtype", "generator", "low_generator_dtype"):
         if _overload in _packet.overloads():
             _op = getattr(_packet, _overload)
-            rule(_op)(_like)
+            operator(_op)(_like)
             if "generator" in _overload:
                 register(_op)(_with_generator(_op))
 
@@ -259,7 +261,7 @@ for _name in ("rand_like", "randn_like", "randint_like"):
 # -- rows -------------------------------------------------------------------------------------------------
 
 
-@rule(_aten.multinomial.default)
+@operator(_aten.multinomial.default)
 def _multinomial(call: Call) -> Plan:
     """Every row is drawn for itself, by the rank that has it whole, see [Note: whole rows] in sorting/sort.py."""
     given = call.reduced()[(0,)]
@@ -280,14 +282,14 @@ def _multinomial(call: Call) -> Plan:
 register(_aten.multinomial.default)(_with_generator(_aten.multinomial.default))
 
 
-STAND_INS[_aten.binomial.default] = lambda count, prob, generator=None: count + prob
-STAND_INS[_aten._standard_gamma.default] = lambda x, generator=None: torch.empty_like(x)
-STAND_INS[_aten._standard_gamma_grad.default] = torch.add
-STAND_INS[_aten._sample_dirichlet.default] = lambda x, generator=None: torch.empty_like(x)
-STAND_INS[_aten._dirichlet_grad.default] = lambda x, alpha, total: x + alpha
+META_FUNCTIONS[_aten.binomial.default] = lambda count, prob, generator=None: count + prob
+META_FUNCTIONS[_aten._standard_gamma.default] = lambda x, generator=None: torch.empty_like(x)
+META_FUNCTIONS[_aten._standard_gamma_grad.default] = torch.add
+META_FUNCTIONS[_aten._sample_dirichlet.default] = lambda x, generator=None: torch.empty_like(x)
+META_FUNCTIONS[_aten._dirichlet_grad.default] = lambda x, alpha, total: x + alpha
 
 
-@rule(_aten._sample_dirichlet.default)
+@operator(_aten._sample_dirichlet.default)
 def _dirichlet(call: Call) -> Plan:
     """Gamma variates over their sum, which the ranks add up where a row is sharded."""
     spec = call.reduced()[(0,)]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, meta_of, rule
+from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
@@ -30,7 +31,7 @@ def _cut_plain(x: Tensor, spec: ShardTensorSpec) -> Tensor:
     return x
 
 
-@rule(_aten._softmax.default, _aten._log_softmax.default)
+@operator(_aten._softmax.default, _aten._log_softmax.default)
 def _softmax(call: Call) -> Plan:
     """Maximum, all-reduce, sum of exponentials, all-reduce."""
     spec = call.reduced()[(0,)]
@@ -53,7 +54,7 @@ def _softmax(call: Call) -> Plan:
     return call.plan(out, {(0,): spec}, call=compute)
 
 
-@rule(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
+@operator(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 def _softmax_backward(call: Call) -> Plan:
     """One all-reduce of a sum per row. The output decides on the cut, whatever the gradient's."""
     reduced = call.reduced()

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...dispatch import Call, Plan, rule, run
 from ...errors import refuse
+from ...operators import operator
+from ...planning import Call, Plan
 from ...registry import register
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 from ..common.alignment import described, is_cut, laid_like, replicated
 from .gather import LookUp, look_up, looks_into_a_shard
 from .index_plan import LOOKED_UP, labelled
@@ -128,7 +129,7 @@ def _embedding_function(
     return rows
 
 
-@rule(_aten.embedding.default)
+@operator(_aten.embedding.default)
 def _embedding(call: Call) -> Plan:
     names = [f"index {j}" for j in range(len(call.args[1].shape))]
     return labelled(
@@ -136,7 +137,7 @@ def _embedding(call: Call) -> Plan:
     )
 
 
-@rule(_aten.embedding_dense_backward.default)
+@operator(_aten.embedding_dense_backward.default)
 def _embedding_backward(call: Call) -> Plan:
     names = [f"index {j}" for j in range(len(call.args[1].shape))]
     by_frequency = call.args[4]

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import run, wrap
 from ...registry import register
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run, wrap
 from ..common.alignment import is_cut
 from ..shape.view import dim_of
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...dispatch import Call, Path, Plan, argument, is_inplace, rule, run, spec_of
 from ...errors import refuse
+from ...operators import operator
+from ...planning import Call, Path, Plan, argument, is_inplace, spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 from ..common.alignment import is_cut, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
@@ -38,7 +39,7 @@ def _along(ndim: int, dim: int, label: Hashable) -> list[Hashable]:
     return [label if d == dim else d for d in range(ndim)]
 
 
-@rule(
+@operator(
     _aten.gather.default,
     _aten.scatter.src,
     _aten.scatter.value,
@@ -81,7 +82,7 @@ def _includes_self(call: Call) -> bool:
     return bool(call.kwargs.get("include_self", True))
 
 
-@rule(
+@operator(
     _aten.index_select.default,
     _aten.index_add.default,
     _aten.index_add_.default,
@@ -182,7 +183,7 @@ def _advanced(call: Call) -> tuple[dict[Path, Labels], list[Hashable], list[Hash
     return roles, within, result
 
 
-@rule(_aten.index.Tensor, _aten._unsafe_index.Tensor)
+@operator(_aten.index.Tensor, _aten._unsafe_index.Tensor)
 def _index(call: Call) -> Plan:
     roles, _, result = _advanced(call)
     return labelled(call, roles, result, indexed=_looking(call), picks=True, wraps=True)
@@ -192,7 +193,7 @@ def _looking(call: Call) -> dict[Path, int]:
     return {(1, d): d for d, index in enumerate(call.args[1]) if index is not None}
 
 
-@rule(
+@operator(
     _aten.index_put.default,
     _aten.index_put_.default,
     _aten._index_put_impl_.default,

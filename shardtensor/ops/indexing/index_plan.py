@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ...dispatch import Call, Path, Plan, is_inplace, meta_of
 from ...geometry import cuts_of, intervals_of, map_cuts, sizes_of
+from ...planning import Call, Path, Plan, is_inplace, meta_of
 from ...redistribute import move_intervals, reduce_scatter
 from ...spec import ShardTensorSpec
 from ...tracing import is_traced

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...dispatch import wrap
 from ...errors import refuse
 from ...redistribute import all_gather, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec, contiguous_stride
-from ...tensor import from_part, redistribute_to
+from ...tensor import from_part, redistribute_to, wrap
 from ..common.alignment import as_operand, common_mesh, is_cut, leading, moved, whole_value
 
 __all__ = ["check_mask", "selected"]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from ...dispatch import spec_of
 from ...errors import refuse
+from ...planning import spec_of
 from ...redistribute import redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...dispatch import Call, Plan, meta_of, rule, run
 from ...errors import UnsupportedSharding, refuse
+from ...operators import operator
 from ...parameters import Kernel, run_kernel, unsummed_parameters
+from ...planning import Call, Plan, meta_of
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to
+from ...tensor import ShardTensor, from_part, redistribute_to, run
 from ..common.alignment import as_operand, common_cut, common_mesh, fit, torch_judges, whole_rows
 from ..common.contraction import Form, arrange, batch_labels, contract
 from ..common.reduce import check_dtype, reduced_spec
@@ -327,7 +328,7 @@ def _with_free(t: Any, dims: Sequence[int]) -> Any:
 # -- below autograd: what torch's own formulas call ---------------------------------------------------------------
 
 
-@rule(_aten.mm.default, _aten.bmm.default)
+@operator(_aten.mm.default, _aten.bmm.default)
 def _mm_below(call: Call) -> Plan:
     reduced = call.reduced()
     mesh = call.specs[0].mesh
@@ -383,7 +384,7 @@ def _added_below(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
     return run(_aten.add.Tensor, (product, input), {"alpha": beta})
 
 
-@rule(_aten.dot.default, _aten.vdot.default)
+@operator(_aten.dot.default, _aten.vdot.default)
 def _dot(call: Call) -> Plan:
     check_dtype(call)
     reduced = call.reduced()

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import run
 from ...registry import register
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 from ..common.reduce import narrowed, reduced_dims, resolved, widened
 from .decomposition import ONE, by_matrix
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, kernel
-from ...dispatch import Call, Plan, argument, rule
+from ...operators import operator
+from ...planning import Call, Plan, argument
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from ..common.reduce import check_dtype
@@ -50,7 +51,7 @@ def _instead(call: Call, at: int, reduction: int) -> tuple[Any, ...]:
     return (*(None,) * (at - len(call.args[:at])), reduction, *call.args[at + 1 :])
 
 
-@rule(*(getattr(_aten, name).default for name in _NAMES))
+@operator(*(getattr(_aten, name).default for name in _NAMES))
 def _value(call: Call) -> Plan:
     check_dtype(call)
     at, reduction = _reduction(call)
@@ -72,7 +73,7 @@ def _value(call: Call) -> Plan:
     return Plan(scalar_spec(terms.outputs, dtype), terms.inputs, call=compute)
 
 
-@rule(*(getattr(_aten, f"{name}_backward").default for name in _NAMES))
+@operator(*(getattr(_aten, f"{name}_backward").default for name in _NAMES))
 def _gradient(call: Call) -> Plan:
     check_dtype(call)
     at, reduction = _reduction(call)

@@ -19,9 +19,9 @@ import wrapt
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...dispatch import spec_of
 from ...errors import refuse
 from ...geometry import Interval, intervals_of
+from ...planning import spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec, contiguous_stride
 from ...tensor import ShardTensor, from_part, promote, redistribute_to

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...dispatch import wrap
 from ...geometry import map_cuts
 from ...parameters import GradientSum, unsummed_parameters
 from ...redistribute import all_gather, all_reduce
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, from_part, redistribute_to
+from ...tensor import ShardTensor, as_gradient, from_part, redistribute_to, wrap
 from ..common.alignment import as_operand, local_part, moved, whole_rows, wide_dtype
 
 __all__ = [

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from ...dispatch import wrap
-from ...geometry import Interval, intervals_of, map_cuts
+from ...geometry import Interval, intervals_of, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import AxisLayout, ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to
+from ...tensor import ShardTensor, from_part, redistribute_to, wrap
 from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of
 
@@ -61,7 +60,7 @@ def _adaptive_pool(
             target[d] = sum(sizes[d])
             origin[d - first] = own[rank][0]
             continue
-        sizes[d] = map_cuts(spec.cut(m), scaled_boundary(n, out))
+        sizes[d] = map_boundaries(spec.cut(m), scaled_boundary(n, out))
         outs = intervals_of(sizes[d])
         needs[d] = [
             (adaptive_window(n, out, a)[0], adaptive_window(n, out, b - 1)[1]) if b > a else (0, 0) for a, b in outs

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import refuse
-from ...geometry import Interval, Window, intervals_of, length, map_cuts
+from ...geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...halo import Fetch, Narrow
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import register
@@ -118,7 +118,7 @@ def _pool(
         if d < first:
             continue
         w, rank = windows[d - first], spec.coordinate[m]
-        sizes[d] = map_cuts(spec.cut(m), w.cut)
+        sizes[d] = map_boundaries(spec.cut(m), w.boundary)
         reads = [pool_reads(w, out, w.kernel if whole_windows else 0) for out in intervals_of(sizes[d])]
         needs[d] = [need for need, _, _ in reads]
         need, padding, drop = reads[rank]

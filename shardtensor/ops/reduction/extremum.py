@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument, rule
+from ...operators import operator
+from ...planning import Call, Plan, argument
 from ...redistribute import all_reduce
 from ...registry import register
 from ...spec import ShardTensorSpec, contiguous_stride
@@ -23,13 +24,13 @@ from .reductions import reduction_plan
 _aten = torch.ops.aten
 
 
-@rule(_aten.amax.default, _aten.amin.default)
+@operator(_aten.amax.default, _aten.amin.default)
 def _extreme(call: Call) -> Plan:
     op = "max" if call.func == _aten.amax.default else "min"
     return reduction_plan(call, argument(call, 1, "dim", ()), argument(call, 2, "keepdim", False), op)
 
 
-@rule(_aten.max.default, _aten.min.default)
+@operator(_aten.max.default, _aten.min.default)
 def _extreme_of_all(call: Call) -> Plan:
     return reduction_plan(call, None, False, "max" if call.func == _aten.max.default else "min")
 
@@ -54,7 +55,7 @@ def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
     return value, torch.full(shape, _NOWHERE, dtype=torch.int64, device=x.device)
 
 
-@rule(_aten.argmax.default, _aten.argmin.default)
+@operator(_aten.argmax.default, _aten.argmin.default)
 def _arg_extreme(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
@@ -90,7 +91,7 @@ def _arg_extreme(call: Call) -> Plan:
     return call.plan(out, {(0,): spec}, call=compute)
 
 
-@rule(_aten.max.dim, _aten.min.dim)
+@operator(_aten.max.dim, _aten.min.dim)
 def _extreme_along(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     dims = reduced_dims(call.args[1], len(spec.shape))
@@ -116,7 +117,7 @@ def _extreme_along(call: Call) -> Plan:
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-@rule(_aten.aminmax.default)
+@operator(_aten.aminmax.default)
 def _aminmax(call: Call) -> Plan:
     """Two Partials, reduced when they are needed."""
     spec = call.reduced()[(0,)]

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument, rule
+from ...operators import operator
+from ...planning import Call, Plan, argument
 from ..common.alignment import wide_dtype
 from ..common.reduce import maximum_over, mesh_dims_of, reduce_over, reduced_dims, reduced_spec
 
 _aten = torch.ops.aten
 
 
-@rule(_aten.logsumexp.default)
+@operator(_aten.logsumexp.default)
 def _logsumexp(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     dims = reduced_dims(call.args[1], len(spec.shape))

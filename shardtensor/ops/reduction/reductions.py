@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..._compat import alias
-from ...dispatch import Call, Plan, argument, rule, run, wrap
 from ...gradients import once_differentiable
+from ...operators import operator
+from ...planning import Call, Plan, argument
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to
+from ...tensor import ShardTensor, as_gradient, redistribute_to, run, wrap
 from ..common.alignment import wide_dtype
 from ..common.reduce import check_dtype, count_along, neutral_element, opted_dtype, reduced_dims, reduced_spec
 
@@ -53,12 +54,12 @@ def reduction_plan(
     return call.plan(out, {(0,): spec}, call=local)
 
 
-@rule(_aten.sum.default, _aten.sum.dim_IntList)
+@operator(_aten.sum.default, _aten.sum.dim_IntList)
 def _sum(call: Call) -> Plan:
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum")
 
 
-@rule(_aten.nansum.default)
+@operator(_aten.nansum.default)
 def _nansum(call: Call) -> Plan:
     # NaN in a Partial is none in the sum.
     return reduction_plan(
@@ -66,12 +67,12 @@ def _nansum(call: Call) -> Plan:
     )
 
 
-@rule(_aten.count_nonzero.default, _aten.count_nonzero.dim_IntList)
+@operator(_aten.count_nonzero.default, _aten.count_nonzero.dim_IntList)
 def _count_nonzero(call: Call) -> Plan:
     return reduction_plan(call, argument(call, 1, "dim", None), False, "sum", of_partial=False)
 
 
-@rule(_aten.mean.default, _aten.mean.dim)
+@operator(_aten.mean.default, _aten.mean.dim)
 def _mean(call: Call) -> Plan:
     spec = call.specs[0]
     dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
@@ -86,12 +87,12 @@ def _mean(call: Call) -> Plan:
     )
 
 
-@rule(_aten.prod.default, _aten.prod.dim_int)
+@operator(_aten.prod.default, _aten.prod.dim_int)
 def _prod(call: Call) -> Plan:
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "product")
 
 
-@rule(_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
+@operator(_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
 def _logical(call: Call) -> Plan:
     op = "max" if call.func._schema.name == "aten::any" else "min"
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), op)

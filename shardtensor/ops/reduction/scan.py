@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, meta_of, rule, wrap
 from ...gradients import once_differentiable
+from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from ...redistribute import all_gather
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient
+from ...tensor import ShardTensor, as_gradient, wrap
 from ..common.alignment import wide_dtype
 from ..common.pick import differentiable, picked, plain_tuple
 from ..common.reduce import check_dtype, mesh_dims_of, opted_dtype, reduced_dims
@@ -63,7 +64,7 @@ _KINDS = {
 }
 
 
-@rule(*_KINDS)
+@operator(*_KINDS)
 def _cumulative(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     out = spec.replace(meta=meta_of(call.meta))
@@ -179,7 +180,7 @@ def _logcumsumexp_function(input: Any, dim: int, **kwargs: Any) -> Any:
     return _LogCumulativeSumExp.apply(x, reduced_dims(dim, x.ndim)[0])
 
 
-@rule(_aten.cummax.default, _aten.cummin.default)
+@operator(_aten.cummax.default, _aten.cummin.default)
 def _cumulative_extreme(call: Call) -> Plan:
     """A local scan, continued from the last values and indices of the ranks before. The last of equal values wins."""
     spec = call.reduced()[(0,)]

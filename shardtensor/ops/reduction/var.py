@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from ...dispatch import run
 from ...registry import register
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 from ..common.reduce import count_along, narrowed, reduced_dims, resolved, widened
 
 _aten = torch.ops.aten

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ...dispatch import Call, Path, Plan, meta_of, rule
 from ...exchange import plan_intervals, start_swap
 from ...geometry import Interval, chunk_sizes, cuts_of, intersect, intervals_of, length
+from ...operators import operator
+from ...planning import Call, Path, Plan, meta_of
 from ...spec import ShardTensorSpec
 from .view import carry, wrap_dim
 
@@ -92,7 +93,7 @@ def assemble(
 # -- cat and stack ----------------------------------------------------------------------------------------
 
 
-@rule(_aten.cat.default, _aten.stack.default)
+@operator(_aten.cat.default, _aten.stack.default)
 def _join(call: Call) -> Plan:
     stacks = call.func == _aten.stack.default
     ndim = call.meta.ndim

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ...dispatch import Call, Plan, argument, meta_of, rule
 from ...geometry import intersect, map_cuts
+from ...operators import operator
+from ...planning import Call, Plan, argument, meta_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
@@ -56,7 +57,7 @@ def _taken_from(spec: ShardTensorSpec, meta: Any, offset: int, dims: Sequence[in
     return ShardTensorSpec(spec.mesh, placements, meta, tuple(sizes))
 
 
-@rule(_aten.diagonal.default)
+@operator(_aten.diagonal.default)
 def _diagonal(call: Call) -> Plan:
     spec = call.specs[0]
     offset = argument(call, 1, "offset", 0)
@@ -120,14 +121,14 @@ def _embedded(call: Call, grad: ShardTensorSpec, offset: int, dims: Sequence[int
     return call.plan(out, {(0,): grad}, call=compute)
 
 
-@rule(_aten.diagonal_backward.default)
+@operator(_aten.diagonal_backward.default)
 def _diagonal_backward(call: Call) -> Plan:
     offset, *dims = call.args[2:]
     n = call.meta.ndim
     return _embedded(call, call.reduced()[(0,)], offset, [wrap_dim(d, n) for d in dims])
 
 
-@rule(_aten.diag_embed.default)
+@operator(_aten.diag_embed.default)
 def _diag_embed(call: Call) -> Plan:
     n = call.meta.ndim
     dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 4), n) for i in (2, 3)]
@@ -151,7 +152,7 @@ def _block_diag(*tensors: Any) -> Any:
     return torch.cat(rows)
 
 
-@rule(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
+@operator(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
 def _triangle(call: Call) -> Plan:
     """A shard sees the diagonal from where it lies."""
     spec, func = call.specs[0], call.func

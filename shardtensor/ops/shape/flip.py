@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import run, wrap
 from ...geometry import Interval, intersect, intervals_of, length
 from ...redistribute import move_intervals
 from ...registry import register
 from ...spec import ShardTensorSpec
+from ...tensor import run, wrap
 from .cat import assemble
 from .view import wrap_dim
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...dispatch import Call, Plan, rule
 from ...errors import refuse
+from ...operators import operator
+from ...planning import Call, Plan
 from ...registry import register
 from ...tensor import ShardTensor
 from ..common.alignment import is_cut
@@ -76,7 +77,7 @@ def _tile(input: Any, *dims: Any, **kwargs: Any) -> Any:
     return input.repeat([1] * (input.ndim - len(counts)) + counts)
 
 
-@rule(_aten.repeat.default)
+@operator(_aten.repeat.default)
 def _repeat(call: Call) -> Plan:
     spec = call.specs[0]
     new = call.meta.ndim - len(spec.shape)

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ...copies import mark_copied
-from ...dispatch import Call, Plan, argument, meta_of, rule, run, wrap
 from ...errors import refuse
 from ...geometry import map_cuts, sizes_of
+from ...operators import operator
+from ...planning import Call, Plan, argument, meta_of
 from ...redistribute import redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...tensor import ShardTensor, redistribute_to, run, wrap
 from .view import carry, moved_off, wrap_dim
 
 __all__ = ["cut_of_slice", "cut_of_sliced", "remember", "remembered"]
@@ -123,7 +124,7 @@ def _sliced(spec: ShardTensorSpec, meta: Any, dim: int, taken: range) -> ShardTe
     return spec.replace(meta=meta, sizes=tuple(sizes))
 
 
-@rule(_aten.slice.Tensor)
+@operator(_aten.slice.Tensor)
 def _slice(call: Call) -> Plan:
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
@@ -137,7 +138,7 @@ def _slice(call: Call) -> Plan:
     return Plan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
 
 
-@rule(_aten.slice_backward.default)
+@operator(_aten.slice_backward.default)
 def _slice_backward(call: Call) -> Plan:
     """The gradient of a slice: ``grad`` among zeros."""
     grad, (_, shape, dim, start, end, step) = call.reduced()[(0,)], call.args
@@ -158,7 +159,7 @@ def _slice_backward(call: Call) -> Plan:
     return call.plan(out, {(0,): target}, call=lambda g, *_: _aten.slice_backward.default(g, local, dim, a, b, step))
 
 
-@rule(
+@operator(
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
     _aten.unsafe_split.Tensor,
@@ -240,14 +241,14 @@ def _select_below_autograd(x: Any, dim: int, index: int) -> Any:
     return mark_copied(run(_aten.squeeze.dim, (entry, dim), {}), x)
 
 
-@rule(_aten.select.int)
+@operator(_aten.select.int)
 def _select(call: Call) -> Plan:
     spec = call.specs[0]
     dim = wrap_dim(call.args[1], len(spec.shape))
     return Plan(carry(call, spec, call.meta, {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}))
 
 
-@rule(_aten.select_backward.default)
+@operator(_aten.select_backward.default)
 def _select_backward(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     dim = wrap_dim(call.args[2], len(call.args[1]))
@@ -256,7 +257,7 @@ def _select_backward(call: Call) -> Plan:
     return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.select_backward.default(g, shape, *rest))
 
 
-@rule(_aten.unbind.int)
+@operator(_aten.unbind.int)
 def _unbind(call: Call) -> Plan:
     """Of a sharded dim, see [Note: moved off] in view.py. Where no other dim is long enough, short Partials."""
     spec = call.specs[0]

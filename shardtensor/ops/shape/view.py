@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ...dispatch import Call, Plan, meta_of, rule
 from ...geometry import chunk_sizes, map_cuts
+from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from ...redistribute import redistribute_local
 from ...spec import ShardTensorSpec
 
@@ -86,7 +87,7 @@ def fitted(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
     return spec.replace(sizes=tuple(sizes))
 
 
-@rule(_aten.view_as_real.default, _aten.view_as_complex.default)
+@operator(_aten.view_as_real.default, _aten.view_as_complex.default)
 def _complex_view(call: Call) -> Plan:
     dims = {d: d for d in range(min(call.meta.ndim, len(call.specs[0].shape)))}
     source = moved_off(call.specs[0], dims)
@@ -176,7 +177,7 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> Carried:
     return carried
 
 
-@rule(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._reshape_alias.default)
+@operator(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._reshape_alias.default)
 def _view(call: Call) -> Plan:
     spec = call.specs[0]
     if 0 in spec.shape:
@@ -203,14 +204,14 @@ def _forgotten(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
     )
 
 
-@rule(_aten.permute.default)
+@operator(_aten.permute.default)
 def _permute(call: Call) -> Plan:
     spec = call.specs[0]
     order = [wrap_dim(d, len(spec.shape)) for d in call.args[1]]
     return Plan(carry(call, spec, call.meta, {d: i for i, d in enumerate(order)}))
 
 
-@rule(_aten.transpose.int)
+@operator(_aten.transpose.int)
 def _transpose(call: Call) -> Plan:
     spec = call.specs[0]
     n = len(spec.shape)
@@ -221,20 +222,20 @@ def _transpose(call: Call) -> Plan:
     return Plan(carry(call, spec, call.meta, dims))
 
 
-@rule(_aten.t.default)
+@operator(_aten.t.default)
 def _t(call: Call) -> Plan:
     n = len(call.specs[0].shape)
     return Plan(carry(call, call.specs[0], call.meta, {0: 1, 1: 0} if n == 2 else {0: 0}))
 
 
-@rule(_aten.unsqueeze.default)
+@operator(_aten.unsqueeze.default)
 def _unsqueeze(call: Call) -> Plan:
     spec = call.specs[0]
     at = wrap_dim(call.args[1], len(spec.shape) + 1)
     return Plan(carry(call, spec, call.meta, {d: d + (d >= at) for d in range(len(spec.shape))}))
 
 
-@rule(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+@operator(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 def _squeeze(call: Call) -> Plan:
     spec = call.specs[0]
     n = len(spec.shape)
@@ -247,7 +248,7 @@ def _squeeze(call: Call) -> Plan:
     return call.plan(carry(call, source, call.meta, dims), {(0,): source}, call=lambda x, *_: x.squeeze(gone))
 
 
-@rule(_aten.expand.default)
+@operator(_aten.expand.default)
 def _expand(call: Call) -> Plan:
     spec = call.specs[0]
     new = len(call.meta.shape) - len(spec.shape)

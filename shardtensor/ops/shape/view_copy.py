@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...dispatch import run
 from ...registry import register
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, run
 
 __all__: list[str] = []
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ...dispatch import Call, Plan, rule, spec_of, wrap
+from ...operators import operator
+from ...planning import Call, Plan, spec_of
 from ...redistribute import redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
+from ...tensor import wrap
 from ..common.alignment import moved, whole_rows, whole_value
 from ..common.reduce import reduce_over
 from ..reduction.reductions import reduction_plan
@@ -150,7 +152,7 @@ def _from_tensors(x: Any, bins: Any, *, weight: Any = None, density: bool = Fals
     return _counted(counts, spec, edges, density)
 
 
-@rule(_aten.histc.default)
+@operator(_aten.histc.default)
 def _histc_plan(call: Call) -> Plan:
     return reduction_plan(call, None, False, "sum", of_partial=False)
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, meta_of, rule, wrap
 from ...gradients import once_differentiable
+from ...operators import operator
+from ...planning import Call, Plan, meta_of
 from ...registry import register
-from ...tensor import ShardTensor, as_gradient, redistribute_to
+from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ..common.distributed_sort import find_places, sort_keys
 from ..common.reduce import check_dtype, mesh_dims_of, reduce_over, reduced_dims
 
@@ -25,7 +26,7 @@ _aten = torch.ops.aten
 # -- the median of all elements ---------------------------------------------------------------------------------------
 
 
-@rule(_aten.median.default, _aten.nanmedian.default)
+@operator(_aten.median.default, _aten.nanmedian.default)
 def _median(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     out = spec.replicated().replace(meta=meta_of(call.meta))

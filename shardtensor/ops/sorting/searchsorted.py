@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...dispatch import Call, Path, Plan, rule, run
+from ...operators import operator
+from ...planning import Call, Path, Plan
 from ...registry import register
 from ...spec import ShardTensorSpec
+from ...tensor import run
 from ..indexing.index_plan import LOOKED_UP, Labels, labelled
 
 _aten = torch.ops.aten
 
 
-@rule(_aten.isin.Tensor_Tensor, _aten.isin.Tensor_Scalar)
+@operator(_aten.isin.Tensor_Tensor, _aten.isin.Tensor_Scalar)
 def _against_a_list(call: Call) -> Plan:
     names = list(range(len(call.args[0].shape)))
     roles: dict[Path, Labels] = {(0,): names} if isinstance(call.args[0], (Tensor, ShardTensorSpec)) else {}
@@ -29,13 +31,13 @@ def _against_a_list(call: Call) -> Plan:
     return labelled(call, roles, names)
 
 
-@rule(_aten.bucketize.Tensor)
+@operator(_aten.bucketize.Tensor)
 def _bucketize(call: Call) -> Plan:
     names = list(range(len(call.args[0].shape)))
     return labelled(call, {(1,): [LOOKED_UP], (0,): names}, names, counts=True)
 
 
-@rule(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
+@operator(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
 def _searchsorted(call: Call) -> Plan:
     number = call.func == _aten.searchsorted.Scalar
     names: list[Hashable] = [] if number else list(range(len(call.args[1].shape)))

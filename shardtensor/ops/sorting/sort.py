@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import Call, Plan, argument, meta_of, rule, wrap
 from ...errors import UnsupportedSharding
 from ...geometry import map_cuts
 from ...gradients import once_differentiable
+from ...operators import operator
+from ...planning import Call, Plan, argument, meta_of
 from ...redistribute import all_gather, all_reduce, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to
+from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ..common.alignment import whole_rows
 from ..common.distributed_sort import Sorted, find_places, sort_keys
 from ..common.pick import Selected, differentiable, plain_tuple
@@ -59,7 +60,7 @@ def _room(op: Any, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
         raise
 
 
-@rule(*_ROWS)
+@operator(*_ROWS)
 def _on_rows(call: Call) -> Plan:
     dim_at, keepdim_at, default = _ROWS[call.func]
     given = call.reduced()[(0,)]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ...dispatch import run, wrap
 from ...errors import refuse
 from ...geometry import chunk_sizes, cuts_of, intervals_of
 from ...redistribute import all_gather, move_intervals, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
+from ...tensor import run, wrap
 from ..common.alignment import leading, whole_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
 from ..common.reduce import reduce_over, reduced_dims

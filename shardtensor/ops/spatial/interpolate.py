@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import untraced
-from ...geometry import Interval, intervals_of, length, map_cuts
+from ...geometry import Interval, intervals_of, length, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import FUNCTIONS, register
@@ -250,7 +250,7 @@ def _plan(
         mine[d] = (0, resize.size), (0, resize.out)
         m = spec.sharded_dims().get(d)
         if m is not None:
-            sizes[d] = map_cuts(spec.cut(m), scaled_boundary(resize.size, resize.out))
+            sizes[d] = map_boundaries(spec.cut(m), scaled_boundary(resize.size, resize.out))
             outs = intervals_of(sizes[d])
             needs[d] = [resize.taps().reads(interval) for interval in outs]
             mine[d] = needs[d][spec.coordinate[m]], outs[spec.coordinate[m]]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...exchange import plan_intervals
-from ...geometry import Interval, cuts_of, intersect, intervals_of, length, sizes_of
+from ...geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
 from ...halo import Axis, Fetch
 from ...operators import Arguments, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
@@ -35,7 +35,7 @@ def pad_sizes(sizes: Sequence[int], left: int, right: int) -> tuple[int, ...]:
     """
     n = sum(sizes)
     new = n + left + right
-    boundaries = [0 if b == 0 else new if b == n else min(max(b + left, 0), new) for b in cuts_of(sizes)]
+    boundaries = [0 if b == 0 else new if b == n else min(max(b + left, 0), new) for b in boundaries_of(sizes)]
     # Of an empty dim every boundary is both ends; its padding goes to the last rank.
     boundaries[-1] = new
     return sizes_of(boundaries)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...dispatch import Call, Plan
 from ...operators import operator
+from ...planning import Call, Plan
 from ..shape.view import carry, fitted, moved_off
 
 _aten = torch.ops.aten

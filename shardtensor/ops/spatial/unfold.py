@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
+from ... import planning
 from ...copies import mark_copied
-from ...geometry import Window, intervals_of, map_cuts
+from ...geometry import Window, intervals_of, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
@@ -43,7 +43,7 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
     spec = keeping_sums(self)
     m = spec.sharded_dims()[dim]
     window = Window(size=spec.shape[dim], kernel=size, stride=step)
-    sizes = map_cuts(spec.cut(m), window.cut)
+    sizes = map_boundaries(spec.cut(m), window.boundary)
     fetch = Fetch.of(spec, {dim: [window.reads(out) for out in intervals_of(sizes)]})
     mine, ndim = sizes[spec.coordinate[m]], len(spec.shape)
 
@@ -63,14 +63,14 @@ def plan_unfold_copy(call: Arguments, input: ShardTensorSpec, dimension: int, si
 
 
 @operator(_aten.unfold.default)
-def _unfold_below_autograd(call: dispatch.Call) -> dispatch.Plan:
+def _unfold_below_autograd(call: planning.Call) -> planning.Plan:
     spec = call.specs[0]
     dim = wrap_dim(call.args[1], len(spec.shape))
-    return dispatch.Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
+    return planning.Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
 
 
 @operator(_aten.unfold_backward.default)
-def _unfold_backward(call: dispatch.Call) -> dispatch.Plan:
+def _unfold_backward(call: planning.Call) -> planning.Plan:
     spec = call.reduced()[(0,)]
     shape, dim = call.args[1:3]
     dim = wrap_dim(dim, len(shape))
@@ -107,7 +107,7 @@ def plan_unfold_images(
 
 
 @operator(_aten.im2col.default, _aten.col2im.default)
-def _columns(call: dispatch.Call) -> dispatch.Plan:
+def _columns(call: planning.Call) -> planning.Plan:
     """With images and channels sharded: a channel's taps stay together."""
     spec = call.specs[0]
     channel = len(spec.shape) - (3 if call.func == _aten.im2col.default else 2)

@@ -102,13 +102,12 @@ def test_grid(world):
 
 def check_other_ways() -> None:
     """Point-to-point messages, and the checks of debugging."""
-    previous = shardtensor.set_transport("p2p")
     os.environ["SHARDTENSOR_DEBUG"] = "1"
     try:
         for method in ("ring", "heads"):
-            check_grid(3, 7, 5, method)
+            with shardtensor.set_transport("p2p"):
+                check_grid(3, 7, 5, method)
     finally:
-        shardtensor.set_transport(previous)
         del os.environ["SHARDTENSOR_DEBUG"]
 
 

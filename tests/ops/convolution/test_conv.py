@@ -366,8 +366,7 @@ def test_dtypes_autocast_and_channels_last():
 
 def traffic(transport):
     """Messages and bytes of one 3 x 3 convolution, forward and backward, per rank: one row each way."""
-    shardtensor.set_transport(transport)
-    try:
+    with shardtensor.set_transport(transport):
         mesh = shared_mesh(3)
         rank = mesh.get_local_rank()
         conv = nn.Conv2d(4, 6, 3, padding=1, dtype=torch.float64)
@@ -377,8 +376,6 @@ def traffic(transport):
             y = conv(x)
         with count_communication() as backward:
             y.backward(grad)
-    finally:
-        shardtensor.set_transport("all_to_all")
     neighbours = 2 if rank == 1 else 1
     row = 2 * 4 * 5 * 8
     for counts in (forward, backward):
@@ -435,13 +432,12 @@ def bitwise():
     conv = nn.Conv2d(4, 6, 5, stride=2, padding=2)
     results = []
     for transport in ("all_to_all", "p2p"):
-        previous = shardtensor.set_transport(transport)
-        sharded = shard(x, mesh, [Shard(2)], {0: (4, 1, 4)}, requires_grad=True)
-        y = conv(sharded)
-        y.square().sum().backward()
-        results.append((y.to_local(), sharded.grad.to_local(), conv.weight.grad.clone()))
-        conv.zero_grad()
-        shardtensor.set_transport(previous)
+        with shardtensor.set_transport(transport):
+            sharded = shard(x, mesh, [Shard(2)], {0: (4, 1, 4)}, requires_grad=True)
+            y = conv(sharded)
+            y.square().sum().backward()
+            results.append((y.to_local(), sharded.grad.to_local(), conv.weight.grad.clone()))
+            conv.zero_grad()
     for a, b in zip(*results):
         assert torch.equal(a, b)
 

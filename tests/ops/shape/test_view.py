@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from spatial_cases import check_cases, data
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor.dispatch import wrap
 from shardtensor.geometry import cuts_of, intervals_of
 from shardtensor.ops.shape.cat import joined_cut
 from shardtensor.ops.shape.flip import rolled
 from shardtensor.ops.shape.slice import cut_of_slice, cut_of_sliced
 from shardtensor.ops.shape.view import whole_blocks
+from shardtensor.tensor import wrap
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,

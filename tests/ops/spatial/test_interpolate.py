@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.geometry import cuts_of, intervals_of, length, map_cuts
+from shardtensor.geometry import boundaries_of, intervals_of, length, map_boundaries
 from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.spatial.interpolate import Resize, as_local
 from shardtensor.testing import (
@@ -89,7 +89,7 @@ def layouts():
     # What is down- and upsampled is cut within a row of its skip connection.
     odd = shard(data(1, 2, 13, 4), mesh, [Shard(2)], {0: (5, 3, 5)})
     up = F.interpolate(F.max_pool2d(odd, 2, ceil_mode=True), size=(13, 4))
-    cuts = [cuts_of(t.shard_sizes[0]) for t in (up, odd)]
+    cuts = [boundaries_of(t.shard_sizes[0]) for t in (up, odd)]
     assert max(abs(a - b) for a, b in zip(*cuts)) == 1, cuts
     assert (up + odd).shard_sizes == up.shard_sizes
     return nearest.messages, linear.bytes_sent
@@ -195,7 +195,7 @@ def test_torchs_kernel_on_a_part_gives_the_outputs_of_the_whole(sizes, ratio, mo
     x = data(1, 2, n)[:, :, None] if mode == "bicubic" else data(1, 2, n)
     resize = Resize(n, out, scale, mode, None, False, torch.float64, "cpu", x.ndim - 2)
     parts = []
-    for interval in intervals_of(map_cuts(sizes, scaled_boundary(n, out))):
+    for interval in intervals_of(map_boundaries(sizes, scaled_boundary(n, out))):
         start, stop = resize.taps().reads(interval)
         found = as_local(resize, (start, stop), interval) if stop > start else None
         if found is None:
@@ -293,7 +293,7 @@ def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes
     whole = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **given_size)
     taps = Resize(n, out, scale, mode, align_corners, antialias, dtype, "cpu", ndim).taps()
     parts = []
-    for a, b in intervals_of(map_cuts(sizes, scaled_boundary(n, out))):
+    for a, b in intervals_of(map_boundaries(sizes, scaled_boundary(n, out))):
         start, stop = taps.reads((a, b))
         assert 0 <= start <= stop <= n
         if b > a:

@@ -1,0 +1,153 @@
+"""What becomes of a call of a torch function with ShardTensors, above autograd, before operators see it.
+
+The functions take the class of tensors to make, ShardTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from .context import gather_allowed
+from .conversions import from_dtensor, promote, redistributed
+from .copies import mark_copied
+from .errors import UnsupportedSharding, refuse
+from .planning import SCALARS
+from .registry import FUNCTIONS
+
+__all__ = ["call_registered", "promote_operands", "write_out"]
+
+# What runs a graph cannot run it on other tensors instead.
+_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+
+
+def call_registered(cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the handler of a function returns; NotImplemented where there is none."""
+    handler = FUNCTIONS.get(func)
+    if handler is None and isinstance(func, torch._ops.OpOverload):
+        handler = FUNCTIONS.get(func.overloadpacket)  # called by name, an operator is a function, too
+    if handler is None:
+        return NotImplemented
+    try:
+        return handler(*args, **kwargs)
+    except UnsupportedSharding:
+        if not gather_allowed() or func in _ENGINE:
+            raise
+        return _gather_and_call(cls, func, args, kwargs)
+
+
+def promote_operands(
+    cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Turn plain tensors that require grad, and DTensors, into ShardTensors: below autograd it would be too late."""
+    if not any(_to_promote(cls, a) for a in args) and not any(_to_promote(cls, a) for a in kwargs.values()):
+        return args, kwargs
+    flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else (item,))]
+    mesh = next((a._spec.mesh for a in flat if isinstance(a, cls)), None)
+    if mesh is None:
+        return args, kwargs
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else None
+    if _writes(func) and not isinstance(first, cls):
+        raise refuse(name, flat, "a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+    if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
+        "torch.autograd"
+    ):
+        return args, kwargs  # these are about the very tensors that they are given
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, cls):
+            return a
+        if isinstance(a, DTensor):
+            return from_dtensor(cls, a)
+        if isinstance(a, Tensor) and a.requires_grad:
+            return promote(cls, a, mesh)
+        return type(a)(convert(x) for x in a) if type(a) in (list, tuple) else a
+
+    return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+
+def _to_promote(cls: type[DTensor], a: Any) -> bool:
+    if type(a) is cls or type(a) in SCALARS:
+        return False
+    if type(a) in (list, tuple):
+        return any(_to_promote(cls, item) for item in a)
+    if isinstance(a, DTensor):
+        return not isinstance(a, cls)
+    return isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()
+
+
+def write_out(cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function with ``out=``: what it returns without, copied into ShardTensors, which keep their cuts."""
+    out = kwargs["out"]
+    outs = out if isinstance(out, (list, tuple)) else (out,)
+    name, tensors = getattr(func, "__name__", str(func)), [a for a in (*args, *outs) if isinstance(a, Tensor)]
+    if any(not isinstance(t, cls) for t in outs):
+        raise refuse(name, tensors, "a ShardTensor cannot be written into a plain tensor", "use the form without out=")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
+    if isinstance(func, torch._ops.OpOverload):
+        func = func.overloadpacket
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    for target, value in zip(outs, results, strict=True):
+        if target.shape != value.shape:
+            reason = f"out= has shape {tuple(target.shape)}, but the result {tuple(value.shape)}"
+            raise refuse(name, target, reason, "pass a ShardTensor of the result's shape")
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+        target.copy_(value)
+    return type(result)(outs) if isinstance(result, (list, tuple)) else out
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function writes to its first argument, as its name tells."""
+    name = getattr(func, "__name__", "")
+    if name in ("__invert__", "__index__"):
+        return False
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _gather_and_call(
+    cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
+    operands = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
+    sharded = [a._spec for a in operands if isinstance(a, cls) and not a._spec.is_replicate()]
+    if not sharded:
+        raise  # the refusal that is being handled: there is nothing to gather
+
+    def whole(a: Any) -> Any:
+        if isinstance(a, cls):
+            return redistributed(a, a._spec.replicated())
+        return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
+
+    pattern = sharded[0]
+    written = args[0] if args and (_writes(func) or kwargs.get("inplace")) else None
+    args, kwargs = tuple(whole(a) for a in args), {k: whole(v) for k, v in kwargs.items()}
+    result = call_registered(cls, func, args, kwargs)  # libraries' functions dispatch on nothing
+    if result is NotImplemented:
+        result = func(*args, **kwargs)
+    if isinstance(written, cls):
+        if written is not args[0]:
+            written.copy_(args[0])
+        return None if result is None else written
+    if not isinstance(result, cls):
+        return result
+    viewed = next((a for a in operands if isinstance(a, cls)), None)
+    is_view = result._is_view()
+
+    def finish(t: Any) -> Any:
+        return mark_copied(t, viewed) if is_view else t
+
+    if result.ndim != len(pattern.shape):
+        return finish(result)
+    sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}
+    placements = [p if m in sizes else Replicate() for m, p in enumerate(pattern.placements)]
+    return finish(result.redistribute(placements=placements, shard_sizes=sizes))
+
+

@@ -1,0 +1,244 @@
+"""Plans of aten operators below autograd: what one call does to shards, and the cache of plans.
+
+[Note: plans] What an aten operator does to shards follows from the specs of its tensors and its other arguments,
+never from data. So it is worked out once per ``(operator, specs, arguments)`` and kept as a :class:`Plan`; a later
+call with the same key unwraps, runs the operator on the local tensors and wraps. A *rule* builds the plan. Building
+communicates nothing, and gives the same plan each time: a rank may forget plans, the oldest ones first, by itself.
+
+[Note: no silent gather] A plan may slice what is replicated, reduce what is Partial, reshard by an exchange. It may
+not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_map
+
+from ._compat import TensorMeta, untraced
+from .context import gather_allowed
+from .errors import UnsupportedSharding, refuse
+from .registry import META_FUNCTIONS
+from .spec import ShardTensorSpec
+
+__all__ = [
+    "SCALARS",
+    "Call",
+    "Path",
+    "Plan",
+    "Rule",
+    "argument",
+    "as_specs",
+    "cached_plan",
+    "distributed_operands",
+    "forget_plans",
+    "is_inplace",
+    "keep_plan",
+    "meta_of",
+    "on_meta",
+    "returns_view",
+    "spec_of",
+]
+
+# Arguments that hold no tensor, and say all about themselves to a plan.
+SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
+
+Path = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one aten call does on this rank.
+
+    Attributes:
+        outputs: spec of each output, in the structure that the operator returns (None: passed through as it is).
+        inputs: ``(path, source spec, target spec)`` of operands that have to be redistributed first. A path is
+            ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
+        call: what runs on the local arguments; None means the operator itself.
+        returns_self: an in-place operator, which returns its first argument.
+        view: the result stands for a view of the first argument (:func:`run` fills this in).
+        may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
+    """
+
+    outputs: Any
+    inputs: list[tuple[Path, ShardTensorSpec, ShardTensorSpec]] = field(default_factory=list)
+    call: Any = None
+    returns_self: bool = False
+    view: bool = False
+    may_copy: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """An aten call as a rule sees it: ShardTensors stand for their specs, plain tensors for meta tensors.
+
+    Attributes:
+        func, args, kwargs: the call.
+        meta: the operator's result on meta tensors of the global shapes.
+        tensors: ``{path: spec}`` for the ShardTensors, in order.
+    """
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: Any
+    tensors: dict[Path, ShardTensorSpec]
+
+    @property
+    def specs(self) -> list[ShardTensorSpec]:
+        return list(self.tensors.values())
+
+    def refuse(self, reason: str, remedy: str) -> UnsupportedSharding:
+        return refuse(self.func, self.specs, reason, remedy)
+
+    def reduced(self, *, keep: Callable[[Partial], bool] = lambda p: False) -> dict[Path, ShardTensorSpec]:
+        """The specs with Partial placements made Replicate, except those that ``keep`` accepts."""
+        result = {}
+        for path, spec in self.tensors.items():
+            if any(p.is_partial() and not keep(p) for p in spec.placements):  # type: ignore[arg-type]
+                spec = spec.replace(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+            result[path] = spec
+        return result
+
+    def plan(self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, **kwargs: Any) -> Plan:
+        """A plan with the operands redistributed to ``targets``, refused where that would gather a shard.
+
+        A sharded dim of length 1 is an exception: one rank has all of it, and it is broadcast.
+        """
+        inputs = []
+        for path, target in (targets or {}).items():
+            source = self.tensors[path]
+            if source == target:
+                continue
+            for m, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
+                gathers = isinstance(old, Shard) and not isinstance(new, Shard) and source.shape[old.dim] > 1
+                if gathers and not gather_allowed():
+                    raise self.refuse(
+                        f"operand {path[0]} would have to be gathered over mesh dim {m}",
+                        "redistribute it yourself, or call inside shardtensor.allow_gather()",
+                    )
+            inputs.append((path, source, target))
+        return Plan(outputs, inputs, **kwargs)
+
+
+Rule = Callable[[Call], Plan]
+
+
+def argument(call: Call, index: int, name: str, default: Any) -> Any:
+    """An argument of an aten call, wherever it stands."""
+    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+_plans: dict[Any, Any] = {}
+MAX_PLANS = 8192
+
+
+def cached_plan(key: Sequence[Any]) -> Any:
+    """The plan that was kept under a key, if any."""
+    try:
+        return _plans.get(tuple(key))
+    except TypeError:  # an argument that cannot be hashed: no caching
+        return None
+
+
+def keep_plan(key: Sequence[Any], plan: Any) -> None:
+    """Keep a plan, if its key can be hashed; see [Note: plans]."""
+    with suppress(TypeError):
+        hash(tuple(key))
+        while len(_plans) >= MAX_PLANS:
+            _plans.pop(next(iter(_plans)), None)
+        _plans[tuple(key)] = plan
+
+
+def forget_plans() -> None:
+    """Empty the cache."""
+    _plans.clear()
+
+
+# -- what plans are made from -----------------------------------------------------------------------------------------
+
+
+def spec_of(tensor: Tensor) -> ShardTensorSpec:
+    """The spec of a ShardTensor, or of a DTensor seen as one."""
+    spec = tensor._spec  # type: ignore[attr-defined]
+    if isinstance(spec, ShardTensorSpec):
+        return spec
+    meta = spec.tensor_meta
+    return ShardTensorSpec.make(spec.mesh, spec.placements, meta.shape, meta.dtype, stride=meta.stride)
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Shape, stride and dtype of a tensor, as specs carry them."""
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_inplace(func: torch._ops.OpOverload) -> bool:
+    """Whether the operator writes to its first argument and returns it."""
+    return _traits(func)[0]
+
+
+def returns_view(func: torch._ops.OpOverload) -> bool:
+    """Whether the operator's result is a view of its first argument."""
+    return _traits(func)[1]
+
+
+@cache
+def _traits(func: torch._ops.OpOverload) -> tuple[bool, bool]:
+    """Whether the operator is in place, and whether its result is a view: shares memory that is not written to."""
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    inplace = first is not None and first.alias_info is not None and first.alias_info.is_write
+    returned = [r.alias_info for r in func._schema.returns]
+    return bool(inplace), any(alias is not None and not alias.is_write for alias in returned)
+
+
+def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:
+    """The DTensors among the arguments, also in lists, by their path, with their specs."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, DTensor):
+            yield (name,), spec_of(value)
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                if isinstance(item, DTensor):
+                    yield (name, i), spec_of(item)
+
+
+def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with specs for DTensors, and tensors without data for plain ones."""
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, DTensor):
+            return spec_of(a)
+        return _on_meta_device(a) if isinstance(a, Tensor) else a
+
+    return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
+
+
+def on_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The operator on meta tensors of the global shapes: shapes and dtypes, and torch's own errors on every rank."""
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, DTensor):
+            meta = spec_of(a).tensor_meta
+            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        if isinstance(a, Tensor):
+            return _on_meta_device(a)
+        return torch.device("meta") if isinstance(a, torch.device) else a
+
+    with torch.no_grad(), untraced():
+        return META_FUNCTIONS.get(func, func)(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
+
+
+def _on_meta_device(a: Tensor) -> Tensor:
+    with untraced():
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+
+
