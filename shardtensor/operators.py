@@ -175,11 +175,10 @@ class Operator:
     """One spelling of an operator above autograd: finds or makes the plan of a call, and runs it."""
 
     def __init__(self, spelling: Callable[..., Any] | str, declared: _Declared) -> None:
-        named = isinstance(spelling, str)
-        self.spelling, self.name = spelling, spelling if named else getattr(spelling, "__name__", str(spelling))
+        self.name: str = spelling if isinstance(spelling, str) else getattr(spelling, "__name__", str(spelling))
         self.__module__ = declared.build.__module__
         self._declared = declared
-        self._arguments = None if named else declared.arguments_of(spelling)
+        self._arguments = None if isinstance(spelling, str) else declared.arguments_of(spelling)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
@@ -257,7 +256,7 @@ class Operator:
             raise TypeError(f"{self.name}() takes {len(self._arguments)} arguments, but {len(args)} were given")
         given = dict(zip(self._arguments, args))
         for name, value in kwargs.items():
-            name = self._declared.first if name == "self" else name
+            name = self._declared.called(name)
             if name in given:
                 raise TypeError(f"{self.name}() got multiple values for argument {name!r}")
             given[name] = value
@@ -314,16 +313,16 @@ class _Declared:
         """All tensors, in the order of the declaration."""
         return tuple(name for name in self.signature.parameters if name in (*self.tensors, *self.parameters))
 
-    @property
-    def first(self) -> str:
-        """The argument that methods and operators call ``self``."""
-        return next(iter(self.signature.parameters))
+    def called(self, name: str) -> str:
+        """What the declaration calls an argument: the first one is often ``self`` for methods and operators."""
+        parameters = self.signature.parameters
+        return next(iter(parameters)) if name == "self" and name not in parameters else name
 
     def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...] | None:
         """The names of a spelling's positional arguments, in its own order; None: as in the declaration."""
         if any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
             return None
-        forms = [tuple(self.first if n == "self" else n for n in names) for names in _argument_names(spelling)]
+        forms = [tuple(map(self.called, names)) for names in _argument_names(spelling)]
         known = [names for names in forms if all(n in self.signature.parameters or n in _OF_KERNELS for n in names)]
         if forms and not known:
             raise TypeError(f"the plan of {spelling} lacks arguments of {spelling}, which has {forms}")
@@ -412,7 +411,8 @@ def planned(
 def _declaration(build: Callable[..., Any], tensors: str, parameters: str, partial: str, sharded: str) -> _Declared:
     signature = inspect.signature(build)
     own = signature.replace(parameters=list(signature.parameters.values())[1:])
-    return _Declared(build, *(tuple(names.split()) for names in (tensors, parameters, partial, sharded)), own)
+    named = (tuple(names.split()) for names in (tensors, parameters, partial, sharded))
+    return _Declared(build, *named, signature=own)
 
 
 def _argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:

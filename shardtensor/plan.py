@@ -88,7 +88,7 @@ class Plan:
 class LocalPlan(Plan):
     """A plan whose local work autograd differentiates: ``function`` of the local tensors gives the local result.
 
-    Where it communicates, it calls what is differentiable, such as :func:`shardtensor.halo.borrow`.
+    Where it communicates, it calls what is differentiable, such as :class:`shardtensor.halo.Fetch`.
 
     Args:
         gradients: for each of the operator's tensors the layout in which its gradient arrives, None for its own.
