@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import shardtensor
 from shardtensor import Composed, LocalPlan, ShardTensor, UnsupportedSharding, operator
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh, simulate_ranks
+from shardtensor.testing._compat import init_fake_process_group
 
 
 def scaled(x, other=None, factor=2, *, shift=0):
@@ -130,6 +132,19 @@ def other_meshes():
 
 def test_plans_and_meshes():
     on_one_rank(other_meshes)
+
+
+def test_plans_do_not_outlive_their_process_groups():
+    with Declared() as declared:
+        for _ in range(2):
+            init_fake_process_group(0, 2)
+            try:
+                mesh = init_device_mesh("cpu", (2,))
+                scaled(made(mesh))
+                assert scaled(made(mesh)).device_mesh is mesh
+            finally:
+                dist.destroy_process_group()
+        assert len(declared.made) == 2
 
 
 def places():
