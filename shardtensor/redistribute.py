@@ -24,7 +24,9 @@ from ._compat import c10d_all_gather, c10d_all_reduce, process_group
 from .debug import check_communication, debug_enabled
 from .exchange import Exchange, plan_intervals, start_swap
 from .geometry import Interval, intervals_of, length
-from .spec import AxisLayout, ShardTensorSpec, stride_like
+from .layout import AxisLayout
+from .spec import ShardTensorSpec
+from .strides import stride_like
 from .tracing import graph_operator, is_traced
 
 __all__ = [

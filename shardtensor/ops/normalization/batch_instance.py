@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta, alias
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ...redistribute import all_reduce, redistribute_local
 from ...registry import register
-from ...spec import CHANNELS_LAST, AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
+from ...strides import CHANNELS_LAST
 from ...tensor import ShardTensor, promote
 from .geometry import Geometry, geometry_over, prepare_parameters, result_dtype
 from .sharded_norm import ShardedNorm

@@ -12,8 +12,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
 from ...geometry import map_cuts
+from ...layout import AxisLayout
 from ...operators import Arguments, Operand
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import local_part, moved, whole_rows
 
