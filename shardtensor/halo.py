@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._compat import AutogradFunction
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 from .geometry import Interval, intersect, intervals_of, length
-from .spec import ShardTensorSpec, stride_like
+from .spec import ShardTensorSpec
+from .strides import stride_like
 
 __all__ = ["Axis", "Fetch", "Halo", "Sides", "borrow"]
 
@@ -177,7 +179,7 @@ class _FetchedDim:
         return total
 
 
-class _Fetched(torch.autograd.Function):
+class _Fetched(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:  # type: ignore[override]
         ctx.step = step
@@ -189,7 +191,7 @@ class _Fetched(torch.autograd.Function):
         return _GivenBack.apply(grad, ctx.step) if again else ctx.step.give_back(grad), None
 
 
-class _GivenBack(torch.autograd.Function):
+class _GivenBack(AutogradFunction):
     """The adjoint of fetching, whose own is fetching again."""
 
     @staticmethod

@@ -195,6 +195,7 @@ def more():
     yield torch._safe_softmax, (x, 1)
     for function in (torch.nonzero_static, Tensor.nonzero_static):
         yield (lambda x, function=function: function(x, size=7)), (shifts,)
+    yield below(aten.roll.default), (y.detach(), [7])
     yield below(aten.bincount.default), (classes,)
     yield below(aten.histc.default), (y.detach(), 4, 0.0, 2.0)
     yield (lambda x: aten.histogram.bin_ct(x, 4, range=[0.0, 2.0])), (y.detach(),)

@@ -92,7 +92,7 @@ DRAWN = {
 # Modules without a test file of their own: {the file that tests them: modules}.
 TESTED_WITH = {
     "attention/test_sdpa.py": "attention/blockwise attention/flex attention/layout attention/online_softmax",
-    "common/test_contraction.py": "common/ring",
+    "common/test_contraction.py": "common/part_by_part common/ring linalg/einsum",
     "common/test_distributed_sort.py": "sorting/quantile",
     "convolution/test_conv.py": "convolution/halo_conv",
     "elementwise/test_random.py": "elementwise/dropout",
@@ -100,9 +100,11 @@ TESTED_WITH = {
     "indexing/test_gather.py": "indexing/combinations indexing/embedding indexing/take sorting/searchsorted",
     "indexing/test_index_operators.py": "indexing/getitem indexing/index_plan",
     "linalg/test_distance.py": "linalg/cross",
+    "linalg/test_matmul.py": "linalg/linear",
     "loss/test_elementwise.py": "loss/base loss/cross_entropy loss/kernels",
     "neighborhood/test_attention.py": "neighborhood/natten_kernels neighborhood/tiled neighborhood/window",
-    "normalization/test_layer_group_rms.py": "normalization/batch_instance normalization/statistics",
+    "normalization/test_layer_group_rms.py": "normalization/batch_instance normalization/geometry",
+    "normalization/test_sharded_norm.py": "normalization/statistics",
     "pooling/test_pool.py": "common/stencil pooling/adaptive_pool",
     "pooling/test_unpool.py": "pooling/fractional_max_pool",
     "reduction/test_extremum.py": "common/pick",

@@ -21,8 +21,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
 from ...geometry import chunk_sizes
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, Plan
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to
 from .alignment import as_operand, common_mesh, local_part
 

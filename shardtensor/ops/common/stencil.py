@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate
 from ..._compat import TensorMeta, constant_like, untraced
 from ...geometry import Interval, intervals_of
 from ...halo import borrow
+from ...layout import AxisLayout
 from ...operators import Arguments
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 
 __all__ = [
     "Constant",

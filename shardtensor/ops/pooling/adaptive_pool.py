@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate
 
 from ...geometry import Interval, intervals_of, map_boundaries
 from ...halo import Fetch
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to, wrap
 from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of

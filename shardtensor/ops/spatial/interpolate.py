@@ -27,7 +27,8 @@ from ...geometry import Interval, intervals_of, length, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import FUNCTIONS, register
-from ...spec import CHANNELS_LAST, ShardTensorSpec
+from ...spec import ShardTensorSpec
+from ...strides import CHANNELS_LAST
 from ..common.stencil import Constant, keeping_sums, per_dim, resized, result_dtype, scaled_boundary
 
 __all__ = ["Resize", "Taps", "WeightedSum", "as_local"]
