@@ -64,11 +64,15 @@ class Taps:
             dtype: of the input.
         """
         here = slice(*out)
-        width = self.weights.shape[1]
-        return WeightedSum(
-            [Constant(lambda t=t: (self.first[here] - origin + t).to(device)) for t in range(width)],
-            [Constant(lambda t=t: self.weights[here, t].to(device).to(dtype)) for t in range(width)],
-        )
+
+        def index(t: int) -> Constant:
+            return Constant(lambda: (self.first[here] - origin + t).to(device))
+
+        def weight(t: int) -> Constant:
+            return Constant(lambda: self.weights[here, t].to(device, dtype))
+
+        taps = range(self.weights.shape[1])
+        return WeightedSum([index(t) for t in taps], [weight(t) for t in taps])
 
 
 @dataclass(frozen=True, slots=True)
