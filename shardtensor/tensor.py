@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from . import checkpoint, conversions, dispatch, functions
 from ._compat import (
     DisableTorchFunction,
+    OpOverload,
     TensorMeta,
     claim_dispatch,
     current_mesh,
@@ -29,8 +30,9 @@ from ._compat import (
 from .agreement import MAX_NDIM, agree_on_local
 from .copies import check_current
 from .errors import refuse
+from .layout import mesh_coordinate
 from .registry import FUNCTIONS, register
-from .spec import ShardTensorSpec, mesh_coordinate
+from .spec import ShardTensorSpec
 
 __all__ = [
     "ShardTensor",
@@ -237,7 +239,7 @@ class ShardTensor(DTensor):
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:
             return functions.write_out(cls, func, args, kwargs)
-        if func in FUNCTIONS or isinstance(func, torch._ops.OpOverload):
+        if func in FUNCTIONS or isinstance(func, OpOverload):
             result = functions.call_registered(cls, func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -331,7 +333,7 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
     return dispatch.wrapper(ShardTensor, local, spec)
 
 
-def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an aten operator on ShardTensors below autograd (plain tensors count as replicated)."""
     return dispatch.run_operator(ShardTensor, func, args, kwargs)
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
 from ...parameters import GradientSum
 from ...registry import register
-from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part
 from ..common.alignment import torch_judges
 from ..linalg.linear import local_linear
@@ -184,7 +186,7 @@ class MultiheadPlan(LocalPlan):
     "multi_head_attention_forward",
     tensors="query key value attn_mask",
     parameters="in_proj_bias out_proj_weight out_proj_bias in_proj_weight q_proj_weight k_proj_weight v_proj_weight",
-    shardable="in_proj_bias out_proj_weight out_proj_bias in_proj_weight q_proj_weight k_proj_weight v_proj_weight",
+    sharded="in_proj_bias out_proj_weight out_proj_bias in_proj_weight q_proj_weight k_proj_weight v_proj_weight",
 )
 def _self_or_cross_attention(
     call: Arguments,

@@ -21,9 +21,11 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from ..._compat import TensorMeta, not_in_graphs
 from ...context import Setting
 from ...errors import refuse
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Plan, planned
 from ...registry import register
-from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, redistribute_to, wrap
 from ..common.alignment import as_operand, common_mesh, moved, refuse_gathering
 from ..elementwise.random import common_draw

@@ -31,8 +31,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding, refuse
 from ...geometry import Interval, chunk_sizes, intervals_of
+from ...layout import AxisLayout
 from ...operators import Arguments, LocalPlan
-from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to, to_part
 from .alignment import as_operand, common_mesh
 from .part_by_part import Tour, part_by_part

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...gradients import once_differentiable
+from ...operators import Composed
 from ...redistribute import all_gather
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, run, wrap
@@ -79,10 +80,17 @@ def differentiable(x: Any) -> Any:
     return redistribute_to(x, x._spec.for_gradient())
 
 
-def picked(input: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any) -> Any:
-    """The handler of ``torch.<name>`` with a gradient: ``keepdim`` is None where the dim stays in any case."""
-    x = differentiable(input)
-    if x is None:
+def plan_picking(
+    name: str, op: torch._ops.OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None
+) -> Composed:
+    """The plan of ``torch.<name>``, which picks elements along ``dim``: its aten operator, with a gradient.
+
+    Args:
+        keepdim: None where the dim stays in any case.
+    """
+    if not spec.shape:
         return NotImplemented
-    (dim,) = reduced_dims(dim, x.ndim)
-    return getattr(torch.return_types, name)(Selected.apply(x, op, dim, keepdim is False, args, {}))
+    (along,) = reduced_dims(dim, len(spec.shape))
+    args = (dim,) if keepdim is None else (dim, keepdim)
+    result = getattr(torch.return_types, name)
+    return Composed(lambda x: result(Selected.apply(x, op, along, keepdim is False, args, {})))

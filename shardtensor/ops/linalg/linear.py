@@ -116,7 +116,7 @@ def _like(t: Tensor, grad: Tensor) -> Tensor:
     return t.conj() if t.is_complex() else t
 
 
-@operator(F.linear, _aten.linear, tensors="input", parameters="weight bias", shardable="weight bias")
+@operator(F.linear, _aten.linear, tensors="input", parameters="weight bias", sharded="weight bias")
 def plan_linear(call: Arguments, input: ShardTensorSpec, weight: Operand, bias: Operand | None = None) -> Plan:
     """Rows are sharded in the usual case; where features or the weight are, it is a contraction."""
     result = call.returned(F.linear, input, weight, bias)
