@@ -31,6 +31,11 @@ def numbers(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
+def floors(x, y):
+    scalars = aten.floor_divide.Scalar(x, 0.5) + aten.floor_divide_.Scalar(x.clone(), 0.5)
+    return x // y + x // 0.5 + scalars + x.clone().floor_divide_(y)
+
+
 # -- every rule, on unequal shards ----------------------------------------------------------------------------------
 
 # Name -> (function, shapes of its arguments, placements, sizes by mesh dim). Worlds of three ranks.
@@ -40,9 +45,35 @@ CASES = {
     "broadcast": (lambda x, y: x * y - y, [(7, 3), (7, 1)]),
     "activations": (lambda x: F.silu(x) + F.gelu(x) + F.leaky_relu(x) + F.softplus(x) + F.elu(x), [(7, 3)]),
     "more activations": (lambda x: F.hardswish(x) + F.mish(x) + F.hardtanh(x) + F.logsigmoid(x), [(7, 3)]),
+    "shrinking": (lambda x: F.hardshrink(x) + F.softshrink(x) + F.hardsigmoid(x) + F.celu(x), [(7, 3)]),
+    "slopes": (lambda x: F.prelu(x, torch.tensor([0.1], dtype=x.dtype)), [(7, 3)]),
+    "activations in place": (
+        lambda x: (
+            F.hardswish(x * 1, inplace=True) * F.mish(x * 1, inplace=True) * F.leaky_relu(x * 1, inplace=True)
+            + aten.log_sigmoid_backward(x.detach(), x.detach(), torch.exp(-x.detach().abs()))
+        ),
+        [(7, 3)],
+    ),
+    "forward mode": (lambda x: x[:, :2] * aten.glu_jvp(F.glu(x.detach(), 1), x.detach(), x.detach(), 1), [(7, 4)]),
+    "filled": (
+        lambda x: (
+            (x * 1).fill_(2.0) + (x * 1).fill_(x.sum()) + aten.fill(x, 3.0) + aten.fill(x, x.sum()),
+            (x * 1).zero_() + (x * 1).masked_fill_(x > 0, 1.0) * (x * 1).masked_fill_(x > 0, x.sum()),
+        ),
+        [(7, 3)],
+    ),
+    "copied": (
+        lambda x: aten.alias_copy(x) + torch.zeros_like(x).copy_(x) + torch.rsub(x, x * x) + torch.rsub(x, 2),
+        [(7, 3)],
+    ),
+    "floor": (
+        lambda x: x * floors(x.detach(), x.detach().abs() + 1),
+        [(7, 3)],
+    ),
     "clamp": (lambda x: x.clamp(-0.5, 0.5) + x.floor() * x.frac(), [(7, 3)]),
     "compare": (lambda x, y: torch.where(x > y, x, y) * (x != y), [(7, 3), (7, 3)]),
     "complex": (lambda x: (x * (1 + 2j)).conj().abs(), [(7,)]),
+    "parts": (lambda x, y: torch.complex(x, y).abs() + torch.polar(x.abs(), y).real, [(7,), (7,)]),
     "pairs": (lambda x: torch.view_as_real(torch.view_as_complex(x) * 2), [(7, 2)]),
     "cast": (lambda x: x.float().double() + x.bool(), [(7, 3)]),
     "like": (lambda x: torch.zeros_like(x) + torch.ones_like(x) + torch.full_like(x, 3) + x, [(7, 3)]),
@@ -197,6 +228,9 @@ def unexercised():
                 assert torch.equal(f(flags).full_tensor(), f(whole))
             for op in (aten.any.dims, aten.all.dims):
                 assert torch.equal(op(flags, [0, 1]).full_tensor(), op(whole, [0, 1]))
+            for op in (aten._is_all_true, aten._is_any_true):
+                assert torch.equal(op(flags).full_tensor(), op(whole))
+        assert aten.prod.dim_int(x, 1).full_tensor().tolist() == pytest.approx(x.full_tensor().prod(1).tolist())
         assert x.prod().item() == pytest.approx(x.full_tensor().prod().item())
     finally:
         registry.RULES.update(originals)
@@ -210,6 +244,7 @@ MODULES = [f"shardtensor.ops.{name}" for name in ("elementwise.pointwise", "redu
 MORE = [f"aten.{name}.default" for name in ("amax", "amin", "max", "min", "dot", "vdot", "histc")]
 ELSEWHERE = (
     *("alias", "lift_fresh", "_neg_view", "new_empty", "empty_like", "_reshape_alias", "_unsafe_view", "reshape"),
+    *("native_dropout_backward", "_dirichlet_grad", "_standard_gamma_grad"),
     *("squeeze.default", "mean.default", "sum.default", "prod.default"),
 )
 

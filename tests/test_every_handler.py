@@ -143,6 +143,7 @@ def more():
             yield getattr(nn, f"{kind}_pad{n}d"), (t, [1, 1] * n)
             yield getattr(aten, f"{kind}_pad{n}d"), (t, [1, 1] * n)
         yield getattr(F, f"lp_pool{n}d"), (t, 2.0, 2)
+        yield getattr(aten, f"conv_transpose{n}d"), (t, randn(3, 2, *two))
         with_indices = "max_pool1d_with_indices" if n == 1 else f"max_pool{n}d_with_indices"
         yield getattr(torch if n == 1 else nn, with_indices), (t, two)
         yield getattr(aten, with_indices), (t, two)

@@ -1,7 +1,7 @@
-"""Bringing operands with several cuts to one.
+"""What operators do with their operands: realign specs, make ShardTensors of tensors, and ask torch for the result.
 
 [Note: alignment] For each mesh dim the first operand that shards an output dim there decides; a replicated operand is
-cut locally, one that is cut otherwise is exchanged, a Partial one is reduced. An operand that would have to be
+sharded locally, one that is sharded otherwise is exchanged, a Partial one is reduced. An operand that would have to be
 gathered is refused.
 """
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..._compat import TensorMeta, untraced
 from ...errors import different_meshes, refuse
 from ...geometry import chunk_sizes
+from ...layout import AxisLayout
 from ...planning import SCALARS, meta_of, spec_of
 from ...redistribute import redistribute_local
 from ...spec import ShardTensorSpec
@@ -26,17 +27,20 @@ from ...tensor import ShardTensor, promote, redistribute_to, wrap
 
 __all__ = [
     "as_operand",
-    "common_cut",
+    "common_layout",
     "common_mesh",
     "described",
     "fit",
+    "free_dims",
+    "is_sharded",
     "leading",
     "local_part",
-    "moved",
+    "redistributed",
+    "reduced_value",
     "refuse_gathering",
+    "replicated",
+    "same_layout",
     "torch_judges",
-    "whole_rows",
-    "whole_value",
     "wide_dtype",
 ]
 
@@ -49,29 +53,29 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 # -- on specs -----------------------------------------------------------------------------------------------------
 
 
-def common_cut(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
+def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
     """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``.
 
-    On each mesh dim it is cut like the first operand whose cut the other sharded ones can have, too: not one along a
-    dim that is broadcast, for which they would have to be gathered.
+    On each mesh dim it is sharded like the first operand whose dim the other sharded ones can be sharded along, too:
+    not one along which they are broadcast, for which they would have to be gathered.
     """
     if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
         return specs[0]
-    mesh, shape = specs[0].mesh, meta.shape
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for m in range(mesh.ndim):
-        partial = next((p for spec in specs if (p := spec.placements[m]).is_partial()), Replicate())
-        cuts = [
-            (Shard(dim), spec.sizes[m])
+    shape = meta.shape
+    layout: list[AxisLayout] = []
+    taken: set[int] = set()
+    for m in range(specs[0].mesh.ndim):
+        shards = [
+            AxisLayout(Shard(dim), spec.sizes[m])
             for spec in specs
-            if (dim := _dim_on(spec, m, shape)) is not None and Shard(dim) not in placements
+            if (dim := _dim_on(spec, m, shape)) is not None and dim not in taken
         ]
-        common = (cut for cut in cuts if all(_can_have(spec, m, cut[0].dim, shape) for spec in specs))
-        placement, size = next(common, cuts[0] if cuts else (partial, None))
-        placements.append(placement)
-        sizes.append(size)
-    return ShardTensorSpec.of(mesh, placements, meta, tuple(sizes))
+        common = (axis for axis in shards if all(_can_have(spec, m, axis.placement.dim, shape) for spec in specs))
+        partial = next((p for spec in specs if (p := spec.placements[m]).is_partial()), Replicate())
+        axis = next(common, shards[0] if shards else AxisLayout(partial))
+        taken.update([axis.placement.dim] if isinstance(axis.placement, Shard) else [])
+        layout.append(axis)
+    return specs[0].with_layout(layout, meta)
 
 
 def _dim_on(spec: ShardTensorSpec, m: int, shape: torch.Size) -> int | None:
@@ -90,26 +94,24 @@ def _can_have(spec: ShardTensorSpec, m: int, dim: int, shape: torch.Size) -> boo
 
 
 def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
-    """How an operand has to lie for its local part to broadcast against the shard of a result with spec ``target``."""
+    """An operand's spec with which its local part broadcasts against the shard of a result with spec ``target``."""
     if spec is target:
         return spec
-    shape = target.shape
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for m, p in enumerate(target.placements):
-        size = None
-        if isinstance(p, Shard):
-            dim = p.dim - (len(shape) - len(spec.shape))
-            if dim >= 0 and spec.shape[dim] == shape[p.dim]:
-                p, size = Shard(dim), target.sizes[m]
-            else:
-                p = Replicate()  # broadcast along the sharded dim
-        placements.append(p)
-        sizes.append(size)
-    return spec.replace(placements=placements, sizes=tuple(sizes))
+    before = len(target.shape) - len(spec.shape)
+
+    def axis(wanted: AxisLayout) -> AxisLayout:
+        p = wanted.placement
+        if not isinstance(p, Shard):
+            return wanted
+        dim = p.dim - before
+        if dim >= 0 and spec.shape[dim] == target.shape[p.dim]:
+            return AxisLayout(Shard(dim), wanted.sizes)
+        return AxisLayout(Replicate())  # broadcast along the sharded dim
+
+    return spec.with_layout([axis(wanted) for wanted in target.layout])
 
 
-def whole_rows(op: Any, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
+def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
     """``spec`` with its longest free dims sharded instead of ``dims``, see [Note: whole rows] in sorting/sort.py.
 
     A sharded dim of length 1 is replicated instead: one rank has all of it.
@@ -121,13 +123,13 @@ def whole_rows(op: Any, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
         m = spec.sharded_dims().get(dim)
         if m is None:
             continue
-        placements, sizes, ranks = list(spec.placements), list(spec.sizes), spec.mesh.size(m)
+        ranks = spec.mesh.size(m)
         free = [d for d, n in enumerate(spec.shape) if d not in {*spec.sharded_dims(), *dims} and n >= ranks]
         if spec.shape[dim] <= 1:
-            placements[m], sizes[m] = Replicate(), None
+            axis = AxisLayout(Replicate())
         elif free:
             other = max(free, key=lambda d: spec.shape[d])
-            placements[m], sizes[m] = Shard(other), chunk_sizes(spec.shape[other], ranks)
+            axis = AxisLayout(Shard(other), chunk_sizes(spec.shape[other], ranks))
         else:
             raise refuse(
                 op,
@@ -136,46 +138,45 @@ def whole_rows(op: Any, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
                 f"long enough to be shared among its {ranks} ranks",
                 f"redistribute it to Replicate() on mesh dim {m} if it is small",
             )
-        spec = spec.replace(placements=placements, sizes=tuple(sizes))
+        spec = spec.with_axes({m: axis})
     return spec
 
 
-def leading(op: Any, spec: ShardTensorSpec) -> ShardTensorSpec:
-    """``spec`` with only its first dim that is longer than 1 sharded: then shards are parts of the elements in a line.
+def leading(op: str, spec: ShardTensorSpec) -> ShardTensorSpec:
+    """``spec`` with only its first dim that is longer than 1 sharded: then shards are intervals of the flat tensor.
 
     If only a dim of length 1 is sharded, one rank has all elements, which will do, too.
 
     Raises:
-        UnsupportedSharding: the first dim is cut already or shorter than there are ranks.
+        UnsupportedSharding: the first dim is sharded already or shorter than there are ranks.
     """
     first = next((d for d, n in enumerate(spec.shape) if n != 1), 0)
     for d, m in spec.sharded_dims().items():
         sharded, ranks = spec.sharded_dims(), spec.mesh.size(m)
         if d == first or (spec.shape[d] <= 1 and len(sharded) == 1 and spec.shape[first] < ranks):
             continue
-        placements, sizes = list(spec.placements), list(spec.sizes)
         if first not in sharded and spec.shape[first] >= ranks:
-            placements[m], sizes[m] = Shard(first), chunk_sizes(spec.shape[first], ranks)
+            axis = AxisLayout(Shard(first), chunk_sizes(spec.shape[first], ranks))
         elif spec.shape[d] <= 1:
-            placements[m], sizes[m] = Replicate(), None
+            axis = AxisLayout(Replicate())
         else:
-            reason = f"tensor dim {d}, sharded on mesh dim {m}, does not lead, nor can dim {first} be cut instead"
+            reason = f"tensor dim {d}, sharded on mesh dim {m}, does not lead, nor can dim {first} be sharded instead"
             raise refuse(op, [spec], reason, "redistribute it so that the first dim is sharded")
-        spec = spec.replace(placements=placements, sizes=tuple(sizes))
+        spec = spec.with_axes({m: axis})
     return spec
 
 
 # -- on tensors, below autograd ------------------------------------------------------------------------------------
 
 
-def whole_value(x: Any) -> tuple[Tensor, ShardTensorSpec]:
+def reduced_value(x: ShardTensor) -> tuple[Tensor, ShardTensorSpec]:
     """The local part of a ShardTensor with any Partial reduced, and the spec that it then has."""
     spec = spec_of(x)
     target = spec.for_gradient()
     return redistribute_local(x._local_tensor, spec, target), target
 
 
-# -- what torch would say -----------------------------------------------------------------------------------------
+# -- what torch would return, for handlers that have no plan -------------------------------------------------------
 
 
 def described(a: Any) -> Any:
@@ -224,7 +225,7 @@ def _judged(function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[t
 # -- on tensors, above autograd and differentiable ----------------------------------------------------------------
 
 
-def common_mesh(op: str, operands: Sequence[Any]) -> DeviceMesh | None:
+def common_mesh(op: str, operands: Sequence[object]) -> DeviceMesh | None:
     """The mesh of the ShardTensors among the operands; None if there are none.
 
     Raises:
@@ -239,7 +240,7 @@ def common_mesh(op: str, operands: Sequence[Any]) -> DeviceMesh | None:
     return mesh
 
 
-def as_operand(t: Tensor, mesh: DeviceMesh) -> Any:
+def as_operand(t: Tensor, mesh: DeviceMesh) -> ShardTensor:
     """``t`` as a ShardTensor that is not Partial; a plain tensor counts as replicated."""
     if not isinstance(t, DTensor):
         return promote(t, mesh)
@@ -247,8 +248,8 @@ def as_operand(t: Tensor, mesh: DeviceMesh) -> Any:
     return redistribute_to(t, t._spec.for_gradient())
 
 
-def moved(op: str, t: Any, target: ShardTensorSpec) -> Any:
-    """The ShardTensor ``t`` under the spec ``target``, refused where that would gather it."""
+def redistributed(op: str, t: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
+    """``t`` with the layout of ``target``, refused where that would gather it."""
     if t._spec.lies_like(target):
         return t
     refuse_gathering(op, [t._spec], [target])
@@ -256,7 +257,7 @@ def moved(op: str, t: Any, target: ShardTensorSpec) -> Any:
 
 
 def refuse_gathering(op: str, specs: Sequence[ShardTensorSpec], targets: Sequence[ShardTensorSpec]) -> None:
-    """UnsupportedSharding where an operand would have to be gathered to lie as its target."""
+    """UnsupportedSharding where an operand would have to be gathered for its target."""
     for spec, target in zip(specs, targets, strict=True):
         for m, (old, new) in enumerate(zip(spec.placements, target.placements, strict=True)):
             if isinstance(old, Shard) and not isinstance(new, Shard):
@@ -268,9 +269,9 @@ def refuse_gathering(op: str, specs: Sequence[ShardTensorSpec], targets: Sequenc
                 )
 
 
-def local_part(t: Any, out: ShardTensorSpec) -> Tensor:
-    """The local part of an operand. Where it is whole on ranks that work on different shards of the result ``out``,
-    its gradient on each of them is a contribution, a Partial.
+def local_part(t: ShardTensor, out: ShardTensorSpec) -> Tensor:
+    """The local part of an operand. Where it is replicated on ranks that compute different shards of the result
+    ``out``, its gradient on each of them is a contribution, a Partial.
     """
     if t._spec.placements == out.placements:
         return t.to_local()
@@ -278,19 +279,24 @@ def local_part(t: Any, out: ShardTensorSpec) -> Tensor:
     return t.to_local(grad_placements=[Partial() if q.is_shard() and not p.is_shard() else p for p, q in pairs])
 
 
-def is_cut(*tensors: Any) -> bool:
+def is_sharded(*tensors: object) -> bool:
     """Whether one of them is a ShardTensor with a sharded dim."""
     return any(isinstance(t, ShardTensor) and bool(t._spec.sharded_dims()) for t in tensors)
 
 
-def laid_like(t: Any, other: Any) -> Any:
-    """``t`` cut as ``other`` is, a tensor whose dims run together with its first ones; as it is if that is not cut."""
-    if not is_cut(t) or not is_cut(other):
+def same_layout(t: Tensor, other: Tensor) -> Tensor:
+    """``t`` sharded as ``other``, whose dims are its first ones; as it is where one of them is not sharded."""
+    if not isinstance(t, ShardTensor) or not is_sharded(t) or not is_sharded(other):
         return t
-    spec = other._spec.for_gradient()
-    return redistribute_to(t, t._spec.replace(placements=spec.placements, sizes=spec.sizes))
+    return redistribute_to(t, t._spec.with_layout(other._spec.for_gradient().layout))
 
 
-def replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
+def replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """A plain tensor, equal on every rank and without a gradient, on the mesh of ``spec``."""
     return wrap(t, ShardTensorSpec.make(spec.mesh, spec.replicated().placements, t.shape, t.dtype))
+
+
+# -- former names, which other families still use ------------------------------------------------------------------
+
+common_cut, whole_rows, whole_value, moved = common_layout, free_dims, reduced_value, redistributed
+is_cut, laid_like = is_sharded, same_layout

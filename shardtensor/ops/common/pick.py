@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction, OpOverload
 from ...gradients import once_differentiable
+from ...operators import Composed
 from ...redistribute import all_gather
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, run, wrap
@@ -20,7 +22,7 @@ def plain_tuple(func: Any) -> Any:
     return lambda *args, **kwargs: tuple(func(*args, **kwargs))
 
 
-class Selected(torch.autograd.Function):
+class Selected(AutogradFunction):
     """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
 
     @staticmethod
@@ -79,10 +81,17 @@ def differentiable(x: Any) -> Any:
     return redistribute_to(x, x._spec.for_gradient())
 
 
-def picked(input: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any) -> Any:
-    """The handler of ``torch.<name>`` with a gradient: ``keepdim`` is None where the dim stays in any case."""
-    x = differentiable(input)
-    if x is None:
+def plan_picking(
+    name: str, op: OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None
+) -> Composed:
+    """The plan of ``torch.<name>``, which picks elements along ``dim``: its aten operator, with a gradient.
+
+    Args:
+        keepdim: None where the dim stays in any case.
+    """
+    if not spec.shape:
         return NotImplemented
-    (dim,) = reduced_dims(dim, x.ndim)
-    return getattr(torch.return_types, name)(Selected.apply(x, op, dim, keepdim is False, args, {}))
+    (along,) = reduced_dims(dim, len(spec.shape))
+    args = (dim,) if keepdim is None else (dim, keepdim)
+    result = getattr(torch.return_types, name)
+    return Composed(lambda x: result(Selected.apply(x, op, along, keepdim is False, args, {})))

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from ...layout import AxisLayout
+from ...operators import Arguments
 from ...planning import Call, meta_of
-from ...redistribute import all_reduce, redistribute_local
+from ...redistribute import all_reduce
 from ...spec import ShardTensorSpec
-from ...tensor import run, wrap
-
-_aten = torch.ops.aten
 
 
-def reduced_dims(dim: Any, ndim: int) -> list[int]:
+def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
     """Normalized dims of a reduction's ``dim`` argument; None and () mean all.
 
     Raises:
@@ -36,22 +35,19 @@ def reduced_dims(dim: Any, ndim: int) -> list[int]:
 
 def reduced_spec(spec: ShardTensorSpec, meta: Tensor, dims: Sequence[int], keepdim: bool, op: str) -> ShardTensorSpec:
     """Spec of a reduction's result: Partial where a sharded dim is reduced, the other dims as they are."""
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for m, p in enumerate(spec.placements):
-        size = None
-        if isinstance(p, Shard):
-            if p.dim in dims:
-                p = Partial(op)
-            else:
-                size = spec.sizes[m]
-                p = p if keepdim else Shard(p.dim - sum(d < p.dim for d in dims))
-        placements.append(p)
-        sizes.append(size)
-    return ShardTensorSpec.of(spec.mesh, placements, meta_of(meta), tuple(sizes))
+
+    def axis(old: AxisLayout) -> AxisLayout:
+        p = old.placement
+        if not isinstance(p, Shard):
+            return old
+        if p.dim in dims:
+            return AxisLayout(Partial(op))
+        return old if keepdim else AxisLayout(Shard(p.dim - sum(d < p.dim for d in dims)), old.sizes)
+
+    return spec.with_layout([axis(old) for old in spec.layout], meta_of(meta))
 
 
-def neutral_element(op: str, dtype: torch.dtype) -> Any:
+def neutral_element(op: str, dtype: torch.dtype) -> bool | int | float:
     """What an empty shard contributes."""
     if dtype == torch.bool:
         return op in ("min", "product")
@@ -64,7 +60,7 @@ def neutral_element(op: str, dtype: torch.dtype) -> Any:
 
 
 def check_dtype(call: Call) -> None:
-    """Let torch's kernel judge the dtype, on one element: ranks with empty shards would not call it.
+    """Let torch's kernel check the dtype, on one element: ranks with empty shards would not call it.
 
     Raises:
         Exception: torch's own, on every rank alike.
@@ -81,34 +77,26 @@ def check_dtype(call: Call) -> None:
 
 
 def count_along(spec: ShardTensorSpec, dims: Sequence[int]) -> int:
+    """How many elements one of the result is made of."""
     n = 1
     for d in dims:
         n *= spec.shape[d]
     return n
 
 
-def opted_dtype(function: Callable[..., Tensor], x: Any, dtype: Any, *args: Any) -> Any:
-    """``dtype``, or where none is given the one that autocast, which acts above us, would choose for this function."""
-    if dtype is not None or not torch.is_autocast_enabled(x.device.type):
-        return dtype
-    return function(torch.ones([1] * x.ndim, dtype=x.dtype, device=x.device), *args).dtype
+def kernel_dtype(
+    call: Arguments, function: Callable[..., Tensor], spec: ShardTensorSpec, *args: object, **kwargs: object
+) -> torch.dtype:
+    """The dtype of what ``function`` returns for tensors with ``spec``, from its kernel on one element.
 
+    That is what autocast, which acts on the local work, makes it.
 
-def widened(x: Any) -> Any:
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    return run(_aten._to_copy.default, (x,), {"dtype": torch.float32}) if half else x
-
-
-def narrowed(x: Any, dtype: torch.dtype) -> Any:
-    half = dtype in (torch.float16, torch.bfloat16)
-    return run(_aten._to_copy.default, (x,), {"dtype": dtype}) if half else x
-
-
-def resolved(x: Any) -> Any:
-    """A Partial reduced; anything else as it is."""
-    spec = x._spec
-    target = spec.for_gradient()
-    return wrap(redistribute_local(x._local_tensor, spec, target), target)
+    Raises:
+        Exception: torch's own, of dtypes that the kernel does not take: ranks with empty shards would not see them.
+    """
+    one = torch.ones([1] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
+    with torch.no_grad():
+        return function(one, *args, **kwargs).dtype
 
 
 def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:
@@ -121,6 +109,18 @@ def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], 
     for m in mesh_dims:
         local = all_reduce(local, spec.mesh.get_group(m), op)
     return local
+
+
+def rank_reduction(spec: ShardTensorSpec, mesh_dims: Sequence[int]) -> Callable[[Tensor, str], Tensor]:
+    """:func:`reduce_over` made ready for a plan: ``(local, op)`` to the reduction over the ranks."""
+    groups = [spec.mesh.get_group(m) for m in mesh_dims]
+
+    def reduce(local: Tensor, op: str) -> Tensor:
+        for group in groups:
+            local = all_reduce(local, group, op)
+        return local
+
+    return reduce
 
 
 def maximum_over(x: Tensor, dims: Sequence[int]) -> Tensor:

@@ -1,63 +1,38 @@
 """Operators that treat every element alone: arithmetic, activations, comparisons, casts, copies, ``*_like``.
 
-Operands with several cuts are brought to one, see [Note: alignment] in common/alignment.py; for in-place operators to
-that of the tensor that is written to.
+Operands with different shard sizes are realigned, see [Note: alignment] in common/alignment.py; for in-place operators
+to the layout of the tensor that is written to.
+
+[Note: pointwise by default] What torch tags as pointwise needs no declaration: :func:`pointwise_plan` plans it. That is
+the one default; what is elementwise without the tag is declared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import Call, Plan, Rule, is_inplace, meta_of
 from ...redistribute import redistribute_local
 from ...registry import default_rule
 from ...spec import ShardTensorSpec
-from ..common.alignment import common_cut, fit
+from ..common.alignment import common_layout, fit
 
 _aten = torch.ops.aten
 
-# Elementwise, but not tagged as such by torch.
-_UNTAGGED = (
-    "_dirichlet_grad",
-    "_prelu_kernel",
-    "_prelu_kernel_backward",
-    "_standard_gamma_grad",
-    "_to_copy",
-    "alias_copy",
-    "celu",
-    "complex",
-    "copy_",
-    "elu_backward",
-    "fill",
-    "fill_",
-    "floor_divide",
-    "floor_divide_",
-    "glu_jvp",
-    "hardshrink_backward",
-    "hardsigmoid_backward",
-    "hardswish",
-    "hardswish_",
-    "hardswish_backward",
-    "hardtanh_backward",
-    "leaky_relu",
-    "leaky_relu_",
-    "leaky_relu_backward",
-    "masked_fill_",
-    "log_sigmoid_backward",
-    "mish_",
-    "mish_backward",
-    "polar",
-    "relu6",
-    "rsub",
-    "softplus_backward",
-    "softshrink_backward",
-    "zero_",
-)
+# Elementwise, but not tagged as such by torch, in some releases at least: aten operators, or overloads of them.
+_UNTAGGED = """
+    _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy_.default elu_backward fill fill_
+    floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_ hardswish_backward
+    hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward masked_fill.Tensor masked_fill_
+    mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward softshrink_backward zero_
+"""
 # Linear in all their tensors, so the sum over ranks may be taken afterwards.
 _LINEAR = (
     _aten.neg.default,
@@ -70,57 +45,79 @@ _LINEAR = (
 _SCALED = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
 
 
-@default_rule
-def _find(op: torch._ops.OpOverload) -> Rule | None:
-    name = op._schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_"):
-        return _each if name.rstrip("_") not in ("_foreach_norm", "_foreach_max", "_foreach_powsum") else None
-    elementwise = name in _UNTAGGED or _tagged(op)
-    if not elementwise and name.endswith("_") and hasattr(_aten, name[:-1]):  # in-place forms often lack the tag
-        packet = getattr(_aten, name[:-1])
-        elementwise = any(_tagged(getattr(packet, overload)) for overload in packet.overloads())
-    if not elementwise or torch.Tag.nondeterministic_seeded in op.tags:
-        return None
-    if any(a.is_out for a in op._schema.arguments):
-        return None
-    if not all(str(r.type) == "Tensor" for r in op._schema.returns):
-        return None
-    return pointwise_plan
+def _overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
+    """The overloads of aten operators that do not write to ``out=``; of ``name.overload`` that one."""
+    for name in names:
+        packet = getattr(_aten, name.split(".")[0])
+        for overload in name.split(".")[1:] or packet.overloads():
+            op = getattr(packet, overload)
+            if not any(a.is_out for a in op._schema.arguments):
+                yield op
 
 
+@operator(*_overloads(_UNTAGGED.split()))
 def pointwise_plan(call: Call) -> Plan:
+    """The operator itself on the local parts of operands that are realigned first."""
     meta = call.meta
     outputs = list(meta) if isinstance(meta, (list, tuple)) else [meta]
-    shape = outputs[0].shape
     inplace = is_inplace(call.func)
-    keeps_partial = _keeps_partial(call)
-    current = call.tensors if keeps_partial else call.reduced()
+    current = call.tensors if _keeps_partial(call) else call.reduced()
     if inplace and (0,) not in call.tensors:
         raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
-    target = common_cut([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
+    target = common_layout([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
     targets = {path: fit(spec, target) for path, spec in current.items()}
     if inplace and targets[(0,)] != current[(0,)]:
-        raise call.refuse("the result is cut otherwise than the tensor it is written to", "use the out-of-place form")
+        raise call.refuse(
+            "the result is sharded otherwise than the tensor it is written to", "use the out-of-place form"
+        )
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
     if inplace:
         del targets[(0,)]
     plan = call.plan(specs if isinstance(meta, (list, tuple)) else specs[0], targets, returns_self=inplace)
-    _slice_plain(call, plan, target, shape)
+    plan.call = _with_slices(call, target)
     if inplace and current[(0,)] != call.tensors[(0,)]:
-        _write_partial(call, plan, current[(0,)])
+        plan.call = _written_to_partial(call.tensors[(0,)], current[(0,)], plan.call or call.func)
     return plan
 
 
-def _write_partial(call: Call, plan: Plan, whole: ShardTensorSpec) -> None:
+# torch does not run it on meta tensors.
+operator(_aten.glu_jvp.default, meta=lambda glu, x, dx, dim: torch.empty_like(glu))(pointwise_plan)
+
+
+@default_rule
+def _default(op: torch._ops.OpOverload) -> Rule | None:
+    """See [Note: pointwise by default]."""
+    name = op._schema.name.removeprefix("aten::")
+    if name.startswith("_foreach_"):
+        # These reduce each of their tensors.
+        return None if name.rstrip("_") in ("_foreach_norm", "_foreach_max", "_foreach_powsum") else _foreach
+    elementwise = torch.Tag.pointwise in op.tags or _writes_pointwise(name)
+    if not elementwise or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    if any(a.is_out for a in op._schema.arguments) or any(str(r.type) != "Tensor" for r in op._schema.returns):
+        return None
+    return pointwise_plan
+
+
+def _writes_pointwise(name: str) -> bool:
+    """Whether this is the in-place form of a pointwise operator: those often lack the tag."""
+    if not name.endswith("_") or not hasattr(_aten, name[:-1]):
+        return False
+    packet = getattr(_aten, name[:-1])
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _written_to_partial(
+    partial: ShardTensorSpec, reduced: ShardTensorSpec, inner: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     """What a Partial is changed to, in place, is a Partial again: the reduced value on one rank."""
-    partial, inner = call.tensors[(0,)], plan.call or call.func
 
     def write(written: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        value = redistribute_local(written, partial, whole)
+        value = redistribute_local(written, partial, reduced)
         inner(value, *args, **kwargs)
-        return written.copy_(redistribute_local(value, whole, partial))
+        return written.copy_(redistribute_local(value, reduced, partial))
 
-    plan.call = write
+    return write
 
 
 def _keeps_partial(call: Call) -> bool:
@@ -139,45 +136,37 @@ def _keeps_partial(call: Call) -> bool:
     return call.func in _SCALED and len(tensors) == 1 and isinstance(call.args[0], ShardTensorSpec)
 
 
-def _slice_plain(call: Call, plan: Plan, target: ShardTensorSpec, shape: torch.Size) -> None:
-    """Plain operands count as replicated: cut those that span a sharded dim."""
-    cuts: list[tuple[int, list[tuple[int, int, int]]]] = []
+def _with_slices(call: Call, target: ShardTensorSpec) -> Callable[..., Any] | None:
+    """The operator on this rank's slices of plain operands, which count as replicated; None: nothing to slice."""
+    ndim = len(target.shape)
+    slices: list[tuple[int, int, int, int]] = []
     for i, a in enumerate(call.args):
-        if not isinstance(a, Tensor) or a.ndim == 0:
-            continue
-        places = []
-        for d, m in target.sharded_dims().items():
-            dim = d - (len(shape) - a.ndim)
-            if dim >= 0 and a.shape[dim] == shape[d] and shape[d] != 1:
+        for d, m in target.sharded_dims().items() if isinstance(a, Tensor) else ():
+            dim = d - (ndim - a.ndim)
+            if dim >= 0 and a.shape[dim] == target.shape[d] != 1:
                 start, stop = target.interval(m)
-                places.append((dim, start, stop - start))
-        if places:
-            cuts.append((i, places))
-    if not cuts:
-        return
+                slices.append((i, dim, start, stop - start))
+    if not slices:
+        return None
     func = call.func
 
     def sliced(*args: Any, **kwargs: Any) -> Any:
         local = list(args)
-        for i, places in cuts:
-            for dim, start, n in places:
-                local[i] = local[i].narrow(dim, start, n)
+        for i, dim, start, n in slices:
+            local[i] = local[i].narrow(dim, start, n)
         return func(*local, **kwargs)
 
-    plan.call = sliced
+    return sliced
 
 
-def _tagged(op: torch._ops.OpOverload) -> bool:
-    return torch.Tag.pointwise in op.tags
-
-
-def _each(call: Call) -> Plan:
-    """``_foreach_*``, as optimizers use it: lists of tensors that are laid out alike, or plain, item by item."""
-    layouts: dict[Any, tuple[Any, Any]] = {}
+def _foreach(call: Call) -> Plan:
+    """``_foreach_*``, as optimizers use it: lists of tensors that have the same layout, or plain, item by item."""
+    layouts: dict[Any, tuple[AxisLayout, ...]] = {}
     for path, spec in call.tensors.items():
-        layout = (spec.placements, spec.sizes)
-        if spec.partial_mesh_dims() or layouts.setdefault(path[-1], layout) != layout:
-            raise call.refuse("the lists' tensors are not laid out alike", "redistribute them, or loop over the lists")
+        if spec.partial_mesh_dims() or layouts.setdefault(path[-1], spec.layout) != spec.layout:
+            raise call.refuse(
+                "the lists' tensors have different layouts", "redistribute them, or loop over the lists"
+            )
     for a in call.args:
         for i, item in enumerate(a if isinstance(a, (list, tuple)) else ()):
             if isinstance(item, Tensor) and item.ndim and i in layouts:
@@ -186,6 +175,9 @@ def _each(call: Call) -> Plan:
         return Plan(None)
     firsts = [call.tensors.get((0, i)) for i in range(len(call.meta))]
     return Plan([s if s is None else s.replace(meta=meta_of(m)) for s, m in zip(firsts, call.meta, strict=True)])
+
+
+# -- the same elements, and new tensors like old ones ------------------------------------------------------------------
 
 
 @operator(
@@ -207,7 +199,7 @@ def _like(call: Call) -> Plan:
     _aten.new_empty.default,
 )
 def _new(call: Call) -> Plan:
-    """A new tensor lies like the old one; of another shape, along those sharded dims that have kept their length.
+    """A new tensor has the old one's layout; one of another shape, on those mesh dims whose dim has kept its length.
 
     One with another number of dims is replicated.
     """
@@ -221,7 +213,7 @@ def _new(call: Call) -> Plan:
 def _new_strided(call: Call) -> Plan:
     out = _like_old(call, tuple(call.args[1]))
     shape, stride = out.local_shape(), out.tensor_meta.stride
-    # The shard's dims lie in memory in the order of the whole tensor's, without gaps.
+    # The shard's dims lie in memory in the order of the global tensor's, without gaps.
     local, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
         local[d] = step
@@ -231,12 +223,6 @@ def _new_strided(call: Call) -> Plan:
 
 def _like_old(call: Call, shape: tuple[int, ...]) -> ShardTensorSpec:
     spec = call.specs[0].for_gradient()
-    sizes = list(spec.sizes)
-    for d, m in spec.sharded_dims().items():
-        if len(shape) != len(spec.shape) or shape[d] != spec.shape[d]:
-            sizes[m] = None
-    placements = [p if size is not None else Replicate() for p, size in zip(spec.placements, sizes, strict=True)]
-    return spec.replace(placements=placements, sizes=tuple(sizes), meta=meta_of(call.meta))
-
-
-operator(_aten.masked_fill.Tensor)(pointwise_plan)
+    gone = [m for d, m in spec.sharded_dims().items() if len(shape) != len(spec.shape) or shape[d] != spec.shape[d]]
+    layout = [AxisLayout(Replicate()) if m in gone else axis for m, axis in enumerate(spec.layout)]
+    return spec.with_layout(layout, meta_of(call.meta))

@@ -1,13 +1,13 @@
 """Random numbers: ``*_like``, in-place draws, ``bernoulli``, ``normal``, ``multinomial``.
 
-[Note: streams] A tensor that is whole on every rank is drawn as on one device: the same numbers, from the same
-generator. For a sharded tensor every rank takes one number from the generator that the caller would have used, and
-seeds with it, and with the place of its shard, a generator of its own. So
+[Note: streams] A replicated tensor is drawn as on one device: the same numbers, from the same generator. For a sharded
+tensor every rank takes one number from the generator that the caller would have used, and seeds with it, and with the
+coordinates of its shard, a generator of its own. So
 
 - ranks that hold the same shard draw the same numbers, and different shards draw independent ones;
 - a program that seeds all ranks equally (``torch.manual_seed(0)``) repeats itself, and the generators of all ranks
   advance alike, so that numbers drawn for plain tensors stay equal on all ranks;
-- the numbers are not those of one device, and depend on how the tensor is cut.
+- the numbers are not those of one device, and depend on the tensor's layout.
 
 All ranks of the mesh must be seeded equally. ``SHARDTENSOR_DEBUG=1`` makes them compare.
 
@@ -18,7 +18,7 @@ without waiting for the device, and activation checkpointing restores it. Dropou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,12 +31,12 @@ from ...debug import debug_enabled
 from ...errors import refuse
 from ...operators import operator
 from ...planning import Call, Plan, meta_of
-from ...redistribute import all_reduce
-from ...registry import META_FUNCTIONS, register
+from ...registry import RULES, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
 from ...tracing import graph_operator, is_traced
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
+from ..common.reduce import mesh_dims_of, reduce_over
 from ..shape.view import carry
 from .pointwise import pointwise_plan
 
@@ -72,7 +72,7 @@ def _own_generator(spec: ShardTensorSpec, device: torch.device) -> torch.Generat
 
 
 def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
-    """Where this rank's shard stands among those of a tensor with ``spec``."""
+    """This rank's coordinates on the mesh dims that shard a tensor with ``spec``."""
     return tuple(spec.coordinate[m] for m, p in enumerate(spec.placements) if isinstance(p, Shard))
 
 
@@ -131,14 +131,17 @@ def _generator(generator: torch.Generator | None) -> Iterator[None]:
         _given = before
 
 
-def _place_of_generator(func: torch._ops.OpOverload) -> int | None:
-    """Where the generator stands among an operator's arguments, if it has one."""
+def _index_of_generator(func: torch._ops.OpOverload) -> int | None:
+    """The generator's index among an operator's arguments, if it has one."""
     return next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
 
 
 def _with_generator(func: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A handler that takes the generator out of the arguments, so that plans are not remembered for each generator."""
-    at = _place_of_generator(func)
+    """A handler that takes the generator out of the arguments, so that plans are not kept for each generator.
+
+    It calls the operator again, without; that has a plan.
+    """
+    at = _index_of_generator(func)
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         generator = kwargs.get("generator")
@@ -178,26 +181,7 @@ def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -
 # -- element by element: the operator itself, from the shard's own generator ---------------------------------------
 
 
-def _draw(call: Call) -> Plan:
-    plan = pointwise_plan(call)
-    inner = plan.call or call.func
-    out = plan.outputs
-    at = _place_of_generator(call.func)
-
-    name = call.func._schema.name.removeprefix("aten::")
-    numbers = name.endswith("_") and name != "random_" and all(isinstance(a, (int, float)) for a in call.args[1:at])
-
-    def drawn(*args: Any, **kwargs: Any) -> Any:
-        if numbers and is_traced(args[0]):
-            return drawn_into(args[0], name, *args[1:at], spec=out)
-        device = next(a.device for a in args if isinstance(a, Tensor))
-        return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})
-
-    plan.call = drawn
-    return plan
-
-
-for _op in (
+@operator(
     _aten.bernoulli.default,
     _aten.bernoulli.p,
     _aten.bernoulli.Tensor,
@@ -218,97 +202,109 @@ for _op in (
     getattr(_aten.random_, "from"),
     _aten.random_.to,
     _aten.poisson.default,
-    _aten.binomial.default,
-    _aten._standard_gamma.default,
-):
-    operator(_op)(_draw)
-    register(_op)(_with_generator(_op))
+)
+def plan_draw(call: Call) -> Plan:
+    """Elementwise, from the shard's own generator."""
+    plan = pointwise_plan(call)
+    inner = plan.call or call.func
+    out = plan.outputs
+    at = _index_of_generator(call.func)
+    name = call.func._schema.name.removeprefix("aten::")
+    numbers = name.endswith("_") and name != "random_" and all(isinstance(a, (int, float)) for a in call.args[1:at])
+
+    def drawn(*args: Any, **kwargs: Any) -> Tensor:
+        if numbers and is_traced(args[0]):
+            return drawn_into(args[0], name, *args[1:at], spec=out)
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})
+
+    plan.call = drawn
+    return plan
+
+
+# torch does not run these on meta tensors.
+operator(_aten.binomial.default, meta=lambda count, prob, generator=None: count + prob)(plan_draw)
+operator(_aten._standard_gamma.default, meta=lambda x, generator=None: torch.empty_like(x))(plan_draw)
+operator(_aten._standard_gamma_grad.default, meta=torch.add)(pointwise_plan)
+operator(_aten._dirichlet_grad.default, meta=lambda x, alpha, total: x + alpha)(pointwise_plan)
 
 
 # -- new tensors like an old one: drawn in place, because these operators take no generator --------------------------
 
 
-def _fill(func: str) -> Callable[..., Tensor]:
+def _filling(name: str) -> Callable[[Tensor, Sequence[int], ShardTensorSpec], Tensor]:
     """How the operator of this name fills an empty tensor; ``bounds`` are what randint_like is given."""
-    if func == "rand_like":
+    if name == "rand_like":
         return lambda out, bounds, spec: drawn_into(out, "uniform_", spec=spec)
-    if func == "randn_like":
+    if name == "randn_like":
         return lambda out, bounds, spec: drawn_into(out, "normal_", spec=spec)
     return lambda out, bounds, spec: out.random_(*bounds, generator=_own_generator(spec, out.device))
 
 
-def _like(call: Call) -> Plan:
+_LIKE = [
+    getattr(packet, overload)
+    for packet in (_aten.rand_like, _aten.randn_like, _aten.randint_like)
+    for overload in ("default", "low_dtype", "generator", "low_generator_dtype")
+    if overload in packet.overloads()
+]
+
+
+@operator(*_LIKE)
+def plan_draw_like(call: Call) -> Plan:
+    """``rand_like``, ``randn_like``, ``randint_like``."""
     out = call.specs[0].for_gradient().replace(meta=meta_of(call.meta))
-    fill = _fill(call.func._schema.name.removeprefix("aten::"))
+    fill = _filling(call.func._schema.name.removeprefix("aten::"))
     bounds = call.args[1:] if len(call.args) > 2 else (0, *call.args[1:])
 
-    def drawn(x: Tensor, *_: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+    def drawn(x: Tensor, *_: object, generator: None = None, **kwargs: Any) -> Tensor:
         return fill(torch.empty_like(x, **kwargs), bounds, out)
 
     return Plan(out, call=drawn)
 
 
-for _name in ("rand_like", "randn_like", "randint_like"):
-    _packet = getattr(_aten, _name)
-    for _overload in ("default", "low_dtype", "generator", "low_generator_dtype"):
-        if _overload in _packet.overloads():
-            _op = getattr(_packet, _overload)
-            operator(_op)(_like)
-            if "generator" in _overload:
-                register(_op)(_with_generator(_op))
-
-
-# -- rows -------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 @operator(_aten.multinomial.default)
-def _multinomial(call: Call) -> Plan:
-    """Every row is drawn for itself, by the rank that has it whole, see [Note: whole rows] in sorting/sort.py."""
+def plan_multinomial(call: Call) -> Plan:
+    """Every row is drawn for itself, by the rank that has all of it, see [Note: whole rows] in sorting/sort.py."""
     given = call.reduced()[(0,)]
-    spec = whole_rows("multinomial", given, len(given.shape) - 1)
+    spec = free_dims("multinomial", given, len(given.shape) - 1)
     out = carry(call, spec, call.meta, {d: d for d in range(len(spec.shape) - 1)})
     func, rest = call.func, call.args[1:]
-    empty = 0 in out.local_shape()
+    shape = out.local_shape()
+    empty = 0 in shape
 
-    def drawn(x: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+    def drawn(x: Tensor, *_: object, **__: object) -> Tensor:
         generator = _own_generator(out, x.device)
         if empty:
-            return torch.empty(out.local_shape(), dtype=torch.int64, device=x.device)
+            return torch.empty(shape, dtype=torch.int64, device=x.device)
         return func(x, *rest, generator=generator)
 
     return call.plan(out, {(0,): spec}, call=drawn)
 
 
-register(_aten.multinomial.default)(_with_generator(_aten.multinomial.default))
-
-
-META_FUNCTIONS[_aten.binomial.default] = lambda count, prob, generator=None: count + prob
-META_FUNCTIONS[_aten._standard_gamma.default] = lambda x, generator=None: torch.empty_like(x)
-META_FUNCTIONS[_aten._standard_gamma_grad.default] = torch.add
-META_FUNCTIONS[_aten._sample_dirichlet.default] = lambda x, generator=None: torch.empty_like(x)
-META_FUNCTIONS[_aten._dirichlet_grad.default] = lambda x, alpha, total: x + alpha
-
-
-@operator(_aten._sample_dirichlet.default)
-def _dirichlet(call: Call) -> Plan:
+@operator(_aten._sample_dirichlet.default, meta=lambda x, generator=None: torch.empty_like(x))
+def plan_dirichlet(call: Call) -> Plan:
     """Gamma variates over their sum, which the ranks add up where a row is sharded."""
     spec = call.reduced()[(0,)]
     out = spec.replace(meta=meta_of(call.meta))
-    last = len(spec.shape) - 1
-    over = [m for d, m in spec.sharded_dims().items() if d == last]
+    over = mesh_dims_of(spec, [len(spec.shape) - 1])
     func = call.func
 
-    def drawn(x: Tensor, *_: Any) -> Tensor:
+    def drawn(x: Tensor, *_: object) -> Tensor:
         generator = _own_generator(out, x.device)
         if not over:
             return func(x, generator)
         gamma = _aten._standard_gamma.default(x, generator)
-        total = gamma.sum(-1, keepdim=True)
-        for m in over:
-            total = all_reduce(total, spec.mesh.get_group(m))
-        return gamma / total
+        return gamma / reduce_over(gamma.sum(-1, keepdim=True), spec, over, "sum")
 
     return call.plan(out, {(0,): spec}, call=drawn)
 
 
-register(_aten._sample_dirichlet.default)(_with_generator(_aten._sample_dirichlet.default))
+# -- with a generator in the call --------------------------------------------------------------------------------------
+
+for _op, _plan in RULES.items():
+    _draws = _plan in (plan_draw, plan_draw_like, plan_multinomial, plan_dirichlet)
+    if _draws and _index_of_generator(_op) is not None:
+        register(_op)(_with_generator(_op))

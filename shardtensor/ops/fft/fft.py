@@ -1,22 +1,23 @@
 """Fourier transforms along any dims, sharded or not.
 
 A transform of several dims is one of each dim in turn (of real numbers the last dim comes first, to real numbers last).
-Along a dim that is not sharded a rank transforms what it has. A sharded one is made whole by an all-to-all that shards
-the longest free dim instead, and another one back, if there is a free dim with as many elements as there are ranks;
-otherwise the shards go round a ring.
+Along a dim that is not sharded a rank transforms its shard. A sharded one is resharded: an all-to-all shards the
+longest free dim instead, and another one goes back, if there is a free dim with as many elements as there are ranks;
+otherwise the shards are sent around a ring.
 
 [Note: chirp] Output ``k`` is the sum over ``j`` of ``x[j] * w ** (j * k)``. What the inputs of one shard contribute to
 the outputs of another is such a sum over an interval of ``j`` for an interval of ``k``. With ``2 * j * k == j ** 2 +
 k ** 2 - (k - j) ** 2`` it is a convolution with ``w ** (-d ** 2 / 2)``, a chirp, and costs three transforms of the two
-intervals' length (Bluestein's algorithm). So a rank computes its part of the output from its own shard and those that
-come by, and never holds more than two of them. For that it sends and receives as much as a gather would.
+intervals' length. So a rank computes its part of the output from its own shard and those that it is sent, and never
+holds more than two of them. For that it sends and receives as much as a gather would.
+
+Source: L. Bluestein, A linear filtering approach to the computation of discrete Fourier transform, 1970.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,17 @@ from torch import Tensor
 from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding
 from ...geometry import Interval, intervals_of, map_cuts
-from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, LocalPlan, Plan, operator
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to
-from ..common.alignment import torch_judges, whole_rows
+from ..common.alignment import free_dims
 from ..common.contraction import Tour, part_by_part
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Transform:
     """One transform of one dim.
 
     Attributes:
@@ -49,15 +52,15 @@ class _Kind:
     to_half: bool = False
 
 
-_FFT = _Kind(torch.fft.fft, -1, "forward")
-_IFFT = _Kind(torch.fft.ifft, 1, "backward")
-_RFFT = _Kind(torch.fft.rfft, -1, "forward", to_half=True)
-_IRFFT = _Kind(torch.fft.irfft, 1, "backward", from_half=True)
-_HFFT = _Kind(torch.fft.hfft, -1, "forward", from_half=True)
-_IHFFT = _Kind(torch.fft.ihfft, 1, "backward", to_half=True)
+_FFT = _Transform(torch.fft.fft, -1, "forward")
+_IFFT = _Transform(torch.fft.ifft, 1, "backward")
+_RFFT = _Transform(torch.fft.rfft, -1, "forward", to_half=True)
+_IRFFT = _Transform(torch.fft.irfft, 1, "backward", from_half=True)
+_HFFT = _Transform(torch.fft.hfft, -1, "forward", from_half=True)
+_IHFFT = _Transform(torch.fft.ihfft, 1, "backward", to_half=True)
 
 # name: (the transform of the last dim, that of the others)
-_KINDS = {
+_TRANSFORMS = {
     "fft": (_FFT, _FFT),
     "ifft": (_IFFT, _IFFT),
     "rfft": (_RFFT, _FFT),
@@ -67,55 +70,89 @@ _KINDS = {
 }
 
 
-def _transformed(name: str, function: Any, kinds: tuple[_Kind, _Kind], x: Any, n: Any, dim: Any, norm: Any) -> Any:
-    """``function(x, n, dim, norm)``; ``n`` and ``dim`` are sequences where it transforms several dims."""
-    if not isinstance(x, ShardTensor) or x._spec.is_replicate():
+_Lengths = int | Sequence[int] | None
+_Dims = int | Sequence[int] | None
+_Step = Callable[[ShardTensor], ShardTensor]
+
+
+def _plan(
+    call: Arguments,
+    name: str,
+    function: Callable[..., Tensor],
+    transforms: tuple[_Transform, _Transform],
+    spec: ShardTensorSpec,
+    n: _Lengths,
+    dim: _Dims,
+    norm: str | None,
+) -> Plan:
+    """Of ``function(x, n, dim, norm)``; ``n`` and ``dim`` are sequences where it transforms several dims."""
+    if spec.is_replicate():
         return NotImplemented
-    torch_judges(function, x, *_ascending(n, dim, x.ndim), norm)
-    x = redistribute_to(x, x._spec.for_gradient())
+    ndim = len(spec.shape)
+    meta = call.returned(function, spec, *_ascending(n, dim, ndim), norm)
     if dim is None:
-        dims = list(range(x.ndim))[-len(n) if n is not None else 0 :]
+        dims = list(range(ndim))[-len(n) if n is not None else 0 :]  # type: ignore[arg-type]
     else:
-        dims = [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    if not set(dims) & set(x._spec.sharded_dims()):
-        y = _applied(function, x.to_local(), n, dim, norm)
-        shape = [x.shape[d] if d in x._spec.sharded_dims() else length for d, length in enumerate(y.shape)]
-        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), y.dtype)
-        return from_part(y, x._spec.replace(meta=meta))
+        dims = [d % ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    if not set(dims) & set(spec.sharded_dims()):
+        out = spec.replace(meta=_meta(meta.shape, _result_dtype(call, function, spec, dim)))
+        return LocalPlan(lambda x: _applied(function, x, n, dim, norm), out)
     lengths = [None] * len(dims) if n is None else [n] if isinstance(n, int) else list(n)
-    steps = [(kinds[1], d, length) for d, length in zip(dims[:-1], lengths[:-1], strict=True)]
-    last = (kinds[0], dims[-1], lengths[-1])
-    for kind, d, length in [last, *steps] if kinds[0].to_half else [*steps, last]:
-        x = _along(name, kind, x, d, None if length == -1 else length, norm or "backward")
-    return x
+    others = [(transforms[1], d, length) for d, length in zip(dims[:-1], lengths[:-1], strict=True)]
+    last = (transforms[0], dims[-1], lengths[-1])
+    steps: list[_Step] = []
+    for transform, d, length in [last, *others] if transforms[0].to_half else [*others, last]:
+        step, spec = _plan_along(call, name, transform, spec, d, None if length == -1 else length, norm or "backward")
+        steps.append(step)
+
+    def transformed(x: ShardTensor) -> ShardTensor:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return Composed(transformed)
 
 
-def _ascending(n: Any, dim: Any, ndim: int) -> tuple[Any, Any]:
+def _ascending(n: _Lengths, dim: _Dims, ndim: int) -> tuple[_Lengths, _Dims]:
     """``n`` and ``dim``, where both are given, in the dims' order: all that torch checks, and 2.11 fails on others."""
     if isinstance(n, (list, tuple)) and isinstance(dim, (list, tuple)) and len(n) == len(dim):
         pairs = sorted(zip(dim, n), key=lambda pair: pair[0] % ndim)
         return tuple(length for _, length in pairs), tuple(d for d, _ in pairs)
-    return _hashable(n), _hashable(dim)
+    return n, dim
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
+def _result_dtype(call: Arguments, function: Callable[..., Tensor], spec: ShardTensorSpec, dim: _Dims) -> torch.dtype:
+    """What the kernel returns, which autocast, where it is on, casts the operand of."""
+    small = torch.ones([2] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
+    with torch.no_grad():
+        return function(small, None, dim).dtype
 
 
-def _along(name: str, kind: _Kind, x: Any, dim: int, n: int | None, norm: str) -> Any:
-    """One transform of one dim of a ShardTensor."""
-    given = x._spec
-    m = given.sharded_dims().get(dim)
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+    return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+
+
+def _plan_along(
+    call: Arguments, name: str, transform: _Transform, given: ShardTensorSpec, dim: int, n: int | None, norm: str
+) -> tuple[_Step, ShardTensorSpec]:
+    """One transform of one dim, and the spec of its result."""
+    shape = call.returned(transform.function, given, n, dim, norm).shape
+    meta = _meta(shape, _result_dtype(call, transform.function, given, dim))
+    result = _resized(given, dim, meta)
     try:
-        x = redistribute_to(x, whole_rows(name, given, dim))
+        target = free_dims(name, given, dim)
     except UnsupportedSharding:
-        return _round(kind, x, dim, n, norm)
-    y = _applied(kind.function, x.to_local(), n, dim, norm)
-    y = from_part(y, _resized(x._spec, dim, y))
-    return y if m is None else redistribute_to(y, _resized(given, dim, y))
+        return _ring(transform, given, result, dim, n, norm), result
+    out = _resized(target, dim, meta)
+
+    def transformed(x: ShardTensor) -> ShardTensor:
+        y = _applied(transform.function, redistribute_to(x, target).to_local(), n, dim, norm)
+        return redistribute_to(from_part(y, out), result)
+
+    return transformed, result
 
 
-def _applied(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+def _applied(function: Callable[..., Tensor], x: Tensor, *args: object) -> Tensor:
     """``function(x, *args)``, also of an empty shard, which torch's kernels do not take: of a row of zeros then."""
     empty = [d for d, n in enumerate(x.shape) if not n]
     for d in empty:
@@ -126,41 +163,39 @@ def _applied(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     return y
 
 
-def _resized(spec: ShardTensorSpec, dim: int, y: Tensor) -> ShardTensorSpec:
-    """``spec`` of a tensor like ``y`` in dtype and in the length of ``dim``, with its cuts where they were."""
-    shape = [y.shape[dim] if d == dim else n for d, n in enumerate(spec.shape)]
-    like = torch.empty(shape, device="meta")
-    sizes, m, old = list(spec.sizes), spec.sharded_dims().get(dim), spec.shape[dim]
+def _resized(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSpec:
+    """The spec of a tensor with ``meta``, which differs in the length of ``dim``: its boundaries scale with that."""
+    m, old, new = spec.sharded_dims().get(dim), spec.shape[dim], meta.shape[dim]
     if m is not None:
-        sizes[m] = map_cuts(spec.cut(m), lambda c: c * shape[dim] // max(1, old))
-    meta = spec.tensor_meta._replace(shape=like.shape, stride=like.stride(), dtype=y.dtype)
-    return spec.replace(meta=meta, sizes=tuple(sizes))
+        sizes = map_cuts(spec.cut(m), lambda boundary: boundary * new // max(1, old))
+        spec = spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
+    return spec.replace(meta=meta)
 
 
 # -- around the ring --------------------------------------------------------------------------------------------------
 
 
-def _round(kind: _Kind, x: Any, dim: int, n: int | None, norm: str) -> Any:
+def _ring(
+    transform: _Transform, spec: ShardTensorSpec, out: ShardTensorSpec, dim: int, n: int | None, norm: str
+) -> _Step:
     """See [Note: chirp]."""
-    spec = x._spec
     m = spec.sharded_dims()[dim]
-    here = torch_judges(kind.function, x, n, dim, norm)
-    out = _resized(spec, dim, torch.empty(here.shape, dtype=here.dtype, device="meta"))
-    length = n or (2 * (spec.shape[dim] - 1) if kind.from_half else spec.shape[dim])
-    used = length // 2 + 1 if kind.from_half else length
-    scale = {kind.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
+    length = n or (2 * (spec.shape[dim] - 1) if transform.from_half else spec.shape[dim])
+    used = length // 2 + 1 if transform.from_half else length
+    scale = {transform.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
     intervals = intervals_of(spec.cut(m))
     mine = out.interval(m)
+    tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, intervals)
+    dtype = out.tensor_meta.dtype
 
     def contribution(owner: int, part: Tensor) -> Tensor:
         start, stop = intervals[owner]
         part = part.narrow(dim, 0, max(0, min(stop, used) - start)).movedim(dim, -1)
-        y = _chirp(part if not kind.from_half else _doubled(part, start, length), start, mine, kind.sign, length)
-        return (y.real if kind.from_half else y).movedim(-1, dim) * scale
+        half = _doubled(part, start, length) if transform.from_half else part
+        y = _chirp(half, start, mine, transform.sign, length)
+        return (y.real if transform.from_half else y).movedim(-1, dim) * scale
 
-    tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, intervals)
-    y = part_by_part(contribution, tour, x.to_local())
-    return from_part(y.to(here.dtype), out)
+    return lambda x: from_part(part_by_part(contribution, tour, x.to_local()).to(dtype), out)
 
 
 def _doubled(part: Tensor, start: int, length: int) -> Tensor:
@@ -193,25 +228,39 @@ def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> T
     return torch.fft.ifft(spectrum)[..., inputs - 1 :] * wave(out[0], outputs)
 
 
-# -- doors ------------------------------------------------------------------------------------------------------------
+# -- entry points -----------------------------------------------------------------------------------------------------
 
 
-def _register(name: str, kinds: tuple[_Kind, _Kind]) -> None:
+def _declare(name: str, transforms: tuple[_Transform, _Transform]) -> None:
     """The transforms of one, two and any number of dims."""
     one, two, many = (getattr(torch.fft, name + suffix) for suffix in ("", "2", "n"))
 
-    @register(one)
-    def transform(input: Any, n: Any = None, dim: int = -1, norm: Any = None, *, out: Any = None) -> Any:
-        return NotImplemented if out is not None else _transformed(name, one, kinds, input, n, dim, norm)
+    @operator(one, tensors="input")
+    def plan_one(
+        call: Arguments, input: ShardTensorSpec, n: int | None = None, dim: int = -1, norm: str | None = None
+    ) -> Plan:
+        return _plan(call, name, one, transforms, input, n, dim, norm)
 
-    @register(two)
-    def transform_two(input: Any, s: Any = None, dim: Any = (-2, -1), norm: Any = None, *, out: Any = None) -> Any:
-        return NotImplemented if out is not None else _transformed(name + "2", two, kinds, input, s, dim, norm)
+    @operator(two, tensors="input")
+    def plan_two(
+        call: Arguments,
+        input: ShardTensorSpec,
+        s: int | Sequence[int] | None = None,
+        dim: int | Sequence[int] = (-2, -1),
+        norm: str | None = None,
+    ) -> Plan:
+        return _plan(call, name + "2", two, transforms, input, s, dim, norm)
 
-    @register(many)
-    def transform_many(input: Any, s: Any = None, dim: Any = None, norm: Any = None, *, out: Any = None) -> Any:
-        return NotImplemented if out is not None else _transformed(name + "n", many, kinds, input, s, dim, norm)
+    @operator(many, tensors="input")
+    def plan_many(
+        call: Arguments,
+        input: ShardTensorSpec,
+        s: int | Sequence[int] | None = None,
+        dim: int | Sequence[int] | None = None,
+        norm: str | None = None,
+    ) -> Plan:
+        return _plan(call, name + "n", many, transforms, input, s, dim, norm)
 
 
-for _name, _pair in _KINDS.items():
-    _register(_name, _pair)
+for _name, _pair in _TRANSFORMS.items():
+    _declare(_name, _pair)

@@ -12,7 +12,7 @@ from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
-from ..common.alignment import laid_like, replicated
+from ..common.alignment import replicated, same_layout
 from .gather import Read, any_sharded, gathered, indexes_a_shard
 from .index_plan import INDEXED, labelled
 
@@ -57,7 +57,7 @@ def _embedding_bag(
     def bags(indices: Tensor, table: Tensor, begins: Tensor | None, weights: Tensor | None) -> Tensor:
         rows = F.embedding(indices, table, scale_grad_by_freq=scale_grad_by_freq)
         # Sharded along the bags, which the reductions below are about.
-        rows = laid_like(rows, indices if by_input else weights)
+        rows = same_layout(rows, indices if by_input else weights)
         kept = torch.ones_like(indices, dtype=torch.bool) if ignored is None else indices != ignored
         if weights is not None:
             rows = rows * weights.unsqueeze(-1)
@@ -124,7 +124,7 @@ def _embedding_above_autograd(
             rows = torch.where(padded, rows.detach(), rows)
         if scale_grad_by_freq and rows.requires_grad:
             often = _frequencies(indices, table)
-            rows.register_hook(lambda grad: laid_like(grad, often) / often)
+            rows.register_hook(lambda grad: same_layout(grad, often) / often)
         return rows
 
     return Composed(embed)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction
 from ...operators import Arguments, Composed, operator
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run, wrap
@@ -23,7 +24,7 @@ __all__ = ["Read", "any_sharded", "flat_cumsum", "gathered", "indexes_a_shard", 
 _aten = torch.ops.aten
 
 
-class Read(torch.autograd.Function):
+class Read(AutogradFunction):
     """``read(x, indices)``, whose gradient is ``write(zeros, indices, gradient)``."""
 
     @staticmethod

@@ -24,7 +24,7 @@ from ...operators import Arguments, Composed, operator
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import as_operand, is_cut, laid_like
+from ..common.alignment import as_operand, is_sharded, same_layout
 from .gather import any_sharded, flat_cumsum, gathered, refuse_plain_target
 from .index_operators import is_mask
 from .masked_select import check_mask, selected
@@ -115,7 +115,7 @@ def _concerns_shards(x: ShardTensor, entries: Sequence[Entry] | None) -> bool:
 
 
 def _is_sharded_mask(item: object) -> bool:
-    return is_mask(item) and is_cut(item)
+    return is_mask(item) and is_sharded(item)
 
 
 @register(Tensor.__getitem__)
@@ -269,7 +269,7 @@ def masked(x: Tensor, dim: int, mask: Tensor, values: Tensor, accumulate: bool) 
     for _ in range(after):
         wide = wide.unsqueeze(-1)
     if values.ndim == x.ndim:
-        values = laid_like(values, x)
+        values = same_layout(values, x)
     return torch.where(wide, x + values if accumulate else values, x)
 
 
@@ -292,7 +292,7 @@ def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTe
         if not needed:
             return x.clone()
         found = gathered(values.reshape(-1), [(place - 1).clamp(min=0)])
-        return torch.where(where, laid_like(found, x), x)
+        return torch.where(where, same_layout(found, x), x)
 
     return scatter
 

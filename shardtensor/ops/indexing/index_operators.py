@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._compat import OpOverload
 from ...errors import refuse
 from ...operators import operator
 from ...planning import Call, Path, Plan, argument, is_inplace, spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
-from ..common.alignment import is_cut, replicated
+from ..common.alignment import is_sharded, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
 from .index_plan import INDEXED, Labels, labelled, operand
@@ -27,7 +28,6 @@ __all__ = ["is_mask", "numbers"]
 
 _aten = torch.ops.aten
 
-OpOverload = torch._ops.OpOverload
 Indices = Sequence["Tensor | None"]
 
 
@@ -302,7 +302,7 @@ def _masked_index_put(x: Tensor, mask: Tensor, indices: Indices, values: Tensor)
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | complex) -> Tensor:
     """With a value that requires grad, whose gradient by torch's formula looks for the index's different numbers."""
     d = dim_of(input, dim)
-    if d is None or not is_cut(index) or not isinstance(value, Tensor) or not value.requires_grad:
+    if d is None or not is_sharded(index) or not isinstance(value, Tensor) or not value.requires_grad:
         return NotImplemented
     n = input.shape[d]
     mask = replicated(torch.zeros(n, dtype=torch.bool, device=index.device), index._spec)

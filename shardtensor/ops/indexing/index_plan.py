@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ..._compat import OpOverload
 from ...errors import UnsupportedSharding
 from ...geometry import Interval, boundaries_of, intervals_of, map_boundaries, sizes_of
 from ...planning import Call, Path, Plan, is_inplace, meta_of
@@ -453,7 +454,7 @@ def check_range(index: Tensor, n: int, dim: int) -> None:
 _PLAIN_FORM = {"_unsafe_index_put": "index_put", "_index_put_impl_": "index_put_"}
 
 
-def _in_place(func: torch._ops.OpOverload) -> Any:
+def _in_place(func: OpOverload) -> Any:
     """The form of an operator that writes into its first argument."""
     if is_inplace(func):
         return func

@@ -14,12 +14,14 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...errors import refuse
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...redistribute import all_gather, redistribute_local
 from ...registry import register
-from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to, wrap
-from ..common.alignment import as_operand, common_mesh, is_cut, leading, moved, whole_value
+from ..common.alignment import as_operand, common_mesh, is_sharded, leading, redistributed, reduced_value
 from .gather import any_sharded
 
 __all__ = ["check_mask", "selected"]
@@ -47,9 +49,9 @@ def _moved_along(x: ShardTensor, dim: int, mask: ShardTensorSpec) -> ShardTensor
             reason = f"its dim {d} is sharded on mesh dim {m}, where the mask is replicated"
             raise refuse("masked_select", [x._spec, mask], reason, "shard it as the mask is, or along other dims")
     if along is None:
-        return moved("masked_select", x, x._spec)
+        return redistributed("masked_select", x, x._spec)
     axis = AxisLayout(Shard(dim + along[0]), mask.sizes[along[1]])
-    return moved("masked_select", x, x._spec.with_axes({along[1]: axis}))
+    return redistributed("masked_select", x, x._spec.with_axes({along[1]: axis}))
 
 
 def check_mask(x: Tensor, dim: int, mask: Tensor) -> None:
@@ -105,7 +107,7 @@ def _masked_select(call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpe
         x, where = x.expand(shape), where.expand(shape)
         if not shape:
             x, where = x.unsqueeze(0), where.unsqueeze(0)
-        return selected(x, 0, where if is_cut(where) else _laid_out_like(where, x))
+        return selected(x, 0, where if is_sharded(where) else _laid_out_like(where, x))
 
     return Composed(select)
 
@@ -122,7 +124,7 @@ def _nonzero(x: ShardTensor) -> ShardTensor:
     """The places of elements that are not zero, each with its owner."""
     if not x._spec.sharded_dims():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     lead = leading("nonzero", spec)
     local = redistribute_local(local, spec, lead)
     places = local.nonzero()

@@ -1,16 +1,20 @@
 """``torch.distributed.all_reduce`` on a ShardTensor, which training frameworks call for losses and metrics.
 
-It reduces the values that the ranks of the group hold, in place, and leaves the layout as it is: what is Partial
-is completed, reduced, and made Partial again, so that other views of the memory stay right. A sharded tensor may be
+It reduces the values that the ranks of the group hold, in place, and leaves the layout as it is: a Partial is resolved,
+reduced over the group, and made Partial again, so that other views of the memory stay right. A sharded tensor may be
 reduced over ranks that hold the same part of other tensors (those along a data axis), not over ranks of its own.
+
+The operator has a handler, not a plan: it gets a process group, and returns the work under way next to the tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import refuse
@@ -25,7 +29,13 @@ _all_reduce = torch.ops.c10d.allreduce_.default
 
 
 @register(_all_reduce)
-def _reduce_values(tensors: Any, process_group: Any, reduce_op: Any, *options: Any, **named: Any) -> Any:
+def _reduce_values(
+    tensors: Sequence[Tensor],
+    process_group: torch.ScriptObject,
+    reduce_op: torch.ScriptObject,
+    *options: Any,
+    **named: Any,
+) -> tuple[Sequence[Tensor], torch.ScriptObject]:
     ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(process_group))
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -40,8 +50,8 @@ def _reduce_values(tensors: Any, process_group: Any, reduce_op: Any, *options: A
     return tensors, work
 
 
-def _value(tensor: Any) -> Any:
-    """What the ranks reduce: the memory itself where that holds the value."""
+def _value(tensor: Tensor) -> Tensor:
+    """What the ranks reduce: the local tensor itself unless it is a contribution."""
     if not isinstance(tensor, DTensor):
         return tensor
     spec = spec_of(tensor)

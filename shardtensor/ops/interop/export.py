@@ -1,12 +1,15 @@
 """What would take a ShardTensor's values or memory out of torch.
 
-A ShardTensor has no memory of its own: torch's functions that hand its address out would hand out none, and what reads
-there finds anything. So they are refused. A number is a number: a 0-dim ShardTensor formats like any tensor.
+A ShardTensor has no memory of its own: torch's functions that return its address would return none, and what reads
+there finds anything. So they are refused. A 0-dim ShardTensor formats like any tensor: as the number.
+
+These functions have handlers, not plans: they refuse, or read data.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 from ...errors import refuse
 from ...redistribute import redistribute_local
 from ...registry import register
+from ...tensor import ShardTensor
 
 _aten = torch.ops.aten
 
@@ -22,8 +26,8 @@ __all__: list[str] = []
 _REMEDY = "take x.full_tensor(), which gathers, or this rank's shard, x.to_local()"
 
 
-def _refused(name: str, reason: str, remedy: str) -> Any:
-    def handler(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _refused(name: str, reason: str, remedy: str) -> Callable[..., Any]:
+    def handler(self: Tensor, *args: object, **kwargs: object) -> NoReturn:
         raise refuse(name, self, reason, remedy)
 
     return handler
@@ -39,7 +43,7 @@ for _name in ("apply_", "map_", "map2_"):
 
 
 @register(Tensor.__format__)
-def _format(self: Any, format_spec: str) -> str:
+def _format(self: Tensor, format_spec: str) -> str:
     """Of a 0-dim tensor the number, as torch has it: ``f"{loss:.3f}"``. All ranks must take part, as in ``item()``."""
     if self.ndim or not format_spec:
         return object.__format__(self, format_spec)
@@ -47,7 +51,8 @@ def _format(self: Any, format_spec: str) -> str:
 
 
 @register(_aten._local_scalar_dense.default)
-def item(x: Any) -> Any:
+def item(x: ShardTensor) -> bool | int | float | complex:
+    """The number that a tensor of one element holds, on every rank."""
     spec = x._spec
     if spec.shape.numel() != 1:
         raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")

@@ -1,140 +1,89 @@
-"""Factorizations, inverses, determinants and solvers: on whole matrices, many of them or many right-hand sides.
+"""Factorizations, inverses, determinants and solvers: of unsharded matrices, many of them or many right-hand sides.
 
-Batch dims, and the columns of a right-hand side, may be cut in any way: every rank works on its own, forward and
-backward, and nothing travels. A cut matrix dim is exchanged to the longest free batch dim, if it has at least as many
-elements as there are ranks (one all-to-all in which every rank keeps as much as it had); results of the operand's shape
-are put back as it lay, the others stay spread over the batch. A single matrix that is cut is refused.
+Batch dims, and the columns of a right-hand side, may be sharded in any way: every rank computes its own, forward and
+backward, and nothing is sent. A sharded matrix dim is resharded to the longest free batch dim, if that has at least as
+many elements as there are ranks (one all-to-all in which every rank keeps as much as it had); results of the operand's
+shape get the operand's layout, the others stay sharded along the batch. A single matrix that is sharded is refused.
 
 [Note: left out] Results that are not asked for torch returns as empty vectors. On a rank without matrices a result of
 one number for each is an empty vector, too, so such a rank asks torch what it would return for all matrices. Whether
-``lstsq`` leaves its residuals out depends on the matrices themselves, so the processes tell each other.
+``lstsq`` leaves its residuals out depends on the matrices themselves, so the ranks tell each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ...registry import FUNCTIONS, register
+from ...operators import Arguments, Composed, Plan, operator
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to
-from ..common.alignment import as_operand, common_mesh, described
 from ..common.contraction import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import reduce_over
 
-Terms = tuple[tuple[str, ...], tuple[str, ...]]  # the dims behind the batch dims, of the operands and of the results
+# The dims behind the batch dims, of the operands and of the results: a capital letter is a dim that may be sharded.
+# Operands that are not named, such as tolerances, are one number for each matrix, and so are such results.
+Terms = tuple[tuple[str, ...], tuple[str, ...]]
+Matrices = Tensor | ShardTensor
+
+ONE: Terms = ("mn",), ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """Names of the operands, in order, and a function from them and ``left`` to their terms.
+def plan_by_matrix(
+    call: Arguments,
+    function: Callable[..., Any],
+    terms: Terms,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """A plan that calls ``function`` on each rank's batch; NotImplemented where nothing is sharded.
 
-    A capital letter is a dim that may be cut; the others must be whole.
+    Args:
+        args, kwargs: of the function, with specs for the tensors that the plan will run on, in their order.
     """
-
-    names: tuple[str, ...]
-    terms: Callable[[Sequence[Tensor], bool], Terms]
-
-    def operands(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int | str, Tensor]]:
-        """``(where it stands among the arguments, tensor)``, those that have a name here first."""
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        found = [(place, value) for place, value in given if isinstance(value, Tensor)]
-        order = {name: i for i, name in enumerate(self.names)}
-        return sorted(found, key=lambda item: order.get(item[0], 99) if isinstance(item[0], str) else item[0])
-
-
-def _matrices(*terms: str) -> Callable[[Sequence[Tensor], bool], Terms]:
-    return lambda operands, left: (terms, ())
-
-
-def _has_columns(matrix: Tensor, b: Tensor) -> bool:
-    """Whether the right-hand side ``b`` is a matrix, or many of them, rather than a vector for each matrix."""
-    return b.ndim > 1 and not (b.ndim == matrix.ndim - 1 and b.shape == matrix.shape[:-1])
-
-
-def _solved(order: Sequence[str]) -> Callable[[Sequence[Tensor], bool], Terms]:
-    """Of operands of which ``B`` is a right-hand side with any number of columns; the first result is like it."""
-
-    def terms(operands: Sequence[Tensor], left: bool) -> Terms:
-        matrix, b = (operands[order.index(name)] for name in "AB")
-        columns = "p" in order or _has_columns(matrix, b)
-        named = {"A": "nn", "p": "n", "B": "n" if not columns else "nK" if left else "Kn"}
-        return tuple(named[name] for name in order), (named["B"],)
-
-    return terms
-
-
-ONE = _Signature(("input", "A", "self"), _matrices("mn"))
-_OF_ONE_MATRIX = """
-    cholesky cholesky_ex cholesky_inverse det eig eigh eigvals eigvalsh geqrf inv inv_ex inverse ldl_factor
-    ldl_factor_ex logdet lu lu_factor lu_factor_ex matrix_exp matrix_rank pinv pinverse qr slogdet svd svdvals
-"""
-_SIGNATURES: dict[str, _Signature] = {
-    **dict.fromkeys(_OF_ONE_MATRIX.split(), ONE),
-    "householder_product": _Signature(("input", "tau"), _matrices("mn", "k")),
-    "lstsq": _Signature(("input", "b"), lambda operands, left: (("mn", "mk"[: 1 + _has_columns(*operands[:2])]), ())),
-    "lu_unpack": _Signature(("LU_data", "LU_pivots"), _matrices("mn", "p")),
-    "orgqr": _Signature(("input", "tau"), _matrices("mn", "k")),
-    "ormqr": _Signature(("input", "tau", "other"), _matrices("mn", "k", "pq")),
-    "cholesky_solve": _Signature(("B", "L"), lambda operands, left: (("nK", "nn"), ("nK",))),
-    "ldl_solve": _Signature(("LD", "pivots", "B"), _solved("ApB")),
-    "linalg.lu_solve": _Signature(("LU", "pivots", "B"), _solved("ApB")),
-    "lu_solve": _Signature(("b", "LU_data", "LU_pivots"), _solved("BAp")),
-    "solve": _Signature(("A", "B"), _solved("AB")),
-    "solve_ex": _Signature(("A", "B"), _solved("AB")),
-    "solve_triangular": _Signature(("input", "B"), _solved("AB")),
-}
-
-
-def by_matrix(
-    name: str, function: Callable[..., Any], signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """``function`` on each rank's batch; NotImplemented where nothing is sharded."""
-    given = signature.operands(args, kwargs)
-    tensors = [t for _, t in given]
-    mesh = common_mesh(name, tensors)
-    if mesh is None or all(t._spec.is_replicate() for t in tensors if isinstance(t, DTensor)):
-        return NotImplemented
-    operands = [as_operand(t, mesh) for t in tensors]
-    terms, results = signature.terms(operands, kwargs.get("left", True))
-    cores = [*terms, *[""] * (len(operands) - len(terms))]  # further ones are tolerances, one for each matrix
-    if any(t.ndim < len(core) for t, core in zip(operands, cores, strict=True)):
+    named = kwargs or {}
+    places = [i for i, a in enumerate(args) if isinstance(a, ShardTensorSpec)]
+    keys = [key for key, a in named.items() if isinstance(a, ShardTensorSpec)]
+    specs = [args[i] for i in places] + [named[key] for key in keys]
+    cores = [*terms[0], *[""] * (len(specs) - len(terms[0]))]
+    if all(spec.is_replicate() for spec in specs) or any(len(s.shape) < len(c) for s, c in zip(specs, cores)):
         return NotImplemented  # torch says what is wrong
-    leads, lead = batch_labels(*(t.shape[: t.ndim - len(core)] for t, core in zip(operands, cores, strict=True)))
+    leads, lead = batch_labels(*(s.shape[: len(s.shape) - len(core)] for s, core in zip(specs, cores, strict=True)))
     form = Form(
         tuple((*labels, *core) for labels, core in zip(leads, cores, strict=True)),
         (*lead, "K"),
         whole=frozenset(c for c in "".join(cores) if c.islower()),
         by_parts=False,
     )
-    how = arrange(name, form, tuple(t._spec for t in operands))
-    local_args, local_kwargs = list(args), dict(kwargs)
-    for i, (place, _) in enumerate(given):
-        holder: Any = local_kwargs if isinstance(place, str) else local_args
-        holder[place] = how.local(i, operands[i])
-    found = function(*local_args, **local_kwargs)
-    several = isinstance(found, (tuple, list))
-    locals_ = list(found) if several else [found]
+    name = call.name.removeprefix("linalg_")
+    how = arrange(name, form, tuple(specs))
+    first = specs[0]
+    back = None if first.placements == how.targets[0].placements else first
 
-    def of_all() -> Any:
-        return function(*map(described, args), **{name: described(value) for name, value in kwargs.items()})
+    def run(*tensors: Matrices | None) -> Any:
+        locals_ = [how.local(i, t) for i, t in enumerate(t for t in tensors if t is not None)]
+        local_args, local_kwargs = list(args), dict(named)
+        for i, local in zip(places, locals_):
+            local_args[i] = local
+        for key, local in zip(keys, locals_[len(places) :]):
+            local_kwargs[key] = local
+        found = function(*local_args, **local_kwargs)
+        results = list(found) if isinstance(found, (tuple, list)) else [found]
+        left_out = _left_out(name, results, how, lead, lambda: call.returned(function, *args, **named))
+        outputs = []
+        for i, y in enumerate(results):
+            labels = (*lead, *terms[1][i]) if i < len(terms[1]) else lead
+            out = _result(y, how, lead, labels, left_out[i])
+            outputs.append(out if back is None or out.shape != back.shape else redistribute_to(out, back))
+        if not isinstance(found, (tuple, list)):
+            return outputs[0]
+        return tuple(outputs) if type(found) is tuple else type(found)(outputs)
 
-    left_out = _left_out(name, locals_, how, lead, of_all)
-    outputs = []
-    for i, y in enumerate(locals_):
-        labels = (*lead, *results[i]) if i < len(results) else lead
-        out = _result(y, how, lead, labels, left_out[i])
-        first = operands[0]
-        if first._spec.placements != how.targets[0].placements and out.shape == first.shape:
-            out = redistribute_to(out, first._spec)
-        outputs.append(out)
-    if not several:
-        return outputs[0]
-    return tuple(outputs) if type(found) is tuple else type(found)(outputs)
+    return Composed(run)
 
 
 def _left_out(
@@ -151,13 +100,13 @@ def _left_out(
         votes = reduce_over(opinions, per_matrix, list(per_matrix.sharded_dims().values()), "min").tolist()
         return [e if vote == 2 else not vote for e, vote in zip(empty, votes, strict=True)]
     if nothing and any(empty) and len(lead) == 1:
-        whole = of_all()
-        return [y.shape == (0,) for y in (whole if isinstance(whole, (tuple, list)) else [whole])]
+        results = of_all()
+        return [y.shape == (0,) for y in (results if isinstance(results, (tuple, list)) else [results])]
     return empty
 
 
-def _result(y: Tensor, how: Arrangement, lead: Sequence[Label], labels: Sequence[Label], left_out: bool) -> Any:
-    """A local result as a ShardTensor. One that is left out is empty, and lies on every rank alike."""
+def _result(y: Tensor, how: Arrangement, lead: Sequence[Label], labels: Sequence[Label], left_out: bool) -> ShardTensor:
+    """A local result as a ShardTensor. One that is left out is empty, and replicated."""
     shape = [how.lengths[label] for label in lead] + list(y.shape[len(lead) :])
     spec = how.out(shape, y.dtype, lead)
     if left_out:
@@ -169,61 +118,151 @@ def _result(y: Tensor, how: Arrangement, lead: Sequence[Label], labels: Sequence
     return from_part(y, how.out(shape, y.dtype, labels))
 
 
-def _register(name: str, signature: _Signature) -> None:
-    """Wherever torch has the function: ``torch.linalg``, ``torch``, the methods."""
-    only_linalg = name.startswith("linalg.")
-    short = name.removeprefix("linalg.")
-    for owner in (torch.linalg, torch, Tensor):
-        function = getattr(owner, short, None)
-        if function is None or function in FUNCTIONS or (only_linalg and owner is not torch.linalg):
-            continue
+# -- declarations -----------------------------------------------------------------------------------------------------
 
-        @register(function)
-        def handler(*args: Any, _function: Any = function, out: Any = None, **kwargs: Any) -> Any:
-            if out is not None:
-                return NotImplemented
-            return by_matrix(short, _function, signature, args, kwargs)
+# Arguments that are tensors, or may be.
+_TENSORS = ("input", "input2", "input3", "A", "B", "b", "LU", "LU_data", "LU_pivots", "LD", "pivots", "tau")
+_TENSORS += ("tol", "rcond", "atol", "rtol")  # where these are not numbers
 
 
-for _name in sorted(_SIGNATURES, key=lambda name: "." not in name):
-    _register(_name, _SIGNATURES[_name])
+def _declare(spellings: str, arguments: Callable[..., Terms]) -> None:
+    """Declare functions of ``torch.linalg``, or of ``torch`` and the methods of their names.
+
+    Args:
+        arguments: a function of torch's arguments, with specs for tensors, that gives the terms.
+    """
+    signature = inspect.signature(arguments)
+    parameters = list(signature.parameters.values())
+    required = [p.name for p in parameters if p.default is p.empty and p.kind != p.KEYWORD_ONLY]
+    call_first = inspect.Parameter("call", inspect.Parameter.POSITIONAL_ONLY)
+    for spelling in spellings.split():
+        name = spelling.removeprefix("linalg.")
+        homes = [torch, Tensor] if name == spelling else [torch.linalg]
+        for function in [getattr(home, name) for home in homes if hasattr(home, name)]:
+
+            def plan(call: Arguments, *args: Any, _function: Callable[..., Any] = function, **kwargs: Any) -> Plan:
+                bound = signature.bind(*args, **kwargs).arguments
+                given = {p.name: bound[p.name] for p in parameters if bound[p.name] is not p.default}
+                positional = [given.pop(key) for key in required]
+                return plan_by_matrix(call, _function, arguments(*args, **kwargs), positional, given)
+
+            plan.__signature__ = signature.replace(  # type: ignore[attr-defined]
+                parameters=[call_first, *parameters], return_annotation=Plan
+            )
+            operator(function, tensors=" ".join(key for key in signature.parameters if key in _TENSORS))(plan)
 
 
-@register(torch.triangular_solve, Tensor.triangular_solve)
-def _triangular_solve(b: Any, A: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-    """The copy of the matrix among the results is no work of a rank's columns: it is made of the whole operand."""
+def _has_columns(matrix: ShardTensorSpec, b: ShardTensorSpec) -> bool:
+    """Whether the right-hand side ``b`` is a matrix, or many of them, rather than a vector for each matrix."""
+    ndim = len(matrix.shape)
+    return len(b.shape) > 1 and not (len(b.shape) == ndim - 1 and b.shape == matrix.shape[:-1])
 
-    def solution(*args: Any, **kwargs: Any) -> Tensor:
-        return torch.triangular_solve(*args, **kwargs).solution
 
-    signature = _Signature(("b", "A"), lambda operands, left: (("nK", "nn"), ("nK",)))
-    if out is not None:
+def _solved(A: ShardTensorSpec, B: ShardTensorSpec, left: bool = True) -> Terms:
+    """Of a system with right-hand sides ``B``, any number of columns of which may be anywhere."""
+    b = "n" if not _has_columns(A, B) else "nK" if left else "Kn"
+    return ("nn", b), (b,)
+
+
+_declare("linalg.cholesky", lambda input, *, upper=False: ONE)
+_declare("linalg.cholesky_ex", lambda input, *, upper=False, check_errors=False: ONE)
+_declare("cholesky cholesky_inverse", lambda input, upper=False: ONE)
+_declare("linalg.det linalg.slogdet linalg.inv", lambda A: ONE)
+_declare("linalg.eig linalg.eigvals linalg.matrix_exp", lambda input: ONE)
+_declare("det logdet slogdet inverse matrix_exp geqrf", lambda input: ONE)
+_declare("linalg.eigh linalg.eigvalsh", lambda input, UPLO="L": ONE)
+_declare("linalg.inv_ex", lambda A, *, check_errors=False: ONE)
+_declare("linalg.ldl_factor", lambda input, *, hermitian=False: ONE)
+_declare("linalg.ldl_factor_ex", lambda input, *, hermitian=False, check_errors=False: ONE)
+_declare("linalg.lu linalg.lu_factor", lambda A, *, pivot=True: ONE)
+_declare("linalg.lu_factor_ex", lambda A, *, pivot=True, check_errors=False: ONE)
+_declare("lu", lambda input, pivot=True, get_infos=False: ONE)
+_declare("linalg.matrix_rank", lambda input, tol=None, hermitian=False, *, atol=None, rtol=None: ONE)
+_declare("linalg.pinv", lambda input, rcond=None, hermitian=False, *, atol=None, rtol=None: ONE)
+_declare("pinverse", lambda input, rcond=1e-15: ONE)
+_declare("linalg.qr", lambda A, mode="reduced": ONE)
+_declare("qr", lambda input, some=True: ONE)
+_declare("linalg.svd", lambda A, full_matrices=True, *, driver=None: ONE)
+_declare("linalg.svdvals", lambda A, *, driver=None: ONE)
+_declare("svd", lambda input, some=True, compute_uv=True: ONE)
+
+_declare("linalg.householder_product", lambda input, tau: (("mn", "k"), ()))
+_declare("orgqr", lambda input, input2: (("mn", "k"), ()))
+_declare("ormqr", lambda input, input2, input3, left=True, transpose=False: (("mn", "k", "pq"), ()))
+_declare("lu_unpack", lambda LU_data, LU_pivots, unpack_data=True, unpack_pivots=True: (("mn", "p"), ()))
+
+_declare(
+    "linalg.lstsq",
+    lambda input, b, rcond=None, *, driver=None: (("mn", "mk" if _has_columns(input, b) else "m"), ()),
+)
+_declare("linalg.solve", lambda A, B, *, left=True: _solved(A, B, left))
+_declare("linalg.solve_ex", lambda A, B, *, left=True, check_errors=False: _solved(A, B, left))
+_declare(
+    "linalg.solve_triangular",
+    lambda input, B, *, upper, left=True, unitriangular=False: _solved(input, B, left),
+)
+_declare("cholesky_solve", lambda input, input2, upper=False: (("nK", "nn"), ("nK",)))
+_declare("linalg.ldl_solve", lambda LD, pivots, B, *, hermitian=False: (("nn", "n", "nK"), ("nK",)))
+_declare(
+    "linalg.lu_solve",
+    lambda LU, pivots, B, *, left=True, adjoint=False: (("nn", "n", b := "nK" if left else "Kn"), (b,)),
+)
+_declare("lu_solve", lambda input, LU_data, LU_pivots: (("nK", "nn", "n"), ("nK",)))
+
+
+# -- those that are put together of others ----------------------------------------------------------------------------
+
+
+def _solution(b: Tensor, A: Tensor, **options: bool) -> Tensor:
+    return torch.triangular_solve(b, A, **options).solution
+
+
+@operator(torch.triangular_solve, Tensor.triangular_solve, tensors="input A")
+def plan_triangular_solve(
+    call: Arguments,
+    input: ShardTensorSpec,
+    A: ShardTensorSpec,
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
+) -> Plan:
+    """The matrix is copied to the results from the operand: a rank that computes only some columns has all of it."""
+    options = {"upper": upper, "transpose": transpose, "unitriangular": unitriangular}
+    solve = plan_by_matrix(call, _solution, (("nK", "nn"), ("nK",)), (input, A), options)
+    if solve is NotImplemented:
+        return solve
+
+    def run(b: ShardTensor, matrix: ShardTensor) -> Any:
+        x = solve.run((b, matrix))
+        copied = matrix.expand(*x.shape[:-2], *matrix.shape[-2:]).clone()
+        return torch.return_types.triangular_solve((x, copied))
+
+    return Composed(run)
+
+
+@operator(torch.linalg.matrix_power, torch.matrix_power, Tensor.matrix_power, tensors="input")
+def plan_matrix_power(call: Arguments, input: ShardTensorSpec, n: int) -> Plan:
+    """A sharded matrix is multiplied with itself, but not inverted."""
+    ndim = len(input.shape)
+    if n >= 0 and {ndim - 1, ndim - 2} & set(input.sharded_dims()):
         return NotImplemented
-    x = by_matrix("triangular_solve", solution, signature, (b, A, *args), kwargs)
-    if x is NotImplemented:
-        return x
-    matrix = as_operand(A, x.device_mesh)
-    return torch.return_types.triangular_solve((x, matrix.expand(*x.shape[:-2], *A.shape[-2:]).clone()))
+    return plan_by_matrix(call, torch.linalg.matrix_power, ONE, (input, n))
 
 
-@register(torch.linalg.matrix_power, torch.matrix_power, Tensor.matrix_power)
-def _matrix_power(input: Any, n: int, **kwargs: Any) -> Any:
-    """A cut matrix is multiplied with itself, but not inverted."""
-    cut = isinstance(input, ShardTensor) and {input.ndim - 1, input.ndim - 2} & set(input._spec.sharded_dims())
-    if kwargs or (n >= 0 and cut):
-        return NotImplemented
-    return by_matrix("matrix_power", torch.linalg.matrix_power, ONE, (input, n), {})
-
-
-@register(torch.linalg.cond)
-def _cond(A: Any, p: Any = None, **kwargs: Any) -> Any:
+@operator(torch.linalg.cond, tensors="input")
+def plan_cond(call: Arguments, input: ShardTensorSpec, p: float | str | None = None) -> Plan:
     """By its parts: torch's own leaves the graph on a rank without matrices."""
-    if not isinstance(A, ShardTensor) or kwargs or A.ndim < 2:
+    if len(input.shape) < 2:
         return NotImplemented
-    if p in (None, 2, -2):
-        values = torch.linalg.svdvals(A)
+
+    def of_singular_values(matrix: Tensor) -> Tensor:
+        values = torch.linalg.svdvals(matrix)
         largest, smallest = values[..., 0], values[..., -1]
         return smallest / largest if p == -2 else largest / smallest
-    inverse, info = torch.linalg.inv_ex(A)
-    norm = torch.linalg.matrix_norm(inverse, p).masked_fill(info != 0, float("inf"))
-    return torch.linalg.matrix_norm(A, p) * norm
+
+    def of_inverse(matrix: Tensor) -> Tensor:
+        inverse, info = torch.linalg.inv_ex(matrix)
+        norm = torch.linalg.matrix_norm(inverse, p).masked_fill(info != 0, float("inf"))
+        return torch.linalg.matrix_norm(matrix, p) * norm
+
+    return Composed(of_singular_values if p in (None, 2, -2) else of_inverse)

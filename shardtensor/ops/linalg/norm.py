@@ -5,100 +5,168 @@ The norms of matrices that are made of singular values are taken of many matrice
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ...operators import Arguments, Composed, Plan, operator
+from ...planning import Call, argument
+from ...planning import Plan as OperatorPlan
 from ...registry import register
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
-from ..common.reduce import narrowed, reduced_dims, resolved, widened
-from .decomposition import ONE, by_matrix
+from ..common.alignment import wide_dtype
+from ..common.reduce import mesh_dims_of, neutral_element, rank_reduction, reduced_dims, reduced_spec
+from .decomposition import ONE, plan_by_matrix
 
 _aten = torch.ops.aten
 
 
-@register(_aten.linalg_vector_norm.default)
-def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if x._spec.is_replicate():
-        return NotImplemented
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
-        raise RuntimeError(f"linalg.vector_norm: expected a floating point or complex tensor, got {x.dtype}")
-    if dtype is not None:
-        x = run(_aten._to_copy.default, (x,), {"dtype": dtype})
-    dims = reduced_dims(dim, x.ndim)
-    given = x.dtype
-    size = run(_aten.abs.default, (widened(resolved(x)),), {})
-    if ord in (float("inf"), float("-inf")):
-        op = _aten.amax.default if ord > 0 else _aten.amin.default
-        return narrowed(resolved(run(op, (size, dims, keepdim), {})), given)
-    if ord == 0:
-        size = run(_aten._to_copy.default, (run(_aten.ne.Scalar, (size, 0), {}),), {"dtype": size.dtype})
-        return narrowed(resolved(run(_aten.sum.dim_IntList, (size, dims, keepdim), {})), given)
-    total = resolved(run(_aten.sum.dim_IntList, (run(_aten.pow.Tensor_Scalar, (size, ord), {}), dims, keepdim), {}))
-    return narrowed(run(_aten.pow.Tensor_Scalar, (total, 1.0 / ord), {}), given)
+# -- of vectors, below autograd ---------------------------------------------------------------------------------------
 
 
-@register(_aten.norm.Scalar, _aten.norm.ScalarOpt_dtype, _aten.norm.ScalarOpt_dim, _aten.norm.ScalarOpt_dim_dtype)
-def _norm_operator(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The older operator, which pairwise_distance still calls."""
-    return _vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+@operator(
+    _aten.linalg_vector_norm.default,
+    # The older operator, which pairwise_distance still calls.
+    _aten.norm.Scalar,
+    _aten.norm.ScalarOpt_dtype,
+    _aten.norm.ScalarOpt_dim,
+    _aten.norm.ScalarOpt_dim_dtype,
+)
+def plan_vector_norm(call: Call) -> OperatorPlan:
+    """One all-reduce: of the sum of powers, or of the extreme."""
+    spec = call.reduced()[(0,)]
+    order = argument(call, 1, "ord", 2)
+    order = 2 if order is None else order
+    dims = reduced_dims(argument(call, 2, "dim", None), len(spec.shape))
+    keepdim = argument(call, 3, "keepdim", False)
+    out = reduced_spec(spec, call.meta, dims, keepdim, "sum").for_gradient()
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(out, {(0,): spec})
+    given = argument(call, 4, "dtype", None) or spec.tensor_meta.dtype
+    local = _local_norm(order, dims, keepdim, rank_reduction(spec, over))
+    dtype, wide = call.meta.dtype, wide_dtype(given)
+    return call.plan(out, {(0,): spec}, call=lambda x, *_, **__: local(x.to(given).to(wide).abs()).to(dtype))
+
+
+def _local_norm(
+    order: float, dims: list[int], keepdim: bool, reduce: Callable[[Tensor, str], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """The norm of what the ranks have, from the sizes of a rank's elements."""
+    if order in (float("inf"), float("-inf")):
+        op, extreme = ("max", torch.amax) if order > 0 else ("min", torch.amin)
+
+        def of_extremes(size: Tensor) -> Tensor:
+            if 0 not in size.shape:
+                return reduce(extreme(size, dims, keepdim), op)
+            return reduce(size.sum(dims, keepdim).fill_(neutral_element(op, size.dtype)), op)
+
+        return of_extremes
+    if order == 0:
+        return lambda size: reduce((size != 0).to(size.dtype).sum(dims, keepdim), "sum")
+    return lambda size: reduce(size.pow(order).sum(dims, keepdim), "sum").pow(1.0 / order)
+
+
+# Handlers, not plans: they are other operators in a row, which have plans.
 
 
 @register(_aten.dist.default)
-def _dist(a: Any, b: Any, p: Any = 2) -> Any:
-    return _vector_norm(run(_aten.sub.Tensor, (a, b), {}), p)
+def _dist(a: ShardTensor, b: ShardTensor, p: float = 2) -> ShardTensor:
+    return run(_aten.linalg_vector_norm.default, (run(_aten.sub.Tensor, (a, b), {}), p), {})
 
 
 @register(_aten.renorm.default)
-def _renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+def _renorm(x: ShardTensor, p: float, dim: int, maxnorm: float) -> ShardTensor:
     if x._spec.is_replicate():
         return NotImplemented
     (kept,) = reduced_dims(dim, x.ndim)
     others = [d for d in range(x.ndim) if d != kept]
     if not others:
         raise RuntimeError("renorm: input needs at least 2 dimensions")
-    norm = _vector_norm(x, p, others, True)
+    norm = run(_aten.linalg_vector_norm.default, (x, p, others, True), {})
     one = run(_aten.ones_like.default, (norm,), {})
     scale = run(_aten.div.Tensor, (run(_aten.mul.Scalar, (one, maxnorm), {}), norm + 1e-7), {})
     return x * run(_aten.where.self, (norm > maxnorm, scale, one), {})
 
 
-def _spectral(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
-    """The nuclear norm, or the largest or smallest singular value, of matrices in two dims."""
-    if not isinstance(x, ShardTensor) or order not in ("nuc", 2, -2) or len(dims := list(dim)) != 2:
+# -- of matrices, above autograd --------------------------------------------------------------------------------------
+
+
+def _plan_spectral(
+    call: Arguments,
+    spec: ShardTensorSpec,
+    order: float | str | None,
+    dim: Sequence[int],
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> Plan:
+    """The nuclear norm, or the largest or smallest singular value, of matrices in two dims; others: NotImplemented."""
+    ndim, dims = len(spec.shape), list(dim)
+    if order not in ("nuc", 2, -2) or len(dims) != 2:
         return NotImplemented
-    if any(not -x.ndim <= d < x.ndim for d in dims) or dims[0] % x.ndim == dims[1] % x.ndim:
+    if any(not -ndim <= d < ndim for d in dims) or dims[0] % ndim == dims[1] % ndim:
         return NotImplemented  # torch says what is wrong
-    dims = [d % x.ndim for d in dims]
-    x = x if dtype is None else x.to(dtype)
-    moved = x.movedim(dims, (-2, -1))
-    norm = by_matrix("matrix_norm", torch.linalg.matrix_norm, ONE, (moved, order), {})
-    if norm is NotImplemented or not keepdim:
-        return norm
-    for d in sorted(dims):
-        norm = norm.unsqueeze(d)
-    return norm
-
-
-@register(torch.linalg.matrix_norm)
-def _matrix_norm(A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kwargs: Any) -> Any:
-    dtype = kwargs.pop("dtype", None)
-    return NotImplemented if any(v is not None for v in kwargs.values()) else _spectral(A, ord, dim, keepdim, dtype)
-
-
-@register(torch.linalg.norm)
-def _linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    dtype = kwargs.pop("dtype", None)
-    if any(v is not None for v in kwargs.values()) or not isinstance(A, Tensor) or ord is None or isinstance(dim, int):
+    dims = [d % ndim for d in dims]
+    if dims == [ndim - 2, ndim - 1] and not keepdim and dtype is None:
+        return plan_by_matrix(call, torch.linalg.matrix_norm, ONE, (spec, order))
+    if spec.is_replicate():
         return NotImplemented
-    return _spectral(A, ord, (0, 1) if dim is None and A.ndim == 2 else dim or (), keepdim, dtype)
+
+    def norm(x: Tensor) -> Tensor:
+        x = x if dtype is None else x.to(dtype)
+        result = torch.linalg.matrix_norm(x.movedim(dims, (-2, -1)), order)
+        for d in sorted(dims) if keepdim else ():
+            result = result.unsqueeze(d)
+        return result
+
+    return Composed(norm)
 
 
-@register(torch.norm, Tensor.norm)
-def _older_norm(
-    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-) -> Any:
-    if p != "nuc" or out is not None or not isinstance(input, Tensor):
+@operator(torch.linalg.matrix_norm, tensors="input")
+def plan_matrix_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    ord: float | str = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """``torch.linalg.matrix_norm``; norms that are not made of singular values are sums and extremes."""
+    return _plan_spectral(call, input, ord, dim, keepdim, dtype)
+
+
+@operator(torch.linalg.norm, tensors="input")
+def plan_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    ord: float | str | None = None,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """``torch.linalg.norm``, of matrices where ``dim`` names two dims or the tensor has two."""
+    if ord is None or isinstance(dim, int):
         return NotImplemented
-    return _spectral(input, p, reduced_dims(dim, input.ndim) if dim is None else dim, keepdim, dtype)
+    return _plan_spectral(
+        call, input, ord, (0, 1) if dim is None and len(input.shape) == 2 else dim or (), keepdim, dtype
+    )
+
+
+@operator(torch.norm, Tensor.norm, tensors="input")
+def plan_older_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    p: float | str | None = "fro",
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """``torch.norm``: the nuclear one."""
+    if p != "nuc" or isinstance(dim, int):
+        return NotImplemented
+    dims = reduced_dims(dim, len(input.shape)) if dim is None else dim
+    return _plan_spectral(call, input, p, dims, keepdim, dtype)

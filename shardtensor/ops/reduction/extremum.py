@@ -1,4 +1,4 @@
-"""Where the extremes are, and what they are: ``max``, ``min``, ``amax``, ``amin``, ``aminmax``, ``argmax``, ``argmin``.
+"""Extremes and their positions: ``max``, ``min``, ``amax``, ``amin``, ``aminmax``, ``argmax``, ``argmin``.
 
 [Note: positions] Indices are global. Among equal values the first one wins, as it does on one device: the ranks agree
 on the extreme by one all-reduce, and on the smallest index that holds it by another.
@@ -7,17 +7,16 @@ on the extreme by one all-reduce, and on the smallest index that holds it by ano
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...operators import operator
+from ...operators import Arguments, Composed, Operand, operator
 from ...planning import Call, Plan, argument
 from ...redistribute import all_reduce
-from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
-from ..common.pick import picked, plain_tuple
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
+from ..common.pick import plain_tuple, plan_picking
 from ..common.reduce import check_dtype, mesh_dims_of, neutral_element, reduced_dims, reduced_spec
 from .reductions import reduction_plan
 
@@ -25,20 +24,20 @@ _aten = torch.ops.aten
 
 
 @operator(_aten.amax.default, _aten.amin.default)
-def _extreme(call: Call) -> Plan:
+def plan_amax(call: Call) -> Plan:
     op = "max" if call.func == _aten.amax.default else "min"
     return reduction_plan(call, argument(call, 1, "dim", ()), argument(call, 2, "keepdim", False), op)
 
 
 @operator(_aten.max.default, _aten.min.default)
-def _extreme_of_all(call: Call) -> Plan:
+def plan_max_of_all(call: Call) -> Plan:
     return reduction_plan(call, None, False, "max" if call.func == _aten.max.default else "min")
 
 
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
-def _agree(value: Tensor, index: Tensor, spec: ShardTensorSpec, over: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
+def _agreed(value: Tensor, index: Tensor, spec: ShardTensorSpec, over: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
     """The extreme over ranks along the mesh dims ``over``, and the smallest index where it is."""
     for m in over:
         group = spec.mesh.get_group(m)
@@ -56,7 +55,7 @@ def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
 
 
 @operator(_aten.argmax.default, _aten.argmin.default)
-def _arg_extreme(call: Call) -> Plan:
+def plan_argmax(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
     dims = reduced_dims(dim, len(spec.shape))
@@ -74,7 +73,7 @@ def _arg_extreme(call: Call) -> Plan:
     shape, empty = out.local_shape(), any(spec.local_shape()[d] == 0 for d in dims)
     func = call.func
 
-    def compute(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def compute(x: Tensor, *_: object, **__: object) -> Tensor:
         if empty:
             value, index = _nothing(x, row, op)
         elif dim is None:
@@ -86,13 +85,13 @@ def _arg_extreme(call: Call) -> Plan:
             index = func(x, dims[0], True)
             value = x.gather(dims[0], index)
             index = index + starts[dims[0]]
-        return _agree(value, index, spec, over, op)[1].reshape(shape)
+        return _agreed(value, index, spec, over, op)[1].reshape(shape)
 
     return call.plan(out, {(0,): spec}, call=compute)
 
 
 @operator(_aten.max.dim, _aten.min.dim)
-def _extreme_along(call: Call) -> Plan:
+def plan_max_along(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     dims = reduced_dims(call.args[1], len(spec.shape))
     keepdim = argument(call, 2, "keepdim", False)
@@ -105,20 +104,20 @@ def _extreme_along(call: Call) -> Plan:
     start, _ = spec.interval(over[0])
     row = [1 if d == dim else n for d, n in enumerate(spec.local_shape())]
 
-    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def compute(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         if x.shape[dim]:
             value, index = func(x, dim, True)
             index = index + start
         else:
             value, index = _nothing(x, row, op)
-        value, index = _agree(value, index, spec, over, op)
+        value, index = _agreed(value, index, spec, over, op)
         return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
 
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
 @operator(_aten.aminmax.default)
-def _aminmax(call: Call) -> Plan:
+def plan_aminmax(call: Call) -> Plan:
     """Two Partials, reduced when they are needed."""
     spec = call.reduced()[(0,)]
     dim, keepdim = call.kwargs.get("dim"), call.kwargs.get("keepdim", False)
@@ -127,7 +126,7 @@ def _aminmax(call: Call) -> Plan:
     check_dtype(call)
     empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
 
-    def compute(x: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    def compute(x: Tensor, **kwargs: object) -> tuple[Tensor, ...]:
         if not empty:
             return tuple(func(x, **kwargs))
         return tuple(_nothing(x, out.local_shape(), op)[0] for out, op in zip(outputs, ("min", "max"), strict=True))
@@ -135,15 +134,23 @@ def _aminmax(call: Call) -> Plan:
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-@register(torch.max, Tensor.max)
-def _max(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    if not isinstance(dim, int) or kwargs:
-        return NotImplemented
-    return picked(input, _aten.max.dim, "max", dim, keepdim, (dim, keepdim))
+def _declare(name: str) -> None:
+    op = getattr(_aten, name).dim
+
+    @operator(getattr(torch, name), getattr(Tensor, name), tensors="input")
+    def plan_extremum(
+        call: Arguments,
+        input: ShardTensorSpec,
+        dim: int | Operand | None = None,
+        keepdim: bool = False,
+        *,
+        other: Operand | None = None,
+    ) -> Composed:
+        """Along a dim. Of all elements, and of two tensors, the aten operators have plans."""
+        if not isinstance(dim, int) or other is not None:
+            return NotImplemented
+        return plan_picking(name, op, input, dim, keepdim)
 
 
-@register(torch.min, Tensor.min)
-def _min(input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    if not isinstance(dim, int) or kwargs:
-        return NotImplemented
-    return picked(input, _aten.min.dim, "min", dim, keepdim, (dim, keepdim))
+_declare("max")
+_declare("min")

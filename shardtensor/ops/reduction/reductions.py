@@ -1,43 +1,48 @@
 """Reductions over any dims, exact on unequal shards.
 
-A reduction over a sharded dim leaves a Partial: each rank's contribution to the whole, reduced when it is needed. A
+A reduction over a sharded dim leaves a Partial: each rank's contribution to the result, reduced when it is needed. A
 mean is a sum over the global count, never a mean of means. Ranks with empty shards contribute the neutral element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..._compat import alias
-from ...gradients import once_differentiable
-from ...operators import operator
-from ...planning import Call, Plan, argument
-from ...registry import register
+from ... import planning
+from ...operators import Arguments, LocalPlan, Plan, operator
+from ...planning import Call, argument
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to, run, wrap
 from ..common.alignment import wide_dtype
-from ..common.reduce import check_dtype, count_along, neutral_element, opted_dtype, reduced_dims, reduced_spec
+from ..common.reduce import (
+    check_dtype,
+    count_along,
+    kernel_dtype,
+    mesh_dims_of,
+    neutral_element,
+    rank_reduction,
+    reduced_dims,
+    reduced_spec,
+)
 
 _aten = torch.ops.aten
 
 
 def reduction_plan(
     call: Call,
-    dim: Any,
+    dim: int | Sequence[int] | None,
     keepdim: bool,
     op: str,
     local: Callable[..., Tensor] | None = None,
     of_partial: bool = True,
-) -> Plan:
+) -> planning.Plan:
     """A plan that reduces locally.
 
     Args:
         local: replaces the operator where the local part differs from it.
-        of_partial: whether a sum of what ranks contribute may be taken before they are added up.
+        of_partial: whether a sum of contributions may be taken before they are added up.
     """
     check_dtype(call)
     keep = (lambda p: p.reduce_op == "sum") if op == "sum" and of_partial else (lambda p: False)
@@ -47,7 +52,7 @@ def reduction_plan(
     if 0 in spec.own_shape and 0 not in spec.shape:
         shape, value = out.own_shape, neutral_element(op, call.meta.dtype)
 
-        def neutral(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        def neutral(x: Tensor, *_: object, **__: object) -> Tensor:
             return torch.full(shape, value, dtype=out.tensor_meta.dtype, device=x.device)
 
         local = neutral
@@ -55,12 +60,12 @@ def reduction_plan(
 
 
 @operator(_aten.sum.default, _aten.sum.dim_IntList)
-def _sum(call: Call) -> Plan:
+def plan_sum_below(call: Call) -> planning.Plan:
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum")
 
 
 @operator(_aten.nansum.default)
-def _nansum(call: Call) -> Plan:
+def plan_nansum(call: Call) -> planning.Plan:
     # NaN in a Partial is none in the sum.
     return reduction_plan(
         call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum", of_partial=False
@@ -68,183 +73,172 @@ def _nansum(call: Call) -> Plan:
 
 
 @operator(_aten.count_nonzero.default, _aten.count_nonzero.dim_IntList)
-def _count_nonzero(call: Call) -> Plan:
+def plan_count_nonzero(call: Call) -> planning.Plan:
     return reduction_plan(call, argument(call, 1, "dim", None), False, "sum", of_partial=False)
 
 
 @operator(_aten.mean.default, _aten.mean.dim)
-def _mean(call: Call) -> Plan:
+def plan_mean_below(call: Call) -> planning.Plan:
     spec = call.specs[0]
     dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
     count = count_along(spec, dims)
     keepdim, dtype = argument(call, 2, "keepdim", False), call.meta.dtype
     if not any(d in dims for d in spec.sharded_dims()):
         return reduction_plan(call, dims, keepdim, "sum")
-    # Divided before it is rounded: the sum of half precision numbers may overflow where their mean does not.
-    wide = wide_dtype(dtype)
-    return reduction_plan(
-        call, dims, keepdim, "sum", lambda x, *_, **__: (x.sum(dims, keepdim, dtype=wide) / count).to(dtype)
-    )
+    mean = _local_mean(dims, keepdim, count, dtype)
+    return reduction_plan(call, dims, keepdim, "sum", lambda x, *_, **__: mean(x))
 
 
 @operator(_aten.prod.default, _aten.prod.dim_int)
-def _prod(call: Call) -> Plan:
+def plan_prod_below(call: Call) -> planning.Plan:
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "product")
 
 
 @operator(_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
-def _logical(call: Call) -> Plan:
+def plan_any_or_all(call: Call) -> planning.Plan:
     op = "max" if call.func._schema.name == "aten::any" else "min"
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), op)
 
 
-# -- sum and mean above autograd: their gradient is expanded to the shard, never to the whole tensor -----------
+@operator(_aten._is_all_true.default, _aten._is_any_true.default)
+def plan_truth(call: Call) -> planning.Plan:
+    """Of all elements, or of any."""
+    return reduction_plan(call, None, False, "min" if call.func == _aten._is_all_true.default else "max")
 
 
-class _SumOrMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dims: list[int], keepdim: bool, dtype: Any, mean: bool) -> Any:  # type: ignore[override]
-        ctx.spec, ctx.dims, ctx.keepdim = x._spec, dims, keepdim
-        ctx.scale = count_along(x._spec, dims) if mean else None
-        op = _aten.mean.dim if mean else _aten.sum.dim_IntList
-        return run(op, (x, dims, keepdim), {"dtype": dtype})
+def _local_mean(dims: list[int], keepdim: bool, count: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A rank's contribution to a mean over ``count`` elements.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        spec: ShardTensorSpec = ctx.spec.for_gradient()
-        with torch.no_grad():
-            out = reduced_spec(spec, grad, ctx.dims, ctx.keepdim, "sum").for_gradient()
-            local = as_gradient(grad, out)._local_tensor
-            if ctx.scale is not None:
-                local = local / ctx.scale
-            if not ctx.keepdim:
-                for d in ctx.dims:
-                    local = local.unsqueeze(d)
-            local = local.expand(spec.local_shape()).to(spec.tensor_meta.dtype)
-        expanded = _ExpandedGradient.apply(grad, wrap(local, spec), ctx.dims, ctx.keepdim, ctx.scale)
-        return expanded, None, None, None, None
+    Divided before it is rounded: the sum of half precision numbers may overflow where their mean does not.
+    """
+    wide = wide_dtype(dtype)
+    return lambda x: (x.sum(dims, keepdim, dtype=wide) / count).to(dtype)
 
 
-class _ExpandedGradient(torch.autograd.Function):
-    """Hands the expanded gradient on; its own gradient is a sum again."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Any, expanded: Any, dims: list[int], keepdim: bool, scale: int | None) -> Any:  # type: ignore[override]
-        ctx.args = dims, keepdim, scale, grad.dtype
-        return alias(expanded)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        dims, keepdim, scale, dtype = ctx.args
-        total = torch.sum(grad, dims, keepdim, dtype=dtype) if dims else grad.to(dtype)
-        return total if scale is None else total / scale, None, None, None, None
+# -- sum and mean above autograd: their gradient is expanded to the shard, never to the global tensor ------------------
 
 
-def _sum_or_mean(x: Any, dim: Any, keepdim: bool, dtype: Any, mean: bool) -> Any:
-    if not isinstance(x, ShardTensor) or not torch.is_grad_enabled() or not x.requires_grad:
-        return NotImplemented
-    dtype = opted_dtype(torch.mean if mean else torch.sum, x, dtype)
-    return _SumOrMean.apply(x, reduced_dims(dim, x.ndim), keepdim, dtype, mean)
+def _plan_sum_or_mean(
+    call: Arguments,
+    function: Callable[..., Tensor],
+    input: ShardTensorSpec,
+    dim: int | Sequence[int] | None,
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> LocalPlan:
+    """Autograd differentiates the local work: it expands the gradient, which is replicated where the sum is Partial."""
+    dims = reduced_dims(dim, len(input.shape))
+    dtype = kernel_dtype(call, function, input, dtype=dtype)
+    if any(input.placements[m].reduce_op != "sum" for m in input.partial_mesh_dims()):  # type: ignore[attr-defined]
+        input = call.redistribute("input", input.for_gradient())
+    meta = call.returned(function, input, dims, keepdim, dtype=dtype)
+    out = reduced_spec(input, meta, dims, keepdim, "sum")
+    if function is torch.mean and mesh_dims_of(input, dims):
+        return LocalPlan(_local_mean(dims, keepdim, count_along(input, dims), dtype), out)
+    return LocalPlan(lambda x: function(x, dims, keepdim, dtype=dtype), out)
 
 
-@register(torch.sum, Tensor.sum)
-def _sum_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
-    return _sum_or_mean(input, dim if axis is None else axis, keepdim, dtype, mean=False)
+@operator(torch.sum, Tensor.sum, tensors="input", partial="input")
+def plan_sum(
+    call: Arguments,
+    input: ShardTensorSpec,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    axis: int | Sequence[int] | None = None,
+) -> LocalPlan:
+    """``torch.sum``."""
+    return _plan_sum_or_mean(call, torch.sum, input, dim if axis is None else axis, keepdim, dtype)
 
 
-@register(torch.mean, Tensor.mean)
-def _mean_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
-    return _sum_or_mean(input, dim if axis is None else axis, keepdim, dtype, mean=True)
+@operator(torch.mean, Tensor.mean, tensors="input", partial="input")
+def plan_mean(
+    call: Arguments,
+    input: ShardTensorSpec,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    axis: int | Sequence[int] | None = None,
+) -> LocalPlan:
+    """``torch.mean``."""
+    return _plan_sum_or_mean(call, torch.mean, input, dim if axis is None else axis, keepdim, dtype)
 
 
-# -- prod above autograd: torch's formula would flatten the shards -------------------------------------------------
+# -- prod above autograd: torch's formula would flatten the shards -----------------------------------------------------
 
 
-class _Product(torch.autograd.Function):
+class ProductPlan(Plan):
     """Each factor's gradient is the product of the others: with one zero only that factor has one, with two none."""
 
-    @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dim: int | None, keepdim: bool, dtype: torch.dtype) -> Any:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        out = _product(x, dim, keepdim, dtype)
-        ctx.out, ctx.dim, ctx.keepdim = out._spec, dim, keepdim
-        return out
+    saves = (0,)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        (given,) = ctx.saved_tensors
-        grad, dim = as_gradient(grad, ctx.out), ctx.dim
-        if dim is not None and not ctx.keepdim:
-            grad = grad.unsqueeze(dim)
-        x = given.to(grad.dtype)
+    def __init__(self, spec: ShardTensorSpec, out: ShardTensorSpec, dims: list[int], keepdim: bool) -> None:
+        self.outputs, self.dims, self.keepdim = out, dims, keepdim
+        self.dtype, self.given = out.tensor_meta.dtype, spec.tensor_meta.dtype
+        self.reduce = rank_reduction(spec, mesh_dims_of(spec, dims))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[()]]:
+        return self._product(x, self.keepdim), ()
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
+        (grad,) = grads
+        if grad is None:
+            return [None]
+        for d in [] if self.keepdim else self.dims:
+            grad = grad.unsqueeze(d)
+        x = x.to(grad.dtype)
         zero = x == 0
         factors = x.masked_fill(zero, 1)
-        zeros = zero.sum() if dim is None else zero.sum(dim, keepdim=True)
-        others = _product(factors, dim, dim is not None, grad.dtype) / factors
+        zeros = self.reduce(zero.sum(self.dims, keepdim=True), "sum")
+        others = self.reduce(self._product(factors, True), "product") / factors
         others = others.masked_fill(zeros != zero.to(zeros.dtype), 0)
-        return (grad * others.conj()).to(given.dtype), None, None, None
+        return [(grad * others.conj()).to(self.given)]
+
+    def _product(self, x: Tensor, keepdim: bool) -> Tensor:
+        """Of the shard's elements; torch multiplies along one dim, or all."""
+        if len(self.dims) == 1:
+            return x.prod(self.dims[0], keepdim, dtype=self.dtype)
+        product = x.prod(dtype=self.dtype)
+        return product.reshape([1] * x.ndim) if keepdim else product
 
 
-def _product(x: Any, dim: int | None, keepdim: bool, dtype: torch.dtype) -> Any:
-    if dim is None:
-        return run(_aten.prod.default, (x,), {"dtype": dtype})
-    return run(_aten.prod.dim_int, (x, dim, keepdim), {"dtype": dtype})
-
-
-@register(torch.prod, Tensor.prod)
-def _prod_function(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
-    x = input
-    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim or kwargs:
+@operator(torch.prod, Tensor.prod, tensors="input")
+def plan_prod(
+    call: Arguments,
+    input: ShardTensorSpec,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """``torch.prod``."""
+    if not input.shape:
         return NotImplemented
-    dims = reduced_dims(dim, x.ndim)
-    x = redistribute_to(x, x._spec.for_gradient())
-    dtype = opted_dtype(torch.prod, x, dtype) or x.dtype
-    return _Product.apply(x, None if dim is None else dims[0], keepdim, dtype)
+    dims = reduced_dims(dim, len(input.shape))
+    dtype = kernel_dtype(call, torch.prod, input, dtype=dtype)
+    along = () if dim is None else (dims[0], keepdim)
+    meta = call.returned(torch.prod, input, *along, dtype=dtype)
+    return ProductPlan(input, reduced_spec(input, meta, dims, keepdim, "product"), dims, keepdim)
 
 
 # -- trace ---------------------------------------------------------------------------------------------------------
 
 
-class _Trace(torch.autograd.Function):
+@operator(torch.trace, Tensor.trace, tensors="input")
+def plan_trace(call: Arguments, input: ShardTensorSpec) -> LocalPlan:
     """The sum over the part of the diagonal that runs through the shard."""
-
-    @staticmethod
-    def forward(ctx: Any, x: ShardTensor) -> Any:  # type: ignore[override]
-        spec = x._spec
-        starts = {d: spec.interval(m)[0] for d, m in spec.sharded_dims().items()}
-        ctx.spec, ctx.offset = spec, starts.get(0, 0) - starts.get(1, 0)
-        value = _diagonal(x._local_tensor, ctx.offset).sum()
-        return wrap(value, reduced_spec(spec, value, [0, 1], False, "sum"))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        value = as_gradient(grad, grad._spec.replicated())._local_tensor
-        result = value.new_zeros(ctx.spec.local_shape())
-        _diagonal(result, ctx.offset).copy_(value)
-        return wrap(result, ctx.spec)
-
-
-def _diagonal(x: Tensor, offset: int) -> Tensor:
-    # torch takes no offset beyond an edge.
-    return x.diagonal(offset) if -x.shape[0] <= offset <= x.shape[1] else x.new_empty(0)
-
-
-@register(torch.trace, Tensor.trace)
-def _trace(input: Any) -> Any:
-    if not isinstance(input, ShardTensor) or input._spec.is_replicate():
+    if input.is_replicate():
         return NotImplemented
-    if input.ndim != 2:
-        raise RuntimeError("trace: expected a matrix")
-    return _Trace.apply(redistribute_to(input, input._spec.for_gradient()))
+    meta = call.returned(torch.trace, input)
+    starts = {d: input.interval(m)[0] for d, m in input.sharded_dims().items()}
+    offset = starts.get(0, 0) - starts.get(1, 0)
+    rows, columns = input.own_shape
+    outside = not -rows <= offset <= columns  # torch takes no offset beyond an edge
 
+    def trace(x: Tensor) -> Tensor:
+        diagonal = x.reshape(-1)[:0] if outside else x.diagonal(offset)
+        return diagonal.sum(dtype=meta.dtype)
 
-@register(_aten._is_all_true.default)
-def _is_all_true(x: Any) -> Any:
-    return run(_aten.all.default, (x,), {})
-
-
-@register(_aten._is_any_true.default)
-def _is_any_true(x: Any) -> Any:
-    return run(_aten.any.default, (x,), {})
+    return LocalPlan(trace, reduced_spec(input, meta, [0, 1], False, "sum"))

@@ -1,8 +1,8 @@
 """Cumulative operators along a dim, sharded or not: ``cumsum``, ``cumprod``, ``logcumsumexp``, ``cummax``, ``cummin``.
 
-What a rank has to know of the others' parts of a row (a line of elements along the dim) is one number: the total of
-what comes before. That is what travels, with all rows packed into one collective. An empty shard contributes the
-neutral element.
+What a rank needs of the others' parts of a row (a line of elements along the dim) is one number: the total of what
+comes before. That is what is sent, with all rows packed into one collective. An empty shard contributes the neutral
+element.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from ...gradients import once_differentiable
-from ...operators import operator
+from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan, meta_of
 from ...redistribute import all_gather
-from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, wrap
 from ..common.alignment import wide_dtype
-from ..common.pick import differentiable, picked, plain_tuple
-from ..common.reduce import check_dtype, mesh_dims_of, opted_dtype, reduced_dims
+from ..common.pick import plain_tuple, plan_picking
+from ..common.reduce import check_dtype, kernel_dtype, mesh_dims_of, reduced_dims
 
 _aten = torch.ops.aten
 
@@ -65,7 +64,7 @@ _KINDS = {
 
 
 @operator(*_KINDS)
-def _cumulative(call: Call) -> Plan:
+def plan_scan(call: Call) -> Plan:
     spec = call.reduced()[(0,)]
     out = spec.replace(meta=meta_of(call.meta))
     dims = reduced_dims(call.args[1], len(spec.shape))
@@ -152,36 +151,44 @@ class _LogCumulativeSumExp(torch.autograd.Function):
         return part(grad.clamp(min=0)) - part((-grad).clamp(min=0)), None
 
 
-@register(torch.cumsum, Tensor.cumsum)
-def _cumsum_function(input: Any, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    x = differentiable(input)
-    if x is None or kwargs:
+@operator(torch.cumsum, Tensor.cumsum, tensors="input")
+def plan_cumsum(
+    call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None
+) -> Composed:
+    """``torch.cumsum``."""
+    if not input.shape:
         return NotImplemented
-    return _CumulativeSum.apply(
-        x, reduced_dims(dim, x.ndim)[0], opted_dtype(torch.cumsum, x, dtype, dim) or x.dtype, False
-    )
+    (along,) = reduced_dims(dim, len(input.shape))
+    dtype = kernel_dtype(call, torch.cumsum, input, along, dtype=dtype)
+    return Composed(lambda x: _CumulativeSum.apply(x, along, dtype, False))
 
 
-@register(torch.cumprod, Tensor.cumprod)
-def _cumprod_function(input: Any, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    x = differentiable(input)
-    if x is None or kwargs:
+@operator(torch.cumprod, Tensor.cumprod, tensors="input")
+def plan_cumprod(
+    call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None
+) -> Composed:
+    """``torch.cumprod``."""
+    if not input.shape:
         return NotImplemented
-    return _CumulativeProduct.apply(
-        x, reduced_dims(dim, x.ndim)[0], opted_dtype(torch.cumprod, x, dtype, dim) or x.dtype
-    )
+    (along,) = reduced_dims(dim, len(input.shape))
+    dtype = kernel_dtype(call, torch.cumprod, input, along, dtype=dtype)
+    return Composed(lambda x: _CumulativeProduct.apply(x, along, dtype))
 
 
-@register(torch.logcumsumexp, Tensor.logcumsumexp)
-def _logcumsumexp_function(input: Any, dim: int, **kwargs: Any) -> Any:
-    x = differentiable(input)
-    if x is None or kwargs or x.is_complex():
+@operator(torch.logcumsumexp, Tensor.logcumsumexp, tensors="input")
+def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
+    """``torch.logcumsumexp``; that of complex numbers is differentiated by torch's formula."""
+    if not input.shape or not input.tensor_meta.dtype.is_floating_point:
         return NotImplemented
-    return _LogCumulativeSumExp.apply(x, reduced_dims(dim, x.ndim)[0])
+    (along,) = reduced_dims(dim, len(input.shape))
+    return Composed(lambda x: _LogCumulativeSumExp.apply(x, along))
+
+
+# -- cumulative extremes ----------------------------------------------------------------------------------------------
 
 
 @operator(_aten.cummax.default, _aten.cummin.default)
-def _cumulative_extreme(call: Call) -> Plan:
+def plan_extreme_scan(call: Call) -> Plan:
     """A local scan, continued from the last values and indices of the ranks before. The last of equal values wins."""
     spec = call.reduced()[(0,)]
     dims = reduced_dims(call.args[1], len(spec.shape))
@@ -191,6 +198,7 @@ def _cumulative_extreme(call: Call) -> Plan:
         return call.plan(outputs, {(0,): spec}, call=plain_tuple(call.func))
     check_dtype(call)
     dim, m, func = dims[0], over[0], call.func
+    group = spec.mesh.get_group(m)
     beats = torch.ge if func == _aten.cummax.default else torch.le
     start, _ = spec.interval(m)
     before = [r for r in range(spec.coordinate[m]) if spec.cut(m)[r]]
@@ -199,10 +207,10 @@ def _cumulative_extreme(call: Call) -> Plan:
         wins = beats(new[0], old[0]) | (new[0] != new[0])
         return torch.where(wins, new[0], old[0]), torch.where(wins, new[1], old[1])
 
-    def compute(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def compute(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         value, index = func(x, dim)
         index = index + start
-        n, group = x.shape[dim], spec.mesh.get_group(m)
+        n = x.shape[dim]
         row = [1 if d == dim else size for d, size in enumerate(x.shape)]
         last = [t.narrow(dim, n - 1, 1) if n else t.new_zeros(row) for t in (value, index)]
         values, indices = (all_gather(t, group) for t in last)
@@ -216,11 +224,13 @@ def _cumulative_extreme(call: Call) -> Plan:
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-@register(torch.cummax, Tensor.cummax)
-def _cummax(input: Any, dim: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else picked(input, _aten.cummax.default, "cummax", dim, None, (dim,))
+@operator(torch.cummax, Tensor.cummax, tensors="input")
+def plan_cummax(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
+    """``torch.cummax``."""
+    return plan_picking("cummax", _aten.cummax.default, input, dim, None)
 
 
-@register(torch.cummin, Tensor.cummin)
-def _cummin(input: Any, dim: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else picked(input, _aten.cummin.default, "cummin", dim, None, (dim,))
+@operator(torch.cummin, Tensor.cummin, tensors="input")
+def plan_cummin(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
+    """``torch.cummin``."""
+    return plan_picking("cummin", _aten.cummin.default, input, dim, None)

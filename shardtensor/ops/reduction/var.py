@@ -1,52 +1,48 @@
-"""Variance and standard deviation: two passes, so that a large mean costs no precision."""
+"""Variance and standard deviation: two passes, so that a large mean costs no precision.
+
+Welford's update would need one pass, but merging the ranks' moments would send as much: two sums per row.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
-from ...registry import register
-from ...tensor import ShardTensor, run
-from ..common.reduce import count_along, narrowed, reduced_dims, resolved, widened
+from ...operators import operator
+from ...planning import Call, Plan, argument
+from ..common.alignment import wide_dtype
+from ..common.reduce import check_dtype, count_along, mesh_dims_of, rank_reduction, reduced_dims, reduced_spec
 
 _aten = torch.ops.aten
 
 
-def _moments(x: ShardTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
-    """Variance and mean, both reduced; of half precision numbers in float32."""
-    dims = reduced_dims(dim, x.ndim)
-    count = count_along(x._spec, dims)
-    dtype = x.dtype
-    x = widened(x)
-    mean = resolved(run(_aten.mean.dim, (x, dims, True), {}))
-    distances = run(_aten.abs.default, (run(_aten.sub.Tensor, (x, mean), {}),), {})
-    squares = run(_aten.square.default, (distances,), {})
-    total = resolved(run(_aten.sum.dim_IntList, (squares, dims, keepdim), {}))
+@operator(
+    _aten.var.correction, _aten.std.correction, _aten.var_mean.correction, _aten.std_mean.correction
+)
+def plan_var(call: Call) -> Plan:
+    """The mean, all-reduce, the sum of squared distances from it, all-reduce."""
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
+    keepdim, correction = call.kwargs.get("keepdim", False), call.kwargs.get("correction")
+    with_mean = isinstance(call.meta, tuple)
+    metas = call.meta if with_mean else [call.meta]
+    outs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in metas]
+    over = mesh_dims_of(spec, dims)
+    check_dtype(call)
+    dtype, wide = spec.tensor_meta.dtype, wide_dtype(spec.tensor_meta.dtype)
+    count = count_along(spec, dims)
     freedom = max(0, count - (1 if correction is None else correction))
-    var = narrowed(run(_aten.div.Tensor, (total, freedom), {}), dtype)
-    mean = narrowed(mean, dtype)
-    if not keepdim:
-        mean = run(_aten.squeeze.dims, (mean, dims), {})
-    return var, mean
+    of_std = call.func in (_aten.std.correction, _aten.std_mean.correction)
+    reduce = rank_reduction(spec, over)
 
+    def moments(x: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor, Tensor]:
+        x = x.to(wide)
+        mean = reduce(x.sum(dims, keepdim=True) / count, "sum")
+        squares = (x - mean).abs().square()
+        var = (reduce(squares.sum(dims, keepdim), "sum") / freedom).to(dtype.to_real())
+        result = var.sqrt() if of_std else var
+        if not with_mean:
+            return result
+        return result, (mean if keepdim else mean.squeeze(dims)).to(dtype)
 
-@register(_aten.var.correction)
-def _var(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _moments(x, dim, correction, keepdim)[0]
-
-
-@register(_aten.std.correction)
-def _std(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return run(_aten.sqrt.default, (_moments(x, dim, correction, keepdim)[0],), {})
-
-
-@register(_aten.var_mean.correction)
-def _var_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _moments(x, dim, correction, keepdim)
-
-
-@register(_aten.std_mean.correction)
-def _std_mean(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    var, mean = _moments(x, dim, correction, keepdim)
-    return run(_aten.sqrt.default, (var,), {}), mean
+    return call.plan(outs if with_mean else outs[0], {(0,): spec}, call=moments)

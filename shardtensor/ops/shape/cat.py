@@ -17,9 +17,11 @@ from torch.distributed.tensor import Shard
 
 from ...exchange import Exchange, plan_intervals
 from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length
+from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import Call, Path, Plan, argument, meta_of
-from ...spec import AxisLayout, ShardTensorSpec, stride_like
+from ...spec import ShardTensorSpec
+from ...strides import stride_like
 from .view import carry, wrap_dim
 
 __all__ = ["Assembly", "joined_sizes"]

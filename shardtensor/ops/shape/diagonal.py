@@ -15,9 +15,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...geometry import intersect, map_boundaries
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan, argument, meta_of
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from .slice import boundary_of_slice, sizes_before_slice
 from .slice_sources import record_source, source_of
 from .view import wrap_dim

@@ -16,9 +16,10 @@ from torch.distributed.tensor import Partial, Replicate
 from ..._compat import TensorMeta
 from ...copies import mark_copied
 from ...geometry import Interval, map_boundaries, sizes_of
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import Call, Path, Plan, argument, meta_of
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from .slice_sources import record_source, source_of
 from .view import carry, moved_off, wrap_dim

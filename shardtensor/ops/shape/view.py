@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ...geometry import chunk_sizes, map_boundaries
+from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import Call, Plan, meta_of
 from ...redistribute import redistribute_local
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 
 _aten = torch.ops.aten
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction
 from ...gradients import once_differentiable
 from ...operators import operator
 from ...planning import Call, Plan, meta_of
@@ -53,7 +54,7 @@ def _median(call: Call) -> Plan:
 # -- quantiles ----------------------------------------------------------------------------------------------------
 
 
-class _AtPlaces(torch.autograd.Function):
+class _AtPlaces(AutogradFunction):
     """The elements of ``x`` at these places of its rows along ``dims``, which have length 1 in the result.
 
     ``places`` has one more dim in front, for several places of a row. A gradient goes to the element that was found.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction, OpOverload
 from ...errors import UnsupportedSharding
 from ...geometry import map_cuts
 from ...gradients import once_differentiable
@@ -26,7 +27,7 @@ from ...redistribute import all_gather, all_reduce, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from ..common.distributed_sort import Sorted, find_places, sort_keys
 from ..common.pick import Selected, differentiable, plain_tuple
 from ..common.reduce import reduced_dims, reduced_spec
@@ -38,7 +39,7 @@ _aten = torch.ops.aten
 
 
 # operator: (positions of dim and keepdim among its arguments, default of dim)
-_ROWS: dict[torch._ops.OpOverload, tuple[int, int | None, int]] = {
+_ROWS: dict[OpOverload, tuple[int, int | None, int]] = {
     _aten.sort.default: (1, None, -1),
     _aten.sort.stable: (99, None, -1),
     _aten.topk.default: (2, None, -1),
@@ -53,7 +54,7 @@ _SORTS = (_aten.sort.default, _aten.sort.stable)
 def _room(op: Any, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
     """``spec`` with whole rows along ``dim``; None where that would give one rank everything."""
     try:
-        return whole_rows(op, spec, dim)
+        return free_dims(op, spec, dim)
     except UnsupportedSharding:
         if op in _ACROSS:
             return None
@@ -209,7 +210,7 @@ _ACROSS: dict[Any, Callable[[Call, ShardTensorSpec, int], Plan]] = {
 }
 
 
-class _SortedAcross(torch.autograd.Function):
+class _SortedAcross(AutogradFunction):
     """Rows sorted where they are cut; gradients go back to where the elements came from."""
 
     @staticmethod

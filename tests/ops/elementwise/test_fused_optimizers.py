@@ -120,5 +120,5 @@ def mixed():
 
 def test_other_cuts_of_gradients_are_refused():
     for error in run_expecting_errors(mixed, 2):
-        with pytest.raises(UnsupportedSharding, match=r"_fused_sgd_.*not laid out alike.*\[3, 2\].*\[2, 3\].*Remedy"):
+        with pytest.raises(UnsupportedSharding, match=r"_fused_sgd_.*different layouts.*\[3, 2\].*\[2, 3\].*Remedy"):
             raise error
