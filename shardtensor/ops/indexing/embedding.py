@@ -14,7 +14,8 @@ from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
 from ..common.alignment import replicated, same_layout
 from .gather import Read, any_sharded, gathered, indexes_a_shard
-from .index_plan import INDEXED, labelled
+from .index_layout import INDEXED
+from .index_plan import labelled
 
 _aten = torch.ops.aten
 

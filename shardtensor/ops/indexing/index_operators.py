@@ -22,7 +22,8 @@ from ...tensor import ShardTensor, run
 from ..common.alignment import is_sharded, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
-from .index_plan import INDEXED, Labels, labelled, operand
+from .index_layout import INDEXED, Labels, operand
+from .index_plan import labelled
 
 __all__ = ["is_mask", "numbers"]
 

@@ -17,7 +17,8 @@ from ...planning import Call, Path, Plan
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import run
-from ..indexing.index_plan import INDEXED, Labels, labelled
+from ..indexing.index_layout import INDEXED, Labels
+from ..indexing.index_plan import labelled
 
 _aten = torch.ops.aten
 
