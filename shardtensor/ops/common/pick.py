@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction, OpOverload
 from ...gradients import once_differentiable
 from ...operators import Composed
 from ...redistribute import all_gather
@@ -21,7 +22,7 @@ def plain_tuple(func: Any) -> Any:
     return lambda *args, **kwargs: tuple(func(*args, **kwargs))
 
 
-class Selected(torch.autograd.Function):
+class Selected(AutogradFunction):
     """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
 
     @staticmethod
@@ -81,7 +82,7 @@ def differentiable(x: Any) -> Any:
 
 
 def plan_picking(
-    name: str, op: torch._ops.OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None
+    name: str, op: OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None
 ) -> Composed:
     """The plan of ``torch.<name>``, which picks elements along ``dim``: its aten operator, with a gradient.
 

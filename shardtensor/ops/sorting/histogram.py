@@ -18,7 +18,7 @@ from ...redistribute import redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import wrap
-from ..common.alignment import moved, whole_rows, whole_value
+from ..common.alignment import free_dims, redistributed, reduced_value
 from ..common.reduce import reduce_over
 from ..reduction.reductions import reduction_plan
 
@@ -28,13 +28,13 @@ _aten = torch.ops.aten
 def _whole_rows(x: Any) -> tuple[Tensor, ShardTensorSpec]:
     """The local part of points, whose coordinates are along the last dim."""
     spec = spec_of(x)
-    target = whole_rows("histogramdd", spec.for_gradient(), x.ndim - 1)
+    target = free_dims("histogramdd", spec.for_gradient(), x.ndim - 1)
     return redistribute_local(x._local_tensor, spec, target), target
 
 
 def _plain(op: str, t: Any) -> Any:
     """A small operand that every rank has."""
-    return moved(op, t, spec_of(t).replicated())._local_tensor if isinstance(t, DTensor) else t
+    return redistributed(op, t, spec_of(t).replicated())._local_tensor if isinstance(t, DTensor) else t
 
 
 def _weights(op: str, weight: Any, spec: ShardTensorSpec) -> Any:
@@ -42,7 +42,8 @@ def _weights(op: str, weight: Any, spec: ShardTensorSpec) -> Any:
     if weight is None:
         return None
     if isinstance(weight, DTensor):
-        return moved(op, weight, spec_of(weight).replace(placements=spec.placements, sizes=spec.sizes))._local_tensor
+        target = spec_of(weight).with_layout(spec.layout)
+        return redistributed(op, weight, target)._local_tensor
     for d, m in spec.sharded_dims().items():
         start, stop = spec.interval(m)
         weight = weight.narrow(d, start, stop - start)
@@ -64,7 +65,7 @@ def _counted(counts: Tensor, spec: ShardTensorSpec, edges: Sequence[Tensor], den
     result = wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))
     if not density:
         return result
-    whole, replicated = whole_value(result)
+    whole, replicated = reduced_value(result)
     whole = whole / whole.sum()
     for d, borders in enumerate(edges):
         whole = whole / borders.diff().view([-1 if i == d else 1 for i in range(whole.ndim)])
@@ -83,7 +84,7 @@ def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     if min != max or spec_of(x).is_replicate():
         return NotImplemented
     torch.histc(torch.ones(1, dtype=x.dtype, device=x.device), bins)  # torch's own errors
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     real = local if local.is_floating_point() else local.double()
     low, high = _range(real, spec).tolist() if x.numel() else (0, 0)
     if low == high:
@@ -97,7 +98,7 @@ def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 def _histogram(x: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     weight = _weights("histogram", weight, spec)
     seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
     edges = torch.histogram(seen, bins, range=range).bin_edges
@@ -109,7 +110,7 @@ def _histogram(x: Any, bins: int = 100, *, range: Any = None, weight: Any = None
 def _histogram_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
     counts = torch.histogram(local, edges, weight=weight).hist
     return _counted(counts, spec, [edges], density), _replicated(edges.clone(), spec)
@@ -162,7 +163,7 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
     if not hasattr(x, "_spec") or x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
     over = list(spec.sharded_dims().values())
     ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)
@@ -174,7 +175,7 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
             raise RuntimeError("weights should be 1-d and have the same length as input")
         if hasattr(weights, "_spec"):
             like = spec.with_dtype(weights.dtype)
-            weights = moved("bincount", weights, like)._local_tensor
+            weights = redistributed("bincount", weights, like)._local_tensor
         else:
             for m in over:
                 start, stop = spec.interval(m)

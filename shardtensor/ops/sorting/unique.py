@@ -18,7 +18,7 @@ from ...redistribute import all_gather, move_intervals, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import run, wrap
-from ..common.alignment import leading, whole_value
+from ..common.alignment import leading, reduced_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
 from ..common.reduce import reduce_over, reduced_dims
 
@@ -93,7 +93,7 @@ def _unique_consecutive(
 ) -> Any:
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
         return _results(x, *results, return_inverse, return_counts)
@@ -114,7 +114,7 @@ def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_co
     """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     if len(spec.sharded_dims()) > 1:
         raise refuse("unique", [spec], "it is cut on several mesh dims", "shard it on one mesh dim only")
     m, sizes = _line_of(spec)
@@ -141,7 +141,7 @@ def _unique_slices(
     """Like :func:`_unique`, for slices along ``dim``, which have to be whole: that dim is the one to be sharded."""
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     dim = reduced_dims(dim, x.ndim)[0]
     if spec.shape[dim] == 1 and spec.shape.numel():
         return _results(x, *_runs(local, spec, dim), return_inverse, return_counts)
