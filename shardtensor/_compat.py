@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import KeyEntry, PyTree, keystr, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import (
+    KeyEntry,
+    PyTree,
+    keystr,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_with_path,
+    tree_unflatten,
+)
 
 # What torch.autograd.backward does before it calls the engine, and how it calls it.
 gradient_seeds = torch.autograd._make_grads
@@ -36,9 +45,12 @@ run_engine = torch.autograd.graph._engine_run_backward
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 __all__ = [
+    "AutogradFunction",
     "DTensorSpec",
     "DisableTorchFunction",
     "KeyEntry",
+    "OpOverload",
+    "OpOverloadPacket",
     "PyTree",
     "TensorMeta",
     "alias",
@@ -48,6 +60,7 @@ __all__ = [
     "claim_dispatch",
     "constant_like",
     "current_mesh",
+    "decomposes",
     "flattened",
     "flex_attention_checks_operands",
     "gradient_seeds",
@@ -67,15 +80,20 @@ __all__ = [
     "same_memory",
     "spmd_options",
     "tracing",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_with_path",
+    "tree_unflatten",
     "uncached",
     "unflattened",
     "untraced",
     "without_zero_tensor",
 ]
 
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
 
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -92,7 +110,8 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     Unlike ``tensor.view_as(tensor)`` it keeps the strides of dims of length 1, by which torch's kernels tell a
     channels-last tensor of one sample from a contiguous one.
     """
-    return torch.ops.aten.alias.default(tensor)
+    aliased: torch.Tensor = torch.ops.aten.alias.default(tensor)
+    return aliased
 
 
 def _asynchronous(options: Any) -> Any:
@@ -112,7 +131,8 @@ def c10d_all_to_all(
     out: torch.Tensor, inp: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
 ) -> dist.Work:
     """``dist.all_to_all_single(..., async_op=True)``."""
-    return getattr(group, _ALL_TO_ALL_METHOD)(out, inp, out_splits, in_splits, _ALL_TO_ALL)
+    work: dist.Work = getattr(group, _ALL_TO_ALL_METHOD)(out, inp, out_splits, in_splits, _ALL_TO_ALL)
+    return work
 
 
 def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
@@ -130,6 +150,20 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
 def c10d_all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """``dist.all_gather(..., async_op=True)``; complex numbers as pairs of real ones."""
     return group.allgather([parts], [tensor], _ALL_GATHER)
+
+
+class AutogradFunction(torch.autograd.Function):
+    """torch's, whose ``apply`` has no annotations."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def decomposes(op: OpOverload) -> bool:
+    """Whether torch composes the operator of others, for every backend and for autograd."""
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:

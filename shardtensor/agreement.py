@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .debug import debug_enabled
-from .spec import ShardSizes, ShardTensorSpec, mesh_coordinate, normalize_placements, stride_like
+from .layout import ShardSizes, mesh_coordinate, normalize_placements
+from .spec import ShardTensorSpec
+from .strides import stride_like
 
 __all__ = ["DTYPES", "MAX_NDIM", "agree_on_local", "check_process_group", "gather_over_mesh"]
 

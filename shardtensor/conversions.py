@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ._compat import TensorMeta, alias, same_memory, without_zero_tensor
+from ._compat import AutogradFunction, TensorMeta, alias, same_memory, without_zero_tensor
 from .copies import check_current
 from .dispatch import wrapper
 from .planning import meta_of, spec_of
@@ -40,7 +40,8 @@ def from_local(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
 
 def to_local(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
     """The local tensor, whose gradient will have the layout ``grad_spec``."""
-    return _ToLocal.apply(tensor, grad_spec)
+    local: Tensor = _ToLocal.apply(tensor, grad_spec)
+    return local
 
 
 def from_dtensor(cls: type[DTensor], dtensor: DTensor) -> Any:
@@ -88,7 +89,7 @@ def _wrapped(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
     return wrapper(cls, local, spec)
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromLocal(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Any, cls: type[DTensor], local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None
@@ -111,7 +112,7 @@ class _FromLocal(torch.autograd.Function):
         return None, grad.to_local(grad_placements=contributed), None, None
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToLocal(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
         # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
@@ -124,7 +125,7 @@ class _ToLocal(torch.autograd.Function):
         return from_part(ctx.cls, grad, ctx.grad_spec), None
 
 
-class _Redistribute(torch.autograd.Function):
+class _Redistribute(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Any, target: ShardTensorSpec) -> Any:
         ctx.set_materialize_grads(False)
@@ -140,7 +141,7 @@ class _Redistribute(torch.autograd.Function):
         return as_gradient(ctx.cls, grad, ctx.source), None
 
 
-class _Promote(torch.autograd.Function):
+class _Promote(AutogradFunction):
     """A plain tensor, equal on every rank, as a replicated ShardTensor; its gradient comes back plain and complete."""
 
     @staticmethod

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from ._compat import not_for_graphs, same_memory
+from ._compat import OpOverload, not_for_graphs, same_memory
 from .errors import refuse
 
 __all__ = [
@@ -106,7 +105,7 @@ def check_current(op: object, tensor: Tensor) -> None:
     recorded._viewed = viewed, now
 
 
-def check_written(func: torch._ops.OpOverload, written: Tensor) -> None:
+def check_written(func: OpOverload, written: Tensor) -> None:
     """UnsupportedSharding where the tensor to be written to represents a view but is a copy on all ranks."""
     if getattr(written, "_copied", ()) is None:
         raise refuse(func, written, "it would write to a view that is a copy on shards", "use the out-of-place form")

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
-from ._compat import is_traced, kernel, new_wrapper
+from ._compat import OpOverload, is_traced, kernel, new_wrapper, tree_map
 from .context import gather_allowed, settings
 from .copies import check_current, check_written, note_copies, stands_for_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
@@ -63,7 +62,7 @@ def wrapper(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
 
 
 def run_operator(
-    cls: type[DTensor], func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Run an aten operator on ShardTensors (and plain tensors, which count as replicated)."""
     if torch.is_inference_mode_enabled() and returns_view(func) and not args[0].is_inference():
@@ -175,7 +174,7 @@ class _Done:
 
 
 def _make_plan(
-    cls: type[DTensor], func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Plan | _Done:
     build = rule_of(func)
     if build is None:
@@ -212,7 +211,7 @@ def _make_plan(
 
 
 def _run_replicated(
-    cls: type[DTensor], func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec
 ) -> _Done:
     """Everything is whole on every rank, so each computes for itself; the result tells its own shape."""
     local_kwargs = {name: _localize((value,), [])[0] for name, value in kwargs.items()}
@@ -233,7 +232,7 @@ def _run_replicated(
 
 
 @cache
-def _returning(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _returning(func: OpOverload) -> OpOverload | None:
     """The operator that returns what the in-place operator ``func`` writes, if there is one."""
     namespace, name = func._schema.name.split("::")
     if not is_inplace(func) or not name.endswith("_"):
@@ -242,7 +241,7 @@ def _returning(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return None if found is None or is_inplace(found) else found
 
 
-def _written(cls: type[DTensor], func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _written(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An in-place operator without a rule: what its other form returns, copied into the first argument."""
     on_meta(func, args, kwargs)  # raises where the result's dtype does not fit
     returning = _returning(func)

@@ -6,12 +6,13 @@ The functions take the class of tensors to make, ShardTensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from ._compat import OpOverload
 from .context import gather_allowed
 from .conversions import from_dtensor, promote, redistributed
 from .copies import mark_copied
@@ -19,16 +20,21 @@ from .errors import UnsupportedSharding, refuse
 from .planning import SCALARS
 from .registry import FUNCTIONS
 
+if TYPE_CHECKING:
+    from .tensor import ShardTensor
+
 __all__ = ["call_registered", "promote_operands", "write_out"]
 
 # What runs a graph cannot run it on other tensors instead.
 _ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
 
-def call_registered(cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call_registered(
+    cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """What the handler of a function returns; NotImplemented where there is none."""
     handler = FUNCTIONS.get(func)
-    if handler is None and isinstance(func, torch._ops.OpOverload):
+    if handler is None and isinstance(func, OpOverload):
         handler = FUNCTIONS.get(func.overloadpacket)  # called by name, an operator is a function, too
     if handler is None:
         return NotImplemented
@@ -41,7 +47,7 @@ def call_registered(cls: type[DTensor], func: Callable[..., Any], args: Sequence
 
 
 def promote_operands(
-    cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Turn plain tensors that require grad, and DTensors, into ShardTensors: below autograd it would be too late."""
     if not any(_to_promote(cls, a) for a in args) and not any(_to_promote(cls, a) for a in kwargs.values()):
@@ -71,7 +77,7 @@ def promote_operands(
     return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
 
 
-def _to_promote(cls: type[DTensor], a: Any) -> bool:
+def _to_promote(cls: type[ShardTensor], a: Any) -> bool:
     if type(a) is cls or type(a) in SCALARS:
         return False
     if type(a) in (list, tuple):
@@ -81,7 +87,7 @@ def _to_promote(cls: type[DTensor], a: Any) -> bool:
     return isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()
 
 
-def write_out(cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def write_out(cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A function with ``out=``: what it returns without, copied into ShardTensors, which keep their cuts."""
     out = kwargs["out"]
     outs = out if isinstance(out, (list, tuple)) else (out,)
@@ -90,7 +96,7 @@ def write_out(cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any],
         raise refuse(name, tensors, "a ShardTensor cannot be written into a plain tensor", "use the form without out=")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         func = func.overloadpacket
     result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
     results = result if isinstance(result, (list, tuple)) else (result,)
@@ -113,7 +119,7 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 def _gather_and_call(
-    cls: type[DTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
     operands = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
@@ -138,7 +144,7 @@ def _gather_and_call(
         return None if result is None else written
     if not isinstance(result, cls):
         return result
-    viewed = next((a for a in operands if isinstance(a, cls)), None)
+    viewed = next(a for a in operands if isinstance(a, cls))
     is_view = result._is_view()
 
     def finish(t: Any) -> Any:

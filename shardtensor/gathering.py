@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ._compat import new_wrapper
+from ._compat import OpOverload, new_wrapper, tree_flatten, tree_map, tree_unflatten
 from .copies import mark_copied, write_back
 from .errors import refuse
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
@@ -19,7 +18,7 @@ from .redistribute import redistribute_local
 __all__ = ["gathered"]
 
 
-def gathered(cls: type[DTensor], func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def gathered(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Gather the operands, compute, and cut what still has the shape of the first sharded operand.
 
     What an in-place operator writes to gets its part of the result.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ._compat import alias, gradient_seeds, run_engine
+from ._compat import AutogradFunction, alias, gradient_seeds, run_engine
 from .registry import register
 from .tensor import ShardTensor
 
@@ -175,7 +175,7 @@ def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any])
     return tuple(g if g is None else _NotAgain.apply(name, g, *sources) for g in gradients)
 
 
-class _NotAgain(torch.autograd.Function):
+class _NotAgain(AutogradFunction):
     """The identity on ``result``, which counts as a function of ``sources`` and raises in its backward pass."""
 
     @staticmethod

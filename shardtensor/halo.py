@@ -1,16 +1,16 @@
-"""Halos: intervals that overlap between ranks, borrowed from their owners, and gradients returned to them.
+"""Halos: intervals that overlap between ranks, fetched from their owners, and gradients returned to them.
 
 Two levels, one plan (``exchange.plan_intervals``):
 
-- :func:`borrow` gives a rank the interval that it needs as one tensor, differentiably. Simple, but it copies the
-  shard; for operators where that does not matter.
+- :class:`Fetch` gives a rank the intervals that it needs as one tensor, differentiably. Simple, but it copies the
+  shard; for operators where that does not matter. :func:`borrow` is the same for once.
 - :class:`Halo` keeps what was received apart from the shard, for operators that work on the shard while the halo
   travels and add the halo's part afterwards (convolution).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,73 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._compat import AutogradFunction
 from .exchange import Exchange, Pending, Transfers, plan_intervals
-from .geometry import Interval, intersect, length
-from .redistribute import move_intervals
+from .geometry import Interval, intersect, intervals_of, length
+from .spec import ShardTensorSpec
+from .strides import stride_like
 
-__all__ = ["Axis", "Halo", "Sides", "borrow"]
+__all__ = ["Axis", "Fetch", "Halo", "Sides", "borrow"]
 
-
-def borrow(
-    local: Tensor, dim: int, own: Sequence[Interval], need: Sequence[Interval], rank: int, group: dist.ProcessGroup
-) -> Tensor:
-    """The interval ``need[rank]`` of tensor dim ``dim``; rank ``s`` of ``group`` holds ``own[s]``. Differentiable.
-
-    Args:
-        local: this rank's shard; its dim ``dim`` has the length of ``own[rank]``.
-        own: per rank; together they cover the dim without overlap.
-        need: per rank, within ``0..n``; they may overlap, leave gaps and be empty.
-
-    Returns:
-        A plain tensor whose dim ``dim`` has the length of ``need[rank]``. Its gradient is added up at the owners.
-    """
-    own, need = tuple(own), tuple((a, b) if b > a else (0, 0) for a, b in need)
-    plan = plan_intervals(own, need, rank)
-    if plan.own == plan.need and not plan.active:
-        return local
-    return _Borrow.apply(local, dim, own, need, rank, group)
-
-
-class _Borrow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, own: Any, need: Any, rank: int, group: Any) -> Any:  # type: ignore[override]
-        ctx.args = dim, own, need, rank, group
-        return move_intervals(local, dim, own, need, rank, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return _Return.apply(grad, *ctx.args), None, None, None, None, None
-
-
-class _Return(torch.autograd.Function):
-    """The adjoint of borrowing: each rank's gradient over what it needed, summed at the owners."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, dim: int, own: Any, need: Any, rank: int, group: Any) -> Any:  # type: ignore[override]
-        ctx.args = dim, own, need, rank, group
-        plan = plan_intervals(own, need, rank)
-        shape = list(grad.shape)
-        shape[dim] = length(plan.own)
-        pending = None
-        if plan.active:
-            sends = [(peer, _resized(shape, dim, length(part))) for peer, part in plan.recvs]
-            recvs = [(peer, _resized(shape, dim, length(part))) for peer, part in plan.sends]
-            pieces = [grad.narrow(dim, a - plan.need[0], b - a) for _, (a, b) in plan.recvs]
-            pending = Exchange(sends, recvs, group).start(pieces, grad)
-        a, b = max(plan.own[0], plan.need[0]), min(plan.own[1], plan.need[1])
-        if (a, b) == plan.own:
-            total = grad.narrow(dim, a - plan.need[0], b - a).clone(memory_format=torch.contiguous_format)
-        else:
-            total = grad.new_zeros(shape)
-            if b > a:
-                total.narrow(dim, a - plan.own[0], b - a).copy_(grad.narrow(dim, a - plan.need[0], b - a))
-        for (_, (a, b)), piece in zip(plan.sends, pending.wait() if pending else ()):
-            total.narrow(dim, a - plan.own[0], b - a).add_(piece)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return borrow(grad, *ctx.args), None, None, None, None, None
+Narrow = tuple[int, int, int]  # (dim, start, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +56,178 @@ class Axis:
         return (lo, max(lo, min(hi, a))), (max(lo, b), max(hi, lo, b))
 
 
-Narrow = tuple[int, int, int]  # (dim, start, length)
+class Fetch:
+    """The intervals that this rank needs of sharded dims, as one tensor: all that is known before there is data.
+
+    Called, it is differentiable, any number of times: the gradient is added up at the owners. Dims are fetched one
+    after the other, a later one with what was fetched along the earlier ones; so corners need no messages of their own.
+
+    Args:
+        axes: the sharded dims, in the order in which they are fetched.
+        shape: of the shard.
+
+    Attributes:
+        shape: of the result.
+    """
+
+    __slots__ = ("_steps", "shape")
+
+    def __init__(self, axes: Sequence[Axis], mesh: DeviceMesh, shape: Sequence[int]) -> None:
+        steps: list[_FetchedDim] = []
+        for axis in axes:
+            transfers = axis.transfers
+            if transfers.active or transfers.own != transfers.need:
+                steps.append(_FetchedDim(shape, axis.dim, transfers, mesh.get_group(axis.mesh_dim)))
+            shape = _resized(shape, axis.dim, length(transfers.need))
+        self._steps, self.shape = tuple(steps), tuple(shape)
+
+    @classmethod
+    def of(cls, spec: ShardTensorSpec, needs: Mapping[int, Sequence[Interval]]) -> Fetch:
+        """What ranks need of a tensor's sharded dims: ``{tensor dim: interval per rank of its mesh dim}``.
+
+        The intervals lie within the global tensor; they may overlap, leave gaps and be empty.
+        """
+        sharded = spec.sharded_dims()
+        axes = []
+        for dim, need in needs.items():
+            m = sharded[dim]
+            axes.append(Axis(dim, m, _transfers(intervals_of(spec.cut(m)), need, spec.coordinate[m])))
+        return cls(axes, spec.mesh, spec.local_shape())
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do on this rank, or to take part in. Otherwise the result is the shard."""
+        return bool(self._steps)
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """What this rank needs, out of its shard and those of others."""
+        for step in self._steps:
+            local = step(local)
+        return local
+
+    def forward(self, local: Tensor) -> Tensor:
+        """The same, not differentiable."""
+        for step in self._steps:
+            local = step.fetch(local)
+        return local
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """The adjoint, not differentiable: the shard's gradient, out of the ranks' gradients of what they needed."""
+        for step in reversed(self._steps):
+            grad = step.give_back(grad)
+        return grad
+
+
+class _FetchedDim:
+    """One dim of a :class:`Fetch`."""
+
+    __slots__ = ("_back", "_dim", "_kept", "_order", "_out", "_own_shape", "_received", "_sent", "_shape")
+
+    def __init__(self, shape: Sequence[int], dim: int, transfers: Transfers, group: dist.ProcessGroup) -> None:
+        own, need = transfers.own, transfers.need
+        self._dim = dim
+        self._own_shape, self._shape = tuple(shape), _resized(shape, dim, length(need))
+        # Where the pieces are: those that are sent, in the shard; those that are received, in what is needed.
+        self._sent = [_place(dim, own, part) for _, part in transfers.sends]
+        self._received = [_place(dim, need, part) for _, part in transfers.recvs]
+        self._out = self._back = None
+        if transfers.active:
+            sends = [(peer, _resized(shape, dim, length(part))) for peer, part in transfers.sends]
+            recvs = [(peer, _resized(shape, dim, length(part))) for peer, part in transfers.recvs]
+            self._out, self._back = Exchange(sends, recvs, group), Exchange(recvs, sends, group)
+        kept = intersect(own, need)
+        # What the shard itself has of it: where in the shard, and where in what is needed.
+        self._kept = (_place(dim, own, kept), _place(dim, need, kept)) if length(kept) else None
+        # The received pieces (by number) and the shard's own (None), by their indices in the global tensor.
+        starts: list[tuple[int, int | None]] = [(part[0], i) for i, (_, part) in enumerate(transfers.recvs)]
+        if self._kept is not None:
+            starts.append((kept[0], None))
+        self._order = [i for _, i in sorted(starts, key=lambda start: start[0])]
+
+    def __call__(self, local: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and local.requires_grad:
+            return _Fetched.apply(local, self)
+        return self.fetch(local)
+
+    def fetch(self, local: Tensor) -> Tensor:
+        """What this rank needs, in the shard's memory format."""
+        received: Sequence[Tensor] = ()
+        if self._out is not None:
+            received = self._out.start([local.narrow(*place) for place in self._sent], local).wait()
+        if local.is_contiguous():
+            result = local.new_empty(self._shape)
+        else:
+            stride = stride_like(local, self._shape)
+            result = torch.empty_strided(self._shape, stride, dtype=local.dtype, device=local.device)
+        if not self._order:
+            return result
+        pieces = [local.narrow(*self._kept[0]) if i is None else received[i] for i in self._order]  # type: ignore[index]
+        return torch.cat(pieces, dim=self._dim, out=result)
+
+    def give_back(self, grad: Tensor) -> Tensor:
+        """The shard's gradient: its own part, and what the others return of theirs, in the order of ranks."""
+        pending = None
+        if self._back is not None:
+            pending = self._back.start([grad.narrow(*place) for place in self._received], grad)
+        if self._kept is not None and self._kept[0][2] == self._own_shape[self._dim]:
+            total = grad.narrow(*self._kept[1]).clone(memory_format=torch.contiguous_format)
+        else:
+            total = grad.new_zeros(self._own_shape)
+            if self._kept is not None:
+                total.narrow(*self._kept[0]).copy_(grad.narrow(*self._kept[1]))
+        for place, piece in zip(self._sent, pending.wait() if pending is not None else ()):
+            total.narrow(*place).add_(piece)
+        return total
+
+
+class _Fetched(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:  # type: ignore[override]
+        ctx.step = step
+        return step.fetch(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _GivenBack.apply(grad, ctx.step), None
+
+
+class _GivenBack(AutogradFunction):
+    """The adjoint of fetching, whose own is fetching again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, step: _FetchedDim) -> Tensor:  # type: ignore[override]
+        ctx.step = step
+        return step.give_back(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _Fetched.apply(grad, ctx.step), None
+
+
+def borrow(
+    local: Tensor, dim: int, own: Sequence[Interval], need: Sequence[Interval], rank: int, group: dist.ProcessGroup
+) -> Tensor:
+    """The interval ``need[rank]`` of tensor dim ``dim``; rank ``s`` of ``group`` holds ``own[s]``. Differentiable.
+
+    A :class:`Fetch` of one dim that is used once.
+
+    Args:
+        local: this rank's shard; its dim ``dim`` has the length of ``own[rank]``.
+        own: per rank; together they cover the dim without overlap.
+        need: per rank, within ``0..n``; they may overlap, leave gaps and be empty.
+
+    Returns:
+        A plain tensor whose dim ``dim`` has the length of ``need[rank]``. Its gradient is added up at the owners.
+    """
+    transfers = _transfers(own, need, rank)
+    if transfers.own == transfers.need and not transfers.active:
+        return local
+    return _FetchedDim(local.shape, dim, transfers, group)(local)
+
+
+def _transfers(own: Sequence[Interval], need: Sequence[Interval], rank: int) -> Transfers:
+    return plan_intervals(tuple(own), tuple((a, b) if b > a else (0, 0) for a, b in need), rank)
+
+
 Sides = list[list[Tensor | None]]  # [axis][0 before the shard, 1 after it]
 
 

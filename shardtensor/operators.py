@@ -14,27 +14,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ._compat import TensorMeta, is_traced, untraced
+from ._compat import OpOverload, OpOverloadPacket, TensorMeta, is_traced, untraced
 from .context import settings
 from .copies import check_current
 from .errors import UnsupportedSharding, different_meshes, refuse
-from .gradients import not_twice
 from .parameters import GradientSum, contributing
+from .plan import Composed, LocalPlan, Plan, picked
 from .planning import SCALARS, cached_plan, keep_plan, meta_of, spec_of
 from .registry import declare, declare_rule
 from .spec import ShardTensorSpec
-from .tensor import ShardTensor, as_gradient, from_part, promote, redistribute_to, wrap
+from .tensor import ShardTensor, promote, redistribute_to
 
-__all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator"]
+__all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
 
 # How a plan's function sees a tensor: a ShardTensor by its spec, a plain one by shape, strides and dtype.
 Operand = ShardTensorSpec | TensorMeta
@@ -42,169 +42,6 @@ Operand = ShardTensorSpec | TensorMeta
 # Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
 # which is None here, see ShardTensor.__torch_function__.
 _OF_KERNELS = frozenset({"cudnn_enable", "cudnn_enabled", "out"})
-
-
-class Plan:
-    """What one call does on this rank. Subclasses give the local work of an operator and its gradient.
-
-    Attributes:
-        outputs: the result's spec, or a tuple of them.
-        saves: which of the tensors the gradient needs, by position.
-        total: the sum over ranks that the gradients of plain parameters need.
-        twice: whether :meth:`forward` may be run again and be differentiated by autograd, for second derivatives.
-    """
-
-    outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
-    saves: tuple[int, ...] = ()
-    total: GradientSum | None = None
-    twice: ClassVar[bool] = False
-    # Filled in by the operator that made the plan.
-    name: str = ""
-    _device: str = "cpu"
-    _order: tuple[Any, ...] | None = None
-    _prepare: tuple[Callable[[Any], Any] | None, ...] | None = None
-    _then: ShardTensorSpec | None = None
-
-    def forward(self, *tensors: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
-        """The local result (a tensor, or a tuple of them) and what else :meth:`backward` needs.
-
-        Args:
-            tensors: the local tensors, None for those that the caller left out.
-        """
-        raise NotImplementedError
-
-    def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Sequence[Tensor | None]:
-        """Local gradients of all tensors, None for those that are not ``needed``; those of parameters complete.
-
-        Args:
-            grads: local gradients of the results, which have the layout of :attr:`outputs`; None where there is none.
-            saved: the local tensors named by :attr:`saves`, then what :meth:`forward` returned besides its result.
-        """
-        raise NotImplementedError
-
-    def run(self, tensors: Sequence[Any]) -> Any:
-        """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
-        if torch.is_grad_enabled():
-            return _Run.apply(self, *tensors)
-        result, _ = self.forward(*(t._local_tensor if type(t) is ShardTensor else t for t in tensors))
-        return self._wrapped(result)
-
-    def _wrapped(self, result: Any) -> Any:
-        if type(self.outputs) is tuple:
-            return tuple(map(wrap, result, self.outputs))
-        return wrap(result, self.outputs)  # type: ignore[arg-type]
-
-    def __call__(self, tensors: Sequence[Any]) -> Any:
-        if self._order is not None:
-            tensors = [_picked(tensors, place) for place in self._order]
-        if self._prepare is not None:
-            tensors = [t if step is None else step(t) for step, t in zip(self._prepare, tensors, strict=True)]
-        result = self.run(tensors)
-        return result if self._then is None else redistribute_to(result, self._then)
-
-
-class LocalPlan(Plan):
-    """A plan whose local work autograd differentiates: ``function`` of the local tensors gives the local result.
-
-    Where it communicates, it calls what is differentiable, such as :func:`shardtensor.halo.borrow`.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...], 
-    ) -> None:
-        self.function, self.outputs = function, outputs
-
-    def run(self, tensors: Sequence[Any]) -> Any:
-        locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
-        if self.total is not None and torch.is_grad_enabled():
-            locals_ = self.total.complete(locals_)
-        result = self.function(*locals_)
-        if type(self.outputs) is tuple:
-            return tuple(map(from_part, result, self.outputs))
-        return from_part(result, self.outputs)  # type: ignore[arg-type]
-
-
-class Composed(Plan):
-    """A plan that calls other operators: ``function`` gets the operator's tensors, parameters as the caller gave them.
-
-    For an operator that is others in a row for these arguments.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def run(self, tensors: Sequence[Any]) -> Any:
-        return self.function(*tensors)
-
-
-class _Run(torch.autograd.Function):
-    """A plan's run, and its gradient. Saved are tensors and the plan."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:  # type: ignore[override]
-        result, kept = plan.forward(*[t._local_tensor if type(t) is ShardTensor else t for t in tensors])
-        ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        ctx.save_for_backward(*[tensors[i] for i in plan.saves], *kept)
-        ctx.specs = [t._spec if type(t) is ShardTensor else None for t in tensors]
-        if plan.twice:
-            ctx.others = [None if i in plan.saves else t for i, t in enumerate(tensors)]
-            device = plan._device
-            ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        return plan._wrapped(result)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
-        if not torch.is_grad_enabled():
-            return None, *_gradients(ctx, ctx.saved_tensors, grads)
-        if ctx.plan.twice:
-            return None, *_second_derivatives(ctx, grads)
-        with torch.no_grad():
-            found = _gradients(ctx, ctx.saved_tensors, grads)
-        return None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
-
-
-def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    plan = ctx.plan
-    outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
-    local_grads = [None if g is None else _local_gradient(g, s) for g, s in zip(grads, outputs, strict=True)]
-    local_saved = [t._local_tensor if type(t) is ShardTensor else t for t in saved]
-    if torch.is_autocast_enabled(plan._device):
-        with torch.autocast(plan._device, enabled=False):
-            found = plan.backward(ctx.needs_input_grad[1:], local_grads, *local_saved)
-    else:
-        found = plan.backward(ctx.needs_input_grad[1:], local_grads, *local_saved)
-    return [g if s is None or g is None else wrap(g, s) for g, s in zip(found, ctx.specs, strict=True)]
-
-
-def _local_gradient(grad: Any, spec: ShardTensorSpec) -> Tensor:
-    if type(grad) is ShardTensor and grad._spec is spec and spec._reduced is None:
-        return grad._local_tensor
-    return as_gradient(grad, spec)._local_tensor
-
-
-def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
-    """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
-    plan, needed, saved = ctx.plan, ctx.needs_input_grad[1:], ctx.saved_tensors
-    tensors = list(ctx.others)
-    for i, t in zip(plan.saves, saved):
-        tensors[i] = t
-    locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
-    completed = locals_ if plan.total is None else plan.total.complete(locals_)
-    with torch.autocast(*ctx.autocast) if ctx.autocast[2] else nullcontext():
-        result = plan.forward(*completed)[0]
-    results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
-    pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
-    wanted = [t for t, need in zip(locals_, needed, strict=True) if need]
-    found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
-    # With an empty shard some of them depend on less; but what is differentiated again must communicate on every rank.
-    nothing = pairs[0][0].new_zeros(())
-    for t in (*locals_, *completed, *(g for _, g in pairs)):
-        if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
-            nothing = nothing + t.reshape(-1)[:0].sum()
-    gradients = iter([g + nothing.to(g.dtype) for g in found])
-    result = [next(gradients) if need else None for need in needed]
-    return [g if g is None or s is None else from_part(g, s) for g, s in zip(result, ctx.specs, strict=True)]
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -337,11 +174,11 @@ class Arguments:
 class Operator:
     """One spelling of an operator above autograd: finds or makes the plan of a call, and runs it."""
 
-    def __init__(self, spelling: Callable[..., Any], declared: _Declared) -> None:
-        self.spelling, self.name = spelling, getattr(spelling, "__name__", str(spelling))
+    def __init__(self, spelling: Callable[..., Any] | str, declared: _Declared) -> None:
+        self.name: str = spelling if isinstance(spelling, str) else getattr(spelling, "__name__", str(spelling))
         self.__module__ = declared.build.__module__
         self._declared = declared
-        self._arguments = declared.arguments_of(spelling)
+        self._arguments = None if isinstance(spelling, str) else declared.arguments_of(spelling)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
@@ -358,13 +195,15 @@ class Operator:
         given = self._bind(_placed(args, places), dict(zip(kwargs, _placed(list(kwargs.values()), places))))
         declared = self._declared
         at = {name: _index(given.arguments.get(name)) for name in declared.names}
-        named = {name: _picked(tensors, place) for name, place in at.items() if place is not None}
+        named = {name: picked(tensors, place) for name, place in at.items() if place is not None}
         mesh = _common_mesh(self.name, [t for value in named.values() for t in _each(value)])
         if mesh is None:
             return NotImplemented
         call = Arguments(self.name, mesh, next(t.device for value in named.values() for t in _each(value)))
         for name, value in named.items():
-            if name in declared.parameters:
+            if name in declared.sharded and _is_sharded(value):
+                given.arguments[name] = spec_of(value)
+            elif name in declared.parameters:
                 others = [t for k in declared.tensors if k in named for t in _each(named[k])]
                 given.arguments[name] = _parameter(self.name, value, others)
             elif isinstance(value, (list, tuple)):
@@ -378,14 +217,14 @@ class Operator:
         plan = declared.build(call, *given.args, **given.kwargs)
         if plan is not NotImplemented:
             order = tuple(at[name] for name in declared.names)
-            plan._order = None if order == tuple(range(len(tensors))) else order
+            plan.order = None if order == tuple(range(len(tensors))) else order
             self._finish(plan, call, named)
         return plan
 
     def _finish(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> None:
         """Fill in what the plan's run does before and after its local work."""
         declared = self._declared
-        plan.name, plan._device, plan._then = self.name, call.device.type, call.then
+        plan.name, plan.device, plan.then = self.name, call.device.type, call.then
         placements = None
         if declared.parameters:
             mesh_dims, placements = contributing(call.tensors[declared.tensors[0]])
@@ -398,13 +237,14 @@ class Operator:
             if isinstance(plan, Composed) and name in declared.parameters:
                 steps.append(None)
                 continue
-            if isinstance(named.get(name), DTensor) and name in declared.parameters:
+            to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(named.get(name)))
+            if isinstance(named.get(name), DTensor) and to_plain:
                 steps.append(_chain(_to_local(placements), call.steps.get(name)))
                 continue
             target = call.tensors.get(name)
             moves = target is not None and not _prepared_spec(named[name], call.mesh, True).lies_like(target)
             steps.append(_chain(call.steps.get(name), _redistribution(target) if moves else None))
-        plan._prepare = tuple(steps) if any(step is not None for step in steps) else None
+        plan.steps = tuple(steps) if any(step is not None for step in steps) else None
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments by the names of the declaration, defaults included; Python's own errors."""
@@ -416,7 +256,7 @@ class Operator:
             raise TypeError(f"{self.name}() takes {len(self._arguments)} arguments, but {len(args)} were given")
         given = dict(zip(self._arguments, args))
         for name, value in kwargs.items():
-            name = self._declared.first if name == "self" else name
+            name = self._declared.called(name)
             if name in given:
                 raise TypeError(f"{self.name}() got multiple values for argument {name!r}")
             given[name] = value
@@ -453,12 +293,6 @@ def _index(value: Any) -> Any:
     return None
 
 
-def _picked(tensors: Sequence[Any], place: Any) -> Any:
-    if place is None:
-        return None
-    return tensors[place] if type(place) is int else [_picked(tensors, item) for item in place]
-
-
 def _each(value: Any) -> Sequence[Tensor]:
     return [t for t in value if t is not None] if isinstance(value, (list, tuple)) else [value]
 
@@ -471,6 +305,7 @@ class _Declared:
     tensors: tuple[str, ...]
     parameters: tuple[str, ...]
     partial: tuple[str, ...]
+    sharded: tuple[str, ...]
     signature: inspect.Signature
 
     @property
@@ -478,16 +313,16 @@ class _Declared:
         """All tensors, in the order of the declaration."""
         return tuple(name for name in self.signature.parameters if name in (*self.tensors, *self.parameters))
 
-    @property
-    def first(self) -> str:
-        """The argument that methods and operators call ``self``."""
-        return next(iter(self.signature.parameters))
+    def called(self, name: str) -> str:
+        """What the declaration calls an argument: the first one is often ``self`` for methods and operators."""
+        parameters = self.signature.parameters
+        return next(iter(parameters)) if name == "self" and name not in parameters else name
 
     def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...] | None:
         """The names of a spelling's positional arguments, in its own order; None: as in the declaration."""
         if any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
             return None
-        forms = [tuple(self.first if n == "self" else n for n in names) for names in _argument_names(spelling)]
+        forms = [tuple(map(self.called, names)) for names in _argument_names(spelling)]
         known = [names for names in forms if all(n in self.signature.parameters or n in _OF_KERNELS for n in names)]
         if forms and not known:
             raise TypeError(f"the plan of {spelling} lacks arguments of {spelling}, which has {forms}")
@@ -499,6 +334,7 @@ def operator(
     tensors: str = "",
     parameters: str = "",
     partial: str = "",
+    sharded: str = "",
     meta: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
@@ -521,6 +357,8 @@ def operator(
             them plain, and sums their gradients over the ranks by :attr:`Plan.total`. The function gets shape, strides
             and dtype.
         partial: which of ``tensors`` may stay Partial.
+        sharded: which of ``parameters`` may be sharded DTensors. The function gets their specs, and returns a
+            :class:`Composed` or has them made plain by :meth:`Arguments.then_do`; their gradients are not summed.
         meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
             tensors.
 
@@ -545,9 +383,7 @@ def operator(
             for spelling in spellings:
                 declare_rule(spelling, build, meta)
             return build
-        signature = inspect.signature(build)
-        own = signature.replace(parameters=list(signature.parameters.values())[1:])
-        declared = _Declared(build, tuple(tensors.split()), tuple(parameters.split()), tuple(partial.split()), own)
+        declared = _declaration(build, tensors, parameters, partial, sharded)
         for spelling in dict.fromkeys(spellings):
             declare(spelling, Operator(spelling, declared))
         return build
@@ -555,15 +391,39 @@ def operator(
     return decorate
 
 
+def planned(
+    name: str, *, tensors: str, parameters: str = "", partial: str = "", sharded: str = ""
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorator: as :func:`operator`, for what handlers call. The decorated function is called like an operator.
+
+    For entry points that tell more than a key does: whether arguments are the same tensor, or a mask's class.
+
+    Args:
+        name: for errors.
+    """
+
+    def decorate(build: Callable[..., Any]) -> Operator:
+        return Operator(name, _declaration(build, tensors, parameters, partial, sharded))
+
+    return decorate
+
+
+def _declaration(build: Callable[..., Any], tensors: str, parameters: str, partial: str, sharded: str) -> _Declared:
+    signature = inspect.signature(build)
+    own = signature.replace(parameters=list(signature.parameters.values())[1:])
+    named = (tuple(names.split()) for names in (tensors, parameters, partial, sharded))
+    return _Declared(build, *named, signature=own)
+
+
 def _argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:
     """The names of a function's positional arguments, from its signature or its operator's schemas; none: unknown.
 
     A function that is several overloads has several lists of names.
     """
-    if isinstance(spelling, torch._ops.OpOverload):
+    if isinstance(spelling, OpOverload):
         return [tuple(a.name for a in spelling._schema.arguments)]
-    if isinstance(spelling, torch._ops.OpOverloadPacket):
-        schemas = [getattr(spelling, name)._schema for name in spelling.overloads()]
+    if isinstance(spelling, OpOverloadPacket):
+        schemas = [getattr(spelling, name)._schema for name in spelling.overloads()]  # type: ignore[no-untyped-call]
         schemas = [schema for schema in schemas if not any(a.is_out for a in schema.arguments)] or schemas[:1]
         return [tuple(a.name for a in schema.arguments if not a.kwarg_only) for schema in schemas]
     with suppress(TypeError, ValueError):
@@ -589,6 +449,10 @@ def _prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
     if isinstance(t, DTensor):
         return spec_of(t) if partial else spec_of(t).for_gradient()
     return ShardTensorSpec.of(mesh, (Replicate(),) * mesh.ndim, meta_of(t), (None,) * mesh.ndim)
+
+
+def _is_sharded(t: Any) -> bool:
+    return isinstance(t, DTensor) and not spec_of(t).is_replicate()
 
 
 def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> TensorMeta:

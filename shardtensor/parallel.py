@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, flattened, spmd_options
+from .layout import AxisLayout
 from .planning import spec_of
 from .redistribute import redistribute_local
-from .spec import AxisLayout
 
 __all__ = [
     "Parallelized",

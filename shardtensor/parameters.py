@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import alias
+from ._compat import AutogradFunction, alias
 from .errors import different_meshes, refuse
 from .redistribute import all_reduce, start_all_reduce
 from .spec import ShardTensorSpec
@@ -79,7 +79,7 @@ def contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placemen
     return mesh_dims, tuple(Partial() if m in mesh_dims else Replicate() for m in range(spec.mesh.ndim))
 
 
-class _SumGradients(torch.autograd.Function):
+class _SumGradients(AutogradFunction):
     """Identity whose backward sums the gradients over the mesh dims."""
 
     @staticmethod
@@ -202,7 +202,7 @@ def run_kernel(
     return _WithParameters.apply(x, weight, bias, total, kernel, out)
 
 
-class _WithParameters(torch.autograd.Function):
+class _WithParameters(AutogradFunction):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: Any, weight: Any, bias: Any, total: GradientSum, kernel: Kernel, out: ShardTensorSpec
@@ -255,7 +255,7 @@ def _once_more(ctx: Any, x: Any, weight: Tensor | None, grad: Tensor) -> list[Te
     return result
 
 
-class _Total(torch.autograd.Function):
+class _Total(AutogradFunction):
     """The sum of all ranks' contributions. Whoever differentiates it does so on every rank alike."""
 
     @staticmethod

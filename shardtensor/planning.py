@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._pytree import tree_map
 
-from ._compat import TensorMeta, untraced
+from ._compat import OpOverload, TensorMeta, tree_map, untraced
 from .context import gather_allowed
 from .errors import UnsupportedSharding, refuse
 from .registry import META_FUNCTIONS
@@ -85,7 +84,7 @@ class Call:
         tensors: ``{path: spec}`` for the ShardTensors, in order.
     """
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     meta: Any
@@ -181,18 +180,18 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def is_inplace(func: torch._ops.OpOverload) -> bool:
+def is_inplace(func: OpOverload) -> bool:
     """Whether the operator writes to its first argument and returns it."""
     return _traits(func)[0]
 
 
-def returns_view(func: torch._ops.OpOverload) -> bool:
+def returns_view(func: OpOverload) -> bool:
     """Whether the operator's result is a view of its first argument."""
     return _traits(func)[1]
 
 
 @cache
-def _traits(func: torch._ops.OpOverload) -> tuple[bool, bool]:
+def _traits(func: OpOverload) -> tuple[bool, bool]:
     """Whether the operator is in place, and whether its result is a view: shares memory that is not written to."""
     first = func._schema.arguments[0] if func._schema.arguments else None
     inplace = first is not None and first.alias_info is not None and first.alias_info.is_write
@@ -222,7 +221,7 @@ def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
     return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
 
 
-def on_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The operator on meta tensors of the global shapes: shapes and dtypes, and torch's own errors on every rank."""
 
     def convert(a: Any) -> Any:

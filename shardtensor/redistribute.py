@@ -24,7 +24,9 @@ from ._compat import c10d_all_gather, c10d_all_reduce, process_group
 from .debug import check_communication, debug_enabled
 from .exchange import Exchange, plan_intervals, start_swap
 from .geometry import Interval, intervals_of, length
-from .spec import AxisLayout, ShardTensorSpec, stride_like
+from .layout import AxisLayout
+from .spec import ShardTensorSpec
+from .strides import stride_like
 from .tracing import graph_operator, is_traced
 
 __all__ = [
@@ -212,7 +214,7 @@ def _unordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
 
 def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``local`` (of one shape), stacked in rank order. For small tensors: each rank gets all of them."""
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
     if is_traced(local):

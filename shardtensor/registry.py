@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ._compat import OpOverload, OpOverloadPacket, decomposes
 from .context import Setting
 
 __all__ = [
@@ -39,14 +40,13 @@ __all__ = [
 ]
 
 Handler = Callable[..., Any]
-Overload = torch._ops.OpOverload
 
 FUNCTIONS: dict[Callable[..., Any], Handler] = {}
-OPERATORS: dict[Overload, Handler] = {}
-RULES: dict[Overload, Handler] = {}
+OPERATORS: dict[OpOverload, Handler] = {}
+RULES: dict[OpOverload, Handler] = {}
 # Functions with the shapes and dtypes of operators that torch does not run on meta tensors.
-META_FUNCTIONS: dict[Overload, Handler] = {}
-_default_rules: list[Callable[[Overload], Handler | None]] = []
+META_FUNCTIONS: dict[OpOverload, Handler] = {}
+_default_rules: list[Callable[[OpOverload], Handler | None]] = []
 # How often handlers have been registered or removed; plans and compiled graphs hold for one set of them.
 _changes = Setting(0)
 
@@ -56,7 +56,7 @@ def _changed() -> None:
 
 
 def _table(func_or_op: Any) -> dict[Any, Handler]:
-    return OPERATORS if isinstance(func_or_op, torch._ops.OpOverload) else FUNCTIONS
+    return OPERATORS if isinstance(func_or_op, OpOverload) else FUNCTIONS
 
 
 def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
@@ -106,7 +106,7 @@ def declare(spelling: Callable[..., Any], handler: Handler) -> None:
     FUNCTIONS[spelling] = handler
 
 
-def declare_rule(op: Overload, build: Handler, meta: Handler | None = None) -> None:
+def declare_rule(op: Any, build: Handler, meta: Handler | None = None) -> None:
     """Have ``build`` make the plans of an aten operator; ValueError where another function does already."""
     if op in RULES:
         raise ValueError(f"{op} has a rule already; unregister it first")
@@ -116,13 +116,13 @@ def declare_rule(op: Overload, build: Handler, meta: Handler | None = None) -> N
         META_FUNCTIONS[op] = meta
 
 
-def default_rule(find: Callable[[Overload], Handler | None]) -> Callable[[Overload], Handler | None]:
+def default_rule(find: Callable[[OpOverload], Handler | None]) -> Callable[[OpOverload], Handler | None]:
     """Decorator: ``find(op)`` gives the rule of operators that have none of their own, or None."""
     _default_rules.append(find)
     return find
 
 
-def rule_of(op: Overload) -> Handler | None:
+def rule_of(op: OpOverload) -> Handler | None:
     """The rule that makes the plans of an aten operator, if there is one."""
     own = RULES.get(op)
     return own or next((rule for rule in (find(op) for find in _default_rules) if rule is not None), None)
@@ -183,13 +183,13 @@ def supports(func_or_op: Any) -> Support:
     if not callable(func_or_op):
         raise TypeError(f"{func_or_op!r} is neither a function nor an operator overload")
     handler = FUNCTIONS.get(func_or_op) or OPERATORS.get(func_or_op) or RULES.get(func_or_op)
-    if handler is None and isinstance(func_or_op, torch._ops.OpOverload):
+    if handler is None and isinstance(func_or_op, OpOverload):
         handler = FUNCTIONS.get(func_or_op.overloadpacket)
     if handler is not None:
         return Support(True, "declared", handler.__module__)
-    if isinstance(func_or_op, torch._ops.OpOverload):
+    if isinstance(func_or_op, OpOverload):
         return _support_of_overload(func_or_op)
-    packet = func_or_op if isinstance(func_or_op, torch._ops.OpOverloadPacket) else _packet_of(func_or_op)
+    packet = func_or_op if isinstance(func_or_op, OpOverloadPacket) else _packet_of(func_or_op)
     if packet is None:  # Python code, which calls other operators
         return Support(True, "decomposed", reason="as far as the operators that it calls are")
     found = [supports(getattr(packet, name)) for name in packet.overloads() if not _writes_out(getattr(packet, name))]
@@ -197,11 +197,11 @@ def supports(func_or_op: Any) -> Support:
     return max(found, key=lambda answer: order.index(answer.how), default=Support(False, "refused"))
 
 
-def _support_of_overload(op: Overload) -> Support:
+def _support_of_overload(op: OpOverload) -> Support:
     rule = rule_of(op)
     if rule is not None:
         return Support(True, "elementwise", rule.__module__)
-    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if decomposes(op):
         return Support(True, "decomposed", reason="as far as the operators that torch composes it of are")
     functional = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
     if op._schema.name.endswith("_") and functional is not None and functional is not op.overloadpacket:
@@ -210,7 +210,7 @@ def _support_of_overload(op: Overload) -> Support:
     return Support(False, "refused", reason=reason)
 
 
-def _writes_out(op: Overload) -> bool:
+def _writes_out(op: OpOverload) -> bool:
     return any(a.is_out for a in op._schema.arguments)
 
 

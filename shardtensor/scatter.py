@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat import current_mesh, not_in_graphs
 from .agreement import DTYPES, MAX_NDIM, check_process_group
 from .geometry import intervals_of
-from .spec import ShardSizes, ShardTensorSpec, mesh_coordinate
+from .layout import ShardSizes, mesh_coordinate
+from .spec import ShardTensorSpec
 from .tensor import ShardTensor, mark_leaf, wrap
 
 __all__ = ["part_at", "scatter_tensor", "wire"]

@@ -10,50 +10,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import DTensorSpec, TensorMeta, is_plain_shard
+from ._compat import DTensorSpec, TensorMeta
 from .context import settings
 from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
+from .layout import AxisLayout, ShardSizes, Sizes, check_order, mesh_coordinate, normalize_placements, normalize_sizes
+from .strides import contiguous_stride
 
-__all__ = [
-    "CHANNELS_LAST",
-    "AxisLayout",
-    "ShardSizes",
-    "ShardTensorSpec",
-    "Sizes",
-    "contiguous_stride",
-    "normalize_placements",
-    "normalize_sizes",
-    "stride_like",
-]
-
-# One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
-Sizes = tuple[tuple[int, ...] | None, ...]
-# What callers may give: ``{mesh_dim: sizes}``, "even" for torch.chunk's sizes, or None for the default: the same, or
-# where there are local tensors to infer sizes from, theirs.
-ShardSizes = Mapping[int, Sequence[int]] | str | None
-
-# The memory formats with the channels innermost, by number of dims.
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-class AxisLayout(NamedTuple):
-    """What one mesh dim does to a tensor: the placement, and where that is a Shard, the size of each rank's shard.
-
-    ``spec.layout`` has one per mesh dim. A layout is changed by changing these, so that no placement is left with the
-    sizes of another: ``spec.with_axes({0: AxisLayout(Shard(2), (5, 3)), 1: AxisLayout(Replicate())})``.
-    """
-
-    placement: Placement
-    sizes: tuple[int, ...] | None = None
+__all__ = ["ShardTensorSpec"]
 
 
 class ShardTensorSpec(DTensorSpec):
@@ -370,125 +341,3 @@ def _known(
     sizes: Sizes,
 ) -> ShardTensorSpec:
     return ShardTensorSpec(mesh, placements, meta, sizes)
-
-
-def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    """This rank's position in ``mesh``; ValueError where the mesh does not hold this rank."""
-    at = mesh.get_coordinate()
-    if at is None:
-        raise ValueError(
-            f"this rank ({torch.distributed.get_rank()}) is not in the mesh {mesh.mesh.tolist()}; "
-            "create and use ShardTensors only on ranks of their mesh"
-        )
-    return tuple(at)
-
-
-@lru_cache(maxsize=256)
-def check_order(mesh: DeviceMesh) -> None:
-    """ValueError where ranks do not ascend along a mesh dim: process groups sort theirs, and would not match it."""
-    ranks = mesh.mesh
-    if any(bool((ranks.diff(dim=m) < 0).any()) for m in range(ranks.ndim)):
-        raise ValueError(f"the mesh's ranks {ranks.tolist()} do not ascend along each mesh dim; list them in order")
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides."""
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * max(1, shape[d + 1])  # as torch counts dims of size 0
-    return tuple(strides)
-
-
-def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the global tensor: channels-last where the local tensor is, row-major otherwise."""
-    fmt = CHANNELS_LAST.get(local.ndim)
-    if fmt is not None and not local.is_contiguous() and local.is_contiguous(memory_format=fmt):
-        inner = contiguous_stride([shape[0], *shape[2:], shape[1]])
-        return (inner[0], inner[-1], *inner[1:-1])
-    return contiguous_stride(shape)
-
-
-def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
-    """Check placements against the mesh and the number of tensor dims, and make shard dims non-negative.
-
-    Raises:
-        TypeError: something that is no placement.
-        ValueError: their number, a dim that does not exist, or one tensor dim on two mesh dims.
-    """
-    if isinstance(placements, Placement):
-        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
-    if len(placements) != mesh.ndim:
-        raise ValueError(
-            f"{len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} dims {tuple(mesh.shape)}; "
-            "give one per mesh dim (Replicate() where the tensor is not sharded)"
-        )
-    result: list[Placement] = []
-    taken: dict[int, int] = {}
-    for m, p in enumerate(placements):
-        if not isinstance(p, Placement):
-            raise TypeError(
-                f"placement {p!r} of mesh dim {m} is no Placement; use Shard(dim), Replicate() or Partial()"
-            )
-        if isinstance(p, Partial) and p.reduce_op not in ("sum", "max", "min", "product"):
-            raise ValueError(
-                f"Partial({p.reduce_op!r}) on mesh dim {m} is not supported: it is not exact on unequal shards; "
-                "divide by the global count and use Partial('sum')"
-            )
-        if p.is_shard() or not is_plain_shard(p):
-            if not is_plain_shard(p):
-                raise ValueError(
-                    f"{p} on mesh dim {m}: strided shards are not supported; redistribute the DTensor first"
-                )
-            dim = p.dim  # type: ignore[attr-defined]
-            if not -ndim <= dim < ndim:
-                raise ValueError(f"Shard({dim}) on mesh dim {m}: the tensor has only {ndim} dims")
-            dim %= ndim
-            if dim in taken:
-                raise ValueError(
-                    f"tensor dim {dim} is sharded on mesh dims {taken[dim]} and {m}; shard it on one mesh dim only "
-                    "(flatten the two mesh dims into one, or shard another tensor dim)"
-                )
-            taken[dim] = m
-            p = Shard(dim)
-        result.append(p)
-    return tuple(result)
-
-
-def normalize_sizes(
-    shard_sizes: ShardSizes, placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh
-) -> Sizes:
-    """Complete ``{mesh_dim: sizes}`` to one entry per mesh dim, and check it against the global shape.
-
-    Raises:
-        TypeError: something that is no mapping of sizes.
-        ValueError: sizes of the wrong number, sum or sign, or of a mesh dim that does not shard or does not exist.
-    """
-    if isinstance(shard_sizes, str):
-        if shard_sizes != "even":
-            raise ValueError(f"shard_sizes={shard_sizes!r}: a dict {{mesh_dim: sizes}}, None or 'even'")
-        shard_sizes = None
-    if shard_sizes is not None and not isinstance(shard_sizes, Mapping):
-        raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
-    given = {(m + mesh.ndim if m < 0 else m): v for m, v in (shard_sizes or {}).items()}
-    result: list[tuple[int, ...] | None] = []
-    for m, p in enumerate(placements):
-        entry = given.pop(m, None)
-        if not isinstance(p, Shard):
-            if entry is not None:
-                raise ValueError(f"shard_sizes names mesh dim {m}, whose placement is {p}: only Shard has sizes")
-            result.append(None)
-            continue
-        total, ranks = shape[p.dim], mesh.size(m)
-        sizes = chunk_sizes(total, ranks) if entry is None else tuple(int(n) for n in entry)
-        if len(sizes) != ranks:
-            raise ValueError(f"{len(sizes)} shard sizes {sizes} for mesh dim {m}, which has {ranks} ranks")
-        if min(sizes) < 0:
-            raise ValueError(f"negative shard size in {sizes} (mesh dim {m})")
-        if sum(sizes) != total:
-            raise ValueError(
-                f"shard sizes {sizes} of mesh dim {m} add up to {sum(sizes)}, but tensor dim {p.dim} has size {total}"
-            )
-        result.append(sizes)
-    if given:
-        raise ValueError(f"shard_sizes names mesh dims {sorted(given)}, but the mesh has only {mesh.ndim}")
-    return tuple(result)

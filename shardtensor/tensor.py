@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from . import checkpoint, conversions, dispatch, functions
 from ._compat import (
     DisableTorchFunction,
+    OpOverload,
     TensorMeta,
     claim_dispatch,
     current_mesh,
@@ -29,8 +30,9 @@ from ._compat import (
 from .agreement import MAX_NDIM, agree_on_local
 from .copies import check_current
 from .errors import refuse
+from .layout import mesh_coordinate
 from .registry import FUNCTIONS, register
-from .spec import ShardTensorSpec, mesh_coordinate
+from .spec import ShardTensorSpec
 
 __all__ = [
     "ShardTensor",
@@ -41,6 +43,7 @@ __all__ = [
     "promote",
     "redistribute_to",
     "run",
+    "to_part",
     "wrap",
 ]
 
@@ -236,7 +239,7 @@ class ShardTensor(DTensor):
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:
             return functions.write_out(cls, func, args, kwargs)
-        if func in FUNCTIONS or isinstance(func, torch._ops.OpOverload):
+        if func in FUNCTIONS or isinstance(func, OpOverload):
             result = functions.call_registered(cls, func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -330,7 +333,7 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
     return dispatch.wrapper(ShardTensor, local, spec)
 
 
-def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an aten operator on ShardTensors below autograd (plain tensors count as replicated)."""
     return dispatch.run_operator(ShardTensor, func, args, kwargs)
 
@@ -338,6 +341,14 @@ def run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 def from_part(local: Tensor, spec: ShardTensorSpec) -> Any:
     """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
     return conversions.from_part(ShardTensor, local, spec)
+
+
+def to_part(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
+    """The local tensor of a ShardTensor. Differentiable; ``grad_spec`` is the layout in which its gradient arrives."""
+    if tensor._viewed is not None:
+        check_current("to_local", tensor)
+    differentiable = torch.is_grad_enabled() and tensor.requires_grad
+    return conversions.to_local(tensor, grad_spec) if differentiable else tensor._local_tensor
 
 
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx.traceback import get_current_meta
 
-from ._compat import has_ordered_effects, is_traced, no_frames_of
+from ._compat import OpOverload, has_ordered_effects, is_traced, no_frames_of
 from .errors import UnsupportedSharding
 
 __all__ = ["graph_operator", "is_traced"]
@@ -41,7 +41,7 @@ def graph_operator(
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         name = _library.define(schema)  # type: ignore[no-untyped-call]
         _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        operator: torch._ops.OpOverload = getattr(torch.ops.shardtensor, name).default
+        operator: OpOverload = getattr(torch.ops.shardtensor, name).default
         torch.library.register_fake(
             f"shardtensor::{name}", _once(name, without_data) if ordered else without_data, lib=_library
         )

@@ -143,6 +143,7 @@ def more():
             yield getattr(nn, f"{kind}_pad{n}d"), (t, [1, 1] * n)
             yield getattr(aten, f"{kind}_pad{n}d"), (t, [1, 1] * n)
         yield getattr(F, f"lp_pool{n}d"), (t, 2.0, 2)
+        yield getattr(aten, f"conv_transpose{n}d"), (t, randn(3, 2, *two))
         with_indices = "max_pool1d_with_indices" if n == 1 else f"max_pool{n}d_with_indices"
         yield getattr(torch if n == 1 else nn, with_indices), (t, two)
         yield getattr(aten, with_indices), (t, two)
@@ -194,6 +195,7 @@ def more():
     yield torch._safe_softmax, (x, 1)
     for function in (torch.nonzero_static, Tensor.nonzero_static):
         yield (lambda x, function=function: function(x, size=7)), (shifts,)
+    yield below(aten.roll.default), (y.detach(), [7])
     yield below(aten.bincount.default), (classes,)
     yield below(aten.histc.default), (y.detach(), 4, 0.0, 2.0)
     yield (lambda x: aten.histogram.bin_ct(x, 4, range=[0.0, 2.0])), (y.detach(),)

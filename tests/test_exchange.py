@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 import shardtensor
 from shardtensor import exchange
 from shardtensor.exchange import plan_intervals, start_swap
 from shardtensor.geometry import intervals_of, length
-from shardtensor.halo import Axis, Halo, borrow
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shared_mesh
+from shardtensor.halo import Axis, Fetch, Halo, borrow
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 # Sizes per rank, and what each needs: neighbours, several hops, an empty shard, gaps, everything, nothing.
 CASES = {
@@ -136,6 +137,39 @@ def borrow_twice_differentiable():
 
 def test_borrowing_can_be_differentiated_twice():
     run_distributed(borrow_twice_differentiable, 3)
+
+
+def fetch_of_two_dims():
+    mesh = shared_mesh((2, 2))
+    rank = dist.get_rank()
+    whole = torch.arange(2 * 7 * 5, dtype=torch.float64).view(2, 7, 5)
+    x = shard(whole, mesh, [Shard(1), Shard(2)], {0: (2, 5), 1: (4, 1)})
+    needs = {2: ((0, 5), (2, 5)), 1: ((0, 4), (0, 0))}
+    (a, b), (c, d) = needs[1][rank // 2], needs[2][rank % 2]
+    fetch = Fetch.of(x._spec, needs)
+    local = x.to_local().requires_grad_()
+    found = fetch(local)
+    assert fetch and found.shape == fetch.shape and torch.equal(found, whole[:, a:b, c:d])
+    with torch.no_grad():
+        assert torch.equal(fetch.forward(local), found)
+    seed = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    (first,) = torch.autograd.grad((found**2 * seed).sum(), local, create_graph=True)
+    torch.testing.assert_close(first, fetch.backward(2 * found.detach() * seed), rtol=0, atol=0)
+    expected = torch.zeros_like(whole)
+    for at in range(4):
+        (a, b), (c, d) = needs[1][at // 2], needs[2][at % 2]
+        seed = torch.randn(2, max(b - a, 0), d - c, dtype=torch.float64, generator=torch.Generator().manual_seed(at))
+        expected[:, a:b, c:d] += seed
+    own = shard(expected, mesh, [Shard(1), Shard(2)], {0: (2, 5), 1: (4, 1)}).to_local()
+    torch.testing.assert_close(first.detach(), 2 * local.detach() * own, rtol=1e-12, atol=0)
+    (second,) = torch.autograd.grad(first.sum(), local)
+    torch.testing.assert_close(second, 2 * own, rtol=1e-12, atol=0)
+    same = Fetch.of(x._spec, {1: intervals_of((2, 5))})
+    return bool(same), same.shape == tuple(local.shape)
+
+
+def test_fetching_several_dims():
+    assert run_distributed(fetch_of_two_dims, 4) == [(False, True)] * 4
 
 
 def inner(t, axes):

@@ -13,7 +13,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import KeyEntry, PyTree, TensorMeta, keystr, tree_map_with_path
 from ..geometry import sizes_of
-from ..spec import ShardSizes, ShardTensorSpec, Sizes, contiguous_stride, normalize_placements
+from ..layout import ShardSizes, Sizes, normalize_placements
+from ..spec import ShardTensorSpec
+from ..strides import contiguous_stride
 
 __all__ = ["Layout", "Part", "make_spec"]
 

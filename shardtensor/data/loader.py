@@ -32,8 +32,9 @@ from torch.utils.data import default_convert
 
 from .._compat import PyTree, current_mesh, tree_leaves, tree_map
 from ..agreement import check_process_group
+from ..layout import check_order, mesh_coordinate
 from ..scatter import part_at, wire
-from ..spec import ShardTensorSpec, check_order, mesh_coordinate
+from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from .layout import Layout, MakeSpec, Part
 

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 
 from .._compat import PyTree, current_mesh, tree_leaves, tree_map
 from ..agreement import Table, check_process_group, gather_over_mesh
-from ..spec import ShardSizes, ShardTensorSpec, mesh_coordinate
+from ..layout import ShardSizes, mesh_coordinate
+from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from .layout import Layout, MakeSpec, Part, make_spec
 

@@ -94,18 +94,24 @@ class RunningSoftmax:
     """Results of blocks as they come, see [Note: log-sum-exp]."""
 
     def __init__(self, query: Tensor, features: int) -> None:
-        self.out = query.new_zeros((*query.shape[:-1], features))
-        self.lse = query.new_full(query.shape[:-1], -_INF)
-        self._empty = True
+        self._query, self._features = query, features
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Result and log-sum-exp of all blocks."""
+        if self._sums is None:
+            q = self._query
+            self._sums = q.new_zeros((*q.shape[:-1], self._features)), q.new_full(q.shape[:-1], -_INF)
+        return self._sums
 
     def add(self, start: int, out: Tensor, lse: Tensor) -> None:
         """Take in a block's result for the rows from ``start`` on."""
         n = lse.shape[-1]
-        if self._empty and n == self.lse.shape[-1]:
-            self.out, self.lse, self._empty = out, lse, False
+        if self._sums is None and n == self._query.shape[-2]:
+            self._sums = out, lse
             return
-        self._empty = False
-        mine, total = self.out.narrow(-2, start, n), self.lse.narrow(-1, start, n)
+        sums = self.result()
+        mine, total = sums[0].narrow(-2, start, n), sums[1].narrow(-1, start, n)
         both = torch.logaddexp(total, lse)
         shift = finite(both)
         mine.mul_((total - shift).exp().unsqueeze(-1))
@@ -170,9 +176,9 @@ def _checked(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, kernel: Kernel, square: bool
 ) -> tuple[Tensor, Tensor]:
     """Corrected in rows that the kernel makes zero although their scores have all overflowed to -inf, or are NaN."""
-    rows = (lse == 0).flatten(0, -2).any(0).nonzero().flatten().tolist()
-    if not rows:
+    if int(torch.count_nonzero(lse)) == lse.numel():
         return out, lse
+    rows = (lse == 0).flatten(0, -2).any(0).nonzero().flatten().tolist()
     lse = lse.clone()
     for start, n in _tiles(q.narrow(-2, rows[0], rows[-1] + 1 - rows[0]), k):
         start += rows[0]
@@ -195,7 +201,7 @@ def attend_backward(
     at: tuple[int, ...],
     grad_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one block, given the result ``out`` and the ``lse`` of the whole rows.
+    """Gradients of q, k and v from one block, given the result ``out`` and the ``finite(lse)`` of the whole rows.
 
     ``grad_mask``, of the mask's shape, is added to.
     """
@@ -204,7 +210,7 @@ def attend_backward(
     if kernel.fused:
         bias = None if mask is None else _bias(mask, q.dtype)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_rows_in_memory, (grad, q, k, v, out)), finite(lse), 0.0, square, attn_mask=bias, scale=kernel.scale
+            *map(_rows_in_memory, (grad, q, k, v, out)), lse, 0.0, square, attn_mask=bias, scale=kernel.scale
         )
         return dq, _from_heads(dk, shapes[0]), _from_heads(dv, shapes[1])
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -212,7 +218,7 @@ def attend_backward(
     for start, n in _tiles(q, k):
         rows = (-2, start, n)
         p = _scores(q, k, mask, kernel, square, start, n)
-        p.sub_(finite(lse).narrow(-1, start, n).unsqueeze(-1)).exp_()
+        p.sub_(lse.narrow(-1, start, n).unsqueeze(-1)).exp_()
         d_out = grad.narrow(*rows)
         dp = d_out @ v.mT
         if kernel.dropout is None:

@@ -3,37 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import alias
 from ...errors import refuse
-from ...geometry import intervals_of
+from ...geometry import Interval, intervals_of, length
 from ...redistribute import all_reduce, swap_blocks
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
-from ..common.ring import Form, travel, travel_and_return
+from ..common.ring import Form, Trip
 from .blockwise import DTYPES, Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
 from .layout import Layout
 
-__all__ = ["Work", "backward", "forward"]
+__all__ = ["Work", "backward", "forward", "work_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows and columns of one block, as ``(start, length)`` in the tensors at hand; None for all of them.
+
+    Attributes:
+        mask_columns: where the columns are in this rank's mask.
+        square: a key is seen by the rows from its own on.
+        at: the part's place, for dropout.
+    """
+
+    rows: tuple[int, int] | None
+    columns: tuple[int, int] | None
+    mask_columns: tuple[int, int]
+    square: bool
+    at: tuple[int, int]
+
+    def of_rows(self, t: Tensor, dim: int = -2) -> Tensor:
+        """This part's rows of a tensor that has them along ``dim``."""
+        return t if self.rows is None else t.narrow(dim, *self.rows)
+
+    def of_columns(self, t: Tensor) -> Tensor:
+        """This part's columns of keys or values."""
+        return t if self.columns is None else t.narrow(-2, *self.columns)
+
+    def of_mask(self, mask: Tensor | None) -> Tensor | None:
+        """This part of the mask, or of something of its shape; dims of length 1 are broadcast."""
+        if mask is None:
+            return None
+        if mask.shape[-2] > 1:
+            mask = self.of_rows(mask)
+        return mask.narrow(-1, *self.mask_columns) if mask.shape[-1] > 1 else mask
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call asks of this rank.
+    """What a call asks of this rank. Made by :func:`work_of`.
 
     Attributes:
         name: of the operator, for errors.
         layout: who has and computes what.
         query: spec of the queries.
-        shift: which keys a query sees, see :func:`~.attention_blocks.pieces`.
+        shift: which keys a query sees, see :func:`~.blockwise.pieces`.
         scale: of the scores.
-        dropout: None where nothing is dropped.
+        parts: for each block of keys what has to be computed of it.
+        exchanges: whether other ranks' keys count, too.
+        group: of the ranks that exchange something; None where nothing is exchanged.
     """
 
     name: str
@@ -41,121 +79,124 @@ class Work:
     query: ShardTensorSpec
     shift: int | None
     scale: float
-    dropout: Dropout | None
+    parts: tuple[tuple[Part, ...], ...]
+    exchanges: bool
+    group: dist.ProcessGroup | None
+    _trips: dict[Any, Trip] = field(default_factory=dict, compare=False)
 
-    def by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Cut the heads instead of the sequence, compute, and cut the sequence again."""
+    def by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
+        """Shard the heads instead of the sequence, compute, and shard the sequence again."""
         layout = self.layout
         m = layout.mesh_dim
         assert m is not None and layout.head_cuts is not None
-        group, rank = self.query.mesh.get_group(m), self.query.coordinate[m]
+        rank = self.query.coordinate[m]
         sequences = [intervals_of(target.cut(m)) for target in layout.targets[:3] if target is not None]
         heads = [intervals_of(cut) for cut in layout.head_cuts]
         dims = q.ndim - 2, q.ndim - 3
-        q, k, v = _Swap.apply(dims, sequences, heads, rank, group, q, k, v)
+        q, k, v = _Swap.apply(dims, sequences, heads, rank, self.group, q, k, v)
         target = layout.targets[3]
         if mask is not None and target is not None and target.placements[m].is_replicate():
             if mask.ndim > 2 and mask.shape[-3] > 1:
                 mask = mask.narrow(-3, heads[0][rank][0], q.shape[-3])
-        out = self.attend(q, k, v, mask)
-        (out,) = _Swap.apply(dims[::-1], heads[:1], sequences[:1], rank, group, out)
+        out = self.attend(q, k, v, mask, dropout)
+        (out,) = _Swap.apply(dims[::-1], heads[:1], sequences[:1], rank, self.group, out)
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """The result for the local queries; blocks of keys come from other ranks where the layout says so."""
-        layout = self.layout
-        exchanges = layout.mesh_dim is not None and layout.head_cuts is None
         empty = 0 in (q.numel(), k.numel(), v.numel())  # on which torch's kernels crash
-        grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
-        causal = self.shift is not None
-        shifted = self.shift is not None and layout.rows[0] + self.shift != 0
-        if not (exchanges or empty or shifted or self.dropout is not None):
+        shifted = self.shift is not None and self.layout.rows[0] + self.shift != 0
+        if not (self.exchanges or empty or shifted or dropout is not None):
+            grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
+            causal = self.shift is not None
             return F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
         while mask is not None and mask.ndim < q.ndim:
             mask = mask.unsqueeze(0)
         missing = max(0, 4 - q.ndim)
-        q, k, v = (t[(None,) * missing] for t in (q, k, v))
-        mask = None if mask is None else mask[(None,) * missing]
-        out = _Attention.apply(q, k, v, mask, self, self.kernel(q, k, v, mask))
-        return out[(0,) * missing]
+        if missing:
+            q, k, v = (t[(None,) * missing] for t in (q, k, v))
+            mask = None if mask is None else mask[(None,) * missing]
+        out = _Attention.apply(q, k, v, mask, self, self.kernel(q, k, v, mask, dropout))
+        return out[(0,) * missing] if missing else out
 
-    def kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
+    def kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None = None) -> Kernel:
         """Flash where torch has it and gives the log-sum-exp, for the CPU; explicit scores elsewhere."""
         fused = (
             q.device.type == "cpu"
             and q.ndim == 4
             and q.dtype in DTYPES
             and q.shape[-1] == v.shape[-1] > 0
-            and self.dropout is None
+            and dropout is None
             and torch.backends.cuda.flash_sdp_enabled()  # the switch of every device, in spite of its name
             and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
         )
-        return Kernel(self.scale, fused, self.dropout)
+        return Kernel(self.scale, fused, dropout)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def blocks(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """``(index of columns, [k, v, travelling mask])`` of every block that this rank computes with."""
-        ring = self.layout.ring
-        if ring is None:
+        """``(index of parts, [k, v, mask that is sent along])`` of every block that this rank computes with."""
+        if self.layout.ring is None:
             yield 0, (k, v)
         else:
-            own = self.travelling(k, v, mask)
-            yield from travel(own, lambda s: self.forms(own, s), ring, self.group())
+            own = self.sent(k, v, mask)
+            yield from self.trip(own).travel(own)
 
-    def travelling(self, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
+    def sent(self, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """This rank's block, as it is sent around the ring."""
         return [k, v] + ([mask] if self.layout.mask_travels and mask is not None else [])
 
-    def forms(self, own: Sequence[Tensor], owner: int) -> list[Form]:
-        """Shapes and dtypes of a rank's block: like the own one but for the number of keys."""
-        a, b = self.layout.columns[owner]
-        shapes = [(*t.shape[:-2], b - a, t.shape[-1]) for t in own[:2]] + [(*t.shape[:-1], b - a) for t in own[2:]]
-        return [(shape, t.dtype) for shape, t in zip(shapes, own, strict=True)]
+    def trip(self, own: Sequence[Tensor], gradients: int = 0) -> Trip:
+        """The way of all blocks around the ring, and home with gradients of the first tensors of each block."""
+        key = gradients, *((t.shape, t.dtype) for t in own)
+        found = self._trips.get(key)
+        if found is None:
+            assert self.layout.ring is not None and self.group is not None
+            forms = [self._forms(own, columns) for columns in self.layout.columns]
+            wide = wide_dtype(own[0].dtype)
+            grad_forms = [[(shape, wide) for shape, _ in row[:gradients]] for row in forms] if gradients else None
+            found = self._trips[key] = Trip(self.layout.ring, forms, grad_forms, self.group)
+        return found
 
-    def group(self) -> Any:
-        assert self.layout.mesh_dim is not None
-        return self.query.mesh.get_group(self.layout.mesh_dim)
+    def _forms(self, own: Sequence[Tensor], columns: Interval) -> tuple[Form, ...]:
+        """Shapes and dtypes of a block: like the own one but for the number of keys."""
+        n = columns[1] - columns[0]
+        shapes = [(*t.shape[:-2], n, t.shape[-1]) for t in own[:2]] + [(*t.shape[:-1], n) for t in own[2:]]
+        return tuple((shape, t.dtype) for shape, t in zip(shapes, own, strict=True))
 
-    def parts(self, index: int, q: Tensor, block: Sequence[Tensor], mask: Tensor | None) -> Iterator[_Part]:
+    def parts_for(self, index: int, q: Tensor) -> tuple[Part, ...]:
         """The parts of block ``index`` that have to be computed."""
-        layout = self.layout
-        if 0 in q.shape[:-1]:  # no batch or no heads here, on which torch's kernel crashes
-            return
-        first_row, first_column = layout.rows[0], layout.columns[index][0]
-        mask_start = layout.mask_start
-        if len(block) > 2:
-            mask, mask_start = block[2], first_column
-        for i, (rows, columns, square) in enumerate(pieces(layout.rows, layout.columns[index], self.shift)):
-            yield _Part(
-                (rows[0] - first_row, rows[1] - rows[0]),
-                (columns[0] - first_column, columns[1] - columns[0]),
-                None if mask is None else (columns[0] - mask_start, columns[1] - columns[0]),
-                mask,
-                square,
-                (index, i),
-            )
+        return () if 0 in q.shape[:-1] else self.parts[index]  # no batch or heads here, on which torch's kernel crashes
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some rows and columns of one block, as ``(start, length)`` in the tensors at hand."""
+@lru_cache(maxsize=1024)
+def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
+    """The work of one rank, from specs alone."""
+    query, m = layout.targets[0], layout.mesh_dim
+    assert query is not None
+    group = None if m is None else query.mesh.get_group(m)
+    exchanges = m is not None and layout.head_cuts is None
+    parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
+    return Work(name, layout, query, shift, scale, parts, exchanges, group)
 
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    mask_columns: tuple[int, int] | None
-    mask: Tensor | None
-    square: bool
-    at: tuple[int, int]
 
-    def of_mask(self, mask: Tensor | None) -> Tensor | None:
-        """This part of the mask, or of something of its shape; dims of length 1 are broadcast."""
-        if mask is None or self.mask_columns is None:
-            return None
-        if mask.shape[-2] > 1:
-            mask = mask.narrow(-2, *self.rows)
-        return mask.narrow(-1, *self.mask_columns) if mask.shape[-1] > 1 else mask
+def _parts(layout: Layout, index: int, shift: int | None) -> Iterator[Part]:
+    first_row, first_column = layout.rows[0], layout.columns[index][0]
+    mask_start = first_column if layout.mask_travels else layout.mask_start
+    for i, (rows, columns, square) in enumerate(pieces(layout.rows, layout.columns[index], shift)):
+        yield Part(
+            None if rows == layout.rows else (rows[0] - first_row, length(rows)),
+            None if columns == layout.columns[index] else (columns[0] - first_column, length(columns)),
+            (columns[0] - mask_start, length(columns)),
+            square,
+            (index, i),
+        )
+
+
+def _no_autocast(kind: str) -> AbstractContextManager[Any]:
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _Attention(torch.autograd.Function):
@@ -163,7 +204,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, work: Work, kernel: Kernel) -> Any:  # type: ignore[override]
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q.device.type):
             out, lse = forward(work, kernel, q, k, v, mask)
         ctx.work, ctx.kernel = work, kernel
         ctx.save_for_backward(q, k, v, mask, out, lse)
@@ -173,7 +214,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         needed = ctx.needs_input_grad
         q, k, v, mask, out, lse = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        with torch.no_grad(), _no_autocast(grad.device.type):
             grads = backward(
                 ctx.work, ctx.kernel, grad, q, k, v, mask, out, lse, keys_needed=any(needed[1:3]), mask_needed=needed[3]
             )
@@ -207,25 +248,20 @@ def forward(
     dtype, q = q.dtype, q.to(wide_dtype(q.dtype))
     running = RunningSoftmax(q, v.shape[-1])
     for index, block in work.blocks(k, v, mask):
-        for part in work.parts(index, q, block, mask):
-            out, lse = attend(
-                q.narrow(-2, *part.rows),
-                block[0].narrow(-2, *part.columns),
-                block[1].narrow(-2, *part.columns),
-                part.of_mask(part.mask),
-                kernel,
-                part.square,
-                part.at,
-            )
-            running.add(part.rows[0], out, lse)
-    out, lse = running.out, running.lse
-    if work.layout.ring is None and work.layout.mesh_dim is not None and work.layout.head_cuts is None:
-        out, lse = _over_ranks(out, lse, work.group())
+        of_block = block[2] if len(block) > 2 else mask
+        for part in work.parts_for(index, q):
+            rows, keys, values = part.of_rows(q), part.of_columns(block[0]), part.of_columns(block[1])
+            out, lse = attend(rows, keys, values, part.of_mask(of_block), kernel, part.square, part.at)
+            running.add(0 if part.rows is None else part.rows[0], out, lse)
+    out, lse = running.result()
+    if work.exchanges and work.layout.ring is None:
+        out, lse = _over_ranks(out, lse, work.group)
     return out.to(dtype), lse
 
 
-def _over_ranks(out: Tensor, lse: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+def _over_ranks(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """The result of queries that every rank of the group has, of which each has seen its own keys."""
+    assert group is not None
     largest = finite(all_reduce(lse, group, "max"))
     weight = (lse - largest).exp().unsqueeze(-1)
     total = all_reduce(torch.cat([out * weight, weight], dim=-1), group)
@@ -250,47 +286,79 @@ def backward(
     """Gradients of q, k, v and mask; those that are not needed may be left out."""
     dtypes = [None if t is None else t.dtype for t in (q, k, v, mask)]
     wide = wide_dtype(q.dtype)
-    grad, q, out = grad.to(wide), q.to(wide), out.to(wide)
-    dq = torch.zeros_like(q)
+    gradients = _Gradients(work, kernel, grad.to(wide), q.to(wide), mask, out.to(wide), finite(lse), mask_needed)
     travels = work.layout.mask_travels
-    d_mask = torch.zeros_like(mask, dtype=wide) if mask is not None and mask_needed and not travels else None
-
-    def contribute(index: int, block: Sequence[Tensor]) -> list[Tensor]:
-        sums = [torch.zeros_like(t, dtype=wide) for t in block[: 3 if mask_needed else 2]]
-        for part in work.parts(index, q, block, mask):
-            of_q, of_k, of_v = attend_backward(
-                grad.narrow(-2, *part.rows),
-                q.narrow(-2, *part.rows),
-                block[0].narrow(-2, *part.columns),
-                block[1].narrow(-2, *part.columns),
-                part.of_mask(part.mask),
-                out.narrow(-2, *part.rows),
-                lse.narrow(-1, *part.rows),
-                kernel,
-                part.square,
-                part.at,
-                part.of_mask(sums[2] if len(sums) > 2 else d_mask),
-            )
-            dq.narrow(-2, *part.rows).add_(of_q)
-            sums[0].narrow(-2, *part.columns).add_(of_k)
-            sums[1].narrow(-2, *part.columns).add_(of_v)
-        return sums
-
-    ring = work.layout.ring
-    if ring is None:
-        sums: Sequence[Tensor] = contribute(0, (k, v))
+    if work.layout.ring is None:
+        sums: Sequence[Tensor] = gradients.contribute(0, (k, v))
     elif keys_needed or (mask_needed and travels):
-        own = work.travelling(k, v, mask)
-
-        def grad_forms(owner: int) -> list[Form]:
-            return [(shape, wide) for shape, _ in work.forms(own, owner)][: 3 if mask_needed else 2]
-
-        sums = travel_and_return(own, lambda s: work.forms(own, s), grad_forms, ring, work.group(), contribute)
+        own = work.sent(k, v, mask)
+        to_return = 3 if mask_needed and travels else 2
+        sums = work.trip(own, to_return).travel_and_return(own, gradients.contribute)
     else:
         for index, block in work.blocks(k, v, mask):
-            sums = contribute(index, block)
-    grads = [dq, sums[0], sums[1], sums[2] if travels and mask_needed else d_mask]
+            sums = gradients.contribute(index, block)
+    of_mask = sums[2] if travels and mask_needed else gradients.of_mask
+    grads = [gradients.of_queries(), sums[0], sums[1], of_mask]
     return [None if g is None else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+
+
+class _Gradients:
+    """The gradients of one rank's queries and mask, summed up over the blocks that come by."""
+
+    def __init__(
+        self,
+        work: Work,
+        kernel: Kernel,
+        grad: Tensor,
+        q: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        mask_needed: bool,
+    ) -> None:
+        self.work, self.kernel, self.grad, self.q, self.mask = work, kernel, grad, q, mask
+        self.out, self.lse, self.mask_needed = out, lse, mask_needed
+        self._of_queries: Tensor | None = None
+        own = mask is not None and mask_needed and not work.layout.mask_travels
+        self.of_mask = torch.zeros_like(mask, dtype=q.dtype) if own and mask is not None else None
+
+    def of_queries(self) -> Tensor:
+        return torch.zeros_like(self.q) if self._of_queries is None else self._of_queries
+
+    def contribute(self, index: int, block: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank contributes to the gradients of a block of keys, values and the mask that is sent along."""
+        parts = self.work.parts_for(index, self.q)
+        travels = len(block) > 2
+        if len(parts) == 1 and parts[0].rows is None and parts[0].columns is None and not travels:  # nothing to add up
+            of_q, of_k, of_v = self._differentiate(parts[0], block, self.mask, self.of_mask)
+            self._of_queries = of_q if self._of_queries is None else self._of_queries.add_(of_q)
+            return [of_k, of_v]
+        self._of_queries = self.of_queries()
+        sums = [torch.zeros_like(t, dtype=self.q.dtype) for t in block[: 3 if self.mask_needed else 2]]
+        mask, of_mask = (block[2], sums[2] if self.mask_needed else None) if travels else (self.mask, self.of_mask)
+        for part in parts:
+            of_q, of_k, of_v = self._differentiate(part, block, mask, of_mask)
+            part.of_rows(self._of_queries).add_(of_q)
+            part.of_columns(sums[0]).add_(of_k)
+            part.of_columns(sums[1]).add_(of_v)
+        return sums
+
+    def _differentiate(
+        self, part: Part, block: Sequence[Tensor], mask: Tensor | None, of_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return attend_backward(
+            part.of_rows(self.grad),
+            part.of_rows(self.q),
+            part.of_columns(block[0]),
+            part.of_columns(block[1]),
+            part.of_mask(mask),
+            part.of_rows(self.out),
+            part.of_rows(self.lse, -1),
+            self.kernel,
+            part.square,
+            part.at,
+            part.of_mask(of_mask),
+        )
 
 
 class _Swap(torch.autograd.Function):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +21,22 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from ..._compat import TensorMeta, not_in_graphs
 from ...context import Setting
 from ...errors import refuse
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, LocalPlan, Plan, planned
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
-from ...tensor import from_part, redistribute_to, wrap
-from ..common.alignment import as_operand, common_mesh, moved, torch_judges
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
+from ...tensor import ShardTensor, redistribute_to, wrap
+from ..common.alignment import as_operand, common_mesh, moved, refuse_gathering
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
 from .layout import Layout, layout_of
-from .online_softmax import Work, backward, forward
+from .online_softmax import Work, backward, forward, work_of
 
 __all__ = ["attention_method", "global_attention"]
 
 _aten = torch.ops.aten
-_NAME = "scaled_dot_product_attention"
+NAME = "scaled_dot_product_attention"
 
 _method = Setting("auto")
 
@@ -64,72 +68,133 @@ def attention_method(name: str) -> Iterator[None]:
         yield
 
 
+class AttentionPlan(LocalPlan):
+    """Attention on local tensors.
+
+    Args:
+        work: this rank's.
+        by_torch: whether torch's own attention on the local tensors is all of it.
+        options: of torch's function.
+        gradients: see :class:`~shardtensor.operators.LocalPlan`.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        by_torch: bool,
+        options: AttentionOptions,
+        outputs: ShardTensorSpec,
+        gradients: Sequence[ShardTensorSpec | None],
+    ) -> None:
+        super().__init__(self.attend, outputs, gradients)
+        self.work, self.by_torch, self.options = work, by_torch, options
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention of this rank's queries. Differentiable."""
+        p, scale, grouped = self.options
+        work = self.work
+        if self.by_torch:
+            causal = work.shift == 0
+            return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
+        dropout = None
+        if p > 0:
+            place = tuple(work.query.coordinate[m] for m in work.layout.split)
+            dropout = Dropout(p, common_draw(work.query, q.device), place)
+        compute = work.attend if work.layout.head_cuts is None else work.by_heads
+        return compute(q, k, v, mask, dropout)
+
+
+class AttentionOptions(NamedTuple):
+    """Dropout probability, scale and grouped queries, as torch's function has them."""
+
+    dropout_p: float
+    scale: float | None
+    enable_gqa: bool
+
+
+def plan_attention(
+    query: ShardTensorSpec,
+    key: ShardTensorSpec,
+    value: ShardTensorSpec,
+    mask: ShardTensorSpec | None,
+    shift: int | None,
+    options: AttentionOptions,
+) -> AttentionPlan:
+    """The plan for operands with equal batch dims; where they have to lie is in ``plan.work.layout.targets``."""
+    layout = layout_of(NAME, query, key, value, mask, shift, _method.value)
+    shape = (*query.shape[:-1], value.shape[-1])
+    out = _result_spec(layout.out, query.mesh, shape, query.tensor_meta.dtype)
+    target = layout.targets[0]
+    assert target is not None
+    work = work_of(NAME, layout, shift, query.shape[-1] ** -0.5 if options.scale is None else options.scale)
+    gradients = [None if spec is None else _gradient_spec(spec, layout) for spec in layout.targets]
+    return AttentionPlan(work, not layout.split and shift in (None, 0), options, out, gradients)
+
+
+@planned(NAME, tensors="query key value attn_mask")
+def _attention(
+    call: Arguments,
+    query: ShardTensorSpec,
+    key: ShardTensorSpec,
+    value: ShardTensorSpec,
+    attn_mask: ShardTensorSpec | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    shift: int | None,
+) -> Plan:
+    """Attention; ``shift`` tells which keys a query sees, where the mask was a ``torch.nn.attention.bias``."""
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    call.returned(F.scaled_dot_product_attention, query, key, value, attn_mask=attn_mask, **options)
+    given = [query, key, value] + ([] if attn_mask is None else [attn_mask])
+    if query.tensor_meta.dtype not in DTYPES:
+        dtype = query.tensor_meta.dtype
+        raise refuse(NAME, given, f"torch's attention does not compute in {dtype}", "convert the operands")
+    names = ("query", "key", "value", "attn_mask")[: len(given)]
+    for name in names:
+        dtype = call.tensors[name].tensor_meta.dtype
+        call.cast(call.autocast() if dtype.is_floating_point and dtype != torch.float64 else None, name)
+    batch = _common_batch([query, key, value], enable_gqa)
+    if batch is not None or (attn_mask is not None and len(attn_mask.shape) < 2):
+        return Composed(partial(_in_common_shapes, batch, 3 if enable_gqa else 2, (*options.values(), shift)))
+    if attn_mask is not None:
+        call.tensors["attn_mask"] = _unsharded_where_single(call.tensors["attn_mask"])
+    specs = [call.tensors.get(name) for name in ("query", "key", "value", "attn_mask")]
+    plan = plan_attention(*specs, shift, AttentionOptions(dropout_p, scale, enable_gqa))  # type: ignore[arg-type]
+    for name, spec, target in zip(names, specs, plan.work.layout.targets):
+        assert spec is not None and target is not None
+        refuse_gathering(NAME, [spec], [target])
+        call.tensors[name] = target
+    return plan
+
+
+# An entry point of its own, because what a CausalBias says is in its class and attributes.
 @register(
     F.scaled_dot_product_attention,
     _aten.scaled_dot_product_attention,
     _aten.scaled_dot_product_attention.default,
 )
 def global_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> ShardTensor:
     """torch's function on ShardTensors; plain operands count as replicated."""
     shift = 0 if is_causal else None
     if isinstance(attn_mask, CausalBias):
         attn_mask, shift = None, _shift_of(attn_mask, query, key, is_causal)
-    given = [query, key, value] + ([] if attn_mask is None else [attn_mask])
-    mesh = common_mesh(_NAME, given)
-    if mesh is None:
-        return NotImplemented
-    judged = torch_judges(
-        F.scaled_dot_product_attention,
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
-    if query.dtype not in DTYPES:
-        raise refuse(_NAME, given, f"torch's attention does not compute in {query.dtype}", "convert the operands")
-    operands = [as_operand(t, mesh) for t in given]
-    if torch.is_autocast_enabled(mesh.device_type):
-        operands = [_cast(t) for t in operands]
-    mask = operands.pop() if attn_mask is not None else None
-    mask = None if mask is None else _broadcastable(mask)
-    q, k, v = _same_batch(operands, enable_gqa)
-    layout = layout_of(_NAME, q._spec, k._spec, v._spec, None if mask is None else mask._spec, shift, _method.value)
-    places = zip((q, k, v, mask), layout.targets, strict=True)
-    local_q, local_k, local_v, local_mask = (
-        None if target is None else _local_part(moved(_NAME, t, target), layout) for t, target in places
-    )
-    if not layout.split and shift in (None, 0):
-        is_causal = shift == 0
-        out = F.scaled_dot_product_attention(
-            local_q, local_k, local_v, local_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    else:
-        dropout = None
-        if dropout_p > 0:
-            place = tuple(q._spec.coordinate[m] for m in layout.split)
-            dropout = Dropout(dropout_p, common_draw(q._spec, q.device), place)
-        work = Work(_NAME, layout, q._spec, shift, q.shape[-1] ** -0.5 if scale is None else scale, dropout)
-        compute = work.attend if layout.head_cuts is None else work.by_heads
-        out = compute(local_q, local_k, local_v, local_mask)
-    return from_part(out, _result_spec(layout.out, mesh, judged.shape, out.dtype))
+    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shift)
 
 
-def _shift_of(bias: CausalBias, query: Any, key: Any, is_causal: bool) -> int:
-    """The mask that a ``torch.nn.attention.bias`` stands for, as a shift."""
+def _shift_of(bias: CausalBias, query: Tensor, key: Tensor, is_causal: bool) -> int:
+    """The mask that a ``torch.nn.attention.bias`` represents, as a shift."""
     lengths, wanted = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
     if is_causal:
         raise ValueError("CausalBias should not be used with is_causal=True")
@@ -138,41 +203,41 @@ def _shift_of(bias: CausalBias, query: Any, key: Any, is_causal: bool) -> int:
     return 0 if bias.variant == CausalVariant.UPPER_LEFT else wanted[1] - wanted[0]
 
 
-def _cast(t: Any) -> Any:
-    """What autocast does to an operand."""
-    casts = t.is_floating_point() and t.dtype != torch.float64
-    return t.to(torch.get_autocast_dtype(t.device.type)) if casts else t
+def _common_batch(specs: Sequence[ShardTensorSpec], grouped: bool) -> torch.Size | None:
+    """The batch dims that the operands are to have; None if they have them all."""
+    tail = 3 if grouped else 2  # with grouped queries, keys and values keep heads of their own
+    shapes = [spec.shape[:-tail] for spec in specs]
+    return None if shapes.count(shapes[0]) == len(shapes) else torch.broadcast_shapes(*shapes)
 
 
-def _same_batch(operands: Sequence[Any], grouped: bool) -> list[Any]:
-    """The operands with equal batch dims; with grouped queries, keys and values keep heads of their own."""
-    tail = 3 if grouped else 2
-    shapes = [t.shape[:-tail] for t in operands]
-    if shapes.count(shapes[0]) == len(shapes):
-        return list(operands)
-    batch = torch.broadcast_shapes(*shapes)
-    return [t if shape == batch else t.expand(*batch, *t.shape[-tail:]) for t, shape in zip(operands, shapes)]
-
-
-def _broadcastable(mask: Any) -> Any:
-    """A mask with at least two dims, of which those of length 1 are not sharded."""
-    while mask.ndim < 2:
+def _in_common_shapes(
+    batch: torch.Size | None,
+    tail: int,
+    options: tuple[Any, ...],
+    query: ShardTensor,
+    key: ShardTensor,
+    value: ShardTensor,
+    mask: ShardTensor | None,
+) -> ShardTensor:
+    """Attention, once the operands have the same batch dims and the mask at least two dims."""
+    operands = [query, key, value]
+    if batch is not None:
+        operands = [t.expand(*batch, *t.shape[-tail:]) for t in operands]
+    while mask is not None and mask.ndim < 2:
         mask = mask.unsqueeze(0)
-    spec = mask._spec
-    single = [isinstance(p, Shard) and mask.shape[p.dim] == 1 for p in spec.placements]
-    placements = [Replicate() if s else p for s, p in zip(single, spec.placements, strict=True)]
-    sizes = tuple(None if s else n for s, n in zip(single, spec.sizes, strict=True))
-    return redistribute_to(mask, spec.replace(placements=placements, sizes=sizes))
+    return _attention(*operands, mask, *options)
 
 
-def _local_part(t: Any, layout: Layout) -> Tensor:
-    """The local tensor. Where ranks do different work with a whole one, its gradient is a contribution, a Partial."""
-    placements = t._spec.placements
-    if not any(placements[m].is_replicate() for m in layout.split):
-        return t.to_local()
-    return t.to_local(
-        grad_placements=[Partial() if m in layout.split and p.is_replicate() else p for m, p in enumerate(placements)]
-    )
+def _unsharded_where_single(mask: ShardTensorSpec) -> ShardTensorSpec:
+    """The spec of a mask without shards of dims of length 1, which are broadcast: one rank has all of them."""
+    single = [m for d, m in mask.sharded_dims().items() if mask.shape[d] == 1]
+    return mask.with_axes({m: AxisLayout(Replicate()) for m in single}) if single else mask
+
+
+def _gradient_spec(spec: ShardTensorSpec, layout: Layout) -> ShardTensorSpec | None:
+    """The layout of an operand's gradient: contributions where ranks do different work with a replicated one."""
+    shared = [m for m in layout.split if spec.placements[m].is_replicate()]
+    return spec.with_axes({m: AxisLayout(Partial()) for m in shared}) if shared else None
 
 
 # -- below autograd: what torch's function consists of on the CPU, and autograd's formula for it ----------------------
@@ -181,19 +246,19 @@ def _local_part(t: Any, layout: Layout) -> Tensor:
 def _prepared(
     query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None
 ) -> tuple[Work, Kernel, list[Any]]:
-    mesh = common_mesh(_NAME, [query, key, value, attn_mask])
+    mesh = common_mesh(NAME, [query, key, value, attn_mask])
     assert mesh is not None
     given = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
-    given[3] = None if attn_mask is None else _broadcastable(given[3])
+    if attn_mask is not None:
+        mask = given[3] if given[3].ndim > 1 else given[3].unsqueeze(0)
+        given[3] = redistribute_to(mask, _unsharded_where_single(mask._spec))
     shift = 0 if is_causal else None
-    layout = layout_of(_NAME, *(None if t is None else t._spec for t in given), shift, "ring")  # type: ignore[arg-type]
+    layout = layout_of(NAME, *(None if t is None else t._spec for t in given), shift, "ring")  # type: ignore[arg-type]
     local = [
-        None if target is None else moved(_NAME, t, target)._local_tensor
+        None if target is None else moved(NAME, t, target)._local_tensor
         for t, target in zip(given, layout.targets, strict=True)
     ]
-    queries = layout.targets[0]
-    assert queries is not None
-    work = Work(_NAME, layout, queries, shift, query.shape[-1] ** -0.5 if scale is None else scale, None)
+    work = work_of(NAME, layout, shift, query.shape[-1] ** -0.5 if scale is None else scale)
     return work, work.kernel(*local), local
 
 
@@ -240,7 +305,7 @@ def _flash_backward(
     work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
     mesh = work.query.mesh
     results = [
-        moved(_NAME, as_operand(t, mesh), _result_spec(work.layout.out, mesh, t.shape, t.dtype))._local_tensor
+        moved(NAME, as_operand(t, mesh), _result_spec(work.layout.out, mesh, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
     grads = backward(work, kernel, results[0], *local, *results[1:], keys_needed=True, mask_needed=False)

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..._compat import TensorMeta, untraced
 from ...errors import different_meshes, refuse
 from ...geometry import chunk_sizes
+from ...layout import AxisLayout
 from ...planning import SCALARS, meta_of, spec_of
 from ...redistribute import redistribute_local
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, promote, redistribute_to, wrap
 
 __all__ = [

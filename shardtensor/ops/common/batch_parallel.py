@@ -1,121 +1,164 @@
-"""Operators that take the entries of some dims (batch, channels) each by itself and need the other dims whole:
+"""Operators that work on the entries of some dims (batch, channels) independently and need the other dims unsharded:
 ``max_unpool``, ``fractional_max_pool``, ``grid_sample``, ``affine_grid``, ``ctc_loss``, recurrent networks.
 
-[Note: free dims] Every dim of every operand either has a name or has to be whole. Dims of one name run together and may
-be cut: all operands that have it are cut alike, those without it are whole. A mesh dim cuts a name that all operands
-have which it finds cut: one that is cut already, or else the longest, by one exchange in which every rank keeps as much
-as it had. Then the result, whose other dims have other lengths, stays spread over that dim.
+[Note: named dims] Every dim of every operand either has a name or has to be unsharded. Dims of one name run together
+and may be sharded: all operands that have it are sharded alike, those without it are replicated. A mesh dim shards a
+name that all operands have which it finds sharded: one that is sharded already, or else the longest, by one exchange
+in which every rank keeps as much as it had. Then the result, whose other dims have other lengths, stays spread over
+that dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ..._compat import TensorMeta
 from ...errors import refuse
 from ...geometry import chunk_sizes
-from ...spec import ShardTensorSpec, contiguous_stride
-from ...tensor import from_part, redistribute_to
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, Plan
+from ...spec import ShardTensorSpec
+from ...tensor import ShardTensor, from_part, redistribute_to
 from .alignment import as_operand, common_mesh, local_part
 
-__all__ = ["Names", "by_batch", "image_names"]
+__all__ = ["Names", "Result", "by_batch", "image_names", "plan_by_batch"]
 
 Names = Sequence[str | None]
 
 
-class _Cut(NamedTuple):
-    """Which named dim a mesh dim cuts, and into what."""
+class Result(NamedTuple):
+    """One result of an operator: its global shape, the names of its dims, its dtype."""
+
+    shape: Sequence[int]
+    names: Names
+    dtype: torch.dtype
+
+
+class _Axis(NamedTuple):
+    """Which named dim a mesh dim shards, and into what."""
 
     name: str | None
     sizes: tuple[int, ...] | None
 
 
-def _cuts(op: str, specs: Sequence[ShardTensorSpec], names: Sequence[Names]) -> list[_Cut]:
-    """See [Note: free dims]."""
+def _axes(op: str, specs: Sequence[ShardTensorSpec], names: Sequence[Names]) -> list[_Axis]:
+    """See [Note: named dims]."""
     mesh = specs[0].mesh
-    lengths = {name: n for spec, row in zip(specs, names, strict=True) for n, name in zip(spec.shape, row, strict=True)}
-    offered: list[list[_Cut]] = [[] for _ in range(mesh.ndim)]
+    lengths: dict[str | None, int] = {}
+    for spec, row in zip(specs, names, strict=True):
+        lengths.update(zip(row, spec.shape, strict=True))
+    offered: list[list[_Axis]] = [[] for _ in range(mesh.ndim)]
     common: list[set[str | None]] = [set(lengths) - {None} for _ in range(mesh.ndim)]
     for spec, row in zip(specs, names, strict=True):
         for d, m in spec.sharded_dims().items():
             if row[d] is not None or spec.shape[d] > 1:
-                offered[m].append(_Cut(row[d], spec.sizes[m]))
+                offered[m].append(_Axis(row[d], spec.sizes[m]))
                 common[m] &= set(row)
-    cuts: list[_Cut] = []
+    axes: list[_Axis] = []
     for m in range(mesh.ndim):
-        others = {c.name for c in cuts} | {c.name for row in offered[m + 1 :] for c in row}
-        ready = [c for c in offered[m] if c.name in common[m] - {cut.name for cut in cuts}]
-        free = [name for name in common[m] - others if lengths[name] >= mesh.size(m)]
+        taken = {axis.name for axis in axes}
+        others = taken | {axis.name for row in offered[m + 1 :] for axis in row}
+        ready = [axis for axis in offered[m] if axis.name in common[m] - taken]
         if ready or not offered[m]:
-            cuts.append(ready[0] if ready else _Cut(None, None))
-        elif free:
-            name = max(sorted(free, key=str), key=lambda k: lengths[k])
-            cuts.append(_Cut(name, chunk_sizes(lengths[name], mesh.size(m))))
-        else:
-            raise refuse(
-                op,
-                list(specs),
-                f"it needs a tensor dim whole that mesh dim {m} cuts, and no batch or channel dim is free and long "
-                f"enough to be shared among its {mesh.size(m)} ranks",
-                "redistribute to shard the batch, or to Replicate() what is small",
-            )
-    return cuts
+            axes.append(ready[0] if ready else _Axis(None, None))
+            continue
+        free = sorted((name for name in common[m] - others if lengths[name] >= mesh.size(m)), key=str)
+        if not free:
+            raise _refusal(op, specs, m)
+        name = max(free, key=lambda k: lengths[k])
+        axes.append(_Axis(name, chunk_sizes(lengths[name], mesh.size(m))))
+    return axes
 
 
-def _laid_out(spec: ShardTensorSpec, names: Names, cuts: Sequence[_Cut]) -> ShardTensorSpec:
-    placements = [Shard(list(names).index(c.name)) if c.name in names and c.name else Replicate() for c in cuts]
-    sizes = tuple(c.sizes if isinstance(p, Shard) else None for c, p in zip(cuts, placements, strict=True))
-    return spec.replace(placements=placements, sizes=sizes)
+def _refusal(op: str, specs: Sequence[ShardTensorSpec], mesh_dim: int) -> Exception:
+    return refuse(
+        op,
+        list(specs),
+        f"it needs a tensor dim unsharded that mesh dim {mesh_dim} shards, and no batch or channel dim is free and "
+        f"long enough to be shared among its {specs[0].mesh.size(mesh_dim)} ranks",
+        "redistribute to shard the batch, or to Replicate() what is small",
+    )
+
+
+def _laid_out(spec: ShardTensorSpec, names: Names, axes: Sequence[_Axis]) -> ShardTensorSpec:
+    """The spec of a tensor whose dims have these names."""
+    layout = [
+        AxisLayout(Shard(list(names).index(axis.name)), axis.sizes)
+        if axis.name is not None and axis.name in names
+        else AxisLayout(Replicate())
+        for axis in axes
+    ]
+    return spec.with_layout(layout)
+
+
+def _outputs(mesh: DeviceMesh, results: Sequence[Result], axes: Sequence[_Axis]) -> list[ShardTensorSpec]:
+    replicated = [Replicate()] * mesh.ndim
+    return [
+        _laid_out(ShardTensorSpec.make(mesh, replicated, shape, dtype), names, axes) for shape, names, dtype in results
+    ]
+
+
+def _run(
+    function: Callable[..., Any], tensors: Sequence[ShardTensor], outputs: Sequence[ShardTensorSpec], takes_empty: bool
+) -> Any:
+    """The results, from this rank's parts of ``tensors``, which are redistributed already."""
+    local = [local_part(t, outputs[0]) for t in tensors]
+    if not takes_empty and any(0 in spec.local_shape() for spec in outputs):
+        # Not all of torch's kernels take empty dims, yet this rank takes part in the backward pass.
+        nothing = reduce(torch.add, [t.sum() for t in local if t.is_floating_point()])
+        found: Sequence[Tensor] = [nothing.expand(spec.local_shape()).to(spec.tensor_meta.dtype) for spec in outputs]
+    else:
+        result = function(*local)
+        found = result if isinstance(result, (tuple, list)) else (result,)
+    wrapped = [from_part(t, spec.with_dtype(t.dtype)) for t, spec in zip(found, outputs, strict=True)]
+    return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+
+def plan_by_batch(
+    call: Arguments,
+    function: Callable[..., Any],
+    operands: Mapping[str, Names],
+    results: Sequence[Result],
+    takes_empty: bool = False,
+) -> Plan:
+    """The plan that calls ``function`` on this rank's parts of the operands, see [Note: named dims].
+
+    Args:
+        operands: ``{argument: names of its dims}`` of all tensors, in the order of the declaration; a name of None is
+            of a dim to be unsharded.
+        takes_empty: ``function`` can be called with an empty dim.
+    """
+    axes = _axes(call.name, [call.tensors[name] for name in operands], list(operands.values()))
+    for name, names in operands.items():
+        call.redistribute(name, _laid_out(call.tensors[name], names, axes))
+    outputs = _outputs(call.mesh, results, axes)
+    return Composed(lambda *tensors: _run(function, tensors, outputs, takes_empty))
 
 
 def by_batch(
     op: str,
     function: Callable[..., Any],
-    operands: Sequence[tuple[Any, Names]],
+    operands: Sequence[tuple[Tensor, Names]],
     results: Sequence[tuple[Sequence[int], Names]],
     takes_empty: bool = False,
 ) -> Any:
-    """Call ``function`` on this rank's parts of the operands, see [Note: free dims].
-
-    Args:
-        op: the operator's name, for errors.
-        operands: tensors, at least one of them a ShardTensor, each with its dims' names; None for those to be whole.
-        results: the global shape of each result, with names likewise.
-        takes_empty: ``function`` can be called with an empty dim; otherwise a second result is one of indices.
-    """
+    """The same for operands that are at hand, at least one of them a ShardTensor; ``op`` is named in errors."""
     mesh = common_mesh(op, [t for t, _ in operands])
     assert mesh is not None
     tensors, names = [as_operand(t, mesh) for t, _ in operands], [row for _, row in operands]
-    cuts = _cuts(op, [t._spec for t in tensors], names)
-    whole = [Replicate()] * mesh.ndim
-    specs = [
-        _laid_out(ShardTensorSpec.make(mesh, whole, shape, torch.float32), row, cuts) for shape, row in results
-    ]
-    local = [
-        local_part(redistribute_to(t, _laid_out(t._spec, row, cuts)), specs[0])
-        for t, row in zip(tensors, names, strict=True)
-    ]
-    if not takes_empty and any(0 in spec.local_shape() for spec in specs):
-        # Not all of torch's kernels take empty dims, yet this rank takes part in the backward pass.
-        nothing = sum(t.sum() for t in local if t.is_floating_point())
-        found = [nothing.expand(spec.local_shape()) for spec in specs]  # type: ignore[union-attr]
-        if len(found) > 1:
-            found[1] = found[1].detach().long()
-    else:
-        result = function(*local)
-        found = list(result) if isinstance(result, tuple) else [result]
-    wrapped = []
-    for t, spec in zip(found, specs, strict=True):
-        meta = TensorMeta(spec.shape, contiguous_stride(spec.shape), t.dtype)
-        wrapped.append(from_part(t, spec.replace(meta=meta)))
-    return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+    axes = _axes(op, [t._spec for t in tensors], names)
+    outputs = _outputs(mesh, [Result(shape, row, tensors[0].dtype) for shape, row in results], axes)
+    laid_out = [redistribute_to(t, _laid_out(t._spec, row, axes)) for t, row in zip(tensors, names, strict=True)]
+    return _run(function, laid_out, outputs, takes_empty)
 
 
 def image_names(ndim: int, spatial: int) -> list[str | None]:
-    """Names of batch and channels, and the spatial dims behind them, which have to be whole."""
+    """Names of batch and channels, and the spatial dims behind them, which have to be unsharded."""
     names: list[str | None] = ["batch", "channels"]
     return names[2 + spatial - ndim :] + [None] * spatial

@@ -14,9 +14,6 @@ counts as its all-reduce would. So where features that are cut meet a whole weig
 along which nothing is cut yet an operand is exchanged only if it has at least as many elements as there are ranks; to
 one that is summed over only if the sum, which every rank holds whole, is no larger than the operands' shards. So no
 rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
-
-[Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go round
-once more, and what was computed with each is computed again. Nothing of what came by is saved.
 """
 
 from __future__ import annotations
@@ -34,13 +31,25 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding, refuse
 from ...geometry import Interval, chunk_sizes, intervals_of
-from ...gradients import once_differentiable
-from ...spec import ShardTensorSpec, contiguous_stride
-from ...tensor import from_part, redistribute_to
+from ...layout import AxisLayout
+from ...operators import Arguments, LocalPlan
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
+from ...tensor import ShardTensor, from_part, redistribute_to, to_part
 from .alignment import as_operand, common_mesh
-from .ring import ring_of, travel, travel_and_return
+from .part_by_part import Tour, part_by_part
 
-__all__ = ["Arrangement", "Form", "Tour", "arrange", "batch_labels", "contract", "part_by_part"]
+__all__ = [
+    "Arrangement",
+    "ContractionPlan",
+    "Form",
+    "Tour",
+    "arrange",
+    "batch_labels",
+    "contract",
+    "part_by_part",
+    "plan_contraction",
+]
 
 Label = Hashable
 Labels = tuple[Label, ...]
@@ -115,9 +124,7 @@ class Arrangement:
     journeys: tuple[Journey, ...]
     lengths: dict[Label, int]
 
-    def out(
-        self, shape: Sequence[int], dtype: torch.dtype, labels: Sequence[Label] | None = None
-    ) -> ShardTensorSpec:
+    def out(self, shape: Sequence[int], dtype: torch.dtype, labels: Sequence[Label] | None = None) -> ShardTensorSpec:
         """The spec of a result of this shape.
 
         Args:
@@ -134,32 +141,53 @@ class Arrangement:
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
         return ShardTensorSpec.of(self.targets[0].mesh, placements, meta, tuple(sizes))
 
-    def local(self, i: int, tensor: Any) -> Tensor:
-        """The local part of operand ``i``, a ShardTensor, moved to its target. Differentiable.
+    def gradient(self, i: int) -> ShardTensorSpec:
+        """The layout in which the gradient of operand ``i`` arrives, once it has its target.
 
-        Where it is whole on ranks that do different work, its gradient on each of them is a contribution, a Partial.
+        Where it is replicated on ranks that do different work, each of them has a contribution, a Partial.
         """
         target = self.targets[i]
-        shared = [cut is not None and p.is_replicate() for cut, p in zip(self.cuts, target.placements, strict=True)]
-        grads = [Partial() if s else p for s, p in zip(shared, target.placements, strict=True)]
-        return self.diagonal(i, redistribute_to(tensor, target).to_local(grad_placements=grads))
+        shared = [m for m, cut in enumerate(self.cuts) if cut is not None and target.placements[m].is_replicate()]
+        return target.with_axes({m: AxisLayout(Partial()) for m in shared}) if shared else target
 
-    def diagonal(self, i: int, local: Tensor) -> Tensor:
-        """Operand ``i`` without what a cut label leaves out in those of its dims that it does not cut."""
+    def diagonal(self, i: int) -> list[tuple[int, int, int]]:
+        """``(dim, start, length)`` narrowings of operand ``i``'s shard: a label that shards one of its dims and names
+        another one, too, leaves of that only what belongs to the shard.
+        """
         target, term = self.targets[i], self.form.terms[i]
+        result = []
         for m, cut in enumerate(self.cuts):
             p = target.placements[m]
             if cut is not None and isinstance(p, Shard) and term[p.dim] == cut.label:
-                others = [d for d, label in enumerate(term) if label == cut.label and d != p.dim]
-                local = _narrowed(local, others, target.interval(m))
+                start, stop = target.interval(m)
+                result += [
+                    (d, start, stop - start) for d, label in enumerate(term) if label == cut.label and d != p.dim
+                ]
+        return result
+
+    def local(self, i: int, tensor: ShardTensor) -> Tensor:
+        """The local part of operand ``i``, redistributed to its target. Differentiable."""
+        local = to_part(redistribute_to(tensor, self.targets[i]), self.gradient(i))
+        for place in self.diagonal(i):
+            local = local.narrow(*place)
         return local
 
-    def compute(self, function: Callable[..., Tensor], locals_: Sequence[Tensor]) -> Tensor:
-        """``function`` of the local operands, part by part where one travels. Differentiable."""
-        call = function
+    def local_work(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """``function`` for the local operands, part by part where one travels. Differentiable."""
+        work = function
         for journey in self.journeys:
-            call = self._round(call, journey)
-        return call(*locals_)
+            work = self._round(work, journey)
+        diagonals = [(i, place) for i in range(len(self.targets)) for place in self.diagonal(i)]
+        if not diagonals:
+            return work
+
+        def narrowed(*operands: Tensor) -> Tensor:
+            parts = list(operands)
+            for i, place in diagonals:
+                parts[i] = parts[i].narrow(*place)
+            return work(*parts)
+
+        return narrowed
 
     def _round(self, function: Callable[..., Tensor], journey: Journey) -> Callable[..., Tensor]:
         at, label = journey.operand, journey.cut.label
@@ -336,20 +364,52 @@ def _refusal(
 # -- above autograd ---------------------------------------------------------------------------------------------------
 
 
+class ContractionPlan(LocalPlan):
+    """``function`` of local operands that have an arrangement's targets."""
+
+    outputs: ShardTensorSpec
+
+    def __init__(self, how: Arrangement, function: Callable[..., Tensor]) -> None:
+        shape = [how.lengths.get(label, 1) for label in how.form.out]
+        gradients = [how.gradient(i) for i in range(len(how.targets))]
+        self.targets = how.targets
+        super().__init__(how.local_work(function), how.out(shape, how.targets[0].tensor_meta.dtype), gradients)
+
+    def run(self, tensors: Sequence[Any]) -> ShardTensor:
+        # Some operators have arguments behind the operands that may be tensors, but are none in this call.
+        result = self.function(*self.local_tensors(tensors[: len(self.targets)]))
+        return from_part(result, self.outputs.with_dtype(result.dtype))  # autocast decides by the operator
+
+    def run_on(self, tensors: Sequence[ShardTensor]) -> ShardTensor:
+        """:meth:`run` for operands that do not have their targets yet."""
+        return self.run(list(map(redistribute_to, tensors, self.targets)))
+
+
+def plan_contraction(
+    call: Arguments, name: str, function: Callable[..., Tensor], form: Form, *operands: str
+) -> ContractionPlan:
+    """The plan of an operator of this form, whose tensors are ``operands``.
+
+    The caller has had torch check their shapes and dtypes.
+    """
+    how = arrange(name, form, tuple(call.tensors[operand] for operand in operands))
+    for operand, target in zip(operands, how.targets, strict=True):
+        call.redistribute(operand, target)
+    return ContractionPlan(how, function)
+
+
 def contract(
-    name: str, function: Callable[..., Tensor], form: Form, *operands: Any, mesh: DeviceMesh | None = None
-) -> Any:
+    name: str, function: Callable[..., Tensor], form: Form, *operands: Tensor, mesh: DeviceMesh | None = None
+) -> ShardTensor:
     """``function`` of the operands, ShardTensors and plain tensors, as a ShardTensor. Differentiable.
 
-    The caller has had torch judge the operands' shapes and dtypes, and at least one of them is a ShardTensor.
+    The caller has had torch check the operands' shapes and dtypes, and at least one of them is a ShardTensor.
     """
     mesh = mesh or common_mesh(name, operands)
     assert mesh is not None
     tensors = [as_operand(t, mesh) for t in operands]
     how = arrange(name, form, tuple(t._spec for t in tensors))
-    result = how.compute(function, [how.local(i, t) for i, t in enumerate(tensors)])
-    shape = [how.lengths.get(label, 1) for label in form.out]
-    return from_part(result, how.out(shape, result.dtype))
+    return ContractionPlan(how, function).run_on(tensors)
 
 
 def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:
@@ -363,103 +423,3 @@ def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:
     length = {d: max((s[d] for s in shapes if len(s) >= -d), key=lambda n: (n != 1, n)) for d in range(-ndim, 0)}
     terms: list[Labels] = [tuple(d if s[d] == length[d] else None for d in range(-len(s), 0)) for s in shapes]
     return terms, tuple(range(-ndim, 0))
-
-
-# -- part by part ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Tour:
-    """The way of an operand's shards along a mesh dim, and where their results belong.
-
-    Attributes:
-        dim: of the travelling operand, the one that is cut.
-        into: the dim of the result along which the parts' results stand side by side; None where they are summed.
-        intervals: each rank's of ``dim``, and so of ``into``.
-    """
-
-    mesh: DeviceMesh
-    mesh_dim: int
-    rank: int
-    dim: int
-    into: int | None
-    intervals: tuple[Interval, ...]
-
-    def shape_at(self, local: Tensor, owner: int) -> tuple[int, ...]:
-        a, b = self.intervals[owner]
-        return tuple(b - a if d == self.dim else n for d, n in enumerate(local.shape))
-
-
-def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
-    """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable once.
-
-    Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
-    """
-    return _PartByPart.apply(function, tour, part, *others)  # type: ignore[no-any-return]
-
-
-class _PartByPart(torch.autograd.Function):
-    """See [Note: part by part]."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.function, ctx.tour = function, tour
-        kind = part.device.type
-        ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        ctx.save_for_backward(part, *others)
-        ring, group, forms = _ring(tour, part)
-        results: dict[int, Tensor] = {}
-        total: Tensor | None = None
-        for owner, (block,) in travel([_plain(part)], forms, ring, group):
-            result = function(owner, block, *others)
-            if tour.into is not None:
-                results[owner] = result
-            else:
-                total = result if total is None else total + result
-        if total is not None:
-            return total
-        return torch.cat([results[owner] for owner in sorted(results)], dim=tour.into or 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        part, *others = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        tour: Tour = ctx.tour
-        kind, enabled, dtype = ctx.autocast
-        sums: list[Tensor | None] = [None] * len(others)
-
-        def contribute(owner: int, blocks: Sequence[Tensor]) -> list[Tensor]:
-            a, b = tour.intervals[owner]
-            mine = grad if tour.into is None else grad.narrow(tour.into, a, b - a)
-            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
-                leaves = [t.detach().requires_grad_(n) for t, n in zip((*blocks, *others), needs, strict=True)]
-                result = ctx.function(owner, *leaves)
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = dict(zip(map(id, wanted), torch.autograd.grad(result, wanted, mine, materialize_grads=True)))
-            for i, leaf in enumerate(leaves[1:]):
-                if leaf.requires_grad:
-                    before = sums[i]
-                    sums[i] = found[id(leaf)] if before is None else before + found[id(leaf)]
-            return [_plain(found[id(leaves[0])]).clone()] if needs[0] else []
-
-        ring, group, forms = _ring(tour, part)
-        home: Any = None
-        if needs[0]:
-            (home,) = travel_and_return([_plain(part)], forms, forms, ring, group, contribute)
-        else:
-            for owner, blocks in travel([_plain(part)], forms, ring, group):
-                contribute(owner, blocks)
-        return None, None, home, *sums
-
-
-def _ring(tour: Tour, part: Tensor) -> Any:
-    """The ring, its process group, and the shape and dtype of each rank's part."""
-    group = tour.mesh.get_group(tour.mesh_dim)
-    ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
-    return ring, group, lambda owner: [(tour.shape_at(part, owner), part.dtype)]
-
-
-def _plain(t: Tensor) -> Tensor:
-    """Contiguous, and without pending conjugation: what may travel and be added to."""
-    return t.resolve_conj().resolve_neg().contiguous()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from ...layout import AxisLayout
 from ...operators import Arguments
 from ...planning import Call, meta_of
 from ...redistribute import all_reduce
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 
 
 def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:

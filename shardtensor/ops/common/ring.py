@@ -1,4 +1,4 @@
-"""A ring of ranks along one mesh dim: blocks travel from neighbour to neighbour, their gradients come home.
+"""A ring of ranks along one mesh dim: blocks are sent from neighbour to neighbour, their gradients come home.
 
 [Note: ring] At step ``t`` rank ``r`` has the block of rank ``r - t``. It computes with it while it sends it on and
 receives the next one, so a rank holds two blocks at a time, never all. A block travels only as far as somebody needs
@@ -19,16 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange import Pending, start_swap
+from ...exchange import Exchange, Pending
 
-__all__ = ["Ring", "ring_of", "travel", "travel_and_return"]
+__all__ = ["Form", "Ring", "Trip", "ring_of", "trip"]
 
-Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor that is to come
+Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor that is to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Ring:
         """Whose block this rank has at ``step``."""
         return (self.rank - step) % len(self.hops)
 
-    def beside(self, distance: int) -> int:
+    def neighbour(self, distance: int) -> int:
+        """The rank that stands ``distance`` ranks further along the ring."""
         return (self.rank + distance) % len(self.hops)
 
 
@@ -70,104 +72,129 @@ def ring_of(rank: int, ranks: int, needs: Callable[[int, int], bool]) -> Ring:
     return Ring(rank, tuple(hops(s) for s in range(ranks)))
 
 
-def travel(
-    own: Sequence[Tensor], forms: Callable[[int], Sequence[Form]], ring: Ring, group: dist.ProcessGroup
-) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """``(owner, block)`` for every block that comes by, the own one first; the next is on its way meanwhile.
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one rank sends and gets at one step of a :class:`Trip`.
+
+    Attributes:
+        exchange: the messages; None where no rank sends anything.
+        sends: "block" or "carried" for what is sent, in the order of its receivers.
+        recvs: ``(name, forms)`` of what is received, in the order of its senders.
+    """
+
+    exchange: Exchange | None
+    sends: tuple[str, ...]
+    recvs: tuple[tuple[str, Sequence[Form]], ...]
+
+
+class Trip:
+    """Blocks sent around a ring, and their gradients on the way home: all that is known before there is data.
 
     Args:
-        own: this rank's block, any tensors.
-        forms: shapes and dtypes of the block of a rank.
+        forms: shapes and dtypes of the block of each rank.
+        grad_forms: shapes and dtypes of its gradients; None where none are asked for.
     """
-    held: Sequence[Tensor] = own
-    for step in range(ring.last + 1):
-        message = _Message(group, own[0].device)
-        _pass_on(message, held, forms, ring, step)
-        message.start(active=step < ring.last)
-        if step <= ring.hops[ring.block(step)]:
-            yield ring.block(step), held
-        held = message.wait().get("block", ())
 
+    def __init__(
+        self,
+        ring: Ring,
+        forms: Sequence[Sequence[Form]],
+        grad_forms: Sequence[Sequence[Form]] | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.ring, self._forms, self._grad_forms, self._group = ring, forms, grad_forms, group
+        self._there = [self._step(step, returning=False) for step in range(ring.last + 1)]
+        steps = range(ring.last + 2 if ring.last else 1)
+        self._and_back = [] if grad_forms is None else [self._step(step, returning=True) for step in steps]
 
-def travel_and_return(
-    own: Sequence[Tensor],
-    forms: Callable[[int], Sequence[Form]],
-    grad_forms: Callable[[int], Sequence[Form]],
-    ring: Ring,
-    group: dist.ProcessGroup,
-    contribute: Callable[[int, Sequence[Tensor]], Sequence[Tensor]],
-) -> Sequence[Tensor]:
-    """The sum over all ranks of ``contribute(owner, block)`` for this rank's own block.
+    def travel(self, own: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """``(owner, block)`` for every block that comes by, the own one first; the next is on its way meanwhile."""
+        ring, held = self.ring, own
+        for i, step in enumerate(self._there):
+            pending = self._start(step, {"block": held}, own[0])
+            if i <= ring.hops[ring.block(i)]:
+                yield ring.block(i), held
+            held = self._wait(step, pending).get("block", ())
 
-    Args:
-        grad_forms: shapes and dtypes of what ``contribute`` returns.
-    """
-    held: Sequence[Tensor] = own
-    home: Sequence[Tensor] = ()
-    carried: Sequence[Tensor] = ()
-    for step in range(ring.last + 2 if ring.last else 1):
-        message = _Message(group, own[0].device)
-        _pass_on(message, held, forms, ring, step)
-        here, before = ring.block(step), ring.block(step - 1)
-        if step > 1:
+    def travel_and_return(
+        self, own: Sequence[Tensor], contribute: Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
+    ) -> Sequence[Tensor]:
+        """The sum over all ranks of ``contribute(owner, block)`` for this rank's own block.
+
+        What ``contribute`` returns has the trip's ``grad_forms``, and is added to.
+        """
+        ring, held = self.ring, own
+        home: Sequence[Tensor] = ()
+        carried: Sequence[Tensor] = ()
+        for i, step in enumerate(self._and_back):
+            pending = self._start(step, {"block": held, "carried": carried}, own[0])
+            here = ring.block(i)
+            carried = contribute(here, held) if i <= ring.hops[here] else ()
+            if i == 0:
+                home, carried = carried, ()
+            received = self._wait(step, pending)
+            for sums, arrived in ((carried, received.get("carried", ())), (home, received.get("home", ()))):
+                for total, part in zip(sums, arrived):
+                    total += part
+            held = received.get("block", ())
+        return home
+
+    def _step(self, step: int, *, returning: bool) -> _Step:
+        ring = self.ring
+        sends: list[tuple[int, str, Sequence[Form]]] = []
+        recvs: list[tuple[int, str, Sequence[Form]]] = []
+        here, before, following = ring.block(step), ring.block(step - 1), ring.block(step + 1)
+        if step < ring.hops[here]:
+            sends.append((ring.neighbour(1), "block", self._forms[here]))
+        if step < ring.hops[following]:
+            recvs.append((ring.neighbour(-1), "block", self._forms[following]))
+        if returning and step > 1:
+            assert self._grad_forms is not None
             if step <= ring.hops[before] + 1:
-                message.send(ring.beside(1) if step <= ring.hops[before] else before, carried)
+                receiver = ring.neighbour(1) if step <= ring.hops[before] else before
+                sends.append((receiver, "carried", self._grad_forms[before]))
             if step <= ring.hops[here]:
-                message.expect("carried", ring.beside(-1), grad_forms(here))
+                recvs.append((ring.neighbour(-1), "carried", self._grad_forms[here]))
             if step == ring.hops[ring.rank] + 1:
-                message.expect("home", ring.beside(step - 1), grad_forms(ring.rank))
-        message.start(active=step < ring.last or step > 1)
-        carried = contribute(here, held) if step <= ring.hops[here] else ()
-        if step == 0:
-            home, carried = carried, ()
-        received = message.wait()
-        for sums, arrived in ((carried, received.get("carried", ())), (home, received.get("home", ()))):
-            for total, part in zip(sums, arrived):
-                total += part
-        held = received.get("block", ())
-    return home
+                recvs.append((ring.neighbour(step - 1), "home", self._grad_forms[ring.rank]))
+        for messages in (sends, recvs):
+            messages.sort(key=lambda message: message[0])  # stable: two to one rank keep their order
+        # Whether any rank sends anything, which all of them know.
+        active = step < ring.last or (returning and step > 1)
+        exchange = Exchange(_bytes(sends), _bytes(recvs), self._group) if active else None
+        return _Step(exchange, tuple(name for _, name, _ in sends), tuple((name, forms) for _, name, forms in recvs))
 
+    def _start(self, step: _Step, ready: dict[str, Sequence[Tensor]], like: Tensor) -> Pending | None:
+        if step.exchange is None:
+            return None
+        pieces = [t.reshape(-1).view(torch.uint8) for name in step.sends for t in ready[name]]
+        return step.exchange.start(pieces, pieces[0] if pieces else like.new_empty(0, dtype=torch.uint8))
 
-def _pass_on(
-    message: _Message, held: Sequence[Tensor], forms: Callable[[int], Sequence[Form]], ring: Ring, step: int
-) -> None:
-    following = ring.block(step + 1)
-    if step < ring.hops[ring.block(step)]:
-        message.send(ring.beside(1), held)
-    if step < ring.hops[following]:
-        message.expect("block", ring.beside(-1), forms(following))
-
-
-class _Message:
-    """Tensors of any dtypes to and from some ranks, in one exchange."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        ranks = dist.get_world_size(group)
-        self._sent: list[list[Tensor]] = [[] for _ in range(ranks)]
-        self._expected: list[list[tuple[str, Form]]] = [[] for _ in range(ranks)]
-        self._pending: Pending | None = None
-
-    def send(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        self._sent[rank] += [t.reshape(-1).view(torch.uint8) for t in tensors]
-
-    def expect(self, name: str, rank: int, forms: Sequence[Form]) -> None:
-        self._expected[rank] += [(name, form) for form in forms]
-
-    def start(self, *, active: bool) -> None:
-        """``active``: whether any rank sends anything; the same on all of them."""
-        if not active:
-            return
-        shapes = [[[math.prod(shape) * dtype.itemsize] for _, (shape, dtype) in row] for row in self._expected]
-        like = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._pending = start_swap(self._sent, shapes, self.group, like)
-
-    def wait(self) -> dict[str, list[Tensor]]:
-        result: dict[str, list[Tensor]] = {}
-        if self._pending is None:
-            return result
-        expected = [item for row in self._expected for item in row]
-        for (name, (shape, dtype)), raw in zip(expected, self._pending.wait(), strict=True):
-            aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
-            result.setdefault(name, []).append(aligned.view(dtype).view(shape))
+    def _wait(self, step: _Step, pending: Pending | None) -> dict[str, Sequence[Tensor]]:
+        if pending is None:
+            return {}
+        arrived, result = iter(pending.wait()), {}
+        for name, forms in step.recvs:
+            result[name] = [_from_bytes(next(arrived), *form) for form in forms]
         return result
+
+
+def _bytes(messages: Sequence[tuple[int, str, Sequence[Form]]]) -> list[tuple[int, Sequence[int]]]:
+    """Receivers or senders, and how many bytes: tensors of any dtypes travel in one message."""
+    return [(peer, (math.prod(shape) * dtype.itemsize,)) for peer, _, forms in messages for shape, dtype in forms]
+
+
+def _from_bytes(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
+    return aligned.view(dtype).view(shape)
+
+
+@lru_cache(maxsize=1024)
+def trip(
+    ring: Ring,
+    forms: tuple[tuple[Form, ...], ...],
+    grad_forms: tuple[tuple[Form, ...], ...] | None,
+    group: dist.ProcessGroup,
+) -> Trip:
+    """The :class:`Trip` with these properties, made once."""
+    return Trip(ring, forms, grad_forms, group)

@@ -19,7 +19,7 @@ from ...operators import Arguments, Composed, Plan, operator
 from ...planning import spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, promote, wrap
+from ...tensor import as_gradient, wrap
 from ..common.alignment import whole_rows
 from .halo_conv import HaloConvolution, Pads, Sides, plan_convolution
 
@@ -200,26 +200,7 @@ def plan_convolution_of_any_dims(
     return _plan(call, input, weight, bias, strides, pads, dilations, groups, again)
 
 
-# -- helpers that transposed convolution uses --
-
-
-def autocast_operands(*tensors: Any) -> Any:
-    """The operands in the dtype that autocast, if it is on, gives convolutions; None stays None."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    to = torch.get_autocast_dtype(device)
-    return tuple(None if t is None else t.to(to) for t in tensors)
-
-
-def sharded_input(x: Any, *others: Any) -> Any:
-    """The input as a ShardTensor; a plain one that meets ShardTensor weights is replicated."""
-    if isinstance(x, ShardTensor):
-        return x
-    if isinstance(x, DTensor):
-        return ShardTensor.from_dtensor(x)
-    mesh = next(t.device_mesh for t in others if isinstance(t, DTensor))
-    return promote(x, mesh)
+# -- below autograd ---------------------------------------------------------------------------------------------------
 
 
 def _replicated(*operands: Any) -> bool:

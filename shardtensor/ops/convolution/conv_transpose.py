@@ -1,6 +1,6 @@
 """Transposed convolution over sharded spatial dims.
 
-Output ``o`` sums the inputs ``i`` with ``o = i * stride - padding + t * dilation`` for some tap ``t``. A rank borrows
+Output ``o`` sums the inputs ``i`` with ``o = i * stride - padding + t * dilation`` for some tap ``t``. A rank fetches
 the inputs that reach its outputs, runs the kernel of torch on them without padding, and crops what lies outside. An
 output belongs to the rank that owns the input in the middle of those that reach it: a kernel as long as its stride
 doubles (or triples ...) the size of every shard.
@@ -10,31 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ...geometry import Interval, intersect, intervals_of, map_cuts
-from ...parameters import Kernel, run_kernel, unsummed_parameters
-from ...registry import register
+from ..._compat import TensorMeta
+from ...geometry import Interval, intersect, intervals_of, map_boundaries
+from ...halo import Fetch
+from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
-from ...tensor import from_part, redistribute_to
-from ..common.alignment import torch_judges, whole_rows
-from ..common.stencil import borrow_dims, settled
-from .conv import autocast_operands, per_spatial_dim, sharded_input
+from ..common.alignment import whole_rows
+from .conv import per_spatial_dim
 from .halo_conv import stride_of
+
+Numbers = int | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class TransposedWindow:
-    """A transposed convolution along one tensor dim; the numbers are those of the whole tensor.
+    """A transposed convolution along one tensor dim; the numbers are those of the global tensor.
 
     Example:
         >>> w = TransposedWindow(size=5, kernel=4, stride=2, dilation=1, padding=1, extra=0)
-        >>> w.outputs, map_cuts((2, 3), w.cut), w.reads((4, 10))
+        >>> w.outputs, map_boundaries((2, 3), w.boundary), w.reads((4, 10))
         (10, (4, 6), (1, 5))
     """
 
@@ -53,13 +51,13 @@ class TransposedWindow:
     def outputs(self) -> int:
         return (self.size - 1) * self.stride - 2 * self.padding + self.extent + self.extra
 
-    def cut(self, c: int) -> int:
-        """Where a cut of the input falls in the output."""
-        if c <= 0:
+    def boundary(self, b: int) -> int:
+        """Where a boundary of the input falls in the output."""
+        if b <= 0:
             return 0
-        if c >= self.size:
+        if b >= self.size:
             return self.outputs
-        return max(0, min(self.outputs, c * self.stride + (self.extent - self.stride) // 2 - self.padding))
+        return max(0, min(self.outputs, b * self.stride + (self.extent - self.stride) // 2 - self.padding))
 
     def reads(self, out: Interval) -> Interval:
         """The inputs that reach the outputs ``out``."""
@@ -74,124 +72,196 @@ class TransposedWindow:
         return (start - out[0], out[1] - (start + (part[1] - part[0] - 1) * self.stride + self.extent))
 
 
-def _transposed(
-    name: str,
-    n: int,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    output_padding: Any,
-    groups: int,
-    dilation: Any,
-) -> Any:
-    function = getattr(torch, name)
-    meta = torch_judges(function, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    x = settled(sharded_input(input, weight, bias), linear=False)
-    if x.ndim == n + 1:
-        y = function(x.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
-        return y.squeeze(0)
-    x = redistribute_to(x, whole_rows(name, x._spec, 1))
-    spec = x._spec
-    sharded = spec.sharded_dims()
-    strides, pads, extras, dilations = (
-        list(per_spatial_dim(a, n, name, "argument")) for a in (stride, padding, output_padding, dilation)
-    )
-    windows = {
-        d: TransposedWindow(
-            spec.shape[d], weight.shape[d], strides[d - 2], dilations[d - 2], pads[d - 2], extras[d - 2]
-        )
-        for d in sharded
-        if d >= 2
-    }
-    sizes = list(spec.sizes)
-    needs, margins = {}, {}
-    for d, window in windows.items():
-        m = sharded[d]
-        cut = map_cuts(spec.cut(m), window.cut)
-        sizes[m] = cut
-        outs = intervals_of(cut)
-        needs[d] = [window.reads(out) for out in outs]
-        here = spec.coordinate[m]
-        margins[d] = window.margins(needs[d][here], outs[here])
-        pads[d - 2] = extras[d - 2] = 0
-    x, weight, bias = autocast_operands(x, weight, bias)
-    (w, b), total = unsummed_parameters(name, spec, weight, bias)
-    meta = meta._replace(stride=stride_of(spec, meta.shape), dtype=x.dtype)
-    out_spec = ShardTensorSpec.of(spec.mesh, spec.placements, meta, tuple(sizes))
-    part = borrow_dims(x.to_local(), spec, needs)
-    shape = out_spec.local_shape()
-    crop = tuple(n for d in reversed(range(2, x.ndim)) for n in margins.get(d, (0, 0)))
-    kernel = _kernel(function, shape, (strides, pads, extras, dilations), groups, crop)
-    if any(total.needed) and not part.is_complex():
-        return run_kernel(kernel, part, w, b, total, out_spec)
-    return from_part(kernel.forward(part, *total.complete([w, b]))[0], out_spec)
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one rank computes.
 
-
-def _kernel(
-    function: Callable[..., Tensor],
-    shape: Sequence[int],
-    numbers: tuple[list[int], list[int], list[int], list[int]],
-    groups: int,
-    crop: tuple[int, ...],
-) -> Kernel:
-    """torch's ``function`` on a part of the input, its result cropped, or padded with zeros, to ``shape``.
-
-    ``numbers`` are stride, padding, output padding and dilation per spatial dim.
+    Attributes:
+        function: torch's.
+        fetch: the inputs that reach the rank's outputs.
+        shape: of its outputs.
+        stride, padding, output_padding, dilation: the kernel's, per spatial dim.
+        crop: zeros to add around the kernel's result (negative: to crop), as ``F.pad`` takes them; empty for none.
+        fetches: whether there is anything to fetch; else the part is the shard.
     """
-    strides, pads, extras, dilations = numbers
 
-    def is_empty(x: Tensor) -> bool:
-        return 0 in shape or x.numel() == 0
+    function: Callable[..., Tensor]
+    fetch: Fetch
+    shape: tuple[int, ...]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    output_padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    crop: tuple[int, ...]
+    fetches: bool
 
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-        if is_empty(x):
+    def is_empty(self, part: Tensor) -> bool:
+        """Whether there is nothing to compute on this rank."""
+        return 0 in self.shape or part.numel() == 0
+
+    def part(self, x: Tensor) -> Tensor:
+        """The inputs that reach this rank's outputs."""
+        return self.fetch(x) if self.fetches else x
+
+    def outputs(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's outputs; differentiable."""
+        if self.is_empty(part):
             # Nothing to compute, but backward has to reach the exchange and the weight on every rank alike.
-            y = x.new_zeros(shape) + x.sum() + weight[:0].sum()
+            y = part.new_zeros(self.shape) + part.sum() + weight[:0].sum()
         else:
-            with torch.autocast(x.device.type, enabled=False):
-                y = function(x, weight, None, strides, pads, extras, groups, dilations)
-            y = F.pad(y, crop) if any(crop) else y
-        return (y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2)),)
+            y = self.function(
+                part, weight, None, self.stride, self.padding, self.output_padding, self.groups, self.dilation
+            )
+            y = torch.constant_pad_nd(y, self.crop) if self.crop else y
+        return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
+
+    def gradients(
+        self, grad: Tensor, part: Tensor, weight: Tensor, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the part and of the weight, where they are needed."""
+        if not any(needed):
+            return None, None
+        if self.is_empty(part):
+            return torch.zeros_like(part), torch.zeros_like(weight)
+        grad = torch.constant_pad_nd(grad, [-n for n in self.crop]) if self.crop else grad
+        arguments = self.stride, self.padding, self.dilation, True, self.output_padding, self.groups, [*needed, False]
+        grad_part, grad_w, _ = torch.ops.aten.convolution_backward.default(grad, part, weight, None, *arguments)
+        return grad_part, grad_w
+
+
+class TransposedConvolutionPlan(Plan):
+    """Transposed convolution of an input ``(N, C, *spatial)`` with replicated weights.
+
+    The result is never sharded in its channels.
+    """
+
+    saves = (0, 1)
+    twice = True
+
+    def __init__(self, work: _Work, outputs: ShardTensorSpec) -> None:
+        self.work, self.outputs = work, outputs
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        part = self.work.part(x)
+        return self.work.outputs(part, weight, bias), (part,) if self.work.fetches else ()
 
     def backward(
-        mask: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        grad_b = grad.sum([0, *range(2, grad.ndim)]) if mask[2] else None
-        if not mask[0] and not mask[1]:
-            return None, None, grad_b
-        if is_empty(x):
-            return torch.zeros_like(x), torch.zeros_like(weight), grad_b
-        grad = F.pad(grad, [-n for n in crop]) if any(crop) else grad
-        grad_x, grad_w, _ = torch.ops.aten.convolution_backward(
-            grad, x, weight, None, strides, pads, dilations, True, extras, groups, [mask[0], mask[1], False]
-        )
-        return grad_x, grad_w, grad_b
+        self,
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+        x: Tensor,
+        weight: Tensor,
+        part: Tensor | None = None,
+    ) -> Sequence[Tensor | None]:
+        """The sum of the parameters' gradients is sent first, and travels while the input's is computed."""
+        grad = grads[0]
+        if grad is None:
+            return [None, None, None]
+        part = x if part is None else part
+        grad_b = grad.sum([0, *range(2, grad.ndim)]) if needed[2] else None
+        together = needed[0] and self.total is None
+        grad_x, grad_w = self.work.gradients(grad, part, weight, (together, needed[1]))
+        finish = None if self.total is None else self.total.start([None, grad_w, grad_b])
+        if needed[0]:
+            if not together:
+                grad_x, _ = self.work.gradients(grad, part, weight, (True, False))
+            assert grad_x is not None
+            grad_x = self.work.fetch.backward(grad_x)
+        if finish is not None:
+            _, grad_w, grad_b = finish()
+        return [grad_x if needed[0] else None, grad_w if needed[1] else None, grad_b]
 
-    return Kernel(forward, backward)
 
-
-def _make_function(n: int) -> Callable[..., Any]:
+def _declare(n: int) -> None:
     name = f"conv_transpose{n}d"
+    function = getattr(torch, name)
 
-    def conv_transpose(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
+    @operator(function, getattr(torch.ops.aten, name), tensors="input", parameters="weight bias")
+    def plan_conv_transpose(
+        call: Arguments,
+        input: ShardTensorSpec,
+        weight: TensorMeta,
+        bias: TensorMeta | None = None,
+        stride: Numbers = 1,
+        padding: Numbers = 0,
+        output_padding: Numbers = 0,
         groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        if not any(isinstance(t, DTensor) for t in (input, weight, bias)):
-            return NotImplemented
-        return _transposed(name, n, input, weight, bias, stride, padding, output_padding, groups, dilation)
+        dilation: Numbers = 1,
+    ) -> Plan:
+        meta = call.returned(function, input, weight, bias, stride, padding, output_padding, groups, dilation)
+        numbers = [
+            per_spatial_dim(value, n, name, what)
+            for value, what in (
+                (stride, "stride"),
+                (padding, "padding"),
+                (output_padding, "output_padding"),
+                (dilation, "dilation"),
+            )
+        ]
+        if len(input.shape) == n + 1:
+            *others, apart = numbers
+            return Composed(lambda x, w, b: function(x.unsqueeze(0), w, b, *others, groups, apart).squeeze(0))
+        call.redistribute("input", whole_rows(call.name, input, 1))
+        dtype = _cast(call, weight, bias)
+        out, work = _work(call.tensors["input"], weight, meta, function, numbers, groups)
+        if dtype.is_complex:
+            # torch differentiates it as real ones.
+            return LocalPlan(lambda x, w, b: work.outputs(work.part(x), w, b), out)
+        return TransposedConvolutionPlan(work, out)
 
-    return conv_transpose
+
+def _cast(call: Arguments, weight: TensorMeta, bias: TensorMeta | None) -> torch.dtype:
+    """Have the operands cast as autocast does; returns the dtype that they have in common."""
+    given = {"input": call.tensors["input"].tensor_meta.dtype, "weight": weight.dtype}
+    if bias is not None:
+        given["bias"] = bias.dtype
+    dtype = call.autocast()
+    if dtype is not None:
+        call.cast(dtype, *given)
+        return dtype
+    if len(set(given.values())) > 1:
+        shown = ", ".join(f"{name} of {dtype}" for name, dtype in given.items())
+        raise RuntimeError(f"{call.name}: {shown} should be of the same dtype")
+    return given["input"]
+
+
+def _work(
+    spec: ShardTensorSpec,
+    weight: TensorMeta,
+    meta: Tensor,
+    function: Callable[..., Tensor],
+    numbers: Sequence[Sequence[int]],
+    groups: int,
+) -> tuple[ShardTensorSpec, _Work]:
+    """The spec of the result, and this rank's work.
+
+    Args:
+        meta: the global result without its data.
+        numbers: stride, padding, output padding and dilation per spatial dim.
+    """
+    stride, padding, extra, dilation = map(list, numbers)
+    layout = list(spec.layout)
+    needs, margins = {}, {}
+    for d, m in spec.sharded_dims().items():
+        if d < 2:
+            continue
+        i, rank = d - 2, spec.coordinate[m]
+        window = TransposedWindow(spec.shape[d], weight.shape[d], stride[i], dilation[i], padding[i], extra[i])
+        sizes = map_boundaries(spec.cut(m), window.boundary)
+        layout[m] = layout[m]._replace(sizes=sizes)
+        outs = intervals_of(sizes)
+        needs[d] = [window.reads(out) for out in outs]
+        margins[d] = window.margins(needs[d][rank], outs[rank])
+        padding[i] = extra[i] = 0
+    crop = tuple(n for d in reversed(range(2, len(spec.shape))) for n in margins.get(d, (0, 0)))
+    out_meta = TensorMeta(meta.shape, stride_of(spec, meta.shape), spec.tensor_meta.dtype)
+    out, fetch = spec.with_layout(layout, out_meta), Fetch.of(spec, needs)
+    shape = out.local_shape()
+    return out, _Work(
+        function, fetch, shape, stride, padding, extra, dilation, groups, crop if any(crop) else (), bool(fetch)
+    )
 
 
 for _n in (1, 2, 3):
-    _function: Callable[..., Tensor] = getattr(torch, f"conv_transpose{_n}d")
-    register(_function)(_make_function(_n))
+    _declare(_n)

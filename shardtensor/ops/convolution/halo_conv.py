@@ -23,7 +23,8 @@ from ...errors import refuse
 from ...exchange import plan_intervals
 from ...geometry import Interval, Window, intersect, intervals_of, length, map_cuts
 from ...halo import Axis, Halo, Sides
-from ...spec import ShardTensorSpec, stride_like
+from ...spec import ShardTensorSpec
+from ...strides import stride_like
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 

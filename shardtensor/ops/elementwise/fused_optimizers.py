@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...errors import refuse
+from ...layout import AxisLayout
 from ...planning import spec_of
 from ...redistribute import all_reduce
 from ...registry import register
-from ...spec import AxisLayout
 
 _aten = torch.ops.aten
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import Call, Plan, Rule, is_inplace, meta_of
 from ...redistribute import redistribute_local
 from ...registry import default_rule
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from ..common.alignment import common_layout, fit
 
 _aten = torch.ops.aten

@@ -25,8 +25,10 @@ from torch import Tensor
 from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding
 from ...geometry import Interval, intervals_of, map_cuts
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to
 from ..common.alignment import free_dims
 from ..common.contraction import Tour, part_by_part

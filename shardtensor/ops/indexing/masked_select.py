@@ -18,7 +18,8 @@ from ..._compat import TensorMeta
 from ...errors import refuse
 from ...redistribute import all_gather, redistribute_local
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import from_part, redistribute_to, wrap
 from ..common.alignment import as_operand, common_mesh, is_cut, leading, moved, whole_value
 

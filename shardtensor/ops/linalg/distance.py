@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...geometry import map_cuts
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
-from ...spec import AxisLayout, ShardTensorSpec
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part
 from ..common.alignment import free_dims
 from ..common.contraction import Form, batch_labels, contract

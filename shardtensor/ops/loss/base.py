@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..._compat import TensorMeta
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import from_part
 from ..common.alignment import wide_dtype
 from .kernels import scalar_spec

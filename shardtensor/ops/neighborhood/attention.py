@@ -23,7 +23,8 @@ from ...errors import refuse
 from ...geometry import Interval, intervals_of
 from ...planning import spec_of
 from ...registry import register
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, promote, redistribute_to
 from ..attention.blockwise import DTYPES
 from ..common.alignment import common_cut, common_mesh, local_part, refuse_gathering

@@ -1,85 +1,122 @@
-"""Batch and instance normalization, which keep running statistics; how it is done stands in
-``statistics.py``.
+"""Batch and instance normalization, which keep running statistics.
+
+Where nothing has to be sent, torch's own kernel works on the shard; else see ``sharded_norm.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from ..._compat import alias
-from ...errors import refuse
+from ..._compat import TensorMeta, alias
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ...redistribute import all_reduce, redistribute_local
 from ...registry import register
-from ...spec import CHANNELS_LAST, ShardTensorSpec
+from ...spec import ShardTensorSpec
+from ...strides import CHANNELS_LAST
 from ...tensor import ShardTensor, promote
-from ..common.alignment import torch_judges
-from .statistics import (
-    NormalizationPlan,
-    channel_kernel,
-    locally,
-    moments,
-    normalize,
-    own_part,
-    parameters_of,
-    plan_over,
-    result_dtype,
-    settled_input,
-    statistics,
-)
+from .geometry import Geometry, geometry_over, prepare_parameters, result_dtype
+from .sharded_norm import ShardedNorm
+from .statistics import moments_of
 
 _aten = torch.ops.aten
 
-
-def _plain(buffer: Any) -> Any:
-    if not isinstance(buffer, DTensor):
-        return buffer
-    if not all(p.is_replicate() for p in buffer.placements):
-        raise refuse("batch_norm", buffer, "a running statistic is not whole on every rank", "redistribute it first")
-    return buffer._local_tensor
+_PARAMETERS = {"parameters": "weight bias running_mean running_var", "sharded": "weight bias"}
 
 
-def _channel_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, plan: NormalizationPlan, use_input: bool, momentum: float
-) -> Any:
-    """Batch norm (``plan.dims`` hold dim 0) or instance norm, with statistics of the input or running ones."""
-    running = [_plain(mean), _plain(var)]
-    if not use_input:
-        plan = replace(plan, merges=(), fixed=True)
-    # torch's kernel would update the running statistics with what this rank alone has.
-    updates = use_input and any(s is not None for s in running) and bool(plan.spec.sharded_dims())
-    if not updates and not plan.needs_kernel:
-        w, b = parameters_of(plan, weight, bias)
-        rm, rv = (own_part(s, plan) for s in running)
-        function = torch.batch_norm if 0 in plan.dims else torch.instance_norm
+# -- plans -----------------------------------------------------------------------------------------------------------
 
 
-        def run(local: Tensor) -> Tensor:
-            y = function(_PlainStrides.apply(local), w, b, rm, rv, use_input, momentum, plan.eps, False)
-            return _PlainStrides.apply(y)
+class ChannelNorm(ShardedNorm):
+    """Batch norm (dim 0 is normalized) or instance norm with statistics of the input; updates the running ones."""
 
-        return locally(x, plan, run)
-    dtype = result_dtype(channel_kernel, x, weight, bias, *running)
-    with torch.no_grad():
-        if use_input:
-            stats: Any = statistics(x._local_tensor, plan)
-            _update(running, stats, plan, momentum)
-        else:
-            stats = tuple(own_part(s, plan).reshape(plan.affine) for s in running)  # type: ignore[union-attr]
-    return normalize(x, weight, bias, plan, dtype, stats)
+    def __init__(
+        self,
+        call: Arguments,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        parameters: Sequence[Operand | None],
+        momentum: float,
+    ) -> None:
+        super().__init__(call, geometry, dtype, *parameters)
+        self.momentum = momentum
+        spec, sharded = geometry.spec, geometry.spec.sharded_dims()
+        count = geometry.count
+        self.unbiased = count / (count - 1) if count != 1 else float("nan")
+        # Instance norm keeps the mean over the batch.
+        self.samples = None if 0 in geometry.dims else spec.shape[0]
+        self.batch_group = spec.mesh.get_group(sharded[0]) if self.samples is not None and 0 in sharded else None
+        self.channels = None
+        if 1 in sharded:
+            m = sharded[1]
+            both = TensorMeta(torch.Size((2, spec.shape[1])), (spec.shape[1], 1), self.statistics.dtype)
+            whole = spec.replicated().replace(meta=both)
+            self.channels = whole.with_axes({m: AxisLayout(Shard(1), spec.sizes[m])})
+
+    def _note(self, mean: Tensor | None, var: Tensor, *buffers: Tensor | None) -> None:
+        if all(buffer is None for buffer in buffers):
+            return
+        assert mean is not None
+        new = torch.stack([mean, var * self.unbiased]).reshape(2, *mean.shape[:2])  # (2, N or 1, C)
+        if self.samples is not None:
+            new = new.sum(1, keepdim=True) / self.samples
+            if self.batch_group is not None:
+                new = all_reduce(new, self.batch_group)
+        new = new[:, 0]
+        if self.channels is not None:
+            new = redistribute_local(new, self.channels, self.channels.replicated())
+        for buffer, value in zip(buffers, new.unbind(), strict=True):
+            if buffer is not None:
+                buffer.copy_(self.momentum * value + (1 - self.momentum) * buffer)
+
+
+class FixedNorm(ShardedNorm):
+    """Batch or instance norm with running statistics, where some shards are empty. Nothing is exchanged forward."""
+
+    saves = (0, 1, 3, 4)
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        geometry = self.geometry
+        w, b = self._affine(weight, 0), self._affine(bias, 1)
+        mean, rstd = self._running(*buffers)
+        y = (x.reshape(geometry.view) - mean) * rstd
+        y = y if w is None else y * w
+        return self._result(y if b is None else y + b), ()
+
+    def _running(self, *buffers: Tensor | None) -> tuple[Tensor, Tensor]:
+        geometry, dtype = self.geometry, self.statistics.dtype
+        mean, var = (geometry.own_part(t).to(dtype).reshape(geometry.affine) for t in buffers)  # type: ignore[union-attr]
+        return mean, (var + geometry.eps).rsqrt()
+
+    def backward(  # type: ignore[override]
+        self,
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+        x: Tensor,
+        weight: Tensor | None,
+        *buffers: Tensor | None,
+    ) -> list[Tensor | None]:
+        return super().backward(needed, grads, x, weight, *self._running(*buffers))
+
+    def _of_input(
+        self, grad: Tensor, deviations: Tensor, sums: list[Tensor], w: Tensor | None, rstd: Tensor
+    ) -> Tensor:
+        return grad * (rstd if w is None else rstd * w)
 
 
 class _PlainStrides(torch.autograd.Function):
     """Identity with the usual strides along dims of length 1, for a tensor and for its gradient.
 
-    A shard may have dims of length 1 where the whole tensor has none, and torch's CPU kernel of the gradient goes wrong
-    where one operand's strides there say channels-last and the other's do not.
+    A shard may have dims of length 1 where the global tensor has none, and torch's CPU kernel of the gradient goes
+    wrong where one operand's strides there say channels-last and the other's do not.
     """
 
     @staticmethod
@@ -100,192 +137,184 @@ def _with_usual_strides(t: Tensor) -> Tensor:
     return alias(t)
 
 
-def _update(running: list[Any], stats: tuple[Any, Tensor], plan: NormalizationPlan, momentum: float) -> None:
-    """Move running mean and variance ``(C,)`` towards the batch's, whose variance is made unbiased, as torch does."""
-    if all(s is None for s in running):
-        return
-    mean, var = stats
-    spec = plan.spec
-    sharded = spec.sharded_dims()
-    unbiased = var * plan.count / (plan.count - 1) if plan.count != 1 else torch.full_like(var, float("nan"))
-    new = torch.stack([mean, unbiased]).reshape(2, *mean.shape[:2])  # (2, N or 1, C)
-    if 0 not in plan.dims:  # instance norm keeps the mean over the batch
-        new = new.sum(1, keepdim=True) / spec.shape[0]
-        if 0 in sharded:
-            new = all_reduce(new, spec.mesh.get_group(sharded[0]))
-    new = new[:, 0]
-    if 1 in sharded:
-        m = sharded[1]
-        sizes = spec.sizes[m] or ()
-        placements = [Shard(1) if i == m else Replicate() for i in range(spec.mesh.ndim)]
-        cut = ShardTensorSpec.make(spec.mesh, placements, (2, spec.shape[1]), new.dtype, shard_sizes={m: sizes})
-        new = redistribute_local(new, cut, cut.replicated())
-    for buffer, value in zip(running, new, strict=True):
-        if buffer is not None:
-            buffer.copy_(momentum * value + (1 - momentum) * buffer)
+def _local(
+    function: Callable[..., Tensor], geometry: Geometry, use_input: bool, momentum: float, parameters: Sequence[Any]
+) -> Callable[..., Tensor]:
+    own = geometry.own_parts(*parameters)
+
+    def run(x: Tensor, *tensors: Tensor | None) -> Tensor:
+        y = function(_PlainStrides.apply(x), *own(*tensors), use_input, momentum, geometry.eps, False)
+        return _PlainStrides.apply(y)
+
+    return run
 
 
-def _judge(check: Callable[..., Any], x: Any, mean: Any, var: Any, weight: Any, bias: Any, *options: Any) -> None:
-    """Torch's own errors; what stands below ``torch.nn.functional`` takes its arguments in another order."""
-    if check in (F.batch_norm, F.instance_norm):
-        torch_judges(check, x, mean, var, weight, bias, *options)
-    else:
-        torch_judges(check, x, weight, bias, mean, var, *options, False)
-
-
-def _batch_norm(
-    check: Callable[..., Any],
-    x: Any,
-    mean: Any,
-    var: Any,
-    weight: Any,
-    bias: Any,
-    training: bool,
+def _plan_channels(
+    call: Arguments,
+    geometry: Geometry,
+    parameters: Sequence[Operand | None],
+    use_input: bool,
     momentum: float,
-    eps: float,
-) -> Any:
-    if not isinstance(x, ShardTensor):
-        return NotImplemented
-    _judge(check, x, mean, var, weight, bias, training, momentum, eps)
-    if x.ndim < 2:
-        raise refuse("batch_norm", x, "an input of one dim has no channels", "give it the shape (N, C)")
-    x = settled_input(x)
-    over = [d for d in range(x.ndim) if d != 1]
-    plan = plan_over("batch_norm", x._spec, over, 1, 2, eps)
-    return _channel_norm(x, weight, bias, mean, var, plan, training, momentum)
+) -> Plan:
+    """Batch norm (dim 0 is normalized) or instance norm.
 
-
-@register(F.batch_norm)
-def _functional_batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    return _batch_norm(F.batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-@register(torch.batch_norm)
-def _torch_batch_norm(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    return _batch_norm(torch.batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def _instance_norm(
-    check: Callable[..., Any],
-    x: Any,
-    mean: Any,
-    var: Any,
-    weight: Any,
-    bias: Any,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
-    if not isinstance(x, ShardTensor):
-        return NotImplemented
-    _judge(check, x, mean, var, weight, bias, use_input_stats, momentum, eps)
-    x = settled_input(x)
-    plan = plan_over("instance_norm", x._spec, range(2, x.ndim), 1, 2, eps)
-    return _channel_norm(x, weight, bias, mean, var, plan, use_input_stats, momentum)
-
-
-@register(F.instance_norm)
-def _functional_instance_norm(
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    return _instance_norm(
-        F.instance_norm, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    Args:
+        parameters: weight, bias, running mean and running variance.
+    """
+    spec, (weight, bias, *running) = geometry.spec, parameters
+    prepare_parameters(call, geometry, weight=weight, bias=bias)
+    dtype = result_dtype(
+        call,
+        lambda t, w, b, mean, var: torch.batch_norm(t, w, b, mean, var, True, 0.1, 1e-5, False),
+        spec,
+        *parameters,
     )
+    fits = not geometry.has_empty_shards and not (use_input and geometry.merges)
+    # torch's kernel would update the running statistics with what this rank alone has.
+    updates = use_input and any(s is not None for s in running) and bool(spec.sharded_dims())
+    if fits and not updates:
+        function = torch.batch_norm if 0 in geometry.dims else torch.instance_norm
+        local = _local(function, geometry, use_input, momentum, parameters)
+        return LocalPlan(local, geometry.output_spec(dtype))
+    if use_input:
+        return ChannelNorm(call, geometry, dtype, (weight, bias), momentum)
+    return FixedNorm(call, geometry, dtype, weight, bias)
 
 
-@register(torch.instance_norm)
-def _torch_instance_norm(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    return _instance_norm(
-        torch.instance_norm, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-    )
+# -- entry points ----------------------------------------------------------------------------------------------------
+
+
+def _declare_batch_norm(function: Callable[..., Tensor]) -> None:
+    # Each on its own, for torch's checks: the one in torch.nn.functional refuses channels of one value.
+    @operator(function, tensors="input", **_PARAMETERS)
+    def plan_batch_norm(
+        call: Arguments,
+        input: ShardTensorSpec,
+        weight: Operand | None = None,
+        bias: Operand | None = None,
+        running_mean: TensorMeta | None = None,
+        running_var: TensorMeta | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Plan:
+        parameters = weight, bias, running_mean, running_var
+        if function is F.batch_norm:
+            call.returned(function, input, running_mean, running_var, weight, bias, training, momentum, eps)
+        else:
+            call.returned(function, input, *parameters, training, momentum, eps, False)
+        geometry = _geometry_of_batches(call, input, eps)
+        return _plan_channels(call, geometry, parameters, training, momentum)
+
+
+def _geometry_of_batches(call: Arguments, spec: ShardTensorSpec, eps: float) -> Geometry:
+    n = len(spec.shape)
+    if n < 2:
+        raise call.refuse("an input of one dim has no channels", "give it the shape (N, C)")
+    return geometry_over("batch_norm", spec, [d for d in range(n) if d != 1], 1, 2, eps)
+
+
+def _declare_instance_norm(function: Callable[..., Tensor]) -> None:
+    @operator(function, tensors="input", **_PARAMETERS)
+    def plan_instance_norm(
+        call: Arguments,
+        input: ShardTensorSpec,
+        weight: Operand | None = None,
+        bias: Operand | None = None,
+        running_mean: TensorMeta | None = None,
+        running_var: TensorMeta | None = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Plan:
+        parameters = weight, bias, running_mean, running_var
+        if function is F.instance_norm:
+            call.returned(function, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        else:
+            call.returned(function, input, *parameters, use_input_stats, momentum, eps, False)
+        geometry = geometry_over("instance_norm", input, range(2, len(input.shape)), 1, 2, eps)
+        return _plan_channels(call, geometry, parameters, use_input_stats, momentum)
+
+
+for _function in (F.batch_norm, torch.batch_norm):
+    _declare_batch_norm(_function)
+for _function in (F.instance_norm, torch.instance_norm):
+    _declare_instance_norm(_function)
 
 
 # -- called by the operators' names: they return the statistics, too ---------------------------------------------------
 
 
-def _native_batch_norm(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
+@operator(torch.native_batch_norm, _aten.native_batch_norm, tensors="input", **_PARAMETERS)
+def plan_native_batch_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: Operand | None,
+    bias: Operand | None,
+    running_mean: TensorMeta | None,
+    running_var: TensorMeta | None,
     training: bool,
     momentum: float,
     eps: float,
-) -> Any:
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    y = _batch_norm(torch.batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if not training:
+) -> Plan:
+    """Batch norm with mean and reciprocal standard deviation, whose gradients torch ignores."""
+    geometry = _geometry_of_batches(call, input, eps)
+
+    def compute(x: ShardTensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+        y = torch.batch_norm(x, *tensors, training, momentum, eps, False)
+        if training:
+            return y, *moments_of(x._local_tensor, geometry, x.shape[1:2], {1: (0, 1)})
         # As empty as torch returns them.
         one = torch.ones(1, dtype=y.dtype)
         saved = torch.native_batch_norm(one[None].expand(2, 1), None, None, one, one, False, momentum, eps)[1:]
-        return y, *(promote(t.to(input.device), input.device_mesh) for t in saved)
-    x = settled_input(input)
-    plan = plan_over("batch_norm", x._spec, [d for d in range(x.ndim) if d != 1], 1, 2, eps)
-    return (y, *moments(x, plan, x.shape[1:2], {1: (0, 1)}))
+        return y, *(promote(t.to(x.device), x.device_mesh) for t in saved)
+
+    return Composed(compute)
 
 
-def _native_batch_norm_legit(input: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-    """With running statistics, or (three arguments less two) without."""
+@operator(
+    torch._native_batch_norm_legit_no_training,
+    _aten._native_batch_norm_legit_no_training,
+    tensors="input",
+    **_PARAMETERS,
+)
+def plan_native_batch_norm_of_running_statistics(
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: Operand | None,
+    bias: Operand | None,
+    running_mean: TensorMeta,
+    running_var: TensorMeta,
+    momentum: float,
+    eps: float,
+) -> Plan:
+    return Composed(lambda *tensors: torch.native_batch_norm(*tensors, False, momentum, eps))
+
+
+@operator(_aten._batch_norm_with_update, tensors="input", **_PARAMETERS)
+def plan_batch_norm_with_update(
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: Operand | None,
+    bias: Operand | None,
+    running_mean: TensorMeta,
+    running_var: TensorMeta,
+    momentum: float,
+    eps: float,
+) -> Plan:
+    def compute(x: ShardTensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+        # What a GPU's kernel keeps for its backward comes last.
+        reserved = torch.empty(0, dtype=torch.uint8, device=x.device)
+        results = torch.native_batch_norm(x, *tensors, True, momentum, eps)
+        return *results, promote(reserved, x.device_mesh)
+
+    return Composed(compute)
+
+
+# Not declared, because its overloads have the running statistics or do not have them, in the middle.
+@register(torch._native_batch_norm_legit, _aten._native_batch_norm_legit)
+def _native_batch_norm_legit(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+) -> tuple[Any, ...]:
     statistics = rest if len(rest) == 5 else (None, None, *rest)
-    return _native_batch_norm(input, weight, bias, *statistics)
-
-
-def _native_batch_norm_legit_no_training(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
-) -> Any:
-    return _native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
-
-
-@register(_aten._batch_norm_with_update)
-def _batch_norm_with_update(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
-) -> Any:
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    results = _native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
-    reserved = torch.empty(0, dtype=torch.uint8, device=input.device)  # what a GPU's kernel keeps for its backward
-    return *results, promote(reserved, input.device_mesh)
-
-
-for _home in (torch, _aten):
-    register(_home.native_batch_norm)(_native_batch_norm)
-    register(_home._native_batch_norm_legit)(_native_batch_norm_legit)
-    register(_home._native_batch_norm_legit_no_training)(_native_batch_norm_legit_no_training)
+    return torch.native_batch_norm(input, weight, bias, *statistics)

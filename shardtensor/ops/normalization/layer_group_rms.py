@@ -1,175 +1,247 @@
-"""Group, layer, RMS and local response normalization, whatever is sharded; how it is done stands in
-``statistics.py``.
+"""Group, layer, RMS and local response normalization, whatever is sharded.
+
+Where no normalized dim is sharded, nothing is sent forward, and torch's own kernel works on the shard; else see
+``sharded_norm.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import refuse
-from ...parameters import Kernel, run_kernel
-from ...registry import register
+from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import torch_judges, wide_dtype
-from .statistics import (
-    group_kernel,
-    layer_kernel,
-    like,
-    locally,
-    moments,
-    normalize,
-    parameters_of,
-    plan_groups,
-    plan_last,
+from ..common.alignment import wide_dtype
+from .geometry import (
+    Geometry,
+    geometry_of_groups,
+    geometry_of_last_dims,
+    prepare_parameters,
     result_dtype,
-    rms_kernel,
-    settled_input,
-    unsummed_parameters_of,
-    whole_groups,
+    with_unsharded_groups,
 )
+from .sharded_norm import ShardedNorm
+from .statistics import moments_of
 
 _aten = torch.ops.aten
 
 
-def _group_norm(check: Callable[..., Any], x: Any, num_groups: int, weight: Any, bias: Any, eps: float) -> Any:
-    if not isinstance(x, ShardTensor):
-        return NotImplemented
-    torch_judges(check, x, num_groups, weight, bias, eps)
-    given = settled_input(x)
-    x = redistribute_to(given, whole_groups("group_norm", given._spec, num_groups))
-    plan = plan_groups("group_norm", x._spec, num_groups, eps)
-    if plan.needs_kernel:
-        y = normalize(x, weight, bias, plan, result_dtype(group_kernel, x, weight, bias))
-    else:
-        w, b = parameters_of(plan, weight, bias)
-        y = locally(x, plan, lambda local: torch.group_norm(local, plan.view[1], w, b, eps))
-    return redistribute_to(y, y._spec.replace(placements=given._spec.placements, sizes=given._spec.sizes))
+# -- group norm ------------------------------------------------------------------------------------------------------
 
 
-@register(F.group_norm)
-def _functional_group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-    return _group_norm(F.group_norm, input, num_groups, weight, bias, eps)
+def _declare_group_norm(function: Callable[..., Tensor]) -> None:
+    # Each on its own, because only the one in torch.nn.functional refuses groups of one value.
+    @operator(function, tensors="input", parameters="weight bias", sharded="weight bias")
+    def plan_group_norm(
+        call: Arguments,
+        input: ShardTensorSpec,
+        num_groups: int,
+        weight: Operand | None = None,
+        bias: Operand | None = None,
+        eps: float = 1e-5,
+    ) -> Plan:
+        call.returned(function, input, num_groups, weight, bias, eps)
+        x = call.redistribute("input", with_unsharded_groups("group_norm", input, num_groups))
+        geometry = geometry_of_groups("group_norm", x, num_groups, eps)
+        prepare_parameters(call, geometry, weight=weight, bias=bias)
+        dtype = result_dtype(call, lambda t, w, b: torch.group_norm(t, 1, w, b), x, weight, bias)
+        plan = (
+            LocalPlan(_local_group_norm(geometry, weight, bias), geometry.output_spec(dtype))
+            if geometry.is_local
+            else ShardedNorm(call, geometry, dtype, weight, bias)
+        )
+        if x is not input:
+            call.then = plan.outputs.with_layout(input.layout)  # type: ignore[union-attr]
+        return plan
 
 
-@register(torch.group_norm)
-def _torch_group_norm(
-    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
-) -> Any:
-    return _group_norm(torch.group_norm, input, num_groups, weight, bias, eps)
+def _local_group_norm(geometry: Geometry, weight: Operand | None, bias: Operand | None) -> Callable[..., Tensor]:
+    groups, own = geometry.view[1], geometry.own_parts(weight, bias)
+    return lambda x, w, b: torch.group_norm(x, groups, *own(w, b), geometry.eps)
 
 
-@register(F.layer_norm, torch.layer_norm)
-def _layer_norm(
-    input: Any,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Any:
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    shape = tuple(normalized_shape)
-    torch_judges(torch.layer_norm, input, shape, weight, bias, eps)
-    x = settled_input(input)
-    plan = plan_last("layer_norm", x._spec, len(shape), eps)
-    if plan.needs_kernel:
-        return normalize(x, weight, bias, plan, result_dtype(layer_kernel, x, weight, bias))
-    (w, b), total = unsummed_parameters_of(plan, weight, bias)
-    if any(total.needed):
-        out = like(plan.spec, x._local_tensor.dtype)
-        return run_kernel(_layer_norm_kernel(shape, eps), x, w, b, total, out)
-    return locally(x, plan, lambda local: torch.layer_norm(local, shape, w, b, eps))
+for _function in (F.group_norm, torch.group_norm):
+    _declare_group_norm(_function)
 
 
-@lru_cache(maxsize=1024)
-def _layer_norm_kernel(shape: tuple[int, ...], eps: float) -> Kernel:
+@operator(
+    torch.native_group_norm,
+    _aten.native_group_norm,
+    tensors="input",
+    parameters="weight bias",
+    sharded="weight bias",
+)
+def plan_native_group_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: Operand | None,
+    bias: Operand | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> Plan:
+    """Group norm with mean and reciprocal standard deviation, which torch differentiates."""
+    if tuple(input.shape[:2]) != (N, C) or N * C * HxW != input.shape.numel():
+        raise RuntimeError(f"native_group_norm: sizes {N}, {C}, {HxW} do not fit an input of {tuple(input.shape)}")
+    grouped = with_unsharded_groups("group_norm", input, group)
+
+    def compute(x: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
+        y = torch.group_norm(x, group, weight, bias, eps)
+        x = redistribute_to(x, grouped).unflatten(1, (group, C // group))
+        over = list(range(2, x.ndim))
+        mean = x.mean(over, keepdim=True)
+        rstd = ((x - mean).square().mean(over) + eps).rsqrt()
+        return y, mean.squeeze(over), rstd
+
+    return Composed(compute)
+
+
+# -- layer norm ------------------------------------------------------------------------------------------------------
+
+
+class LocalLayerNorm(Plan):
+    """Layer norm of rows that each rank holds entirely, with the complete weight and bias."""
+
+    saves = (0, 1, 2)
+    twice = True
+
+    def __init__(self, geometry: Geometry, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.eps, self.outputs = shape, geometry.eps, geometry.output_spec(dtype)
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+        return y, (mean, rstd)
+
     def backward(
-        mask: Sequence[bool], grad: Tensor, x: Tensor, weight: Any, bias: Any, mean: Tensor, rstd: Tensor
-    ) -> Any:
-        given = (x, weight, bias)
+        self,
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+    ) -> list[Tensor | None]:
+        grad, given = grads[0], (x, weight, bias)
+        if grad is None:
+            return [None, None, None]
         if grad.dtype != x.dtype:  # autocast's
             x, weight, bias = (None if t is None else t.to(grad.dtype) for t in given)
-        grads = _aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask)
-        if x is given[0]:
-            return grads
-        return [g if g is None else g.to(t.dtype) for g, t in zip(grads, given, strict=True)]
 
-    return Kernel(lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, eps), backward)
+        def differentiate(*mask: bool) -> list[Tensor | None]:
+            found = _aten.native_layer_norm_backward.default(grad, x, self.shape, mean, rstd, weight, bias, mask)
+            return [None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True)]
+
+        if self.total is None:
+            return differentiate(*needed)
+        finish = self.total.start(differentiate(False, *needed[1:]))
+        grad_x = differentiate(True, False, False)[0] if needed[0] else None
+        return [grad_x, *finish()[1:]]
 
 
-@register(F.rms_norm, torch.rms_norm)
-def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
+@operator(F.layer_norm, torch.layer_norm, tensors="input", parameters="weight bias", sharded="weight bias")
+def plan_layer_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    normalized_shape: Sequence[int],
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    eps: float = 1e-5,
+) -> Plan:
     shape = tuple(normalized_shape)
-    torch_judges(torch.rms_norm, input, shape, weight, eps)
-    x = settled_input(input)
-    dtype = x._local_tensor.dtype
-    if dtype.is_complex:
-        raise refuse("rms_norm", x, "complex numbers are not supported", "normalize real and imaginary parts")
-    smallest = torch.finfo(wide_dtype(dtype)).eps if eps is None else eps
-    plan = plan_last("rms_norm", x._spec, len(shape), smallest, centered=False)
-    if plan.needs_kernel:
-        return normalize(x, weight, None, plan, result_dtype(rms_kernel, x, weight))
-    (w,) = parameters_of(plan, weight)
-    return locally(x, plan, lambda local: torch.rms_norm(local, shape, w, eps))
+    call.returned(torch.layer_norm, input, shape, weight, bias, eps)
+    geometry = geometry_of_last_dims("layer_norm", input, len(shape), eps)
+    prepare_parameters(call, geometry, weight=weight, bias=bias)
+    dtype = result_dtype(call, lambda t, w, b: torch.layer_norm(t, (1,), w, b), input, weight, bias)
+    if geometry.is_local:
+        return LocalLayerNorm(geometry, shape, dtype)
+    return ShardedNorm(call, geometry, dtype, weight, bias)
 
 
-def _local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+@operator(
+    torch.native_layer_norm,
+    _aten.native_layer_norm,
+    tensors="input",
+    parameters="weight bias",
+    sharded="weight bias",
+)
+def plan_native_layer_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    normalized_shape: Sequence[int],
+    weight: Operand | None,
+    bias: Operand | None,
+    eps: float,
+) -> Plan:
+    """Layer norm with mean and reciprocal standard deviation, whose gradients torch ignores."""
+    shape, n = tuple(normalized_shape), len(input.shape)
+    call.returned(torch.native_layer_norm, input, shape, weight, bias, eps)
+    geometry = geometry_of_last_dims("layer_norm", input, len(shape), eps)
+    kept = range(n - len(shape))
+    of_moments = [size if d in kept else 1 for d, size in enumerate(input.shape)]
+
+    def compute(x: ShardTensor, weight: Any, bias: Any) -> tuple[Any, ...]:
+        y = torch.layer_norm(x, shape, weight, bias, eps)
+        return y, *moments_of(x._local_tensor, geometry, of_moments, {d: (d, 1) for d in kept})
+
+    return Composed(compute)
+
+
+# -- RMS norm --------------------------------------------------------------------------------------------------------
+
+
+@operator(F.rms_norm, torch.rms_norm, tensors="input", parameters="weight", sharded="weight")
+def plan_rms_norm(
+    call: Arguments,
+    input: ShardTensorSpec,
+    normalized_shape: Sequence[int],
+    weight: Operand | None = None,
+    eps: float | None = None,
+) -> Plan:
+    shape, own_dtype = tuple(normalized_shape), input.tensor_meta.dtype
+    call.returned(torch.rms_norm, input, shape, weight, eps)
+    if own_dtype.is_complex:
+        raise call.refuse("complex numbers are not supported", "normalize real and imaginary parts")
+    smallest = torch.finfo(wide_dtype(own_dtype)).eps if eps is None else eps
+    geometry = geometry_of_last_dims("rms_norm", input, len(shape), smallest, centered=False)
+    prepare_parameters(call, geometry, weight=weight)
+    dtype = result_dtype(call, lambda t, w: torch.rms_norm(t, (1,), w), input, weight)
+    if geometry.is_local:
+        own = geometry.own_parts(weight)
+        return LocalPlan(lambda x, w: torch.rms_norm(x, shape, *own(w), eps), geometry.output_spec(dtype))
+    return ShardedNorm(call, geometry, dtype, weight)
+
+
+# -- local response norm ---------------------------------------------------------------------------------------------
+
+
+@operator(F.local_response_norm, tensors="input")
+def plan_local_response_norm(
+    call: Arguments, input: ShardTensorSpec, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Plan:
     """Torch's own composition: the mean over a window of channels is an average pooling."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    if input.ndim < 3:
-        raise ValueError(f"Expected 3D or higher dimensionality input (got {input.ndim} dimensions)")
-    if input.numel() == 0:
-        return input
-    squares, around = input * input, (size // 2, (size - 1) // 2)
-    if input.ndim == 3:
-        mean = F.avg_pool2d(F.pad(squares.unsqueeze(1), (0, 0, *around)), (size, 1), stride=1).squeeze(1)
-    else:
-        images = squares.flatten(3).unsqueeze(1)
-        mean = F.avg_pool3d(F.pad(images, (0, 0, 0, 0, *around)), (size, 1, 1), stride=1).squeeze(1)
-        mean = mean.unflatten(3, input.shape[3:])
-    return input / (mean * alpha + k).pow(beta)
+    ndim = len(input.shape)
+    if ndim < 3:
+        raise ValueError(f"Expected 3D or higher dimensionality input (got {ndim} dimensions)")
+    if 0 in input.shape:
+        return Composed(lambda x: x)
+    around = (size // 2, (size - 1) // 2)
 
+    def compute(x: ShardTensor) -> Any:
+        squares = x * x
+        if ndim == 3:
+            mean = F.avg_pool2d(F.pad(squares.unsqueeze(1), (0, 0, *around)), (size, 1), stride=1).squeeze(1)
+        else:
+            images = squares.flatten(3).unsqueeze(1)
+            mean = F.avg_pool3d(F.pad(images, (0, 0, 0, 0, *around)), (size, 1, 1), stride=1).squeeze(1)
+            mean = mean.unflatten(3, input.shape[3:])
+        return x / (mean * alpha + k).pow(beta)
 
-register(F.local_response_norm)(_local_response_norm)
-
-
-# -- called by the operators' names: they return mean and reciprocal standard deviation, too ---------------------------
-
-
-@register(torch.native_layer_norm, _aten.native_layer_norm)
-def _native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    y = _layer_norm(input, normalized_shape, weight, bias, eps)
-    if y is NotImplemented:
-        return NotImplemented
-    x, k = settled_input(input), len(tuple(normalized_shape))
-    kept = range(x.ndim - k)
-    shape = [n if d in kept else 1 for d, n in enumerate(x.shape)]
-    return (y, *moments(x, plan_last("layer_norm", x._spec, k, eps), shape, {d: (d, 1) for d in kept}))
-
-
-@register(torch.native_group_norm, _aten.native_group_norm)
-def _native_group_norm(
-    input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
-) -> Any:
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    if tuple(input.shape[:2]) != (N, C) or N * C * HxW != input.numel():
-        raise RuntimeError(f"native_group_norm: sizes {N}, {C}, {HxW} do not fit an input of {tuple(input.shape)}")
-    y = _group_norm(torch.group_norm, input, group, weight, bias, eps)
-    # Unlike those of the other normalizations, torch differentiates these two.
-    x = settled_input(input)
-    x = redistribute_to(x, whole_groups("group_norm", x._spec, group)).unflatten(1, (group, C // group))
-    over = list(range(2, x.ndim))
-    mean = x.mean(over, keepdim=True)
-    rstd = ((x - mean).square().mean(over) + eps).rsqrt()
-    return y, mean.squeeze(over), rstd
+    return Composed(compute)

@@ -2,52 +2,84 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...registry import register
-from ..common.alignment import common_mesh, described
-from ..common.batch_parallel import Names, by_batch, image_names
+from ...operators import Arguments, Composed, Plan, operator
+from ...spec import ShardTensorSpec
+from ..common.batch_parallel import Names, Result, image_names, plan_by_batch
+from ..common.stencil import result_dtype
+from .pool import Numbers
 
 
-def _fractional_max_pool(
-    input: Any,
-    kernel_size: Any,
-    output_size: Any = None,
-    output_ratio: Any = None,
-    return_indices: bool = False,
-    _random_samples: Any = None,
-    *,
-    spatial: int,
-    indices: bool = False,
-) -> Any:
-    """The samples, a few numbers per channel, are drawn as on one device: by every rank for the whole tensor."""
-    function = getattr(F, f"fractional_max_pool{spatial}d_with_indices")
-    if common_mesh(function.__name__, [input]) is None:
-        return NotImplemented
-    names = image_names(input.ndim, spatial)
-    batch = input.shape[0] if input.ndim == spatial + 2 else 1
-    if _random_samples is None:
-        _random_samples = torch.rand(
-            batch, input.shape[-spatial - 1], spatial, dtype=input.dtype, device=input.device
-        )
-    values, _ = function(described(input), kernel_size, output_size, output_ratio, True, described(_random_samples))
-    out = list(values.shape[-spatial:])
+def _declare(n: int) -> None:
+    name = f"fractional_max_pool{n}d"
+    function = getattr(F, f"{name}_with_indices")
 
-    def pool(x: Tensor, samples: Tensor) -> Any:
-        return function(x, kernel_size, out, None, True, samples)
+    def plan(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        output_size: Numbers | None,
+        output_ratio: float | Sequence[float] | None,
+        indices: bool,
+        samples: ShardTensorSpec | None,
+    ) -> Plan:
+        batched = len(input.shape) == n + 2
+        batch, channels = input.shape[0] if batched else 1, input.shape[-n - 1]
+        dtype = input.tensor_meta.dtype
+        if samples is None:
 
-    sample_names: Names = ["batch" if input.ndim == spatial + 2 else None, "channels", None]
-    operands = [(input, names), (_random_samples, sample_names)]
-    pooled = by_batch(function.__name__, pool, operands, [(values.shape, names)] * 2)
-    return pooled if return_indices or indices else pooled[0]
+            def draw_and_pool(x: Tensor, _: None) -> Tensor | tuple[Tensor, Tensor]:
+                # A few numbers per channel, drawn as on one device: by every rank for the global tensor.
+                drawn = torch.rand(batch, channels, n, dtype=dtype, device=x.device)
+                pooled = function(x, kernel_size, output_size, output_ratio, True, drawn)
+                return pooled if indices else pooled[0]
+
+            return Composed(draw_and_pool)
+        shape = call.returned(function, input, kernel_size, output_size, output_ratio, True, samples)[0].shape
+        names, out = image_names(len(input.shape), n), list(shape[-n:])
+
+        def pool(x: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            pooled = function(x, kernel_size, out, None, True, at)
+            return pooled if indices else pooled[0]
+
+        def probe(x: Tensor) -> Tensor:
+            return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]
+
+        results = [Result(shape, names, result_dtype(call, dtype, probe, [1] * (n + 2)))]
+        if indices:
+            results.append(Result(shape, names, torch.int64))
+        sample_names: Names = ["batch" if batched else None, "channels", None]
+        return plan_by_batch(call, pool, {"input": names, "_random_samples": sample_names}, results)
+
+    @operator(getattr(F, name), tensors="input _random_samples")
+    def plan_fractional_max_pool(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        output_size: Numbers | None = None,
+        output_ratio: float | Sequence[float] | None = None,
+        return_indices: bool = False,
+        _random_samples: ShardTensorSpec | None = None,
+    ) -> Plan:
+        return plan(call, input, kernel_size, output_size, output_ratio, return_indices, _random_samples)
+
+    @operator(function, tensors="input _random_samples")
+    def plan_fractional_max_pool_with_indices(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        output_size: Numbers | None = None,
+        output_ratio: float | Sequence[float] | None = None,
+        return_indices: bool = True,
+        _random_samples: ShardTensorSpec | None = None,
+    ) -> Plan:
+        return plan(call, input, kernel_size, output_size, output_ratio, True, _random_samples)
 
 
 for _n in (2, 3):
-    _name = f"fractional_max_pool{_n}d"
-    register(getattr(F, _name))(partial(_fractional_max_pool, spatial=_n))
-    register(getattr(F, f"{_name}_with_indices"))(partial(_fractional_max_pool, spatial=_n, indices=True))
+    _declare(_n)

@@ -1,43 +1,44 @@
-"""Max and average pooling, with fixed windows and adaptive, in one to three dims.
+"""Max, average and power-average pooling with fixed windows, in one to three dims.
 
 [Note: padding] The kernel pads, not we. A rank whose windows reach over a global end gives its kernel the operator's
-padding, one whose windows do not gives it none; outputs that come out in excess at borders between ranks are dropped.
-So divisors at the global ends, ``-inf`` in the padding and the choice among equal maxima are torch's by construction.
-
-[Note: output size 1] Pooling a sharded dim to one value would leave it with one rank. Instead an average is a mean:
-Partial over that mesh dim, reduced when it is needed. A maximum is taken over the ranks at once and is
-replicated. Other output sizes are sharded, on ranks without outputs with empty shards.
+padding, one whose windows do not gives it none; outputs that come out in excess at boundaries between ranks are
+dropped. So divisors at the global ends, ``-inf`` in the padding and the choice among equal maxima are torch's by
+construction.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 
 from ...errors import refuse
-from ...geometry import Interval, Window, intervals_of, map_cuts
+from ...geometry import Interval, Window, intervals_of, length, map_boundaries
+from ...halo import Fetch, Narrow
+from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to, wrap
-from ..common.stencil import borrow_dims, finish, is_whole, judged, per_dim, resized, result_dtype, scaled_cut, settled
+from ..common.stencil import Constant, keeping_sums, per_dim, resized, result_dtype
 
-__all__ = ["adaptive_window", "pool_reads"]
+__all__ = ["GlobalIndices", "Numbers", "Pooled", "local_plan", "pool_reads", "values_of"]
 
-# -- geometry ---------------------------------------------------------------------------------------------
+Numbers = int | Sequence[int]
+# What a kernel returns: the values, or the values and their flat indices.
+Pooled = Tensor | tuple[Tensor, Tensor]
+Kernel = Callable[[Tensor], Pooled]
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
 
 
 def pool_reads(window: Window, out: Interval, least: int = 0) -> tuple[Interval, int, int]:
     """What a kernel that pads both ends alike has to be given to compute the outputs ``out``.
 
     Args:
-        least: the kernel accepts no shorter input; the whole dim is not shorter.
+        least: the kernel accepts no shorter input; the global dim is not shorter.
 
     Returns:
         The input interval, the padding, and how many of the kernel's outputs to drop before the wanted ones.
@@ -60,348 +61,266 @@ def pool_reads(window: Window, out: Interval, least: int = 0) -> tuple[Interval,
     return (first * window.stride, stop), window.before, out[0] - first
 
 
-def adaptive_window(n: int, out: int, o: int) -> Interval:
-    """Input interval of output ``o`` when a dim of length ``n`` is pooled to ``out``.
+class GlobalIndices:
+    """Flat indices into a spatial shape of this rank's, as flat indices into the global one.
 
-    Example:
-        >>> [adaptive_window(5, 3, o) for o in range(3)]
-        [(0, 2), (1, 4), (3, 5)]
+    Args:
+        shape: what the kernel was given.
+        places: per dim, the global index of its first element, or a table of the global indices of all.
+        whole: the global spatial shape.
     """
-    return (o * n // out, -(-(o + 1) * n // out))
+
+    def __init__(self, shape: Sequence[int], places: Sequence[int | Constant], whole: Sequence[int]) -> None:
+        self._dims = list(zip(shape, places, whole, strict=True))
+        # Where all dims but the first are global, indices are shifted by a number.
+        self._shift = None
+        if isinstance(places[0], int) and tuple(shape[1:]) == tuple(whole[1:]) and not any(places[1:]):
+            self._shift = places[0] * math.prod(whole[1:])
+
+    def __call__(self, indices: Tensor) -> Tensor:
+        if self._shift is not None:
+            return indices + self._shift if self._shift else indices
+        result, rest, step = torch.zeros_like(indices), indices, 1
+        for n, places, total in reversed(self._dims):
+            at = rest % n
+            result = result + (places.like(at)[at] if isinstance(places, Constant) else places + at) * step
+            rest = rest // n
+            step *= total
+        return result
 
 
-# -- fixed windows ----------------------------------------------------------------------------------------
+# -- fixed windows -----------------------------------------------------------------------------------------------------
 
 
 def _pool(
-    x: ShardTensor,
-    ndim: int,
-    meta: Any,
+    call: Arguments,
+    meta: Pooled,
     windows: Sequence[Window],
-    kernel: Callable[..., Any],
+    kernel: Callable[[Sequence[int]], Kernel],
     *,
     whole_windows: bool = False,
-) -> Any:
-    """Pool the last ``ndim`` dims: ``kernel(local, padding)`` on what this rank's outputs read.
+) -> Plan:
+    """The plan that pools the input's last dims.
 
     Args:
-        meta: the result on the global meta tensor, a tensor or (values, indices).
+        meta: what torch returns for the global tensor.
         windows: one per spatial dim.
+        kernel: gives the kernel with these paddings.
         whole_windows: the kernel refuses inputs shorter than the window, even if padded.
     """
-    spec = x._spec
-    values_meta = meta[0] if isinstance(meta, tuple) else meta
-    first = len(spec.shape) - ndim
+    spec = call.tensors["input"]
+    first = len(spec.shape) - len(windows)
     sizes: dict[int, tuple[int, ...]] = {}
-    needs, dropped = {}, {}
-    paddings, origin = [w.before for w in windows], [0] * ndim
+    needs: dict[int, list[Interval]] = {}
+    paddings, origin = [w.before for w in windows], [0] * len(windows)
+    wanted: list[Narrow] = []
     for d, m in spec.sharded_dims().items():
         if d < first:
             continue
-        w = windows[d - first]
-        sizes[d] = map_cuts(spec.cut(m), w.cut)
+        w, rank = windows[d - first], spec.coordinate[m]
+        sizes[d] = map_boundaries(spec.cut(m), w.boundary)
         reads = [pool_reads(w, out, w.kernel if whole_windows else 0) for out in intervals_of(sizes[d])]
         needs[d] = [need for need, _, _ in reads]
-        (origin[d - first], _), paddings[d - first], drop = reads[spec.coordinate[m]]
-        dropped[d] = drop, sizes[d][spec.coordinate[m]]
+        need, padding, drop = reads[rank]
+        origin[d - first], paddings[d - first] = need[0], padding
+        given = Window(length(need), w.kernel, w.stride, w.dilation, padding, padding, w.ceil_mode)
+        if drop or given.outputs != sizes[d][rank]:
+            wanted.append((d, drop, sizes[d][rank]))
+    fetch = Fetch.of(spec, needs)
     taps = [w.extent for w in windows]
-    dtype = result_dtype(x._local_tensor, lambda t: _values(kernel(t, [0] * ndim)), [1] * first + taps)
-    local = borrow_dims(x.to_local(), spec, needs).to(dtype)
-    out = resized(spec, values_meta, dtype, sizes)
-    if 0 in out.local_shape():
+    unpadded = kernel([0] * len(windows))
+    dtype = result_dtype(call, spec.tensor_meta.dtype, lambda t: values_of(unpadded(t)), [1] * first + taps)
+    indices = GlobalIndices(fetch.shape[first:], origin, spec.shape[first:]) if isinstance(meta, tuple) else None
+    return local_plan(spec, fetch, dtype, kernel(paddings), wanted, indices, values_of(meta), sizes)
+
+
+def local_plan(
+    spec: ShardTensorSpec,
+    fetch: Fetch,
+    dtype: torch.dtype,
+    kernel: Kernel,
+    wanted: Sequence[Narrow],
+    indices: Callable[[Tensor], Tensor] | None,
+    meta: Tensor,
+    sizes: dict[int, tuple[int, ...]],
+) -> LocalPlan:
+    """Fetch, run the kernel, and take what is wanted of its outputs.
+
+    Args:
+        dtype: which the kernel is to be given.
+        indices: makes the kernel's indices global; None where it returns none.
+        meta, sizes: the global result without its data, and its shard sizes by tensor dim.
+    """
+    out = resized(spec, meta, dtype, sizes)
+    outputs = out if indices is None else (out, resized(spec, meta, torch.int64, sizes))
+    casts, fetches, shape = dtype != spec.tensor_meta.dtype, bool(fetch), out.local_shape()
+
+    def read(local: Tensor) -> Tensor:
+        if fetches:
+            local = fetch(local)
+        return local.to(dtype) if casts else local
+
+    def nothing(local: Tensor) -> Pooled:
         # Kernels refuse empty dims, yet this rank takes part in the exchange of the backward pass.
-        values, indices = local.reshape(out.local_shape()), local.new_empty(out.local_shape(), dtype=torch.int64)
-    else:
-        result = kernel(local, paddings)
-        values, indices = result if isinstance(result, tuple) else (result, None)
-        for d, (drop, count) in dropped.items():
-            values = values.narrow(d, drop, count)
-            indices = indices if indices is None else indices.narrow(d, drop, count)
-        if indices is not None:
-            indices = _global_indices(indices, local.shape[first:], origin, spec.shape[first:])
-    result = finish(values, x, values_meta, sizes)
-    if not isinstance(meta, tuple):
-        return result
-    return result, wrap(indices, resized(spec, values_meta, torch.int64, sizes))
+        values = read(local).reshape(shape)
+        return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
+
+    def values(local: Tensor) -> Pooled:
+        found = kernel(read(local))
+        for place in wanted:
+            found = found.narrow(*place)  # type: ignore[union-attr]
+        return found
+
+    def values_and_indices(local: Tensor) -> Pooled:
+        found, at = kernel(read(local))
+        for place in wanted:
+            found, at = found.narrow(*place), at.narrow(*place)
+        return found, indices(at)  # type: ignore[misc]
+
+    return LocalPlan(nothing if 0 in shape else values if indices is None else values_and_indices, outputs)
 
 
-def _pool_inside(x: ShardTensor, meta: Any, function: Callable[..., Any]) -> Any:
-    """Pool dims that no mesh dim cuts: each rank pools what it has."""
-    result = function(x.to_local())
-    if not isinstance(meta, tuple):
-        return finish(result, x, meta, {})
-    values, indices = result
-    return finish(values, x, meta[0], {}), wrap(indices, resized(x._spec, meta[1], torch.int64, {}))
-
-
-def _values(result: Any) -> Tensor:
+def values_of(result: Pooled) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _global_indices(
-    indices: Tensor, local: Sequence[int], lookup: Sequence[int | Tensor], whole: Sequence[int]
-) -> Tensor:
-    """Flat indices into the spatial shape ``local`` as flat indices into the global one, ``whole``.
-
-    Args:
-        lookup: per dim, the global index where the local one is 0, or a table of global indices.
-    """
-    result, rest, step = torch.zeros_like(indices), indices, 1
-    for n, places, total in reversed(list(zip(local, lookup, whole, strict=True))):
-        at = rest % n
-        result = result + (places[at] if isinstance(places, Tensor) else places + at) * step
-        rest = rest // n
-        step *= total
-    return result
-
-
-def _max_pool(
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-    *,
-    ndim: int,
-    indices: bool = False,
-) -> Any:
-    """Handler of max pooling; ``indices``: this door returns them whatever ``return_indices`` says."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    stride = None if stride in ((), []) else stride
-    function = getattr(F, f"max_pool{ndim}d")
-    indices = indices or return_indices
-    kwargs = {"stride": stride, "dilation": dilation, "ceil_mode": ceil_mode, "return_indices": indices}
-    meta = judged(function, input, kernel_size, padding=padding, **kwargs)
-    x = settled(input, linear=False)
-    if is_whole(x, ndim):
-        return _pool_inside(x, meta, lambda t: function(t, kernel_size, padding=padding, **kwargs))
-    windows = _windows(x._spec, ndim, kernel_size, stride, padding, dilation, ceil_mode)
-    return _pool(x, ndim, meta, windows, lambda t, p: function(t, kernel_size, padding=p, **kwargs))
-
-
-def _avg_pool(
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-    *,
-    ndim: int,
-) -> Any:
-    """Handler of average pooling."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    stride = None if stride in ((), []) else stride
-    kwargs: dict[str, Any] = {"ceil_mode": ceil_mode, "count_include_pad": count_include_pad}
-    if stride is not None:
-        kwargs["stride"] = stride
-    if divisor_override is not None:
-        kwargs["divisor_override"] = divisor_override
-    function = getattr(F, f"avg_pool{ndim}d")
-    meta = judged(function, input, kernel_size, padding=padding, **kwargs)
-    x = settled(input, linear=True)
-    if is_whole(x, ndim):
-        return _pool_inside(x, meta, lambda t: function(t, kernel_size, padding=padding, **kwargs))
-    windows = _windows(x._spec, ndim, kernel_size, stride, padding, 1, ceil_mode)
-
-    def kernel(t: Tensor, p: Sequence[int]) -> Tensor:
-        return function(t, kernel_size, padding=p, **kwargs)
-
-    return _pool(x, ndim, meta, windows, kernel, whole_windows=ndim == 3)
+def _per_dim(n: int, *arguments: Numbers) -> list[tuple[int, ...]]:
+    return [per_dim(a, n) for a in arguments]
 
 
 def _windows(
-    spec: ShardTensorSpec, ndim: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    spec: ShardTensorSpec,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil: bool,
 ) -> list[Window]:
-    arguments = kernel, kernel if stride is None else stride, dilation, padding, padding
-    columns = spec.shape[-ndim:], *(per_dim(a, ndim) for a in arguments)
-    return [Window(n, k, s, d, p, q, ceil_mode) for n, k, s, d, p, q in zip(*columns, strict=True)]
+    columns = spec.shape[-len(kernel) :], kernel, stride, dilation, padding
+    return [Window(n, k, s, d, p, p, ceil) for n, k, s, d, p in zip(*columns, strict=True)]
 
 
-def _lp_pool(
-    input: Any, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False, *, ndim: int
-) -> Any:
-    """Handler of power-average pooling: torch's own composition of the average."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    mean = _avg_pool(input.pow(norm_type), kernel_size, stride, 0, ceil_mode, ndim=ndim)
-    count = math.prod(per_dim(kernel_size, ndim))
-    return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(count).pow(1.0 / norm_type)
-
-
-# -- adaptive windows -------------------------------------------------------------------------------------
-
-
-def _adaptive_avg_pool(input: Any, output_size: Any, *, ndim: int) -> Any:
-    """Handler of adaptive average pooling; see [Note: output size 1]."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    function = getattr(F, f"adaptive_avg_pool{ndim}d")
-    meta = judged(function, input, output_size)
-    x = settled(input, linear=True)
-    if is_whole(x, ndim):
-        return _pool_inside(x, meta, lambda t: function(t, output_size))
-    to_one = [d for d in range(x.ndim - ndim, x.ndim) if meta.shape[d] == 1]
-    if any(d in x._spec.sharded_dims() for d in to_one):
-        x = x.mean(to_one, keepdim=True)
-    return _adaptive_pool(x, ndim, meta, function, indices=False)
-
-
-def _adaptive_max_pool(
-    input: Any, output_size: Any, return_indices: bool = False, *, ndim: int, indices: bool = False
-) -> Any:
-    """Handler of adaptive max pooling; see [Note: output size 1]."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    indices = indices or return_indices
-    function = getattr(F, f"adaptive_max_pool{ndim}d_with_indices")
-    meta = judged(function, input, output_size)[0]
-    x = settled(input, linear=False)
-    values, places = _adaptive_pool(x, ndim, meta, function, indices=True)
-    to_one = [d for d in values._spec.sharded_dims() if d >= x.ndim - ndim and meta.shape[d] == 1]
-    if to_one:
-        values, places = _best_of_ranks(values, places, meta, to_one)
-    return (values, places) if indices else values
-
-
-def _adaptive_pool(x: ShardTensor, ndim: int, meta: Tensor, function: Callable[..., Any], indices: bool) -> Any:
-    """Pool the last ``ndim`` dims to the sizes of ``meta``.
-
-    A sharded dim that becomes 1 is pooled within each shard only: the result has one entry there per rank with a shard.
-    """
-    spec = x._spec
-    first = len(spec.shape) - ndim
-    target, sizes = list(meta.shape), {}
-    needs, layouts, origin = {}, {}, [0] * ndim
-    for d, m in spec.sharded_dims().items():
-        if d < first:
-            continue
-        n, out, rank = spec.shape[d], target[d], spec.coordinate[m]
-        own = intervals_of(spec.cut(m))
-        if out == 1:
-            sizes[d] = tuple(int(b > a) for a, b in own)
-            target[d] = sum(sizes[d])
-            origin[d - first] = own[rank][0]
-            continue
-        sizes[d] = map_cuts(spec.cut(m), scaled_cut(n, out))
-        outs = intervals_of(sizes[d])
-        needs[d] = [
-            (adaptive_window(n, out, a)[0], adaptive_window(n, out, b - 1)[1]) if b > a else (0, 0) for a, b in outs
-        ]
-        origin[d - first] = needs[d][rank][0]
-        if n % out:
-            layouts[d] = [adaptive_window(n, out, o) for o in range(*outs[rank])]
-    out_meta = meta.new_empty(target)
-    dtype = result_dtype(x._local_tensor, lambda t: _values(function(t, [1] * ndim)), [1] * len(spec.shape))
-    local = borrow_dims(x.to_local(), spec, needs).to(dtype)
-    out_spec = resized(spec, out_meta, dtype, sizes)
-    shape = out_spec.local_shape()
-    if 0 in shape:
-        values, places = local.reshape(shape), local.new_empty(shape, dtype=torch.int64)
-    else:
-        lookup: list[Any] = list(origin)
-        for d, windows in layouts.items():
-            local, lookup[d - first] = _uniform(local, d, windows, origin[d - first], None if indices else 0)
-        result = function(local, shape[first:])
-        values, places = result if indices else (result, None)
-        if indices:
-            places = _global_indices(places, local.shape[first:], lookup, spec.shape[first:])
-        else:
-            for d, windows in layouts.items():
-                widest = max(b - a for a, b in windows)
-                scale = local.new_tensor([widest / (b - a) for a, b in windows])
-                values = values * scale.view(-1, *[1] * (values.ndim - d - 1))
-    result = from_part(values, out_spec)
-    return (result, wrap(places, resized(spec, out_meta, torch.int64, sizes))) if indices else result
-
-
-def _uniform(
-    local: Tensor, dim: int, windows: Sequence[Interval], origin: int, fill: float | None
-) -> tuple[Tensor, Tensor]:
-    """Windows of unequal lengths side by side, all as long as the longest, so that one kernel can pool them.
-
-    Args:
-        fill: what the shorter windows are filled up with; None: their own last element.
-
-    Returns:
-        The tensor, and for each place along ``dim`` the global index that it was taken from.
-    """
-    widest = max(b - a for a, b in windows)
-    taken = [min(a + t, b - 1) for a, b in windows for t in range(widest)]
-    table = torch.tensor(taken, device=local.device)
-    result = local.index_select(dim, table - origin)
-    if fill is not None:
-        excess = torch.tensor([a + t >= b for a, b in windows for t in range(widest)], device=local.device)
-        result = result.masked_fill(excess.view(-1, *[1] * (local.ndim - dim - 1)), fill)
-    return result, table
-
-
-def _best_of_ranks(
-    values: ShardTensor, places: ShardTensor, meta: Tensor, dims: Sequence[int]
-) -> tuple[ShardTensor, ShardTensor]:
-    """The maximum over the ranks' own maxima along ``dims``, replicated over the mesh dims that sharded them."""
-    spec = values._spec
-    meshed = [spec.sharded_dims()[d] for d in dims]
-    target = spec.replace(
-        placements=[Replicate() if m in meshed else p for m, p in enumerate(spec.placements)],
-        sizes=tuple(None if m in meshed else s for m, s in enumerate(spec.sizes)),
-    )
-    out = target.replace(meta=resized(target, meta, values.dtype, {}).tensor_meta)
-    shape = out.local_shape()
-
-    def candidates(t: ShardTensor) -> Tensor:
-        whole = redistribute_to(t, target.replace(meta=t._spec.tensor_meta)).to_local()
-        return whole.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims))
-
-    best, index = candidates(values), candidates(places)
-    if best.numel() == 0:
-        best, index = best.reshape(shape), index.reshape(shape)
-    else:
-        # In the order of the global tensor: torch takes the first of equal maxima, and the last NaN.
-        order = index.argsort(-1)
-        best, index = best.gather(-1, order).flatten(0, -2), index.gather(-1, order).flatten(0, -2)
-        best, chosen = F.adaptive_max_pool1d(best, 1, return_indices=True)
-        best, index = best.reshape(shape), index.gather(-1, chosen).reshape(shape)
-    return from_part(best, out), wrap(index, resized(target, meta, torch.int64, {}))
-
-
-# -- doors ------------------------------------------------------------------------------------------------
+# -- entry points ------------------------------------------------------------------------------------------------------
 
 _nn, _aten = torch._C._nn, torch.ops.aten
 
+
+def _declare_max_pool(n: int) -> None:
+    function = getattr(F, f"max_pool{n}d")
+    plain = getattr(torch, f"max_pool{n}d")
+    with_indices = getattr(torch if n == 1 else _nn, f"max_pool{n}d_with_indices")
+
+    def plan(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        stride: Numbers | None,
+        padding: Numbers,
+        dilation: Numbers,
+        ceil_mode: bool,
+        indices: bool,
+    ) -> Plan:
+        step = kernel_size if stride in (None, (), []) else stride
+        assert step is not None
+        meta = call.returned(function, input, kernel_size, step, padding, dilation, ceil_mode, indices)
+        run, size, step, dilation = (with_indices if indices else plain), *_per_dim(n, kernel_size, step, dilation)
+        return _pool(
+            call,
+            meta,
+            _windows(input, size, step, per_dim(padding, n), dilation, ceil_mode),
+            lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
+        )
+
+    @operator(plain, function, getattr(_aten, f"max_pool{n}d"), tensors="input")
+    def plan_max_pool(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        padding: Numbers = 0,
+        dilation: Numbers = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Plan:
+        return plan(call, input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+    name = f"max_pool{n}d_with_indices"
+
+    @operator(with_indices, getattr(F, name), getattr(_aten, name), tensors="input")
+    def plan_max_pool_with_indices(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        padding: Numbers = 0,
+        dilation: Numbers = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = True,
+    ) -> Plan:
+        return plan(call, input, kernel_size, stride, padding, dilation, ceil_mode, True)
+
+
+def _declare_avg_pool(n: int) -> None:
+    function = getattr(F, f"avg_pool{n}d")
+
+    @operator(function, getattr(_aten, f"avg_pool{n}d"), tensors="input", partial="input")
+    def plan_avg_pool(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        padding: Numbers = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Plan:
+        step = kernel_size if stride in (None, (), []) else stride
+        assert step is not None
+        options = (ceil_mode, count_include_pad, *(() if divisor_override is None else (divisor_override,)))
+        meta = call.returned(function, input, kernel_size, step, padding, *options)
+        size, step = _per_dim(n, kernel_size, step)
+        call.redistribute("input", keeping_sums(input))
+        return _pool(
+            call,
+            meta,
+            _windows(input, size, step, per_dim(padding, n), (1,) * n, ceil_mode),
+            lambda pads: lambda t: function(t, size, step, pads, *options),
+            whole_windows=n == 3,
+        )
+
+    @operator(getattr(F, f"lp_pool{n}d"), tensors="input")
+    def plan_lp_pool(
+        call: Arguments,
+        input: ShardTensorSpec,
+        norm_type: float,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        ceil_mode: bool = False,
+    ) -> Plan:
+        """torch's own composition of the average."""
+        step = () if stride is None else stride
+        count = math.prod(per_dim(kernel_size, n))
+
+        def pool(x: Tensor) -> Tensor:
+            mean = function(x.pow(norm_type), kernel_size, step, 0, ceil_mode)
+            return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(count).pow(1.0 / norm_type)
+
+        return Composed(pool)
+
+
 for _n in (1, 2, 3):
-    _name = f"max_pool{_n}d"
-    _doors = (getattr(torch, _name), getattr(F, _name), getattr(_aten, _name))
-    register(*_doors)(partial(_max_pool, ndim=_n))
-    _name = f"max_pool{_n}d_with_indices"
-    _doors = (getattr(torch if _n == 1 else _nn, _name), getattr(F, _name), getattr(_aten, _name))
-    register(*_doors)(partial(_max_pool, ndim=_n, indices=True))
-    _name = f"avg_pool{_n}d"
-    register(getattr(F, _name), getattr(_aten, _name))(partial(_avg_pool, ndim=_n))
-    register(getattr(F, f"lp_pool{_n}d"))(partial(_lp_pool, ndim=_n))
-    _name = f"adaptive_avg_pool{_n}d"
-    _same = {getattr(F, _name), getattr(torch if _n == 1 else _nn, _name), getattr(_aten, _name)}
-    register(*_same)(partial(_adaptive_avg_pool, ndim=_n))
-    _name = f"adaptive_max_pool{_n}d"
-    register(getattr(F, _name))(partial(_adaptive_max_pool, ndim=_n))
-    # Below torch.nn.functional, these always return the indices too.
-    _doors = (getattr(torch if _n == 1 else _nn, _name), getattr(F, f"{_name}_with_indices"), getattr(_aten, _name))
-    register(*_doors)(partial(_adaptive_max_pool, ndim=_n, indices=True))
+    _declare_max_pool(_n)
+    _declare_avg_pool(_n)
 
 
-# -- the gradient of max pooling, called by its operator's name ---------------------------------------------------
+# -- the gradient of max pooling, called by its operator's name --------------------------------------------------------
 
 
 class _MaxPoolGradient(torch.autograd.Function):
     """The pooling is done once more, and its own gradient taken: the same elements are the largest."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Any, pooled: Any, *options: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, grad: Tensor, pooled: Tensor, *options: Any) -> Tensor:  # type: ignore[override]
         ctx.pooled = pooled.detach()
         with torch.enable_grad():
             leaf = ctx.pooled.requires_grad_()
@@ -409,7 +328,7 @@ class _MaxPoolGradient(torch.autograd.Function):
         return torch.autograd.grad(out, leaf, grad)[0]
 
     @staticmethod
-    def backward(ctx: Any, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
         if ctx.needs_input_grad[0]:
             raise refuse(
                 "max_pool2d_with_indices_backward",
@@ -420,21 +339,36 @@ class _MaxPoolGradient(torch.autograd.Function):
         return (None, torch.zeros_like(ctx.pooled), *(None,) * 5)
 
 
-def _max_pool_gradient(
-    grad_output: Any,
-    self: Any,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: Any,
-) -> Any:
-    """Handler of the operator; ``indices`` are those of the pooling with these options."""
-    if not isinstance(self, ShardTensor):
-        return NotImplemented
-    return _MaxPoolGradient.apply(grad_output, self, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
-
-
 _gradient = _aten.max_pool2d_with_indices_backward
-register(_gradient, _gradient.default)(_max_pool_gradient)
+
+
+@operator(_gradient, tensors="grad_output self")
+def plan_max_pool_gradient(
+    call: Arguments,
+    grad_output: ShardTensorSpec,
+    self: ShardTensorSpec,
+    kernel_size: Numbers,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    ceil_mode: bool,
+    indices: object,
+) -> Plan:
+    """``indices`` are those of the pooling with these options."""
+    options = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+    return Composed(lambda grad, pooled: _MaxPoolGradient.apply(grad, pooled, *options))
+
+
+# Called where torch functions are disabled. It pools, and so communicates, as the one above does.
+@register(_gradient.default)
+def _max_pool_gradient(
+    grad_output: Tensor,
+    self: Tensor,
+    kernel_size: Numbers,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    return _MaxPoolGradient.apply(grad_output, self, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)

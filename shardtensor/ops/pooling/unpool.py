@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...registry import register
-from ..common.alignment import common_mesh, torch_judges
-from ..common.batch_parallel import by_batch, image_names
+from ...operators import Arguments, Plan, operator
+from ...spec import ShardTensorSpec
+from ..common.batch_parallel import Result, image_names, plan_by_batch
+from .pool import Numbers
 
 
-def _max_unpool(
-    input: Any,
-    indices: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    output_size: Any = None,
-    *,
-    spatial: int,
-) -> Any:
-    function = getattr(F, f"max_unpool{spatial}d")
-    if common_mesh(function.__name__, [input, indices]) is None:
-        return NotImplemented
-    size = None if output_size is None else tuple(output_size)
-    meta = torch_judges(function, input, indices, kernel_size, stride, padding, size)
-    names = image_names(input.ndim, spatial)
-    out = list(meta.shape[-spatial:])
+def _declare(n: int) -> None:
+    function = getattr(F, f"max_unpool{n}d")
 
-    def unpool(x: Tensor, places: Tensor) -> Tensor:
-        return function(x, places, kernel_size, stride, padding, out)
+    @operator(function, tensors="input indices")
+    def plan_max_unpool(
+        call: Arguments,
+        input: ShardTensorSpec,
+        indices: ShardTensorSpec,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        padding: Numbers = 0,
+        output_size: Sequence[int] | None = None,
+    ) -> Plan:
+        size = None if output_size is None else tuple(output_size)
+        shape = call.returned(function, input, indices, kernel_size, stride, padding, size).shape
+        names, out = image_names(len(input.shape), n), list(shape[-n:])
 
-    return by_batch(function.__name__, unpool, [(input, names), (indices, names)], [(meta.shape, names)])
+        def unpool(x: Tensor, places: Tensor) -> Tensor:
+            return function(x, places, kernel_size, stride, padding, out)
 
+        result = Result(shape, names, input.tensor_meta.dtype)
+        return plan_by_batch(call, unpool, {"input": names, "indices": names}, [result])
 
 
 for _n in (1, 2, 3):
-    register(getattr(F, f"max_unpool{_n}d"))(partial(_max_unpool, spatial=_n))
+    _declare(_n)

@@ -14,7 +14,8 @@ from torch import Tensor
 from ...operators import Arguments, Composed, Operand, operator
 from ...planning import Call, Plan, argument
 from ...redistribute import all_reduce
-from ...spec import ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ..common.pick import plain_tuple, plan_picking
 from ..common.reduce import check_dtype, mesh_dims_of, neutral_element, reduced_dims, reduced_spec
 from .reductions import reduction_plan

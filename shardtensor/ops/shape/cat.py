@@ -1,42 +1,44 @@
 """Putting together: ``cat`` and ``stack``, along any dims.
 
-Tensors that are joined along a sharded dim keep the global order, so a piece may have to move: a rank gets as much of
-the result as it had of all the pieces together, and one exchange brings what it has not. Pieces that are whole on every
-rank never travel. Splitting and joining again gives the cut that there was.
+Tensors that are joined along a sharded dim keep the global order, so a piece may have to be sent: a rank gets as much
+of the result as it had of all the pieces together, and one exchange brings what it has not. Pieces that are replicated
+are never sent. Splitting and joining again gives the layout that there was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ...exchange import plan_intervals, start_swap
-from ...geometry import Interval, chunk_sizes, cuts_of, intersect, intervals_of, length
+from ...exchange import Exchange, plan_intervals
+from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length
+from ...layout import AxisLayout
 from ...operators import operator
-from ...planning import Call, Path, Plan, meta_of
+from ...planning import Call, Path, Plan, argument, meta_of
 from ...spec import ShardTensorSpec
+from ...strides import stride_like
 from .view import carry, wrap_dim
 
-__all__ = ["assemble", "joined_cut"]
+__all__ = ["Assembly", "joined_sizes"]
 
 _aten = torch.ops.aten
 
 # -- geometry ---------------------------------------------------------------------------------------------
 
 
-def joined_cut(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int) -> tuple[int, ...]:
-    """Sizes of what is joined from pieces of ``(length, sizes)``; None for a piece that is whole on every rank.
+def joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int) -> tuple[int, ...]:
+    """Sizes of what is joined from pieces of ``(length, sizes)``; None for a piece that is replicated.
 
-    Each rank gets as much as it had. A whole piece goes to the first rank where it stands before all sharded pieces,
-    to the last rank after them, and is spread in between.
+    Each rank gets as much as it had. A replicated piece goes to the first rank where it comes before all sharded
+    pieces, to the last rank after them, and is spread in between.
 
     Example:
-        >>> joined_cut([(7, (5, 2)), (5, (2, 3))], 2), joined_cut([(1, None), (8, (5, 3)), (2, None)], 2)
+        >>> joined_sizes([(7, (5, 2)), (5, (2, 3))], 2), joined_sizes([(1, None), (8, (5, 3)), (2, None)], 2)
         ((7, 5), (6, 5))
     """
     places = [i for i, (_, sizes) in enumerate(pieces) if sizes is not None]
@@ -54,40 +56,79 @@ def joined_cut(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int) -
 # -- exchange ---------------------------------------------------------------------------------------------
 
 
-def assemble(
-    parts: Sequence[tuple[Tensor, Sequence[Interval]]],
-    dim: int,
-    need: Sequence[Interval],
-    rank: int,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """The interval ``need[rank]`` of a dim that several tensors make up together, in one exchange.
+class _Run(NamedTuple):
+    """A run of a part's local tensor: where it begins in the result, and its narrowing."""
+
+    at: int
+    part: int
+    start: int
+    length: int
+
+    def of(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        return tensors[self.part].narrow(dim, self.start, self.length)
+
+
+class Assembly:
+    """One rank's interval of a dim that several tensors make up together. Planned once; a call is one exchange.
 
     Args:
-        parts: each a local tensor and, for every rank, which interval of the result that rank's local tensor is.
+        dim: the tensor dim.
+        shapes: of this rank's local tensor of each part.
+        owned: for each part and rank, which interval of the result that rank's local tensor is.
+        need: for each rank, the interval of the result that it gets.
+        keeps_format: the result has the memory format of the first local tensor.
     """
-    plans = [plan_intervals(tuple(own), tuple(need), rank) for _, own in parts]
-    kept: list[tuple[int, Tensor]] = []
-    for (local, _), plan in zip(parts, plans, strict=True):
-        a, b = intersect(plan.own, plan.need)
-        if b > a:
-            kept.append((a, local.narrow(dim, a - plan.own[0], b - a)))
-    first = parts[0][0]
-    if any(plan.active for plan in plans):
-        send: list[list[Tensor]] = [[] for _ in need]
-        shapes: list[list[list[int]]] = [[] for _ in need]
-        starts: list[list[int]] = [[] for _ in need]
-        for (local, _), plan in zip(parts, plans, strict=True):
-            for r, (a, b) in plan.sends:
-                send[r].append(local.narrow(dim, a - plan.own[0], b - a))
-            for s, (a, b) in plan.recvs:
-                shapes[s].append([b - a if d == dim else n for d, n in enumerate(local.shape)])
-                starts[s].append(a)
-        received = start_swap(send, shapes, group, first).wait()
-        kept += zip((a for row in starts for a in row), received, strict=True)
-    if not kept:
-        return first.new_empty([0 if d == dim else n for d, n in enumerate(first.shape)])
-    return torch.cat([piece for _, piece in sorted(kept, key=lambda item: item[0])], dim)
+
+    def __init__(
+        self,
+        dim: int,
+        shapes: Sequence[Sequence[int]],
+        owned: Sequence[Sequence[Interval]],
+        need: Sequence[Interval],
+        rank: int,
+        group: dist.ProcessGroup,
+        *,
+        keeps_format: bool = False,
+    ) -> None:
+        self._dim = dim
+        plans = [plan_intervals(tuple(own), tuple(need), rank) for own in owned]
+        self._shape = _resized(shapes[0], dim, length(need[rank]))
+        self._format = keeps_format
+        common = ((i, plan.own[0], *intersect(plan.own, plan.need)) for i, plan in enumerate(plans))
+        self._kept = [_Run(a, i, a - begin, b - a) for i, begin, a, b in common if b > a]
+        # The messages of the peers in their order, in each the parts in theirs.
+        sends = sorted((r, i, a, b) for i, plan in enumerate(plans) for r, (a, b) in plan.sends)
+        recvs = sorted((s, i, a, b) for i, plan in enumerate(plans) for s, (a, b) in plan.recvs)
+        self._sent = [_Run(a, i, a - plans[i].own[0], b - a) for _, i, a, b in sends]
+        self._exchange = None
+        if any(plan.active for plan in plans):  # on any rank, so that all of them take part
+            self._exchange = Exchange(
+                [(r, _resized(shapes[i], dim, b - a)) for r, i, a, b in sends],
+                [(s, _resized(shapes[i], dim, b - a)) for s, i, a, b in recvs],
+                group,
+            )
+        # Where the pieces, the own ones and then what was received, come in the result.
+        starts = [run.at for run in self._kept] + [a for _, _, a, _ in recvs]
+        self._order = sorted(range(len(starts)), key=starts.__getitem__)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A new tensor: this rank's interval."""
+        dim, first = self._dim, tensors[0]
+        pieces = [run.of(tensors, dim) for run in self._kept]
+        if self._exchange is not None:
+            pieces += self._exchange.start([run.of(tensors, dim) for run in self._sent], first).wait()
+        if not pieces:
+            return first.new_empty(self._shape)
+        ordered = [pieces[i] for i in self._order]
+        if not self._format:
+            return torch.cat(ordered, dim)
+        strides = stride_like(first, self._shape)
+        out = torch.empty_strided(self._shape, strides, dtype=first.dtype, device=first.device)
+        return torch.cat(ordered, dim, out=out)
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [size if d == dim else n for d, n in enumerate(shape)]
 
 
 # -- cat and stack ----------------------------------------------------------------------------------------
@@ -97,7 +138,7 @@ def assemble(
 def _join(call: Call) -> Plan:
     stacks = call.func == _aten.stack.default
     ndim = call.meta.ndim
-    dim = wrap_dim(call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0), ndim)
+    dim = wrap_dim(argument(call, 1, "dim", 0), ndim)
     specs = call.reduced()
     # torch lets a 1-D tensor without elements stand in any list.
     joined = [i for i, t in enumerate(call.args[0]) if len(t.shape) == ndim - stacks]
@@ -109,79 +150,114 @@ def _join(call: Call) -> Plan:
     targets: dict[Path, ShardTensorSpec] = dict(specs)
     for i in joined:
         if (0, i) in specs:
-            targets[0, i] = _beside(specs[0, i], pattern, dim, m)
+            targets[0, i] = _operand_layout(specs[0, i], pattern, dim, m)
+    if m is not None:
+        return _along_sharded(call, pattern, targets, joined, dim, m)
     dims = {d: d + (stacks and d >= dim) for d in range(ndim - stacks)}
-    cuts = [(d, *pattern.interval(k)) for d, k in pattern.sharded_dims().items() if k != m]
-    plain = {i for i in joined if (0, i) not in specs}
-    dtype = call.meta.dtype
+    out, function = carry(call, pattern, call.meta, dims), torch.stack if stacks else torch.cat
+    if len(targets) == len(call.args[0]):
+        if len(joined) == len(targets):
+            return call.plan(out, targets, call=lambda tensors, *_, **__: function(tensors, dim))
+    parts = _own_parts(call, pattern, joined, None)
+    return call.plan(
+        out, targets, call=lambda tensors, *_, **__: function([part(tensors) for part in parts], dim)
+    )
 
-    def cut(i: int, t: Tensor) -> Tensor:
-        """A plain tensor is the same on every rank: its part beside the shards."""
-        for d, a, b in cuts if i in plain else ():
-            t = t.narrow(d, a, b - a)
-        return t
 
-    if m is None:
-        func, out = call.func, carry(call, pattern, call.meta, dims)
-        return call.plan(out, targets, call=lambda ts, *_, **__: func([cut(i, ts[i]) for i in joined], dim))
-    pieces = [(call.args[0][i].shape[dim], None if i in plain else targets[0, i].sizes[m]) for i in joined]
-    ranks = pattern.mesh.size(m)
-    sizes = list(pattern.sizes)
-    sizes[m] = joined_cut(pieces, ranks)
-    out = pattern.replace(meta=meta_of(call.meta), sizes=tuple(sizes))
-    need = intervals_of(out.cut(m))
-    owned: list[Sequence[Interval]] = []
-    at = 0
-    for n, own in pieces:
-        if own is None:  # everybody has what it needs of it
+def _along_sharded(
+    call: Call,
+    pattern: ShardTensorSpec,
+    targets: dict[Path, ShardTensorSpec],
+    joined: Sequence[int],
+    dim: int,
+    m: int,
+) -> Plan:
+    """The plan of a ``cat`` along ``dim``, which mesh dim ``m`` shards."""
+    layouts = [targets.get((0, i)) for i in joined]  # None: a plain tensor
+    pieces = [
+        (call.args[0][i].shape[dim], None if spec is None else spec.sizes[m])
+        for i, spec in zip(joined, layouts, strict=True)
+    ]
+    rank, group = pattern.coordinate[m], pattern.mesh.get_group(m)
+    sizes = joined_sizes(pieces, pattern.mesh.size(m))
+    out = pattern.with_axes({m: AxisLayout(Shard(dim), sizes)}).replace(meta=meta_of(call.meta))
+    need = intervals_of(sizes)
+    owned: list[list[Interval]] = []
+    narrowed: dict[int, tuple[int, int]] = {}
+    shapes = []
+    for i, (n, own), at in zip(joined, pieces, boundaries_of([n for n, _ in pieces])):
+        if own is None:  # every rank has what it needs of it
             owned.append([_or_empty(intersect(each, (at, at + n))) for each in need])
+            a, b = owned[-1][rank]
+            narrowed[i] = (a - at if b > a else 0, b - a)
         else:
             owned.append([(at + a, at + b) for a, b in intervals_of(own)])
-        at += n
-    starts = _starts(pieces)
-    rank, group = pattern.coordinate[m], pattern.mesh.get_group(m)
+        a, b = owned[-1][rank]
+        shapes.append(_resized(out.own_shape, dim, b - a))
+    parts, dtype = _own_parts(call, pattern, joined, m, dim, narrowed), call.meta.dtype
+    assembly = Assembly(dim, shapes, owned, need, rank, group)
 
-    def join(tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        parts = []
-        for i, (_n, own), start, where in zip(joined, pieces, starts, owned, strict=True):
-            t = cut(i, tensors[i]).to(dtype)
-            if own is None:
-                a, b = where[rank]
-                t = t.narrow(dim, a - start if b > a else 0, b - a)
-            parts.append((t, where))
-        return assemble(parts, dim, need, rank, group)
+    def join(tensors: Sequence[Tensor], *_: int, **__: int) -> Tensor:
+        return assembly([part(tensors).to(dtype) for part in parts])
 
     return call.plan(out, targets, call=join)
 
 
+def _own_parts(
+    call: Call,
+    pattern: ShardTensorSpec,
+    joined: Sequence[int],
+    m: int | None,
+    dim: int = 0,
+    narrowed: dict[int, tuple[int, int]] | None = None,
+) -> list[Callable[[Sequence[Tensor]], Tensor]]:
+    """For each tensor that is joined what takes this rank's part of it from the list of local tensors.
+
+    A plain tensor is the same on every rank: its part is what corresponds to the shards on mesh dims other than ``m``.
+    """
+    common = [(d, *pattern.interval(k)) for d, k in pattern.sharded_dims().items() if k != m]
+    result = []
+    for i in joined:
+        narrowings = [(d, a, b - a) for d, a, b in common if (0, i) not in call.tensors]
+        if narrowed and i in narrowed:
+            narrowings.append((dim, *narrowed[i]))
+        result.append(_narrowing(i, narrowings))
+    return result
+
+
+def _narrowing(i: int, narrowings: Sequence[tuple[int, int, int]]) -> Callable[[Sequence[Tensor]], Tensor]:
+    def part(tensors: Sequence[Tensor]) -> Tensor:
+        t = tensors[i]
+        for narrowing in narrowings:
+            t = t.narrow(*narrowing)
+        return t
+
+    return part
+
+
 def _pattern(specs: Sequence[ShardTensorSpec]) -> ShardTensorSpec:
     """On each mesh dim the sharding of the first tensor that has one there."""
-    placements: list[Any] = list(specs[0].placements)
-    sizes = list(specs[0].sizes)
-    for m in range(len(placements)):
-        taken = [p.dim for k, p in enumerate(placements) if k != m and isinstance(p, Shard)]
-        for spec in specs:
-            p = spec.placements[m]
-            if isinstance(p, Shard) and p.dim not in taken:
-                placements[m], sizes[m] = p, spec.sizes[m]
-                break
-    return specs[0].replace(placements=placements, sizes=tuple(sizes))
+    pattern = specs[0]
+    for m in range(pattern.mesh.ndim):
+        taken = [d for d, k in pattern.sharded_dims().items() if k != m]
+        axes = (spec.layout[m] for spec in specs)
+        found = next((a for a in axes if isinstance(a.placement, Shard) and a.placement.dim not in taken), None)
+        if found is not None:
+            pattern = pattern.with_axes({m: found})
+    return pattern
 
 
 def _or_empty(interval: Interval) -> Interval:
     return interval if length(interval) else (0, 0)
 
 
-def _starts(pieces: Sequence[tuple[int, Any]]) -> list[int]:
-    return list(cuts_of([n for n, _ in pieces]))[:-1]
-
-
-def _beside(spec: ShardTensorSpec, pattern: ShardTensorSpec, dim: int, m: int | None) -> ShardTensorSpec:
-    """How a tensor has to lie to be joined to one like ``pattern`` along ``dim``, sharded on mesh dim ``m`` or not."""
-    placements, sizes = list(pattern.placements), list(pattern.sizes)
+def _operand_layout(spec: ShardTensorSpec, pattern: ShardTensorSpec, dim: int, m: int | None) -> ShardTensorSpec:
+    """The layout that a tensor needs to be joined to ``pattern`` along ``dim``, sharded on mesh dim ``m`` or free."""
+    axes = dict(enumerate(pattern.layout))
     if m is not None:
-        if spec.placements[m] == Shard(dim) or spec.placements[m].is_replicate():
-            placements[m], sizes[m] = spec.placements[m], spec.sizes[m]
+        own = spec.layout[m]
+        if own.placement == Shard(dim) or own.placement.is_replicate():
+            axes[m] = own
         else:
-            sizes[m] = chunk_sizes(spec.shape[dim], spec.mesh.size(m))
-    return spec.replace(placements=placements, sizes=tuple(sizes))
+            axes[m] = AxisLayout(Shard(dim), chunk_sizes(spec.shape[dim], spec.mesh.size(m)))
+    return spec.with_axes(axes)

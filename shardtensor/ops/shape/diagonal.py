@@ -1,27 +1,26 @@
 """Diagonals and what has them: diagonal, diag_embed, diag and their gradients.
 
 [Note: diagonals] An entry of a diagonal belongs to the rank that owns its row (or its column, if the columns are
-sharded): the diagonal of a shard is the shard of the diagonal, and nothing travels. Where rows and columns are both
-sharded, the diagonal is cut as the rows are, and is a sum over the mesh dim of the columns.
+sharded): the diagonal of a shard is the shard of the diagonal, and nothing is sent. Where rows and columns are both
+sharded, the diagonal is sharded as the rows are, and is a sum over the mesh dim of the columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ...geometry import intersect, map_cuts
-from ...operators import operator
+from ..._compat import TensorMeta
+from ...geometry import intersect, map_boundaries
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan, argument, meta_of
-from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
-from ..common.alignment import is_cut
-from .slice import cut_of_slice, cut_of_sliced, remember, remembered
+from .slice import boundary_of_slice, sizes_before_slice
+from .slice_sources import record_source, source_of
 from .view import wrap_dim
 
 __all__: list[str] = []
@@ -34,27 +33,22 @@ def _starts(offset: int) -> tuple[int, int]:
     return max(0, -offset), max(0, offset)
 
 
-def _taken_from(spec: ShardTensorSpec, meta: Any, offset: int, dims: Sequence[int]) -> ShardTensorSpec:
-    """How the diagonal of a tensor with ``spec`` lies."""
+def _taken_from(spec: ShardTensorSpec, meta: TensorMeta, offset: int, dims: Sequence[int]) -> ShardTensorSpec:
+    """The spec of the diagonal of a tensor with ``spec``."""
     last = len(meta.shape) - 1
     kept = [d for d in range(len(spec.shape)) if d not in dims]
-    rows_sharded = dims[0] in spec.sharded_dims()
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for m, p in enumerate(spec.placements):
-        size = spec.sizes[m]
-        if isinstance(p, Shard) and p.dim in dims:
-            if p.dim == dims[1] and rows_sharded:
-                p, size = Partial() if spec.mesh.size(m) > 1 else Replicate(), None
-            else:
-                start = _starts(offset)[dims.index(p.dim)]
-                size = map_cuts(spec.cut(m), cut_of_slice(range(start, start + meta.shape[last])))
-                p = Shard(last)
-        elif isinstance(p, Shard):
-            p = Shard(kept.index(p.dim))
-        placements.append(p)
-        sizes.append(size)
-    return ShardTensorSpec(spec.mesh, placements, meta, tuple(sizes))
+    sharded = spec.sharded_dims()
+    axes: dict[int, AxisLayout] = {}
+    for d, m in sharded.items():
+        if d not in dims:
+            axes[m] = AxisLayout(Shard(kept.index(d)), spec.cut(m))
+        elif d == dims[1] and dims[0] in sharded:
+            axes[m] = AxisLayout(Partial() if spec.mesh.size(m) > 1 else Replicate())
+        else:
+            start = _starts(offset)[dims.index(d)]
+            taken = range(start, start + meta.shape[last])
+            axes[m] = AxisLayout(Shard(last), map_boundaries(spec.cut(m), boundary_of_slice(taken)))
+    return spec.with_layout([axes.get(m, own) for m, own in enumerate(spec.layout)], meta)
 
 
 @operator(_aten.diagonal.default)
@@ -63,9 +57,10 @@ def _diagonal(call: Call) -> Plan:
     offset = argument(call, 1, "offset", 0)
     dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 2), len(spec.shape)) for i in (2, 3)]
     sharded = spec.sharded_dims()
-    if any(d in sharded for d in dims):
-        remember(("diagonal", offset, *dims), spec)
     out = _taken_from(spec, meta_of(call.meta), offset, dims)
+    if any(d in sharded for d in dims):
+        part = _taken_from(spec.for_gradient(), out.tensor_meta, offset, dims)
+        record_source(("diagonal", offset, *dims), spec, part)
     a, b = ((0, spec.shape[d]) if d not in sharded else spec.interval(sharded[d]) for d in dims)
     local_offset = offset + a[0] - b[0]
     if not all(d in sharded for d in dims):
@@ -76,7 +71,7 @@ def _diagonal(call: Call) -> Plan:
     start, stop = intersect((a[0] - row, a[1] - row), (b[0] - column, b[1] - column))
     shape = out.local_shape()
 
-    def compute(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def compute(x: Tensor, *_: int, **__: int) -> Tensor:
         entries = x.new_zeros(shape)
         if stop > max(start, 0):
             found = x.diagonal(local_offset, *dims)
@@ -89,31 +84,24 @@ def _diagonal(call: Call) -> Plan:
 def _embedded(call: Call, grad: ShardTensorSpec, offset: int, dims: Sequence[int]) -> Plan:
     """Zeros of the result's shape with ``grad`` on a diagonal."""
     shape, last = call.meta.shape, len(grad.shape) - 1
-    kept = [d for d in range(len(shape)) if d not in dims]
-    for source in remembered(("diagonal", offset, *dims), grad, shape):
-        made = _taken_from(source.for_gradient(), grad.tensor_meta, offset, dims)
-        if made.placements == grad.placements and made.sizes == grad.sizes:
-            out = source.for_gradient().replace(meta=meta_of(call.meta))
-            break
-    else:
-        placements: list[Any] = []
-        sizes: list[Any] = []
+    source = source_of(("diagonal", offset, *dims), shape, grad)
+    out = None if source is None else source.for_gradient().replace(meta=meta_of(call.meta))
+    if out is None or not _taken_from(out, grad.tensor_meta, offset, dims).lies_like(grad):
+        kept = [d for d in range(len(shape)) if d not in dims]
         start = _starts(offset)[0]
-        for m, p in enumerate(grad.placements):
-            size = grad.sizes[m]
-            if p == Shard(last):
-                taken = range(start, start + grad.shape[last])
-                p, size = Shard(dims[0]), cut_of_sliced(taken, shape[dims[0]], grad.cut(m))
-            elif isinstance(p, Shard):
-                p = Shard(kept[p.dim])
-            placements.append(p)
-            sizes.append(size)
-        out = ShardTensorSpec(grad.mesh, placements, meta_of(call.meta), tuple(sizes))
+        taken = range(start, start + grad.shape[last])
+        axes = {
+            m: AxisLayout(Shard(dims[0]), sizes_before_slice(taken, shape[dims[0]], grad.cut(m)))
+            if d == last
+            else AxisLayout(Shard(kept[d]), grad.cut(m))
+            for d, m in grad.sharded_dims().items()
+        }
+        out = grad.with_layout([axes.get(m, own) for m, own in enumerate(grad.layout)], meta_of(call.meta))
     sharded = out.sharded_dims()
     a, b = (0 if d not in sharded else out.interval(sharded[d])[0] for d in dims)
     local = out.local_shape()
 
-    def compute(g: Tensor, *_: Any, **__: Any) -> Tensor:
+    def compute(g: Tensor, *_: int, **__: int) -> Tensor:
         result = g.new_zeros(local)
         result.diagonal(offset + a - b, *dims).copy_(g)
         return result
@@ -135,26 +123,28 @@ def _diag_embed(call: Call) -> Plan:
     return _embedded(call, call.specs[0], argument(call, 1, "offset", 0), dims)
 
 
-@register(torch.block_diag)
-def _block_diag(*tensors: Any) -> Any:
-    if not any(isinstance(t, ShardTensor) for t in tensors) or any(t.ndim > 2 for t in tensors):
+@operator(torch.block_diag, tensors="tensors", partial="tensors")
+def _block_diag(call: Arguments, *tensors: ShardTensorSpec) -> Composed:
+    shapes = [t.shape for t in tensors]
+    if any(len(shape) > 2 for shape in shapes):
         return NotImplemented
-    blocks = [t.reshape(1, -1) if t.ndim < 2 else t for t in tensors]
-    before, after = 0, sum(block.shape[1] for block in blocks)
-    rows = []
-    dtype = torch.empty(0, dtype=blocks[0].dtype)
-    for block in blocks[1:]:
-        dtype = torch.cat([dtype, torch.empty(0, dtype=block.dtype)])
-    for block in blocks:
-        after -= block.shape[1]
-        rows.append(torch.nn.functional.pad(block.to(dtype.dtype), (before, after)))
-        before += block.shape[1]
-    return torch.cat(rows)
+    dtype = call.returned(torch.block_diag, *tensors).dtype
+    widths = [shape[-1] if shape else 1 for shape in shapes]
+
+    def join(blocks: Sequence[Tensor]) -> Tensor:
+        rows, before = [], 0
+        for block, width in zip(blocks, widths, strict=True):
+            block = block.reshape(1, -1) if block.ndim < 2 else block
+            rows.append(torch.nn.functional.pad(block.to(dtype), (before, sum(widths) - before - width)))
+            before += width
+        return torch.cat(rows)
+
+    return Composed(join)
 
 
 @operator(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
 def _triangle(call: Call) -> Plan:
-    """A shard sees the diagonal from where it lies."""
+    """A shard's diagonal is that of the global tensor, counted from where the shard begins."""
     spec, func = call.specs[0], call.func
     diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
     sharded = spec.sharded_dims()
@@ -166,16 +156,23 @@ def _triangle(call: Call) -> Plan:
     return Plan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)
 
 
-@register(Tensor.fill_diagonal_)
-def _fill_diagonal(self: Any, fill_value: Any, wrap: bool = False) -> Any:
-    if not isinstance(self, ShardTensor) or not is_cut(self):
+@operator(Tensor.fill_diagonal_, tensors="input", partial="input")
+def _fill_diagonal(
+    call: Arguments, input: ShardTensorSpec, fill_value: complex, wrap: bool = False
+) -> Composed:
+    """An assignment to indices. Of a free diagonal torch's own operator does."""
+    if not input.sharded_dims():
         return NotImplemented
-    torch.empty(self.shape, dtype=self.dtype, device="meta").fill_diagonal_(fill_value, wrap)  # torch's own errors
-    rows, columns = self.shape[0], self.shape[-1]
-    if self.ndim == 2:
-        place = torch.arange(0, rows * columns if wrap else min(rows, columns) * columns, columns + 1)
-        places = [place // max(1, columns), place % max(1, columns)]
-    else:
-        places = [torch.arange(rows)] * self.ndim
-    value = torch.tensor(fill_value, dtype=self.dtype, device=self.device)
-    return _aten.index_put_.default(self, [place.to(self.device) for place in places], value)
+    call.returned(Tensor.fill_diagonal_, input, fill_value, wrap)
+    shape, (rows, columns) = input.shape, (input.shape[0], input.shape[-1])
+
+    def fill(x: Tensor) -> Tensor:
+        if len(shape) == 2:
+            place = torch.arange(0, rows * columns if wrap else min(rows, columns) * columns, columns + 1)
+            places = [place // max(1, columns), place % max(1, columns)]
+        else:
+            places = [torch.arange(rows)] * len(shape)
+        value = torch.tensor(fill_value, dtype=x.dtype, device=x.device)
+        return _aten.index_put_.default(x, [place.to(x.device) for place in places], value)
+
+    return Composed(fill)

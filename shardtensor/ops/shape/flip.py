@@ -1,22 +1,26 @@
-"""``flip``, ``rot90`` and ``roll``: a sharded dim is exchanged, and keeps its sizes."""
+"""``flip``, ``rot90`` and ``roll``: the parts of a sharded dim are exchanged, and it keeps its sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ...geometry import Interval, intersect, intervals_of, length
-from ...redistribute import move_intervals
+from ...operators import operator
+from ...planning import Call, Plan, argument, meta_of
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import run, wrap
-from .cat import assemble
-from .view import wrap_dim
+from ...tensor import ShardTensor
+from .cat import Assembly
+from .view import carry, wrap_dim
+
+__all__ = ["rolled"]
 
 _aten = torch.ops.aten
+
+Work = Callable[[Tensor], Tensor]
 
 
 def rolled(own: Interval, shift: int, n: int) -> tuple[Interval, Interval]:
@@ -31,68 +35,104 @@ def rolled(own: Interval, shift: int, n: int) -> tuple[Interval, Interval]:
     return (stays if length(stays) else (0, 0)), (wraps if length(wraps) else (0, 0))
 
 
-@register(_aten.roll.default)
-def _roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
-    """A sharded dim is rolled by one exchange, and keeps its sizes."""
-    spec = x._spec
+# -- roll -------------------------------------------------------------------------------------------------------
+
+
+def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Work:
+    """The local work of rolling the sharded dim ``d``: each shard is two runs of the result, sent in one exchange."""
+    m = spec.sharded_dims()[d]
+    rank, group = spec.coordinate[m], spec.mesh.get_group(m)
+    own, n, here = intervals_of(spec.cut(m)), spec.shape[d], list(spec.own_shape)
+    stays, wraps = zip(*(rolled(each, shift % n, n) for each in own), strict=True)
+    k, rest = length(stays[rank]), here[d] - length(stays[rank])
+    shapes = [[*here[:d], k, *here[d + 1 :]], [*here[:d], rest, *here[d + 1 :]]]
+    assembly = Assembly(d, shapes, [stays, wraps], own, rank, group)
+    return lambda x: assembly([x.narrow(d, 0, k), x.narrow(d, k, rest)])
+
+
+@operator(_aten.roll.default)
+def _roll(call: Call) -> Plan:
+    spec, shifts, dims = call.specs[0], call.args[1], argument(call, 2, "dims", ())
     sharded = spec.sharded_dims()
-    if not sharded:
-        return wrap(x._local_tensor.roll(shifts, dims), spec)
-    if len(shifts) != len(dims):
-        if dims or len(shifts) != 1:
-            return _aten.roll.default(_meta(spec), shifts, dims)  # raises torch's own error
-        return x.reshape(-1).roll(shifts, 0).reshape(x.shape)
+    out = spec.replace(meta=meta_of(call.meta))
     amounts: dict[int, int] = {}
-    for d, shift in zip(dims, shifts, strict=True):
+    for d, shift in zip(dims, shifts):  # a dim may be named several times
         d = wrap_dim(d, len(spec.shape))
         amounts[d] = amounts.get(d, 0) + shift
-    local = x._local_tensor
-    for d, shift in amounts.items():
-        n = spec.shape[d]
-        if d not in sharded:
-            local = local.roll(shift, d)
-        if d not in sharded or not n or not shift % n:
-            continue
-        m = sharded[d]
-        rank = spec.coordinate[m]
-        own = intervals_of(spec.cut(m))
-        stays, wraps = zip(*(rolled(each, shift % n, n) for each in own), strict=True)
-        k = length(stays[rank])
-        parts = [(local.narrow(d, 0, k), stays), (local.narrow(d, k, local.shape[d] - k), wraps)]
-        local = assemble(parts, d, own, rank, spec.mesh.get_group(m))
-    # A copy in any case, as torch makes one.
-    return wrap(local.clone() if local is x._local_tensor else local, spec)
+    moved = [d for d in amounts if d in sharded and spec.shape[d] and amounts[d] % spec.shape[d]]
+    if not moved:
+        free = {d: shift for d, shift in amounts.items() if d not in sharded}
+        if not amounts or free == amounts:
+            return Plan(out)
+        shifts, dims = list(free.values()), list(free)
+        return Plan(out, call=lambda x, *_, **__: x.roll(shifts, dims) if dims else x.clone())
+    works = [_rolling(spec, d, amounts[d]) for d in moved]
+    dims = [d for d in amounts if d not in sharded]
+    shifts = [amounts[d] for d in dims]
+
+    def compute(x: Tensor, *_: Sequence[int], **__: Sequence[int]) -> Tensor:
+        if dims:
+            x = x.roll(shifts, dims)
+        for work in works:
+            x = work(x)
+        return x
+
+    return Plan(out, call=compute)
 
 
-def _meta(spec: ShardTensorSpec) -> Tensor:
-    meta = spec.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+@register(_aten.roll.default)
+def _roll_flattened(x: ShardTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> ShardTensor:
+    """Without dims, in the order of the elements: no plan of its own, but other operators in a row."""
+    if dims or len(shifts) != 1 or not x._spec.sharded_dims():
+        return NotImplemented
+    return x.reshape(-1).roll(shifts, 0).reshape(x.shape)
 
 
-@register(_aten.flip.default)
-def _flip(x: Any, dims: Sequence[int]) -> Any:
-    """Reverse dims; a sharded one is exchanged, so that the result has the input's sizes."""
-    spec = x._spec
-    local = x._local_tensor.flip(list(dims))
-    flipped = {wrap_dim(d, len(spec.shape)) for d in dims}
+# -- flip and rot90 ---------------------------------------------------------------------------------------------
+
+
+def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Work:
+    """The local work of a flip. Each rank reverses its shard; a reversed dim is then sent to where it belongs."""
+    flipped = [wrap_dim(d, len(spec.shape)) for d in dims]
+    assemblies = []
     for d, m in spec.sharded_dims().items():
         if d in flipped:
-            need = intervals_of(spec.cut(m))
-            total = spec.shape[d]
-            own = [(total - b, total - a) for a, b in need]
-            local = move_intervals(local, d, own, need, spec.coordinate[m], spec.mesh.get_group(m))
-    return wrap(local, spec)
+            need, n = intervals_of(spec.cut(m)), spec.shape[d]
+            own = [(n - b, n - a) for a, b in need]
+            assemblies.append(
+                Assembly(
+                    d, [spec.own_shape], [own], need, spec.coordinate[m], spec.mesh.get_group(m), keeps_format=True
+                )
+            )
+
+    def flip(x: Tensor) -> Tensor:
+        x = x.flip(flipped)
+        for assembly in assemblies:
+            x = assembly([x])
+        return x
+
+    return flip
 
 
-@register(_aten.rot90.default)
-def _rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    """A quarter turn is a flip and a transposition; the sharding turns with the tensor."""
-    spec = x._spec
-    _aten.rot90.default(torch.empty(spec.shape, device="meta"), k, dims)  # torch's own errors
-    a, b = dims
-    if k % 4 == 0:
-        return run(_aten.clone.default, (x,), {})
-    if k % 4 == 2:
-        return run(_aten.flip.default, (x, [a, b]), {})
-    turned = run(_aten.flip.default, (x, [b if k % 4 == 1 else a]), {})
-    return run(_aten.transpose.int, (turned, a, b), {})
+@operator(_aten.flip.default)
+def _flip(call: Call) -> Plan:
+    spec, dims = call.specs[0], call.args[1]
+    work = _flipping(spec, dims)
+    return Plan(spec.replace(meta=meta_of(call.meta)), call=lambda x, *_: work(x))
+
+
+@operator(_aten.rot90.default)
+def _rot90(call: Call) -> Plan:
+    """A quarter turn is a flip and a transposition; the layout turns with the tensor."""
+    spec, n = call.specs[0], len(call.specs[0].shape)
+    a, b = (wrap_dim(d, n) for d in argument(call, 2, "dims", (0, 1)))
+    turns = argument(call, 1, "k", 1) % 4
+    to = {d: d for d in range(n)}
+    if turns == 0:
+        return Plan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: x.clone())
+    if turns == 2:
+        work = _flipping(spec, [a, b])
+        return Plan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x))
+    to[a], to[b] = b, a
+    work = _flipping(spec, [b if turns == 1 else a])
+    return Plan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x).transpose(a, b))

@@ -2,79 +2,103 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ...errors import refuse
-from ...operators import operator
+from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan
-from ...registry import register
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
-from ..common.alignment import is_cut
 from .view import carry, dim_of
+
+__all__: list[str] = []
 
 _aten = torch.ops.aten
 
 
-@register(torch.repeat_interleave, Tensor.repeat_interleave)
+@operator(
+    torch.repeat_interleave, Tensor.repeat_interleave, tensors="input repeats", partial="input repeats"
+)
 def _repeat_interleave(
-    input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
-) -> Any:
+    call: Arguments,
+    input: ShardTensorSpec,
+    repeats: ShardTensorSpec | int | None = None,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+) -> Composed:
     """A number of repeats stays with the owners; numbers for each entry are an index."""
-    if not is_cut(input) or repeats is None:
+    d = 0 if dim is None else dim_of(input, dim)
+    if not input.sharded_dims() or repeats is None or d is None:
         return NotImplemented
-    if isinstance(repeats, DTensor):
-        if not all(p.is_replicate() for p in repeats.placements):
-            raise refuse(
-                "repeat_interleave",
-                [input, repeats],
-                "how long the result is depends on the values of sharded repeats",
-                "redistribute the repeats to Replicate()",
-            )
-        repeats = repeats.to_local()
-    if dim is None:
-        input, dim = input.reshape(-1), 0
-    d = dim_of(input, dim)
-    if d is None:
-        return NotImplemented
-    if isinstance(repeats, Tensor) and repeats.numel() == 1:
-        repeats = int(repeats)
-    if isinstance(repeats, int):
-        if repeats < 0:
-            raise RuntimeError("repeats has to be non-negative")
-        return input.unsqueeze(d + 1).expand(*input.shape[: d + 1], repeats, *input.shape[d + 1 :]).flatten(d, d + 1)
-    if repeats.ndim != 1 or repeats.numel() != input.shape[d]:
-        raise RuntimeError("repeats must have the same size as input along dim")
-    return torch.index_select(input, d, torch.repeat_interleave(repeats, output_size=output_size))
+    counts = call.tensors.get("repeats")
+    if counts is not None and not counts.is_replicate():
+        raise call.refuse(
+            "how long the result is depends on the values of sharded repeats",
+            "redistribute the repeats to Replicate()",
+        )
+
+    def repeat(x: ShardTensor, places: ShardTensor | None) -> Tensor:
+        x = x.reshape(-1) if dim is None else x
+        if places is None:
+            return _each_repeated(x, d, repeats)
+        values = places.to_local()
+        if values.numel() == 1:
+            return _each_repeated(x, d, int(values))
+        if values.ndim != 1 or values.numel() != x.shape[d]:
+            raise RuntimeError("repeats must have the same size as input along dim")
+        return torch.index_select(x, d, torch.repeat_interleave(values, output_size=output_size))
+
+    return Composed(repeat)
 
 
-@register(Tensor.repeat)
-def _repeat_function(self: Any, *repeats: Any, **kwargs: Any) -> Any:
+def _each_repeated(x: Tensor, d: int, repeats: int) -> Tensor:
+    """Every entry along a dim, so many times."""
+    if repeats < 0:
+        raise RuntimeError("repeats has to be non-negative")
+    return x.unsqueeze(d + 1).expand(*x.shape[: d + 1], repeats, *x.shape[d + 1 :]).flatten(d, d + 1)
+
+
+def _counts(values: Sequence[int | Sequence[int]], given: Sequence[int] | None) -> list[int] | None:
+    """The numbers of a call with ``(2, 3)``, ``((2, 3),)`` or by keyword; None where one of them is a tensor."""
+    if given is None:
+        given = values[0] if len(values) == 1 and isinstance(values[0], Sequence) else values  # type: ignore[assignment]
+    return [int(n) for n in given] if all(hasattr(n, "__index__") for n in given) else None
+
+
+@operator(Tensor.repeat, tensors="input", partial="input")
+def _repeat_above_autograd(
+    call: Arguments, input: ShardTensorSpec, *values: int | Sequence[int], repeats: Sequence[int] | None = None
+) -> Composed:
     """A sharded dim is joined to itself; the others are repeated in place."""
-    given = kwargs.get("repeats", repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats)
-    counts = [int(n) for n in given]
-    if not isinstance(self, ShardTensor) or len(counts) < self.ndim or min(counts, default=0) < 0:
+    counts = _counts(values, repeats)
+    if counts is None or len(counts) < len(input.shape) or min(counts, default=0) < 0:
         return NotImplemented
-    x, new = self, len(counts) - self.ndim
-    for d in self._spec.sharded_dims():
-        if counts[d + new] != 1:
-            x = torch.cat([x] * counts[d + new], d) if counts[d + new] else x.narrow(d, 0, 0)
-            counts[d + new] = 1
-    if x is self:
+    new = len(counts) - len(input.shape)
+    joined = {d: counts[d + new] for d in input.sharded_dims() if counts[d + new] != 1}
+    if not joined:
         return NotImplemented
-    return x.repeat(counts) if any(n != 1 for n in counts) or new else x
+    rest = [1 if d - new in joined else n for d, n in enumerate(counts)]
+
+    def repeat(x: ShardTensor) -> Tensor:
+        for d, n in joined.items():
+            x = torch.cat([x] * n, d) if n else x.narrow(d, 0, 0)
+        return x.repeat(rest) if any(n != 1 for n in rest) or new else x
+
+    return Composed(repeat)
 
 
-@register(torch.tile, Tensor.tile)
-def _tile(input: Any, *dims: Any, **kwargs: Any) -> Any:
-    given = kwargs.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
-    counts = [int(n) for n in given]
-    if not isinstance(input, ShardTensor):
+@operator(torch.tile, Tensor.tile, tensors="input", partial="input")
+def _tile(
+    call: Arguments, input: ShardTensorSpec, *values: int | Sequence[int], dims: Sequence[int] | None = None
+) -> Composed:
+    counts = _counts(values, dims)
+    if counts is None:
         return NotImplemented
-    return input.repeat([1] * (input.ndim - len(counts)) + counts)
+    counts = [1] * (len(input.shape) - len(counts)) + counts
+    return Composed(lambda x: x.repeat(counts))
 
 
 @operator(_aten.repeat.default)

@@ -1,70 +1,65 @@
 """Taking parts: slice, narrow, split, select, unbind and their gradients, along any dims.
 
-[Note: slices stay where they are] A slice of a sharded dim keeps its owners: a cut ``c`` of the input becomes the
-number of taken indices below ``c``. Nothing travels, forward or backward, and the result is a view of the shard.
-
-[Note: cuts of gradients] The gradient's operator knows the input's shape, but not how it was cut; and many cuts of the
-input give the same cut of the slice. So a slice remembers the cuts that it was made from. That is a hint: when the
-gradient arrives otherwise than the slice was cut, or when two inputs share their slice, the gradient gets *a* cut, and
-whoever needs a particular one redistributes.
+[Note: slices stay where they are] The entries of a slice stay with their owners: a boundary ``b`` of the input becomes
+the number of taken indices below ``b``. Nothing is sent, forward or backward, and the result is a view of the shard.
+The gradient gets the input's layout, see [Note: layouts of gradients] in slice_sources.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate
 
+from ..._compat import TensorMeta
 from ...copies import mark_copied
-from ...errors import refuse
-from ...geometry import map_cuts, sizes_of
-from ...operators import operator
-from ...planning import Call, Plan, argument, meta_of
-from ...redistribute import redistribute_local
-from ...registry import register
+from ...geometry import Interval, map_boundaries, sizes_of
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, operator
+from ...planning import Call, Path, Plan, argument, meta_of
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to, run, wrap
+from ...tensor import ShardTensor, redistribute_to
+from .slice_sources import record_source, source_of
 from .view import carry, moved_off, wrap_dim
 
-__all__ = ["cut_of_slice", "cut_of_sliced", "remember", "remembered"]
+__all__ = ["boundary_of_slice", "sizes_before_slice"]
 
 _aten = torch.ops.aten
 
 # -- geometry ---------------------------------------------------------------------------------------------
 
 
-def cut_of_slice(taken: range) -> Callable[[int], int]:
-    """How a slice maps cuts: to the number of taken indices below.
+def boundary_of_slice(taken: range) -> Callable[[int], int]:
+    """How a slice maps boundaries: to the number of taken indices below.
 
     Example:
-        >>> cut = cut_of_slice(range(2, 7, 2))
-        >>> [cut(c) for c in (0, 2, 3, 5, 8)]
+        >>> boundary = boundary_of_slice(range(2, 7, 2))
+        >>> [boundary(b) for b in (0, 2, 3, 5, 8)]
         [0, 0, 1, 2, 3]
     """
-    return lambda c: max(0, min(len(taken), -((taken.start - c) // taken.step)))
+    return lambda b: max(0, min(len(taken), -((taken.start - b) // taken.step)))
 
 
-def cut_of_sliced(taken: range, n: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of a dim of length ``n`` whose slice has ``sizes``: each rank gets what lies up to its last taken index.
+def sizes_before_slice(taken: range, n: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of a dim of length ``n`` whose slice has ``sizes``: each rank gets what comes up to its last taken index.
 
     Example:
-        >>> cut_of_sliced(range(2, 7, 2), 9, (1, 0, 2))
+        >>> sizes_before_slice(range(2, 7, 2), 9, (1, 0, 2))
         (3, 0, 6)
     """
-    cuts, at = [0], 0
+    boundaries, at = [0], 0
     for size in sizes[:-1]:
         at += size
-        cuts.append(0 if at == 0 else n if at == len(taken) else taken[at - 1] + 1)
-    return sizes_of([*cuts, n])
+        boundaries.append(0 if at == 0 else n if at == len(taken) else taken[at - 1] + 1)
+    return sizes_of([*boundaries, n])
 
 
-def _bounds(taken: range, own: tuple[int, int]) -> tuple[int, int]:
+def _own_bounds(taken: range, own: Interval) -> Interval:
     """The part of a slice that lies in a shard, in the shard's own indices."""
-    cut = cut_of_slice(taken)
-    first, stop = cut(own[0]), cut(own[1])
+    boundary = boundary_of_slice(taken)
+    first, stop = boundary(own[0]), boundary(own[1])
     if stop <= first:
         return 0, 0
     return taken[first] - own[0], taken[stop - 1] + 1 - own[0]
@@ -72,56 +67,19 @@ def _bounds(taken: range, own: tuple[int, int]) -> tuple[int, int]:
 
 # -- slice ------------------------------------------------------------------------------------------------
 
-MAX_REMEMBERED = 16384
 
-
-class _Memory:
-    """What has been taken from where on one mesh, see [Note: cuts of gradients].
-
-    All ranks must remember alike, though they build their plans anew at different times. The ranks of a mesh make the
-    same calls, so what is new is new to all of them. Nothing is forgotten: a full memory takes nothing more. And an
-    answer, once given, stays.
-    """
-
-    def __init__(self) -> None:
-        self.sources: dict[Any, list[ShardTensorSpec]] = {}
-        self.answers: dict[Any, list[ShardTensorSpec]] = {}
-        self.count = 0
-
-
-_memories: dict[Any, _Memory] = {}
-
-
-def _memory(spec: ShardTensorSpec) -> _Memory:
-    return _memories.setdefault((id(spec.mesh), spec.mesh, spec.coordinate), _Memory())
-
-
-def remember(key: Any, spec: ShardTensorSpec) -> None:
-    """Note that what ``key`` describes was taken from a tensor with this spec."""
-    memory = _memory(spec)
-    known = memory.sources.get((key, spec.shape), [])
-    if memory.count < MAX_REMEMBERED and not any(s.lies_like(spec) for s in known):
-        memory.sources[key, spec.shape] = [*known, spec]
-        memory.count += 1
-
-
-def remembered(key: Any, grad: ShardTensorSpec, shape: Sequence[int]) -> list[ShardTensorSpec]:
-    """The specs of tensors of ``shape`` from which what ``key`` describes had been taken when its gradient first came
-    with the spec ``grad``.
-    """
-    memory = _memory(grad)
-    answer = memory.answers.get((key, grad, tuple(shape)))
-    if answer is None and len(memory.answers) < MAX_REMEMBERED:
-        answer = memory.answers[key, grad, tuple(shape)] = memory.sources.get((key, tuple(shape)), [])
-    return answer or []
-
-
-def _sliced(spec: ShardTensorSpec, meta: Any, dim: int, taken: range) -> ShardTensorSpec:
+def _sliced(spec: ShardTensorSpec, meta: TensorMeta, dim: int, taken: range) -> ShardTensorSpec:
     m = spec.sharded_dims().get(dim)
-    sizes = list(spec.sizes)
-    if m is not None:
-        sizes[m] = map_cuts(spec.cut(m), cut_of_slice(taken))
-    return spec.replace(meta=meta, sizes=tuple(sizes))
+    if m is None:
+        return spec.replace(meta=meta)
+    axis = spec.layout[m]._replace(sizes=map_boundaries(spec.cut(m), boundary_of_slice(taken)))
+    return spec.with_axes({m: axis}).replace(meta=meta)
+
+
+def _own_interval(spec: ShardTensorSpec, dim: int) -> Interval:
+    """What of a dim this rank holds: all of it where it is free."""
+    m = spec.sharded_dims().get(dim)
+    return (0, spec.shape[dim]) if m is None else spec.interval(m)
 
 
 @operator(_aten.slice.Tensor)
@@ -130,11 +88,12 @@ def _slice(call: Call) -> Plan:
     dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
     start, end, step = argument(call, 2, "start", None), argument(call, 3, "end", None), argument(call, 4, "step", 1)
     taken = range(*slice(start, end, step).indices(spec.shape[dim]))
-    m = spec.sharded_dims().get(dim)
-    if m is not None:
-        remember((dim, taken), spec)
-    a, b = _bounds(taken, (0, spec.shape[dim]) if m is None else spec.interval(m))
     out = _sliced(spec, meta_of(call.meta), dim, taken)
+    if dim in spec.sharded_dims():
+        record_source((dim, taken), spec, out.for_gradient())
+    a, b = _own_bounds(taken, _own_interval(spec, dim))
+    if step == 1:  # the quickest way to a slice
+        return Plan(out, call=lambda x, *_, **__: x.narrow(dim, a, b - a))
     return Plan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
 
 
@@ -144,16 +103,13 @@ def _slice_backward(call: Call) -> Plan:
     grad, (_, shape, dim, start, end, step) = call.reduced()[(0,)], call.args
     dim = wrap_dim(dim, len(shape))
     taken = range(*slice(start, end, step).indices(shape[dim]))
-    known = remembered((dim, taken), grad, shape)
-    alike = [s for s in known if s.for_gradient().placements == grad.placements]
-    exact = [s for s in alike if _sliced(s, grad.tensor_meta, dim, taken).sizes == grad.sizes]
     m = grad.sharded_dims().get(dim)
-    sizes = list(grad.sizes)
+    out = grad.replace(meta=meta_of(call.meta))
     if m is not None:
-        source = next(iter(exact or alike), None)
-        sizes[m] = cut_of_sliced(taken, shape[dim], grad.cut(m)) if source is None else source.sizes[m]
-    out = grad.replace(meta=meta_of(call.meta), sizes=tuple(sizes))
-    a, b = _bounds(taken, (0, shape[dim]) if m is None else out.interval(m))
+        source = source_of((dim, taken), shape, grad)
+        sizes = sizes_before_slice(taken, shape[dim], grad.cut(m)) if source is None else source.cut(m)
+        out = out.with_axes({m: grad.layout[m]._replace(sizes=sizes)})
+    a, b = _own_bounds(taken, _own_interval(out, dim))
     local = list(out.local_shape())
     target = _sliced(out, grad.tensor_meta, dim, taken)
     return call.plan(out, {(0,): target}, call=lambda g, *_: _aten.slice_backward.default(g, local, dim, a, b, step))
@@ -168,26 +124,32 @@ def _slice_backward(call: Call) -> Plan:
 def _split(call: Call) -> Plan:
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 2, "dim", 0), len(spec.shape))
-    m = spec.sharded_dims().get(dim)
-    own = (0, spec.shape[dim]) if m is None else spec.interval(m)
+    own = _own_interval(spec, dim)
     outputs, bounds, at = [], [], 0
     for meta in call.meta:
         taken = range(at, at + meta.shape[dim])
         at = taken.stop
         outputs.append(_sliced(spec, meta_of(meta), dim, taken))
-        bounds.append(_bounds(taken, own))
-    return Plan(outputs, call=lambda x, *_, **__: [_aten.slice.Tensor(x, dim, a, b) for a, b in bounds])
+        bounds.append(_own_bounds(taken, own))
+    return Plan(outputs, call=lambda x, *_, **__: [x.narrow(dim, a, b - a) for a, b in bounds])
 
 
-@register(torch.tensor_split, Tensor.tensor_split)
-def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+@operator(
+    torch.tensor_split, Tensor.tensor_split, tensors="input tensor_indices_or_sections", partial="input"
+)
+def _tensor_split(
+    call: Arguments,
+    input: ShardTensorSpec,
+    tensor_indices_or_sections: ShardTensorSpec | Sequence[int] | int,
+    dim: int = 0,
+) -> Composed:
     """Only for indices in a ShardTensor: their values are read, so every rank must have them all."""
-    indices = kwargs.get("tensor_indices_or_sections", indices_or_sections)
-    if not isinstance(indices, DTensor):
+    indices = call.tensors.get("tensor_indices_or_sections")
+    if indices is None:
         return NotImplemented
-    if not all(p.is_replicate() for p in indices.placements):
-        raise refuse("tensor_split", [input, indices], "the indices are not whole", "pass a plain tensor or a list")
-    return torch.tensor_split(input, indices.to_local().tolist(), dim)
+    if not indices.is_replicate():
+        raise call.refuse("the indices are not replicated", "pass a plain tensor or a list")
+    return Composed(lambda x, places: torch.tensor_split(x, places.to_local().tolist(), dim))
 
 
 # -- select: an entry of a sharded dim is the sum of what its owner has and of the others' zeros -----------------
@@ -196,56 +158,53 @@ def _tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **k
 def _summed(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
     """The spec of an entry of ``dim``, which is kept with length 1."""
     m = spec.sharded_dims()[dim]
-    placements, sizes = list(spec.placements), list(spec.sizes)
-    placements[m] = Partial() if spec.mesh.size(m) > 1 else Replicate()
-    sizes[m] = None
-    return spec.replace(placements=placements, sizes=tuple(sizes))
+    return spec.with_axes({m: AxisLayout(Partial() if spec.mesh.size(m) > 1 else Replicate())})
 
 
-def _entry(x: Any, dim: int, index: int) -> tuple[int, int]:
-    """The normalized arguments of a select from a sharded dim; torch's own error where there is no such entry."""
-    dim, n = wrap_dim(dim, x.ndim), x.shape[dim]
-    if not -n <= index < n:
-        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
-    return dim, index % n
+def _is_sharded(spec: ShardTensorSpec, dim: object) -> bool:
+    n = len(spec.shape)
+    return isinstance(dim, int) and -n <= dim < n and dim % n in spec.sharded_dims()
 
 
-def _is_sharded(x: Any, dim: Any) -> bool:
-    return (
-        isinstance(x, ShardTensor)
-        and isinstance(dim, int)
-        and -x.ndim <= dim < x.ndim
-        and dim % x.ndim in x._spec.sharded_dims()
-    )
-
-
-@register(torch.select, Tensor.select)
-def _select_function(input: Any, dim: Any, index: Any) -> Any:
+@operator(torch.select, Tensor.select, tensors="input", partial="input")
+def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, index: int) -> Composed:
+    """As the slice of length 1, whose gradient gets the layout of the input."""
     if not _is_sharded(input, dim) or not isinstance(index, int):
         return NotImplemented
-    dim, index = _entry(input, dim, index)
-    row = torch.narrow(input, dim, index, 1)
-    entry = mark_copied(redistribute_to(row, _summed(row._spec, dim)).squeeze(dim), input)
-    entry._entry_of = input, dim, index  # for what is to be written there
-    return entry
+    dim = wrap_dim(dim, len(input.shape))
+    n = input.shape[dim]
+    if not -n <= index < n:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
+    index %= n
+    meta = input.tensor_meta
+    shape = torch.Size(1 if d == dim else n for d, n in enumerate(meta.shape))
+    target = _summed(input, dim).replace(meta=meta._replace(shape=shape))
 
+    def entry(x: ShardTensor) -> ShardTensor:
+        part = redistribute_to(torch.narrow(x, dim, index, 1), target)
+        result = mark_copied(part.squeeze(dim), x)
+        result._entry_of = x, dim, index  # for what is to be written there, see getitem.py
+        return result
 
-@register(_aten.select.int)
-def _select_below_autograd(x: Any, dim: int, index: int) -> Any:
-    if not _is_sharded(x, dim):
-        return NotImplemented
-    dim, index = _entry(x, dim, index)
-    row = run(_aten.slice.Tensor, (x, dim, index, index + 1), {})
-    target = _summed(row._spec, dim)
-    entry = wrap(redistribute_local(row._local_tensor, row._spec, target), target)
-    return mark_copied(run(_aten.squeeze.dim, (entry, dim), {}), x)
+    return Composed(entry)
 
 
 @operator(_aten.select.int)
 def _select(call: Call) -> Plan:
-    spec = call.specs[0]
+    spec, index = call.specs[0], call.args[2]
     dim = wrap_dim(call.args[1], len(spec.shape))
-    return Plan(carry(call, spec, call.meta, {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}))
+    dims = {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}
+    if dim not in spec.sharded_dims():
+        return Plan(carry(call, spec, call.meta, dims))
+    out = carry(call, _summed(spec, dim), call.meta, dims)
+    index = wrap_dim(index, spec.shape[dim])
+    a, b = spec.interval(spec.sharded_dims()[dim])
+    shape = out.local_shape()
+
+    def entry(x: Tensor, *_: int) -> Tensor:
+        return x.select(dim, index - a).clone() if a <= index < b else x.new_zeros(shape)
+
+    return Plan(out, _as_copy(spec), call=entry)
 
 
 @operator(_aten.select_backward.default)
@@ -271,7 +230,12 @@ def _unbind(call: Call) -> Plan:
     a, b = spec.interval(spec.sharded_dims()[dim])
     shape = outputs[0].local_shape()
 
-    def entries(x: Tensor, *_: Any) -> list[Tensor]:
+    def entries(x: Tensor, *_: int) -> list[Tensor]:
         return [x.select(dim, i - a) if a <= i < b else x.new_zeros(shape) for i in range(len(outputs))]
 
-    return Plan(outputs, [((0,), spec, spec)], call=entries)  # with an input that moves: they are copies
+    return Plan(outputs, _as_copy(spec), call=entries)
+
+
+def _as_copy(spec: ShardTensorSpec) -> list[tuple[Path, ShardTensorSpec, ShardTensorSpec]]:
+    """Inputs of a plan whose result is a copy where torch has a view: that is noted where an operand moves."""
+    return [((0,), spec, spec)]

@@ -4,28 +4,28 @@ A tensor dim keeps its shards where the result is a sharding again. Never is a s
 is not.
 
 [Note: moved off] A sharded dim that does not stay a dim of the result (the inner one of two that are flattened) is
-exchanged for another: by one all-to-all the mesh dim cuts another dim, evenly, and every rank holds as much as it did.
-That is the outer one of those that are flattened, so that the flattened dim is sharded: pixels become tokens, and what
-follows works on each token by itself. Where that one has fewer entries than ranks, it is the longest free dim that
-stays, and a second all-to-all cuts the flattened dim. Without a dim with one entry for each rank the call is refused.
-A dim of length 1, which one rank has all of, is broadcast.
+exchanged for another: by one all-to-all the mesh dim shards another dim, evenly, so that every rank holds as much as
+before. That is the outer one of those that are flattened, so that the flattened dim is sharded: pixels become tokens,
+and what follows works on each token by itself. Where that one has fewer entries than ranks, it is the longest free dim
+that stays, and a second all-to-all shards the flattened dim. Without a dim with one entry for each rank the call is
+refused. A dim of length 1, which one rank has all of, is broadcast.
 
 [Note: whole blocks] A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``.
-Where one is not, the cuts are first moved to the nearest multiples, by an exchange of what differs (less than ``k``
-indices at each cut). The result is a copy then, not a view.
+Where one is not, the boundaries are first moved to the nearest multiples, by an exchange of what differs (less than
+``k`` indices at each boundary). The result is a copy then, not a view.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ...geometry import chunk_sizes, map_cuts
+from ...geometry import chunk_sizes, map_boundaries
+from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import Call, Plan, meta_of
 from ...redistribute import redistribute_local
@@ -35,56 +35,59 @@ _aten = torch.ops.aten
 
 __all__ = ["carry", "fitted", "moved_off", "regroup", "whole_blocks", "wrap_dim"]
 
-Carried = dict[int, tuple[int, int, int]]  # input dim -> (output dim, multiply sizes by, divide sizes by)
+# input dim -> (output dim, multiply sizes by, divide sizes by)
+Carried = dict[int, tuple[int, int, int]]
+# The same, where an output dim alone means that the sizes stay.
+Carry = Mapping[int, "int | tuple[int, int, int]"]
 
 
-def carry(call: Call, spec: ShardTensorSpec, meta: Tensor, dims: dict[int, Any]) -> ShardTensorSpec:
+def _parts(to: int | tuple[int, int, int]) -> tuple[int, int, int]:
+    return to if isinstance(to, tuple) else (to, 1, 1)
+
+
+def _block(to: int | tuple[int, int, int]) -> int:
+    """The number of which shard sizes must be multiples for a dim to be carried."""
+    _, times, by = _parts(to)
+    return by // math.gcd(times, by)
+
+
+def carry(call: Call, spec: ShardTensorSpec, meta: Tensor, dims: Carry) -> ShardTensorSpec:
     """The output's spec, where input dim ``d`` becomes output dim ``dims[d]`` with the same sizes.
 
     A value may also be ``(output dim, multiply, divide)``. Dims that are missing are refused where they are sharded.
     """
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for m, p in enumerate(spec.placements):
-        size = spec.sizes[m]
-        if isinstance(p, Shard):
-            if p.dim not in dims:
-                raise call.refuse(
-                    f"tensor dim {p.dim}, sharded on mesh dim {m}, does not stay a dim of the result",
-                    "redistribute to shard another dim first",
-                )
-            to = dims[p.dim]
-            dim, times, by = to if isinstance(to, tuple) else (to, 1, 1)
-            assert size is not None
-            if any(n * times % by for n in size):
-                raise call.refuse(
-                    f"shard sizes {size} of tensor dim {p.dim} are not multiples of {by}, the length of the inner part",
-                    f"redistribute to sizes that are, e.g. shard_sizes={{{m}: ...}}, or to shard another dim",
-                )
-            p, size = Shard(dim), tuple(n * times // by for n in size)
-        placements.append(p)
-        sizes.append(size)
-    return ShardTensorSpec.of(spec.mesh, placements, meta_of(meta), tuple(sizes))
+    axes: dict[int, AxisLayout] = {}
+    for d, m in spec.sharded_dims().items():
+        if d not in dims:
+            raise call.refuse(
+                f"tensor dim {d}, sharded on mesh dim {m}, does not stay a dim of the result",
+                "redistribute to shard another dim first",
+            )
+        dim, times, by = _parts(dims[d])
+        sizes = spec.cut(m)
+        if any(n * times % by for n in sizes):
+            raise call.refuse(
+                f"shard sizes {sizes} of tensor dim {d} are not multiples of {by}, the length of the inner part",
+                f"redistribute to sizes that are, e.g. shard_sizes={{{m}: ...}}, or to shard another dim",
+            )
+        axes[m] = AxisLayout(Shard(dim), tuple(n * times // by for n in sizes))
+    return spec.with_layout([axes.get(m, own) for m, own in enumerate(spec.layout)], meta_of(meta))
 
 
 def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
-    """Sizes with every cut at the nearest multiple of ``block``, which divides their sum.
+    """Sizes with every boundary at the nearest multiple of ``block``, which divides their sum.
 
     Example:
         >>> whole_blocks((5, 0, 7), 4), whole_blocks((1, 11), 4)
         ((4, 0, 8), (0, 12))
     """
-    return map_cuts(sizes, lambda c: (2 * c + block) // (2 * block) * block)
+    return map_boundaries(sizes, lambda b: (2 * b + block) // (2 * block) * block)
 
 
-def fitted(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+def fitted(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
     """``spec`` with the sizes that :func:`carry` to ``dims`` asks for, see [Note: whole blocks]."""
-    sizes = list(spec.sizes)
-    for d, m in spec.sharded_dims().items():
-        to = dims.get(d)
-        if isinstance(to, tuple):
-            sizes[m] = whole_blocks(spec.cut(m), to[2] // math.gcd(to[1], to[2]))
-    return spec.replace(sizes=tuple(sizes))
+    blocks = {m: (d, _block(dims[d])) for d, m in spec.sharded_dims().items() if isinstance(dims.get(d), tuple)}
+    return spec.with_axes({m: AxisLayout(Shard(d), whole_blocks(spec.cut(m), n)) for m, (d, n) in blocks.items()})
 
 
 @operator(_aten.view_as_real.default, _aten.view_as_complex.default)
@@ -94,49 +97,48 @@ def _complex_view(call: Call) -> Plan:
     return call.plan(carry(call, source, call.meta, dims), {(0,): source})
 
 
-def moved_off(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+def moved_off(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
     """``spec`` with sharded dims that ``dims`` lacks exchanged for others where possible, see [Note: moved off]."""
-    placements, sizes = list(spec.placements), list(spec.sizes)
     for d, m in spec.sharded_dims().items():
         if d in dims:
             continue
         ranks = spec.mesh.size(m)
         if spec.shape[d] <= 1 or ranks == 1:
-            placements[m], sizes[m] = Replicate(), None
+            spec = spec.with_axes({m: AxisLayout(Replicate())})
             continue
-        taken = [p.dim for p in placements if isinstance(p, Shard)]
-        entries = {}
-        for other, to in dims.items():
-            block = to[2] // math.gcd(to[1], to[2]) if isinstance(to, tuple) else 1
-            if other not in taken and spec.shape[other] // block >= ranks:
-                entries[other] = spec.shape[other] // block, block
-        if entries:
-            other = outer if (outer := _outer(d, dims)) in entries else max(entries, key=lambda k: spec.shape[k])
-            n, block = entries[other]
-            placements[m], sizes[m] = Shard(other), tuple(block * k for k in chunk_sizes(n, ranks))
-    return spec.replace(placements=placements, sizes=tuple(sizes))
+        taken = spec.sharded_dims()
+        # The lengths, in blocks, of the dims that could be sharded instead.
+        lengths = {other: spec.shape[other] // _block(to) for other, to in dims.items() if other not in taken}
+        lengths = {other: n for other, n in lengths.items() if n >= ranks}
+        if lengths:
+            outer = _outer(d, dims)
+            other = outer if outer in lengths else max(lengths, key=lambda k: spec.shape[k])
+            block = _block(dims[other])
+            sizes = tuple(block * n for n in chunk_sizes(lengths[other], ranks))
+            spec = spec.with_axes({m: AxisLayout(Shard(other), sizes)})
+    return spec
 
 
-def _outer(dim: int, dims: dict[int, Any]) -> int | None:
+def _outer(dim: int, dims: Carry) -> int | None:
     """The dim into which a reshape that carries ``dims`` flattens ``dim``."""
     before = max((d for d in dims if d < dim), default=None)
-    return before if before is not None and isinstance(dims[before], tuple) and dims[before][1] > 1 else None
+    return before if before is not None and _parts(dims[before])[1] > 1 else None
 
 
-def _on_flattened(spec: ShardTensorSpec, out: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
+def _on_flattened(spec: ShardTensorSpec, out: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
     """``out`` with the flattened dims sharded, instead of others, that dims sharded in ``spec`` have gone into."""
-    placements, sizes = list(out.placements), list(out.sizes)
     for d, m in spec.sharded_dims().items():
         outer = None if d in dims else _outer(d, dims)
         if outer is None or not isinstance(out.placements[m], Shard):
             continue
-        to, ranks = dims[outer][0], out.mesh.size(m)
-        if Shard(to) not in placements and out.shape[to] >= ranks:
-            placements[m], sizes[m] = Shard(to), chunk_sizes(out.shape[to], ranks)
-    return out.replace(placements=placements, sizes=tuple(sizes))
+        to, ranks = _parts(dims[outer])[0], out.mesh.size(m)
+        if to not in out.sharded_dims() and out.shape[to] >= ranks:
+            out = out.with_axes({m: AxisLayout(Shard(to), chunk_sizes(out.shape[to], ranks))})
+    return out
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
+    """The number of a dim that may count from the end."""
     return dim + ndim if dim < 0 else dim
 
 
@@ -181,11 +183,11 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> Carried:
 def _view(call: Call) -> Plan:
     spec = call.specs[0]
     if 0 in spec.shape:
-        dims: dict[int, Any] = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
-        out = carry(call, _forgotten(spec, dims), call.meta, dims)
+        kept = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
+        out = carry(call, _without(spec, kept), call.meta, kept)
         shape = out.local_shape()
         return Plan(out, call=lambda x, *_: x.new_empty(shape))
-    dims = dict(regroup(spec.shape, call.meta.shape))
+    dims = regroup(spec.shape, call.meta.shape)
     source = fitted(moved_off(spec, dims), dims)
     out = carry(call, source, call.meta, dims)
     shape, flat = out.local_shape(), _on_flattened(spec, out, dims)
@@ -195,13 +197,9 @@ def _view(call: Call) -> Plan:
     return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape), may_copy=flattens)
 
 
-def _forgotten(spec: ShardTensorSpec, dims: dict[int, Any]) -> ShardTensorSpec:
-    """``spec`` of a tensor without elements, whole on the mesh dims that cut a dim which ``dims`` lacks."""
-    lost = [isinstance(p, Shard) and p.dim not in dims for p in spec.placements]
-    placements = [Replicate() if gone else p for gone, p in zip(lost, spec.placements, strict=True)]
-    return spec.replace(
-        placements=placements, sizes=tuple(None if gone else s for gone, s in zip(lost, spec.sizes, strict=True))
-    )
+def _without(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
+    """``spec`` of a tensor without elements, replicated on the mesh dims that shard a dim which ``dims`` lacks."""
+    return spec.with_axes({m: AxisLayout(Replicate()) for d, m in spec.sharded_dims().items() if d not in dims})
 
 
 @operator(_aten.permute.default)
@@ -259,5 +257,7 @@ def _expand(call: Call) -> Plan:
     return call.plan(out, {(0,): source}, call=lambda x, *_, **__: x.expand(shape))
 
 
-def dim_of(x: Any, dim: Any) -> int | None:
-    return wrap_dim(dim, x.ndim) if isinstance(dim, int) and -x.ndim <= dim < x.ndim else None
+def dim_of(x: Tensor | ShardTensorSpec, dim: object) -> int | None:
+    """The number of a dim, not negative; None where it is none of ``x``."""
+    n = len(x.shape)
+    return wrap_dim(dim, n) if isinstance(dim, int) and -n <= dim < n else None

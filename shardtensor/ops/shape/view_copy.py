@@ -1,10 +1,14 @@
-"""Operators that are another one and a copy: ``*_copy``, ``*_scatter``."""
+"""Operators that are another one and a copy: ``*_copy``, ``*_scatter``.
+
+Below autograd, each is other operators in a row, which have plans; so they are registered and have none themselves.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...registry import register
@@ -39,10 +43,10 @@ _VIEWS = (
 )
 
 
-def _register_copy(view: Any, copy: Any) -> None:
+def _register_copy(view: torch._ops.OpOverload, copy: torch._ops.OpOverload) -> None:
     @register(copy)
     def _(*args: Any, **kwargs: Any) -> Any:
-        # In this order: a view may have to be copied to be one of shards.
+        # The view first: only its plan knows where shards have to be moved.
         views = view(*args, **kwargs)
         if isinstance(views, DTensor):
             return views.clone(memory_format=torch.contiguous_format)
@@ -59,21 +63,18 @@ for _name in _VIEWS:
 # -- a copy of which a view is written to ------------------------------------------------------------------------
 
 
-def _register_scatter(scatter: Any, view: Any) -> None:
-    @register(scatter)
-    def _(x: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, ShardTensor):
-            return NotImplemented
-        result = run(_aten.clone.default, (x.redistribute(placements=x._spec.for_gradient().placements),), {})
-        view(result, *args, **kwargs).copy_(src)
-        return result
-
-
-_register_scatter(_aten.slice_scatter.default, _aten.slice.Tensor)
+@register(_aten.slice_scatter.default)
+def _slice_scatter(x: Tensor, src: Tensor, *args: int | None, **kwargs: int | None) -> ShardTensor:
+    if not isinstance(x, ShardTensor):
+        return NotImplemented
+    # Partial is reduced first: what is written into a part of it would have to be shared out, too.
+    result = run(_aten.clone.default, (x.redistribute(placements=x._spec.for_gradient().placements),), {})
+    _aten.slice.Tensor(result, *args, **kwargs).copy_(src)
+    return result
 
 
 @register(_aten.diagonal_scatter.default)
-def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
     if not isinstance(x, ShardTensor):
         return NotImplemented
     place = torch.zeros(x.shape, device="meta").diagonal(offset, dim1, dim2)
@@ -86,7 +87,7 @@ def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: in
 
 
 @register(_aten.select_scatter.default)
-def _select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
+def _select_scatter(x: Tensor, src: Tensor, dim: int, index: int) -> ShardTensor:
     if not isinstance(x, ShardTensor):
         return NotImplemented
     torch.empty(x.shape, device="meta").select(dim, index)  # torch's own errors

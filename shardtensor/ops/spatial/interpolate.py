@@ -11,26 +11,27 @@ places, one on each comb at most: what comes out are the weights, and which comb
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import TensorMeta, constant_like, untraced
-from ...errors import refuse
-from ...geometry import Interval, intervals_of, length, map_cuts
-from ...registry import register
-from ...spec import CHANNELS_LAST
-from ...tensor import ShardTensor
-from ..common.stencil import borrow_dims, finish, per_dim, result_dtype, scaled_cut, settled
-from ..pooling.pool import _adaptive_avg_pool
+from ..._compat import untraced
+from ...geometry import Interval, intervals_of, length, map_boundaries
+from ...halo import Fetch
+from ...operators import Arguments, Composed, LocalPlan, Plan, operator
+from ...registry import FUNCTIONS, register
+from ...spec import ShardTensorSpec
+from ...strides import CHANNELS_LAST
+from ..common.stencil import Constant, keeping_sums, per_dim, resized, result_dtype, scaled_boundary
 
-__all__ = ["Resize", "Taps", "as_local"]
+__all__ = ["Resize", "Taps", "WeightedSum", "as_local"]
 
 # Half the spread of the taps of each mode, in units of the larger of 1 and the step between outputs.
 _REACH = {"nearest": 1, "nearest-exact": 1, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2, "lanczos": 3}
@@ -56,21 +57,42 @@ class Taps:
             first = self.first[out[0] : out[1]]
             return int(first.min()), int(first.max()) + self.weights.shape[1]
 
-    def apply(self, part: Tensor, dim: int, origin: int, out: Interval) -> Tensor:
-        """The outputs ``out``, from ``part``, which holds the input from ``origin`` on along ``dim``."""
-        with untraced():
-            first = (self.first[out[0] : out[1]] - origin).to(part.device)
-            weights = self.weights[out[0] : out[1]].to(part.device)
-        first, weights = constant_like(first, part), constant_like(weights, part)
-        if weights.shape[1] == 1:
-            return part.index_select(dim, first)
-        result = None
-        for t in range(weights.shape[1]):
-            weight = weights[:, t].to(part.dtype).view(-1, *[1] * (part.ndim - dim - 1))
-            term = part.index_select(dim, first + t) * weight
-            result = term if result is None else result + term
-        assert result is not None
-        return result
+    def of(self, out: Interval, origin: int, dtype: torch.dtype, device: torch.device | str) -> WeightedSum:
+        """How to compute the outputs ``out`` from a tensor that holds the input from ``origin`` on.
+
+        Args:
+            dtype: of the input.
+        """
+        here = slice(*out)
+        width = self.weights.shape[1]
+        return WeightedSum(
+            [Constant(lambda t=t: (self.first[here] - origin + t).to(device)) for t in range(width)],
+            [Constant(lambda t=t: self.weights[here, t].to(device).to(dtype)) for t in range(width)],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSum:
+    """The outputs of one rank along one dim, as weighted sums of its inputs.
+
+    Attributes:
+        index: per tap, the local indices of the inputs, one per output.
+        weight: per tap, what they are multiplied with.
+    """
+
+    index: Sequence[Constant]
+    weight: Sequence[Constant]
+
+    def __call__(self, part: Tensor, dim: int) -> Tensor:
+        """The outputs along ``dim`` of ``part``."""
+        if len(self.index) == 1:  # a copy: 1 * inf is inf, but 0 * inf in a gradient is not 0
+            return part.index_select(dim, self.index[0].like(part))
+        shape = [-1, *[1] * (part.ndim - dim - 1)]
+        terms = (
+            part.index_select(dim, index.like(part)) * weight.like(part).view(shape)
+            for index, weight in zip(self.index, self.weight, strict=True)
+        )
+        return functools.reduce(torch.add, terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +104,7 @@ class Resize:
         scale: the caller's scale factor where torch computes with it, else None (then it computes with ``size / out``).
         mode, align_corners, antialias: as in ``interpolate``.
         dtype, device: in which torch computes the weights.
+        ndim: how many dims are resampled; torch's nearest neighbours in one dim are not always those in two.
     """
 
     size: int
@@ -92,6 +115,7 @@ class Resize:
     antialias: bool
     dtype: torch.dtype
     device: str
+    ndim: int
 
     @property
     def step(self) -> float:
@@ -113,7 +137,7 @@ def _taps(resize: Resize) -> Taps:
     # Only antialiasing widens the taps with the step. 2 more: rounding may move a tap by one either way.
     reach = _REACH[resize.mode] * (max(step, 1.0) if resize.antialias else 1.0)
     combs = min(size, 2 * math.ceil(reach) + 3)
-    ndim = {"linear": 1, "trilinear": 3}.get(resize.mode, 2)
+    ndim = resize.ndim
     places = torch.arange(size)
     comb = (places.remainder(combs) == torch.arange(combs)[:, None]).to(resize.device, resize.dtype)
     # Along the last dim: torch's antialiasing kernel goes wrong where that one has length 1.
@@ -146,7 +170,7 @@ def _taps(resize: Resize) -> Taps:
 @lru_cache(maxsize=1024)
 @untraced()
 def as_local(resize: Resize, part: Interval, out: Interval) -> tuple[Resize, int] | None:
-    """How torch can compute the outputs ``out`` from ``part`` alone, as if that were the whole dim; None if it cannot.
+    """How torch can compute the outputs ``out`` from ``part`` alone, as if that were the global dim; None if it cannot.
 
     Returns:
         The resampling of the part, and how many of its outputs come before the wanted ones.
@@ -169,113 +193,182 @@ def as_local(resize: Resize, part: Interval, out: Interval) -> tuple[Resize, int
     return (local, drop) if same and torch.equal(theirs.weights[here[0]], ours.weights[here[1]]) else None
 
 
-@lru_cache(maxsize=1024)
-@untraced()
-def _on_meta(x: TensorMeta, size: Any, scale_factor: Any, recompute: bool | None, kwargs: tuple[Any, ...]) -> Tensor:
-    """The result without its data, and torch's own errors. Kept: torch's meta kernels take milliseconds here."""
-    whole = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
-    return F.interpolate(whole, size, scale_factor, recompute_scale_factor=recompute, **dict(kwargs))
+# -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def _interpolate(
-    input: Any,
-    size: Any = None,
-    scale_factor: Any = None,
+@operator(F.interpolate, tensors="input", partial="input")
+def plan_interpolate(
+    call: Arguments,
+    input: ShardTensorSpec,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> Any:
-    """Handler of ``F.interpolate``."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    kwargs: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
-    lengths = tuple(size) if isinstance(size, (tuple, list)) else size
-    factors = tuple(scale_factor) if isinstance(scale_factor, (tuple, list)) else scale_factor
-    meta = _on_meta(input._spec.tensor_meta, lengths, factors, recompute_scale_factor, tuple(kwargs.items()))
+) -> Plan:
+    """``F.interpolate``."""
+    options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
+    meta = call.returned(
+        F.interpolate, input, size, scale_factor, recompute_scale_factor=recompute_scale_factor, **options
+    )
+    ndim = len(input.shape) - 2
     if mode == "area":
-        return _adaptive_avg_pool(input, tuple(meta.shape[2:]), ndim=input.ndim - 2)
-    x = settled(input, linear=mode not in ("nearest", "nearest-exact") or input.is_floating_point())
-    spec = x._spec
-    ndim = x.ndim - 2
+        average, out = getattr(F, f"adaptive_avg_pool{ndim}d"), tuple(meta.shape[2:])
+        return Composed(lambda x: average(x, out))
+    floating = input.tensor_meta.dtype.is_floating_point
+    nearest = mode in ("nearest", "nearest-exact")
+    if nearest and not floating:
+        input = input.for_gradient()
+    spec = call.redistribute("input", keeping_sums(input))
+    if not floating and not nearest and any(d >= 2 for d in spec.sharded_dims()):
+        dtype = spec.tensor_meta.dtype
+        reason = f"mode {mode!r} of {dtype} rounds between dims, which is done for floating point only"
+        raise call.refuse(reason, "convert to float and round yourself")
     scales: Sequence[float | None] = [None] * ndim
     if size is None and not recompute_scale_factor:
         scales = [float(s) for s in per_dim(scale_factor, ndim)]
-    probe = lambda t: F.interpolate(t, size=[1] * ndim, **kwargs)  # noqa: E731
-    dtype = result_dtype(x._local_tensor, probe, [1] * x.ndim)
-    sharded = {d: m for d, m in spec.sharded_dims().items() if d >= 2}
-    if sharded and not x.is_floating_point() and not mode.startswith("nearest"):
-        reason = f"mode {mode!r} of {x.dtype} rounds between dims, which is done for floating point only"
-        raise refuse("interpolate", x, reason, "convert to float and round yourself")
+    dtype = result_dtype(
+        call, spec.tensor_meta.dtype, lambda t: F.interpolate(t, size=[1] * ndim, **options), [1] * (ndim + 2)
+    )
     # torch computes in single precision for the half types, and so do we, between the dims too.
     compute = torch.float64 if dtype == torch.float64 else torch.float32
+    resizes = {
+        d: Resize(
+            spec.shape[d], meta.shape[d], scales[d - 2], mode, align_corners, antialias, compute, str(call.device), ndim
+        )
+        for d in range(2, ndim + 2)
+    }
+    return _plan(call, spec, meta, dtype, resizes)
+
+
+def _plan(
+    call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dtype, resizes: dict[int, Resize]
+) -> Plan:
+    """The plan for dims that are resampled; the kernel is given ``dtype``."""
     sizes, needs, mine = {}, {}, {}
-    resizes = {}
-    for d in range(2, x.ndim):
-        n, out = spec.shape[d], meta.shape[d]
-        resizes[d] = Resize(n, out, scales[d - 2], mode, align_corners, antialias, compute, str(x.device))
-        mine[d] = (0, n), (0, out)
-        if d in sharded:
-            m = sharded[d]
-            sizes[d] = map_cuts(spec.cut(m), scaled_cut(n, out))
+    for d, resize in resizes.items():
+        mine[d] = (0, resize.size), (0, resize.out)
+        m = spec.sharded_dims().get(d)
+        if m is not None:
+            sizes[d] = map_boundaries(spec.cut(m), scaled_boundary(resize.size, resize.out))
             outs = intervals_of(sizes[d])
-            needs[d] = [resizes[d].taps().reads(interval) for interval in outs]
+            needs[d] = [resize.taps().reads(interval) for interval in outs]
             mine[d] = needs[d][spec.coordinate[m]], outs[spec.coordinate[m]]
-    local = borrow_dims(x.to_local(), spec, needs).to(dtype)
-    result = _resample(local, resizes, mine)
+    fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)
+    kernel = _kernel(fetch.shape, out.local_shape(), resizes, mine, dtype, call.device)
+    fetches, casts = bool(fetch), dtype != spec.tensor_meta.dtype
     # Resampled dim after dim, or cut out of a larger result, it may have lost its memory format.
     last = CHANNELS_LAST.get(meta.ndim)
-    if last is not None and not meta.is_contiguous() and meta.is_contiguous(memory_format=last):
-        result = result.contiguous(memory_format=last)
-    return finish(result, x, meta, sizes)
+    if last is not None and (meta.is_contiguous() or not meta.is_contiguous(memory_format=last)):
+        last = None
+
+    def resample(local: Tensor) -> Tensor:
+        if fetches:
+            local = fetch(local)
+        result = kernel(local.to(dtype) if casts else local)
+        return result if last is None else result.contiguous(memory_format=last)
+
+    return LocalPlan(resample, out)
 
 
-def _resample(local: Tensor, resizes: dict[int, Resize], mine: dict[int, tuple[Interval, Interval]]) -> Tensor:
-    """Resample dims; ``mine``: per dim, the global input interval that ``local`` holds and the outputs wanted."""
-    if local.numel() == 0:
-        return local.reshape([length(mine[d][1]) if d in mine else n for d, n in enumerate(local.shape)])
+def _kernel(
+    shape: Sequence[int],
+    out_shape: Sequence[int],
+    resizes: dict[int, Resize],
+    mine: dict[int, tuple[Interval, Interval]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[[Tensor], Tensor]:
+    """What resamples a tensor of ``shape``, which is of ``dtype``.
+
+    Args:
+        mine: per dim, the global input interval that the tensor holds and the outputs wanted.
+    """
+    if 0 in shape:
+        return lambda local: local.reshape(out_shape)
     parts = {d: as_local(resizes[d], *mine[d]) for d in mine}
     found = [part for part in parts.values() if part is not None]
-    if len(found) == len(parts):
-        # One call of torch's kernel, which is several times faster than dim after dim.
-        first, scales = found[0][0], [part.scale for part, _ in found]
-        size = {"size": [part.out for part, _ in found]} if None in scales else {"scale_factor": scales}
-        kwargs = {"mode": first.mode, "align_corners": first.align_corners, "antialias": first.antialias}
-        local = F.interpolate(local, **size, **kwargs)  # type: ignore[arg-type]
-        for d, (_, drop) in zip(mine, found):
-            local = local.narrow(d, drop, length(mine[d][1]))
-        return local
-    dtype = local.dtype
-    for d, (part, out) in mine.items():
-        if resizes[d].mode not in ("nearest", "nearest-exact"):
-            local = local.to(resizes[d].dtype)
-        local = resizes[d].taps().apply(local, d, part[0], out)
-    return local.to(dtype)
+    if len(found) < len(parts):
+        return _dim_by_dim(resizes, mine, dtype, device)
+    # One call of torch's kernel, which is several times faster than dim after dim.
+    first, scales = found[0][0], [part.scale for part, _ in found]
+    size = [part.out for part, _ in found] if None in scales else None
+    scale_factor = scales if size is None else None
+    wanted = [
+        (d, drop, length(mine[d][1]))
+        for d, (part, drop) in zip(mine, found, strict=True)
+        if (drop, length(mine[d][1])) != (0, part.out)
+    ]
 
-
-register(F.interpolate)(_interpolate)
-
-
-# -- called by the operators' names ---------------------------------------------------------------------------------
-
-
-def _upsample(mode: str, n: int, antialias: bool, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-    """``upsample_*(self, output_size, [align_corners,] scales...)``; ``names`` are those of its arguments."""
-    arguments = {**dict(zip(names, args)), **kwargs}
-    input, output_size, align_corners = (arguments.get(k) for k in ("self", "output_size", "align_corners"))
-    if not isinstance(input, ShardTensor) or output_size is None:
-        return NotImplemented
-    scales = tuple(arguments.get(name) for name in names if name.startswith("scales"))
-    given = [scale for scale in scales if scale is not None]
-    if given and (len(given) < n or [int(k * s) for k, s in zip(input.shape[2:], given)] != list(output_size)):
-        raise refuse(
-            f"upsample_{mode}{n}d",
-            input,
-            f"scales {scales} do not lead to the output size {tuple(output_size)}",
-            "call torch.nn.functional.interpolate with the one or the other",
+    def resample(local: Tensor) -> Tensor:
+        result = F.interpolate(
+            local,
+            size,
+            scale_factor,  # type: ignore[arg-type]
+            first.mode,
+            first.align_corners,
+            antialias=first.antialias,
         )
-    size = None if given else list(output_size)
-    return _interpolate(input, size, given or None, mode, align_corners, antialias=antialias)
+        for place in wanted:
+            result = result.narrow(*place)
+        return result
+
+    return resample
+
+
+def _dim_by_dim(
+    resizes: dict[int, Resize],
+    mine: dict[int, tuple[Interval, Interval]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[[Tensor], Tensor]:
+    steps = []
+    for d, (part, out) in mine.items():
+        compute = dtype if resizes[d].mode in ("nearest", "nearest-exact") else resizes[d].dtype
+        steps.append((d, compute, resizes[d].taps().of(out, part[0], compute, device)))
+
+    def resample(local: Tensor) -> Tensor:
+        for d, compute, weighted in steps:
+            local = weighted(local.to(compute), d)
+        return local.to(dtype)
+
+    return resample
+
+
+# -- called by the operators' names ------------------------------------------------------------------------------------
+
+
+interpolate = FUNCTIONS[F.interpolate]
+
+
+def _declare(name: str, mode: str, n: int, antialias: bool) -> None:
+    packet = getattr(torch.ops.aten, name)
+    names = [argument.name for argument in packet.default._schema.arguments][1:]
+    scale_names = [name for name in names if name.startswith("scales")]
+
+    # Called by their packet's name, ``default`` and ``vec`` are told apart by their arguments only.
+    @operator(packet, tensors="self", partial="self")
+    def plan_upsample(call: Arguments, self: ShardTensorSpec, *args: Any, **kwargs: Any) -> Plan:
+        """``upsample_*(self, output_size, [align_corners,] scales...)``."""
+        given = {**dict(zip(names, args)), **kwargs}
+        output_size, align_corners = given.get("output_size"), given.get("align_corners")
+        if output_size is None:
+            return NotImplemented
+        scales = tuple(given.get(name) for name in scale_names)
+        factors = [scale for scale in scales if scale is not None]
+        fits = len(factors) == n and [int(k * s) for k, s in zip(self.shape[2:], factors)] == list(output_size)
+        if factors and not fits:
+            raise call.refuse(
+                f"scales {scales} do not lead to the output size {tuple(output_size)}",
+                "call torch.nn.functional.interpolate with the one or the other",
+            )
+        size = None if factors else tuple(output_size)
+        # By its handler: below autograd, calling torch's function would lead here again.
+        return Composed(lambda x: interpolate(x, size, factors or None, mode, align_corners, antialias=antialias))
+
+    # Also below autograd, where torch functions are disabled: the plan fetches, as a rule's cannot.
+    register(packet.default)(FUNCTIONS[packet])
 
 
 _MODES = {
@@ -289,6 +382,4 @@ _MODES = {
     "_upsample_bicubic2d_aa": ("bicubic", 2, True),
 }
 for _name, _mode in _MODES.items():
-    _packet = getattr(torch.ops.aten, _name)
-    _arguments = [argument.name for argument in _packet.default._schema.arguments]
-    register(_packet, _packet.default)(partial(_upsample, *_mode, _arguments))
+    _declare(_name, *_mode)

@@ -1,25 +1,25 @@
 """Padding and cropping: constant, reflect, replicate and circular, at any dims.
 
-The rank at a global end holds the padding of that end: a cut ``c`` moves to ``c + left`` (within the new length), but
-0 stays 0 and the other end stays the end. Ranks with empty shards at an end get none of it. What is padded is read from
-whoever holds it: for circular padding the ranks at the other end, for reflection perhaps a neighbour.
+The rank at a global end holds the padding of that end: a boundary ``b`` moves to ``b + left`` (within the new length),
+but 0 stays 0 and the other end stays the end. Ranks with empty shards at an end get none of it. What is padded is read
+from whoever holds it: for circular padding the ranks at the other end, for reflection perhaps a neighbour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import refuse
-from ...geometry import Interval, cuts_of, intersect, intervals_of, length, sizes_of
-from ...registry import register
-from ...tensor import ShardTensor
-from ..common.stencil import borrow_dims, finish, on_meta, per_dim, result_dtype, settled
+from ...exchange import plan_intervals
+from ...geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
+from ...halo import Axis, Fetch
+from ...operators import Arguments, LocalPlan, Plan, operator
+from ...spec import ShardTensorSpec
+from ..common.stencil import keeping_sums, per_dim, resized, result_dtype
 
 __all__ = ["pad_sizes", "pad_sources"]
 
@@ -35,10 +35,10 @@ def pad_sizes(sizes: Sequence[int], left: int, right: int) -> tuple[int, ...]:
     """
     n = sum(sizes)
     new = n + left + right
-    cuts = [0 if c == 0 else new if c == n else min(max(c + left, 0), new) for c in cuts_of(sizes)]
-    # Of an empty dim every cut is both ends; its padding goes to the last rank.
-    cuts[-1] = new
-    return sizes_of(cuts)
+    boundaries = [0 if b == 0 else new if b == n else min(max(b + left, 0), new) for b in boundaries_of(sizes)]
+    # Of an empty dim every boundary is both ends; its padding goes to the last rank.
+    boundaries[-1] = new
+    return sizes_of(boundaries)
 
 
 def pad_sources(mode: str, n: int, left: int, right: int) -> tuple[Interval, Interval]:
@@ -61,52 +61,104 @@ def pad_sources(mode: str, n: int, left: int, right: int) -> tuple[Interval, Int
     return (0, min(before, 1)), (n - min(after, 1), n)
 
 
-# -- operators --------------------------------------------------------------------------------------------
+# -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def _pad(input: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    """Handler of ``F.pad``."""
-    if not isinstance(input, ShardTensor):
-        return NotImplemented
-    meta = F.pad(on_meta(input), pad, mode=mode, value=value)
-    pads = {input.ndim - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
-    x = settled(input, linear=mode != "constant" or not value)
-    spec = x._spec
-    sharded = {d: spec.sharded_dims()[d] for d in pads if d in spec.sharded_dims() and any(pads[d])}
+@dataclass(frozen=True, slots=True)
+class _PaddedDim:
+    """How one sharded dim is padded on this rank, except with constants.
+
+    Attributes:
+        dim: the tensor dim.
+        body: fetches what the rank's outputs hold of the input itself.
+        ends: of the padding at the start and at the end: what fetches its source, and what is made of that; None
+            where no rank has any.
+        shape: of the result.
+    """
+
+    dim: int
+    body: Fetch
+    ends: tuple[tuple[Fetch, Callable[[Tensor], Tensor]] | None, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, local: Tensor) -> Tensor:
+        body = self.body(local)
+        first, last = (None if end is None else end[1](end[0](local)) for end in self.ends)
+        pieces = [t for t in (first, body, last) if t is not None]
+        return torch.cat(pieces, self.dim) if len(pieces) > 1 else body
+
+
+def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Plan:
+    """The plan of ``F.pad`` of the operand ``input``."""
+    spec = call.tensors["input"]
+    meta = call.returned(F.pad, spec, list(pad), mode=mode, value=value)
+    ndim = len(spec.shape)
+    pads = {ndim - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
+    linear = mode != "constant" or not value
+    spec = call.redistribute("input", keeping_sums(spec) if linear else spec.for_gradient())
+    sharded = {d: m for d, m in spec.sharded_dims().items() if any(pads.get(d, ()))}
     for d in sharded if mode == "circular" else ():
         if max(pads[d]) > spec.shape[d] + min(*pads[d], 0):
             reason = f"padding {pads[d]} crops dim {d} and wraps around what is left more than once"
-            raise refuse("pad", x, reason, "crop first, then pad")
-    sizes = {d: pad_sizes(spec.cut(m), *pads[d]) for d, m in sharded.items()}
-
-    def pad_locally(local: Tensor, amounts: dict[int, tuple[int, int]]) -> Tensor:
-        flat = [amounts.get(input.ndim - 1 - i // 2, (0, 0))[i % 2] for i in range(len(pad))]
-        if not any(flat):
-            return local
-        if mode != "constant" and local.numel() == 0:
-            return local.reshape([n + sum(amounts.get(d, (0, 0))) for d, n in enumerate(local.shape)])
-        return F.pad(local, flat, mode=mode, value=value)
-
-    dtype = x.dtype
+            raise call.refuse(reason, "crop first, then pad")
+    dtype = spec.tensor_meta.dtype
     if mode != "constant":
-        dtype = result_dtype(x._local_tensor, lambda t: F.pad(t, [0] * len(pad), mode=mode), [1] * input.ndim)
-    local = x.to_local()
-    amounts = {d: p for d, p in pads.items() if d not in sharded}
-    for d, m in sharded.items():
-        before, after = pads[d]
-        parts = [_parts(out, before, spec.shape[d]) for out in intervals_of(sizes[d])]
-        mine = parts[spec.coordinate[m]]
-        body = borrow_dims(local, spec, {d: [p[1] for p in parts]})
+        dtype = result_dtype(call, dtype, lambda t: F.pad(t, [0] * len(pad), mode=mode), [1] * ndim)
+    sizes = {d: pad_sizes(spec.cut(m), *pads[d]) for d, m in sharded.items()}
+    # What is left for one call of torch's: the free dims, and constants at the global ends.
+    left = {d: p for d, p in pads.items() if d not in sharded}
+    steps: list[Callable[[Tensor], Tensor]] = []
+    shape = spec.local_shape()
+    for d in sorted(sharded, reverse=True):  # as torch pads, the last dim first
+        parts = [_parts(out, pads[d][0], spec.shape[d]) for out in intervals_of(sizes[d])]
         if mode == "constant":
-            local = body
-            amounts[d] = length(mine[0]), length(mine[2])
+            here = parts[spec.coordinate[sharded[d]]]
+            left[d] = length(here[0]), length(here[2])
+            step: Fetch | _PaddedDim = _fetch(spec, d, shape, [p[1] for p in parts])
         else:
-            start, end = pad_sources(mode, spec.shape[d], before, after)
-            first = _taken(local, d, x, start, [p[0] for p in parts], mode)
-            last = _taken(local, d, x, end, [p[2] for p in parts], mode)
-            pieces = [t for t in (first, body, last) if t is not None]
-            local = torch.cat(pieces, d) if len(pieces) > 1 else body
-    return finish(pad_locally(local, amounts).to(dtype), x, meta, sizes)
+            step = _padded_dim(mode, spec, d, shape, pads[d], parts)
+        steps.append(step)
+        shape = step.shape
+    flat = [left.get(ndim - 1 - i // 2, (0, 0))[i % 2] for i in range(len(pad))]
+    out = resized(spec, meta, dtype, sizes)
+    finish = _local_padding(flat, mode, value, shape, out.local_shape())
+    casts = dtype != spec.tensor_meta.dtype
+
+    def padded(local: Tensor) -> Tensor:
+        for step in steps:
+            local = step(local)
+        local = local if finish is None else finish(local)
+        return local.to(dtype) if casts else local
+
+    return LocalPlan(padded, out)
+
+
+def _padded_dim(
+    mode: str,
+    spec: ShardTensorSpec,
+    dim: int,
+    shape: Sequence[int],
+    pads: Interval,
+    parts: Sequence[tuple[Interval, Interval, Interval]],
+) -> _PaddedDim:
+    """How one sharded dim of a local tensor of ``shape`` is padded, except with constants; ``parts`` per rank."""
+    sources = pad_sources(mode, spec.shape[dim], *pads)
+    body = _fetch(spec, dim, shape, [p[1] for p in parts])
+    ends = tuple(_end(mode, spec, dim, shape, sources[i // 2], [p[i] for p in parts]) for i in (0, 2))
+    here = parts[spec.coordinate[spec.sharded_dims()[dim]]]
+    padded = tuple(sum(map(length, here)) if d == dim else n for d, n in enumerate(shape))
+    return _PaddedDim(dim, body, ends, padded)
+
+
+def _local_padding(
+    flat: Sequence[int], mode: str, value: float | None, shape: Sequence[int], out_shape: Sequence[int]
+) -> Callable[[Tensor], Tensor] | None:
+    """What pads a local tensor of ``shape`` by ``flat``; None where there is nothing to do."""
+    if not any(flat):
+        return None
+    if mode != "constant" and 0 in shape:
+        return lambda local: local.reshape(out_shape)
+    return lambda local: F.pad(local, flat, mode=mode, value=value)  # type: ignore[arg-type]
 
 
 def _parts(out: Interval, left: int, n: int) -> tuple[Interval, Interval, Interval]:
@@ -121,12 +173,21 @@ def _parts(out: Interval, left: int, n: int) -> tuple[Interval, Interval, Interv
     return before, body, after
 
 
-def _taken(
-    local: Tensor, dim: int, x: ShardTensor, source: Interval, wanted: Sequence[Interval], mode: str
-) -> Tensor | None:
-    """This rank's part of the padding at one end; None where no rank has any.
+def _fetch(spec: ShardTensorSpec, dim: int, shape: Sequence[int], need: Sequence[Interval]) -> Fetch:
+    """What fetches ``need`` (per rank) of a sharded dim, where the other dims of the shard have other lengths."""
+    m = spec.sharded_dims()[dim]
+    need = tuple((a, b) if b > a else (0, 0) for a, b in need)
+    transfers = plan_intervals(intervals_of(spec.cut(m)), need, spec.coordinate[m])
+    return Fetch([Axis(dim, m, transfers)], spec.mesh, shape)
+
+
+def _end(
+    mode: str, spec: ShardTensorSpec, dim: int, shape: Sequence[int], source: Interval, wanted: Sequence[Interval]
+) -> tuple[Fetch, Callable[[Tensor], Tensor]] | None:
+    """How to get this rank's part of the padding at one end; None where no rank has any.
 
     Args:
+        shape: of the local tensor that is padded.
         source: the global interval that becomes the padding.
         wanted: per rank, which part of the padding it holds.
     """
@@ -139,28 +200,39 @@ def _taken(
         needs = [(source[0] + size - b, source[0] + size - a) if b > a else (0, 0) for a, b in wanted]
     else:
         needs = [(source[0] + a, source[0] + b) if b > a else (0, 0) for a, b in wanted]
-    piece = borrow_dims(local, x._spec, {dim: needs})
+    fetch = _fetch(spec, dim, shape, needs)
     if mode == "reflect":
-        return piece.flip(dim)
+        return fetch, lambda piece: piece.flip(dim)
     if mode == "replicate":
-        here = wanted[x._spec.coordinate[x._spec.sharded_dims()[dim]]]
-        return piece.expand(*[length(here) if d == dim else n for d, n in enumerate(piece.shape)])
-    return piece
+        here = length(wanted[spec.coordinate[spec.sharded_dims()[dim]]])
+        expanded = [here if d == dim else n for d, n in enumerate(fetch.shape)]
+        return fetch, lambda piece: piece.expand(expanded)
+    return fetch, lambda piece: piece
 
 
-def _pad_with(input: Any, padding: Any, *, mode: str, ndim: int) -> Any:
-    """Handler of the functions that pad in one mode."""
-    return _pad(input, per_dim(padding, 2 * ndim), mode=mode)
-
-
-def _constant_pad_nd(input: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    return _pad(input, pad, "constant", value)
-
+# -- entry points ------------------------------------------------------------------------------------------------------
 
 _nn, _aten = torch._C._nn, torch.ops.aten
 
-register(F.pad, _nn.pad, _aten.pad)(_pad)
-register(torch.constant_pad_nd, _aten.constant_pad_nd)(_constant_pad_nd)
-for _ndim in (1, 2, 3):
-    for _mode, _name in (("reflect", f"reflection_pad{_ndim}d"), ("replicate", f"replication_pad{_ndim}d")):
-        register(getattr(_nn, _name), getattr(_aten, _name))(partial(_pad_with, mode=_mode, ndim=_ndim))
+
+@operator(F.pad, _nn.pad, _aten.pad, tensors="input", partial="input")
+def plan_pad(
+    call: Arguments, input: ShardTensorSpec, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Plan:
+    return _plan(call, pad, mode, value)
+
+
+@operator(torch.constant_pad_nd, _aten.constant_pad_nd, tensors="input", partial="input")
+def plan_constant_pad(call: Arguments, input: ShardTensorSpec, pad: Sequence[int], value: float = 0) -> Plan:
+    return _plan(call, pad, "constant", value)
+
+
+def _declare(name: str, mode: str, n: int) -> None:
+    @operator(getattr(_nn, name), getattr(_aten, name), tensors="input", partial="input")
+    def plan_pad_in_one_mode(call: Arguments, input: ShardTensorSpec, padding: int | Sequence[int]) -> Plan:
+        return _plan(call, per_dim(padding, 2 * n), mode)
+
+
+for _n in (1, 2, 3):
+    _declare(f"reflection_pad{_n}d", "reflect", _n)
+    _declare(f"replication_pad{_n}d", "replicate", _n)

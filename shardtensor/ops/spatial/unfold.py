@@ -1,6 +1,6 @@
 """Windows as a dim of their own: Tensor.unfold, F.unfold, F.fold.
 
-A window along a sharded dim belongs to the rank that owns its middle; what it reads beyond the shard is borrowed, as
+A window along a sharded dim belongs to the rank that owns its middle; what it reads beyond the shard is fetched, as
 for a convolution. F.unfold is two of these and a reshape that flattens the windows' rows and columns; so where the
 columns are sharded, the input's longest other dim is sharded instead first, see shape/view.py's [Note: moved off].
 """
@@ -8,65 +8,69 @@ columns are sharded, the input's longest other dim is sharded instead first, see
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import planning
 from ...copies import mark_copied
-from ...geometry import Window, intervals_of, map_cuts
-from ...operators import operator
-from ...planning import Call, Plan
-from ...registry import register
-from ...tensor import ShardTensor, redistribute_to
-from ..common.stencil import borrow_dims, finish, on_meta, per_dim, settled
+from ...geometry import Window, intervals_of, map_boundaries
+from ...halo import Fetch
+from ...operators import Arguments, Composed, LocalPlan, Plan, operator
+from ...spec import ShardTensorSpec
+from ...tensor import redistribute_to
+from ..common.stencil import keeping_sums, per_dim, resized
 from ..shape.view import carry, fitted, moved_off, wrap_dim
 
 __all__: list[str] = []
 
 _aten = torch.ops.aten
+Numbers = int | Sequence[int]
 
 
-@register(Tensor.unfold)
-def _unfold(self: Any, dimension: int, size: int, step: int) -> Any:
+@operator(Tensor.unfold, tensors="self", partial="self")
+def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: int, step: int) -> Plan:
     """Windows of a sharded dim, as a new last dim."""
-    if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
+    if not self.sharded_dims():
         return NotImplemented
-    meta = on_meta(self).unfold(dimension, size, step)  # torch's own errors
-    dim = wrap_dim(dimension, self.ndim)
-    if dim not in self._spec.sharded_dims():
+    meta = call.returned(Tensor.unfold, self, dimension, size, step)  # torch's own errors
+    dim = wrap_dim(dimension, len(self.shape))
+    if dim not in self.sharded_dims():
         return NotImplemented
-    x = settled(self, linear=True)
-    spec = x._spec
+    spec = keeping_sums(self)
     m = spec.sharded_dims()[dim]
     window = Window(size=spec.shape[dim], kernel=size, stride=step)
-    sizes = map_cuts(spec.cut(m), window.cut)
-    outputs = intervals_of(sizes)
-    local = borrow_dims(x.to_local(), spec, {dim: [window.reads(out) for out in outputs]})
-    if sizes[spec.coordinate[m]]:
-        windows = local.unfold(dim, size, step)
-    else:
-        windows = local.narrow(dim, 0, 0).unsqueeze(-1).expand(*(-1 for _ in spec.shape), size)
-    return mark_copied(finish(windows, x, meta, {dim: sizes}), self)
+    sizes = map_boundaries(spec.cut(m), window.boundary)
+    fetch = Fetch.of(spec, {dim: [window.reads(out) for out in intervals_of(sizes)]})
+    mine, ndim = sizes[spec.coordinate[m]], len(spec.shape)
+
+    def windows(local: Tensor) -> Tensor:
+        local = fetch(local)
+        if mine:
+            return local.unfold(dim, size, step)
+        return local.narrow(dim, 0, 0).unsqueeze(-1).expand(*[-1] * ndim, size)
+
+    local_plan = LocalPlan(windows, resized(spec, meta, spec.tensor_meta.dtype, {dim: sizes}))
+    return Composed(lambda x: mark_copied(local_plan.run([redistribute_to(x, spec)]), x))
 
 
-@register(torch.unfold_copy)
-def _unfold_copy(input: Any, dimension: int, size: int, step: int, *, out: Any = None) -> Any:
-    if out is not None or not isinstance(input, ShardTensor):
-        return NotImplemented
-    return input.unfold(dimension, size, step).clone(memory_format=torch.contiguous_format)
+@operator(torch.unfold_copy, tensors="input")
+def plan_unfold_copy(call: Arguments, input: ShardTensorSpec, dimension: int, size: int, step: int) -> Plan:
+    return Composed(lambda x: x.unfold(dimension, size, step).clone(memory_format=torch.contiguous_format))
 
 
 @operator(_aten.unfold.default)
-def _unfold_below_autograd(call: Call) -> Plan:
+def _unfold_below_autograd(call: planning.Call) -> planning.Plan:
     spec = call.specs[0]
     dim = wrap_dim(call.args[1], len(spec.shape))
-    return Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
+    return planning.Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
 
 
 @operator(_aten.unfold_backward.default)
-def _unfold_backward(call: Call) -> Plan:
+def _unfold_backward(call: planning.Call) -> planning.Plan:
     spec = call.reduced()[(0,)]
     shape, dim = call.args[1:3]
     dim = wrap_dim(dim, len(shape))
@@ -75,24 +79,35 @@ def _unfold_backward(call: Call) -> Plan:
     return call.plan(out, {(0,): spec}, call=lambda g, _, *rest: _aten.unfold_backward.default(g, local, *rest))
 
 
-@register(F.unfold)
-def _unfold_images(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
-    if not isinstance(input, ShardTensor) or not {input.ndim - 1, input.ndim - 2} & set(input._spec.sharded_dims()):
+@operator(F.unfold, tensors="input", partial="input")
+def plan_unfold_images(
+    call: Arguments,
+    input: ShardTensorSpec,
+    kernel_size: Numbers,
+    dilation: Numbers = 1,
+    padding: Numbers = 0,
+    stride: Numbers = 1,
+) -> Plan:
+    ndim = len(input.shape)
+    if not {ndim - 1, ndim - 2} & set(input.sharded_dims()):
         return NotImplemented
-    meta = F.unfold(on_meta(input), kernel_size, dilation, padding, stride)  # torch's own errors
+    shape = call.returned(F.unfold, input, kernel_size, dilation, padding, stride).shape  # torch's own errors
     kernel, steps, pads, strides = (per_dim(v, 2) for v in (kernel_size, dilation, padding, stride))
-    spec = input._spec
-    x = redistribute_to(input, moved_off(spec, {d: d for d in range(input.ndim - 1)}))
-    x = F.pad(x, (pads[1], pads[1], pads[0], pads[0])) if any(pads) else x
-    n = x.ndim
-    for dim, size, apart, step in zip((n - 2, n - 1), kernel, steps, strides, strict=True):
-        x = x.unfold(dim, (size - 1) * apart + 1, step)[..., ::apart]
-    # (batch, channel, row, column, y, x) to (batch, (channel, y, x), (row, column))
-    return x.permute(*range(n - 2), n, n + 1, n - 2, n - 1).reshape(meta.shape)
+    source = moved_off(input, {d: d for d in range(ndim - 1)})
+
+    def unfold(x: Tensor) -> Tensor:
+        x = redistribute_to(x, source)
+        x = F.pad(x, (pads[1], pads[1], pads[0], pads[0])) if any(pads) else x
+        for dim, size, apart, step in zip((ndim - 2, ndim - 1), kernel, steps, strides, strict=True):
+            x = x.unfold(dim, (size - 1) * apart + 1, step)[..., ::apart]
+        # (batch, channel, row, column, y, x) to (batch, (channel, y, x), (row, column))
+        return x.permute(*range(ndim - 2), ndim, ndim + 1, ndim - 2, ndim - 1).reshape(shape)
+
+    return Composed(unfold)
 
 
 @operator(_aten.im2col.default, _aten.col2im.default)
-def _columns(call: Call) -> Plan:
+def _columns(call: planning.Call) -> planning.Plan:
     """With images and channels sharded: a channel's taps stay together."""
     spec = call.specs[0]
     channel = len(spec.shape) - (3 if call.func == _aten.im2col.default else 2)

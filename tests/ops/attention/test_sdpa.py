@@ -602,7 +602,7 @@ def check_kept() -> None:
         first = layout_of.cache_info()
         for _ in range(3):
             step(method)
-        assert layout_of.cache_info()[:2] == (first.hits + 3, first.misses)
+        assert layout_of.cache_info() == first  # the whole plan is
 
 
 def test_layouts_are_kept():

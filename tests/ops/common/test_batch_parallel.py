@@ -47,5 +47,5 @@ def fail():
 
 def test_without_a_free_dim_it_is_refused_on_every_rank():
     for error in run_expecting_errors(fail, 2):
-        with pytest.raises(UnsupportedSharding, match=r"grid_sample: .*mesh dim 0 cuts.*\[4, 2\].*Remedy"):
+        with pytest.raises(UnsupportedSharding, match=r"grid_sample: .*mesh dim 0 shards.*\[4, 2\].*Remedy"):
             raise error

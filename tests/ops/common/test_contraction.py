@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from shardtensor import ShardTensor, UnsupportedSharding, allow_gather
 from shardtensor.ops.common.contraction import batch_labels
-from shardtensor.ops.linalg.matmul import _letters
+from shardtensor.ops.linalg.einsum import letters
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -157,9 +157,9 @@ def test_einsum(ranks):
 
 
 def test_letters():
-    assert _letters("b...i, ij", [4, 2]) == (("baci", "ij"), "acbj")
-    assert _letters("ij,jk", [2, 2]) == (("ij", "jk"), "ik")
-    assert _letters("...,...->...", [0, 2]) == (("", "ab"), "ab")
+    assert letters("b...i, ij", [4, 2]) == (("baci", "ij"), "acbj")
+    assert letters("ij,jk", [2, 2]) == (("ij", "jk"), "ik")
+    assert letters("...,...->...", [0, 2]) == (("", "ab"), "ab")
     assert batch_labels((5, 1, 3), (2, 3)) == ([(-3, None, -1), (-2, -1)], (-3, -2, -1))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.geometry import cuts_of, intervals_of, map_cuts
+from shardtensor.geometry import boundaries_of, intervals_of, map_boundaries
 from shardtensor.ops.convolution.conv_transpose import TransposedWindow
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -40,7 +40,7 @@ def test_geometry_against_brute_force(size, kernel, stride, dilation, padding, e
     w = TransposedWindow(size, kernel, stride, dilation, padding, extra)
     if w.outputs < 1:
         return
-    cuts = [w.cut(c) for c in range(size + 1)]
+    cuts = [w.boundary(c) for c in range(size + 1)]
     assert cuts[0] == 0 and cuts[-1] == w.outputs and cuts == sorted(cuts)
     a = data.draw(st.integers(0, w.outputs - 1))
     b = data.draw(st.integers(a + 1, w.outputs))
@@ -150,5 +150,5 @@ def test_errors():
 
 def test_cuts_follow_the_upsampling():
     w = TransposedWindow(size=9, kernel=2, stride=2, dilation=1, padding=0, extra=0)
-    assert map_cuts((4, 0, 5), w.cut) == (8, 0, 10)
-    assert cuts_of((8, 0, 10)) == (0, 8, 8, 18) and intervals_of((8, 0, 10))[2] == (8, 18)
+    assert map_boundaries((4, 0, 5), w.boundary) == (8, 0, 10)
+    assert boundaries_of((8, 0, 10)) == (0, 8, 8, 18) and intervals_of((8, 0, 10))[2] == (8, 18)

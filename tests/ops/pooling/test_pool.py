@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.geometry import Window, intervals_of, map_cuts
-from shardtensor.ops.common.stencil import scaled_cut
-from shardtensor.ops.pooling.pool import adaptive_window, pool_reads
+from shardtensor.geometry import Window, intervals_of, map_boundaries
+from shardtensor.ops.common.stencil import scaled_boundary
+from shardtensor.ops.pooling.adaptive_pool import adaptive_window
+from shardtensor.ops.pooling.pool import pool_reads
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -255,7 +256,7 @@ def wrong(case):
         ("no spatial dims", RuntimeError, "4D|3D|dim"),
         ("negative", RuntimeError, "greater than or equal to 0"),
         ("random", NotImplementedError, "rand.*|no distributed form"),
-        ("unpool", NotImplementedError, "max_unpool2d: it needs a tensor dim whole"),
+        ("unpool", NotImplementedError, "max_unpool2d: it needs a tensor dim unsharded"),
     ],
 )
 def test_errors_are_torchs_own_on_every_rank(case, error, text):
@@ -285,7 +286,7 @@ def test_kernels_get_what_the_windows_read(sizes, kernel, stride, padding, dilat
     else:
         pool = lambda x, p: F.max_pool1d(x, kernel, stride, p, dilation, ceil_mode)  # noqa: E731
     parts = []
-    for out in intervals_of(map_cuts(sizes, w.cut)):
+    for out in intervals_of(map_boundaries(sizes, w.boundary)):
         (start, stop), p, drop = pool_reads(w, out, kernel if averages else 0)
         assert 0 <= start <= stop <= w.size
         if out[1] > out[0]:
@@ -302,14 +303,14 @@ def test_adaptive_windows_are_torchs(n, out):
 
 
 @given(SIZES, st.integers(1, 40))
-def test_scaled_cuts_give_outputs_to_the_owner_of_their_centre(sizes, out):
+def test_scaled_boundaries_give_outputs_to_the_owner_of_their_centre(sizes, out):
     n = sum(sizes)
-    owned = intervals_of(map_cuts(sizes, scaled_cut(n, out)))
+    owned = intervals_of(map_boundaries(sizes, scaled_boundary(n, out)))
     assert owned[-1][1] == out
     for (start, stop), (a, b) in zip(owned, intervals_of(sizes)):
         for o in range(start, stop):
             assert a * 2 * out <= (2 * o + 1) * n <= b * 2 * out
-    assert map_cuts(sizes, scaled_cut(n, 2 * n)) == tuple(2 * s for s in sizes)
+    assert map_boundaries(sizes, scaled_boundary(n, 2 * n)) == tuple(2 * s for s in sizes)
 
 
 def gradient_by_name():

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from spatial_cases import check_cases, data
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor.geometry import cuts_of, intervals_of
-from shardtensor.ops.shape.cat import joined_cut
+from shardtensor.geometry import boundaries_of, intervals_of
+from shardtensor.ops.shape.cat import joined_sizes
 from shardtensor.ops.shape.flip import rolled
-from shardtensor.ops.shape.slice import cut_of_slice, cut_of_sliced
+from shardtensor.ops.shape.slice import boundary_of_slice, sizes_before_slice
 from shardtensor.ops.shape.view import whole_blocks
 from shardtensor.tensor import wrap
 from shardtensor.testing import (
@@ -347,9 +347,9 @@ SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(sum)
 def test_slices_stay_with_their_owners(sizes, start, stop, step):
     n = sum(sizes)
     taken = range(*slice(start, stop, step).indices(n))
-    cut = cut_of_slice(taken)
+    cut = boundary_of_slice(taken)
     pieces = [[i for i in taken if a <= i < b] for a, b in intervals_of(sizes)]
-    cuts = [cut(c) for c in cuts_of(sizes)]
+    cuts = [cut(c) for c in boundaries_of(sizes)]
     assert [b - a for a, b in zip(cuts, cuts[1:])] == [len(piece) for piece in pieces]
 
 
@@ -358,10 +358,10 @@ def test_a_gradients_cut_gives_back_the_slices(sizes, start, step, rest):
     count = sum(sizes)
     taken = range(start, start + (count - 1) * step + 1, step)
     n = taken[-1] + 1 + rest
-    found = cut_of_sliced(taken, n, sizes)
+    found = sizes_before_slice(taken, n, sizes)
     assert sum(found) == n and min(found) >= 0
-    cut = cut_of_slice(taken)
-    cuts = [cut(c) for c in cuts_of(found)]
+    cut = boundary_of_slice(taken)
+    cuts = [cut(c) for c in boundaries_of(found)]
     assert [b - a for a, b in zip(cuts, cuts[1:])] == list(sizes)
 
 
@@ -371,9 +371,9 @@ def test_joining_the_pieces_of_a_split_gives_its_cut(sizes, draw):
     at = sorted(draw.draw(st.lists(st.integers(0, n), max_size=3)))
     pieces = []
     for a, b in zip([0, *at], [*at, n]):
-        cuts = [max(a, min(b, c)) for c in cuts_of(sizes)]
+        cuts = [max(a, min(b, c)) for c in boundaries_of(sizes)]
         pieces.append((b - a, tuple(y - x for x, y in zip(cuts, cuts[1:]))))
-    assert joined_cut(pieces, len(sizes)) == tuple(sizes)
+    assert joined_sizes(pieces, len(sizes)) == tuple(sizes)
 
 
 @given(SIZES, st.integers(0, 30))
@@ -395,4 +395,4 @@ def test_whole_blocks_are_near(sizes, block):
     sizes = [*sizes[:-1], sizes[-1] + -sum(sizes) % block]
     found = whole_blocks(sizes, block)
     assert sum(found) == sum(sizes) and all(size >= 0 and size % block == 0 for size in found)
-    assert all(abs(a - b) * 2 <= block for a, b in zip(cuts_of(found), cuts_of(sizes)))
+    assert all(abs(a - b) * 2 <= block for a, b in zip(boundaries_of(found), boundaries_of(sizes)))

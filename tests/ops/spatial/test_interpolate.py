@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.geometry import cuts_of, intervals_of, length, map_cuts
-from shardtensor.ops.common.stencil import scaled_cut
+from shardtensor.geometry import boundaries_of, intervals_of, length, map_boundaries
+from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.spatial.interpolate import Resize, as_local
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -51,6 +51,8 @@ def cases():
         for mode in ("nearest", "nearest-exact", "linear"):
             add(1, 2, n, mode=mode, scale_factor=3)
             add(1, 2, n, mode=mode, size=7)
+    for shape in ((1, 2, 5), (1, 2, 5, 3), (1, 1, 5, 2, 3)):
+        add(*shape, mode="nearest", scale_factor=2.04)
     for mode in ("bilinear", "bicubic"):
         for size in ((3, 4), (20, 3), (6, 21)):
             for align_corners in (False, True):
@@ -87,7 +89,7 @@ def layouts():
     # What is down- and upsampled is cut within a row of its skip connection.
     odd = shard(data(1, 2, 13, 4), mesh, [Shard(2)], {0: (5, 3, 5)})
     up = F.interpolate(F.max_pool2d(odd, 2, ceil_mode=True), size=(13, 4))
-    cuts = [cuts_of(t.shard_sizes[0]) for t in (up, odd)]
+    cuts = [boundaries_of(t.shard_sizes[0]) for t in (up, odd)]
     assert max(abs(a - b) for a, b in zip(*cuts)) == 1, cuts
     assert (up + odd).shard_sizes == up.shard_sizes
     return nearest.messages, linear.bytes_sent
@@ -190,14 +192,14 @@ def test_torchs_kernel_on_a_part_gives_the_outputs_of_the_whole(sizes, ratio, mo
     out, scale = int(n * ratio[0]), ratio[1]
     if out == 0 or (scale and int(n * scale) != out):
         return
-    resize = Resize(n, out, scale, mode, None, False, torch.float64, "cpu")
     x = data(1, 2, n)[:, :, None] if mode == "bicubic" else data(1, 2, n)
+    resize = Resize(n, out, scale, mode, None, False, torch.float64, "cpu", x.ndim - 2)
     parts = []
-    for interval in intervals_of(map_cuts(sizes, scaled_cut(n, out))):
+    for interval in intervals_of(map_boundaries(sizes, scaled_boundary(n, out))):
         start, stop = resize.taps().reads(interval)
         found = as_local(resize, (start, stop), interval) if stop > start else None
         if found is None:
-            parts.append(resize.taps().apply(x[..., start:stop], x.ndim - 1, start, interval))
+            parts.append(resize.taps().of(interval, start, x.dtype, x.device)(x[..., start:stop], x.ndim - 1))
             continue
         local, drop = found
         assert local.size == stop - start
@@ -205,13 +207,14 @@ def test_torchs_kernel_on_a_part_gives_the_outputs_of_the_whole(sizes, ratio, mo
         if mode == "bicubic":
             given_size = {k: (1, v) for k, v in given_size.items()}
         parts.append(F.interpolate(x[..., start:stop], mode=mode, **given_size).narrow(-1, drop, length(interval)))
-    whole = Resize(n, out, scale, mode, None, False, torch.float64, "cpu").taps().apply(x, x.ndim - 1, 0, (0, out))
+    whole = resize.taps().of((0, out), 0, x.dtype, x.device)(x, x.ndim - 1)
     torch.testing.assert_close(torch.cat(parts, -1), whole, rtol=1e-14, atol=1e-14)
 
 
 def test_where_torchs_kernel_serves_parts():
     def serves(n, out, part, wanted, scale=None, mode="linear", corners=None):
-        return as_local(Resize(n, out, scale, mode, corners, False, torch.float32, "cpu"), part, wanted) is not None
+        resize = Resize(n, out, scale, mode, corners, False, torch.float32, "cpu", 1)
+        return as_local(resize, part, wanted) is not None
 
     assert serves(8, 16, (3, 8), (8, 16)) and serves(8, 16, (3, 8), (8, 16), scale=2.0, mode="nearest")
     assert serves(8, 4, (4, 8), (2, 4))
@@ -288,13 +291,13 @@ def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes
     given_size = {"size": [*ones, out]} if scale is None else {"scale_factor": [*map(float, ones), scale]}
     x = data(1, 2, *ones, n, dtype=dtype)
     whole = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **given_size)
-    taps = Resize(n, out, scale, mode, align_corners, antialias, dtype, "cpu").taps()
+    taps = Resize(n, out, scale, mode, align_corners, antialias, dtype, "cpu", ndim).taps()
     parts = []
-    for a, b in intervals_of(map_cuts(sizes, scaled_cut(n, out))):
+    for a, b in intervals_of(map_boundaries(sizes, scaled_boundary(n, out))):
         start, stop = taps.reads((a, b))
         assert 0 <= start <= stop <= n
         if b > a:
-            parts.append(taps.apply(x[..., start:stop], x.ndim - 1, start, (a, b)))
+            parts.append(taps.of((a, b), start, x.dtype, x.device)(x[..., start:stop], x.ndim - 1))
     result = torch.cat(parts, -1)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     torch.testing.assert_close(result, whole, rtol=tolerance, atol=4 * tolerance)

@@ -1,0 +1,116 @@
+"""A function of an operand that is sent around a ring: computed with each rank's shard in turn, and put together.
+
+[Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go round
+once more, and what was computed with each is computed again. Nothing of what came by is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...geometry import Interval
+from ...gradients import once_differentiable
+from .ring import Trip, ring_of, trip
+
+__all__ = ["Tour", "part_by_part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tour:
+    """The way of an operand's shards along a mesh dim, and where their results belong.
+
+    Attributes:
+        dim: of the travelling operand, the one that is cut.
+        into: the dim of the result along which the parts' results stand side by side; None where they are summed.
+        intervals: each rank's of ``dim``, and so of ``into``.
+    """
+
+    mesh: DeviceMesh
+    mesh_dim: int
+    rank: int
+    dim: int
+    into: int | None
+    intervals: tuple[Interval, ...]
+
+    def shape_at(self, local: Tensor, owner: int) -> tuple[int, ...]:
+        a, b = self.intervals[owner]
+        return tuple(b - a if d == self.dim else n for d, n in enumerate(local.shape))
+
+
+def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
+    """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable once.
+
+    Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
+    """
+    return _PartByPart.apply(function, tour, part, *others)  # type: ignore[no-any-return]
+
+
+class _PartByPart(torch.autograd.Function):
+    """See [Note: part by part]."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.function, ctx.tour = function, tour
+        kind = part.device.type
+        ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        ctx.save_for_backward(part, *others)
+        results: dict[int, Tensor] = {}
+        total: Tensor | None = None
+        for owner, (block,) in _trip(tour, part).travel([_plain(part)]):
+            result = function(owner, block, *others)
+            if tour.into is not None:
+                results[owner] = result
+            else:
+                total = result if total is None else total + result
+        if total is not None:
+            return total
+        return torch.cat([results[owner] for owner in sorted(results)], dim=tour.into or 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        part, *others = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        tour: Tour = ctx.tour
+        kind, enabled, dtype = ctx.autocast
+        sums: list[Tensor | None] = [None] * len(others)
+
+        def contribute(owner: int, blocks: Sequence[Tensor]) -> list[Tensor]:
+            a, b = tour.intervals[owner]
+            mine = grad if tour.into is None else grad.narrow(tour.into, a, b - a)
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
+                leaves = [t.detach().requires_grad_(n) for t, n in zip((*blocks, *others), needs, strict=True)]
+                result = ctx.function(owner, *leaves)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = dict(zip(map(id, wanted), torch.autograd.grad(result, wanted, mine, materialize_grads=True)))
+            for i, leaf in enumerate(leaves[1:]):
+                if leaf.requires_grad:
+                    before = sums[i]
+                    sums[i] = found[id(leaf)] if before is None else before + found[id(leaf)]
+            return [_plain(found[id(leaves[0])]).clone()] if needs[0] else []
+
+        home: Any = None
+        if needs[0]:
+            (home,) = _trip(tour, part).travel_and_return([_plain(part)], contribute)
+        else:
+            for owner, blocks in _trip(tour, part).travel([_plain(part)]):
+                contribute(owner, blocks)
+        return None, None, home, *sums
+
+
+def _trip(tour: Tour, part: Tensor) -> Trip:
+    """The way of the parts around the ring."""
+    ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
+    forms = tuple(((tour.shape_at(part, owner), part.dtype),) for owner in range(len(tour.intervals)))
+    return trip(ring, forms, forms, tour.mesh.get_group(tour.mesh_dim))
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Contiguous, and without pending conjugation: what may travel and be added to."""
+    return t.resolve_conj().resolve_neg().contiguous()

@@ -1,0 +1,159 @@
+"""Linear and bilinear layers.
+
+The usual case has sharded rows and replicated weights: local products, and one sum of the weights' gradients over the
+ranks. Where features or weights are sharded, the layer is a contraction like other products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..._compat import TensorMeta
+from ...operators import Arguments, Composed, Operand, Plan, operator
+from ...parameters import GradientSum
+from ...planning import meta_of
+from ...spec import ShardTensorSpec
+from ...tensor import ShardTensor, redistribute_to
+from ..common.alignment import as_operand
+from ..common.contraction import Form, contract
+
+_aten = torch.ops.aten
+
+
+class LinearPlan(Plan):
+    """``F.linear`` of an input with unsharded features. Weight and bias are replicated."""
+
+    saves = (0, 1)
+    twice = True
+    outputs: ShardTensorSpec
+
+    def __init__(self, out: ShardTensorSpec, bias: TensorMeta | None) -> None:
+        self.outputs, self.bias = out, bias
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[()]]:
+        return F.linear(x, weight, bias), ()
+
+    def backward(
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor
+    ) -> Sequence[Tensor | None]:
+        if grads[0] is None:
+            return None, None, None
+        return _gradients(needed, grads[0], x, weight, self.bias, self.total)
+
+
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum | None) -> Tensor:
+    """``F.linear`` of local tensors, as a part of other local work. Differentiable.
+
+    Args:
+        total: the sum over the ranks that the gradients need, of ``(x, weight, bias)``; None for no sum.
+    """
+    if total is None or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    return _LocalLinear.apply(x, weight, bias, total)  # type: ignore[no-any-return]
+
+
+class _LocalLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum) -> Tensor:  # type: ignore[override]
+        ctx.total, ctx.bias = total, None if bias is None else meta_of(bias)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives, in which each rank contributes to the weight's, too
+            _, weight, _ = ctx.total.complete([None, weight, None])
+        kind = x.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            return *_gradients(ctx.needs_input_grad[:3], grad, x, weight, ctx.bias, ctx.total), None
+
+
+def _gradients(
+    needed: Sequence[bool],
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: TensorMeta | None,
+    total: GradientSum | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of input, weight and bias. The sum of the latter two travels while the input's is computed."""
+    columns = weight if weight.ndim == 2 else weight.unsqueeze(0)
+    rows = _rows(grad if weight.ndim == 2 else grad.unsqueeze(-1))
+    grad_x = grad_w = grad_b = None
+    if needed[1]:
+        grad_w = torch.mm(rows.t(), _rows(_like(x, rows))).view(weight.shape)
+        grad_w = grad_w if grad_w.dtype == weight.dtype else grad_w.to(weight.dtype)
+    if needed[2] and bias is not None:
+        grad_b = rows.sum(0) if bias.shape == columns.shape[:1] else rows.sum(0).sum_to_size(bias.shape)
+        grad_b = grad_b if grad_b.dtype == bias.dtype else grad_b.to(bias.dtype)
+    finish = None if total is None else total.start([None, grad_w, grad_b])
+    if needed[0]:
+        grad_x = torch.mm(rows, _like(columns, rows)).view(x.shape)
+        grad_x = grad_x if grad_x.dtype == x.dtype else grad_x.to(x.dtype)
+    if finish is not None:
+        _, grad_w, grad_b = finish()
+    return grad_x, grad_w, grad_b
+
+
+def _rows(t: Tensor) -> Tensor:
+    """All but the last dim as one."""
+    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
+
+
+def _like(t: Tensor, grad: Tensor) -> Tensor:
+    """What a gradient is multiplied with: of its dtype, which under autocast is another, and conjugate."""
+    t = t if t.dtype == grad.dtype else t.to(grad.dtype)
+    return t.conj() if t.is_complex() else t
+
+
+@operator(F.linear, _aten.linear, tensors="input", parameters="weight bias", sharded="weight bias")
+def plan_linear(call: Arguments, input: ShardTensorSpec, weight: Operand, bias: Operand | None = None) -> Plan:
+    """Rows are sharded in the usual case; where features or the weight are, it is a contraction."""
+    result = call.returned(F.linear, input, weight, bias)
+    last, meta = len(input.shape) - 1, input.tensor_meta
+    sharded = any(isinstance(t, ShardTensorSpec) for t in (weight, bias))
+    if last in input.sharded_dims() or sharded or (bias is not None and len(bias.shape) > 1):
+        return Composed(partial(_linear_by_contraction, call.mesh))
+    dtype = call.autocast()
+    casts = dtype is not None and meta.dtype.is_floating_point and meta.dtype != torch.float64
+    meta = TensorMeta(result.shape, result.stride(), dtype if casts else result.dtype)  # type: ignore[arg-type]
+    biased = bias.tensor_meta if isinstance(bias, ShardTensorSpec) else bias
+    return LinearPlan(input.replace(meta=meta), biased)
+
+
+def _linear_by_contraction(mesh: DeviceMesh, x: ShardTensor, weight: Tensor, bias: Tensor | None) -> ShardTensor:
+    lead, rows = tuple(range(x.ndim - 1)), ("rows",) * (weight.ndim - 1)
+    y = contract("linear", F.linear, Form(((*lead, "k"), (*rows, "k")), (*lead, *rows)), x, weight, mesh=mesh)
+    if bias is None:
+        return y
+    if isinstance(bias, DTensor) and x.ndim - 1 not in y._spec.sharded_dims():
+        bias = as_operand(bias, mesh)
+        bias = redistribute_to(bias, bias._spec.replicated())  # one number for each output
+    return y + bias.to(y.dtype)
+
+
+@operator(F.bilinear, torch.bilinear, tensors="input1 input2 weight bias")
+def plan_bilinear(
+    call: Arguments,
+    input1: ShardTensorSpec,
+    input2: ShardTensorSpec,
+    weight: ShardTensorSpec,
+    bias: ShardTensorSpec | None = None,
+) -> Plan:
+    call.returned(F.bilinear, input1, input2, weight, bias)
+
+    def run(x1: ShardTensor, x2: ShardTensor, weight: ShardTensor, bias: ShardTensor | None) -> ShardTensor:
+        y = torch.einsum("...i,oij,...j->...o", x1, weight, x2)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    return Composed(run)

@@ -1,0 +1,185 @@
+"""What a normalization over shards follows from: which elements share statistics, and which of them this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from ..._compat import TensorMeta, untraced
+from ...geometry import map_cuts
+from ...layout import AxisLayout
+from ...operators import Arguments, Operand
+from ...spec import ShardTensorSpec
+from ...tensor import ShardTensor, redistribute_to
+from ..common.alignment import local_part, moved, whole_rows
+
+__all__ = [
+    "Geometry",
+    "geometry_of_groups",
+    "geometry_of_last_dims",
+    "geometry_over",
+    "prepare_parameters",
+    "result_dtype",
+    "with_unsharded_groups",
+]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which elements share statistics, as one rank sees it.
+
+    Attributes:
+        name: of the operator, for errors.
+        spec: of the input.
+        view: local shape, of as many dims as it takes to make the normalized elements entire dims of it.
+        dims: dims of the view that are normalized over.
+        affine: shape of weight and bias that broadcasts against the view.
+        first: the input's dim that the first dim of weight and bias belongs to.
+        merges: ``(mesh dim, its shard sizes)`` for the mesh dims that shard a normalized dim.
+        count: how many elements of the global tensor share a mean.
+        eps: added to the variance.
+        centered: False where the mean is not subtracted (RMS norm).
+    """
+
+    name: str
+    spec: ShardTensorSpec
+    view: tuple[int, ...]
+    dims: tuple[int, ...]
+    affine: tuple[int, ...]
+    first: int
+    merges: tuple[tuple[int, tuple[int, ...]], ...]
+    count: int
+    eps: float
+    centered: bool = True
+
+    @cached_property
+    def intervals(self) -> tuple[tuple[int, int, int], ...]:
+        """``(dim, start, length)`` of what belongs to this rank's shard of a weight and bias, where that is a part."""
+        held = ((d - self.first, self.spec.interval(m)) for d, m in self.spec.sharded_dims().items())
+        return tuple((d, start, stop - start) for d, (start, stop) in held if d >= 0)
+
+    @property
+    def has_empty_shards(self) -> bool:
+        """Whether any rank's shard is empty: some of torch's kernels fail then. All ranks use the same kernel, for
+        their second derivatives must communicate alike.
+        """
+        sizes = [self.spec.cut(m) for m in self.spec.sharded_dims().values()]
+        return 0 in self.spec.shape or any(0 in of_dim for of_dim in sizes)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether torch's own kernel can do it on every rank."""
+        return not self.merges and not self.has_empty_shards
+
+    def own_part(self, parameter: Tensor | None) -> Tensor | None:
+        """The part of a parameter (or running statistic) that belongs to this rank's shard. A view."""
+        if parameter is not None:
+            for d, start, n in self.intervals:
+                if d < parameter.ndim:
+                    parameter = parameter.narrow(d, start, n)
+        return parameter
+
+    def own_parts(self, *parameters: Operand | None) -> Callable[..., Sequence[Tensor | None]]:
+        """What narrows plain parameters to their :meth:`own_part`; sharded ones arrive narrowed."""
+        narrows = [isinstance(p, TensorMeta) for p in parameters]
+        if not self.intervals or not any(narrows):
+            return lambda *tensors: tensors
+        return lambda *tensors: [self.own_part(t) if n else t for t, n in zip(tensors, narrows, strict=True)]
+
+    def output_spec(self, dtype: torch.dtype) -> ShardTensorSpec:
+        """The spec of a new tensor of this dtype in the input's layout and memory format."""
+        spec = self.spec
+        with untraced():
+            meta = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta"))
+        return spec.replace(meta=TensorMeta(meta.shape, meta.stride(), dtype))
+
+
+def _merges(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    shared = [m for d, m in spec.sharded_dims().items() if d in dims and spec.mesh.size(m) > 1 and spec.shape[d]]
+    return tuple((m, spec.cut(m)) for m in shared)
+
+
+def geometry_over(
+    name: str, spec: ShardTensorSpec, dims: Sequence[int], first: int, last: int, eps: float, centered: bool = True
+) -> Geometry:
+    """Normalization over dims of the input; weight and bias belong to its dims ``first`` to ``last``, exclusive."""
+    local = spec.local_shape()
+    affine = tuple(n if first <= d < last else 1 for d, n in enumerate(local))
+    count = torch.Size(spec.shape[d] for d in dims).numel()
+    return Geometry(name, spec, local, tuple(dims), affine, first, _merges(spec, dims), count, eps, centered)
+
+
+def geometry_of_last_dims(name: str, spec: ShardTensorSpec, k: int, eps: float, centered: bool = True) -> Geometry:
+    """Normalization over the last ``k`` dims."""
+    n = len(spec.shape)
+    return geometry_over(name, spec, range(n - k, n), n - k, n, eps, centered)
+
+
+def geometry_of_groups(name: str, spec: ShardTensorSpec, groups: int, eps: float) -> Geometry:
+    """Normalization over groups of channels, of which none is sharded, and all spatial dims."""
+    per_group = spec.shape[1] // groups
+    n, channels, *spatial = spec.local_shape()
+    view = (n, channels // per_group, per_group, *spatial)
+    affine = (1, *view[1:3], *(1 for _ in spatial))
+    over = range(2, len(spec.shape))
+    count = per_group * spec.shape[2:].numel()
+    return Geometry(name, spec, view, tuple(range(2, len(view))), affine, 1, _merges(spec, over), count, eps)
+
+
+def with_unsharded_groups(name: str, spec: ShardTensorSpec, groups: int) -> ShardTensorSpec:
+    """The spec of the input with no group of channels sharded: its boundaries moved to the nearest ones of groups, or,
+    with fewer groups than ranks, another dim sharded.
+    """
+    per_group, m = spec.shape[1] // groups, spec.sharded_dims().get(1)
+    if m is None or not any(n % per_group for n in spec.cut(m)):
+        return spec
+    if groups < spec.mesh.size(m):
+        return whole_rows(name, spec, 1)
+    sizes = map_cuts(spec.cut(m), lambda boundary: (boundary + per_group // 2) // per_group * per_group)
+    return spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def prepare_parameters(call: Arguments, geometry: Geometry, **parameters: Operand | None) -> None:
+    """Have the sharded ones among a call's parameters resharded like the input, and made plain.
+
+    Their gradients are contributions on the mesh dims where only the input is sharded.
+    """
+    spec = geometry.spec
+    for argument, operand in parameters.items():
+        if isinstance(operand, ShardTensorSpec):
+            layout = [AxisLayout(Replicate())] * spec.mesh.ndim
+            for d, m in spec.sharded_dims().items():
+                if 0 <= d - geometry.first < len(operand.shape):
+                    layout[m] = AxisLayout(Shard(d - geometry.first), spec.sizes[m])
+            call.then_do(argument, partial(_local_part, geometry.name, spec, operand.with_layout(layout)))
+
+
+def _local_part(name: str, spec: ShardTensorSpec, target: ShardTensorSpec, parameter: ShardTensor) -> Tensor:
+    reduced = redistribute_to(parameter, parameter._spec.for_gradient())
+    return local_part(moved(name, reduced, target), spec)
+
+
+# -- what torch would return -----------------------------------------------------------------------------------------
+
+
+def result_dtype(
+    call: Arguments, kernel: Callable[..., Tensor], x: ShardTensorSpec, *others: Operand | None
+) -> torch.dtype:
+    """The dtype of torch's own result, under autocast too, and its own errors for dtypes that do not go together.
+
+    Args:
+        kernel: of an input of shape ``(2, 1, 1)`` and parameters of shape ``(1,)``.
+    """
+    # Asked of torch on two elements rather than copied from its tables, which differ by device and version.
+    metas = [t.tensor_meta if isinstance(t, ShardTensorSpec) else t for t in others]
+    with torch.no_grad(), untraced():
+        small = [None if meta is None else torch.ones(1, dtype=meta.dtype, device=call.device) for meta in metas]
+        return kernel(torch.ones(2, 1, 1, dtype=x.tensor_meta.dtype, device=call.device), *small).dtype

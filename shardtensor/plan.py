@@ -1,0 +1,213 @@
+"""The run of an operator above autograd: what a plan does on this rank, and how autograd differentiates it.
+
+A plan is made by the function that declares its operator, see [Note: plan and run] in operators.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ._compat import AutogradFunction
+from .gradients import not_twice
+from .parameters import GradientSum
+from .spec import ShardTensorSpec
+from .tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
+
+__all__ = ["Composed", "LocalPlan", "Plan"]
+
+
+class Plan:
+    """What one call does on this rank. Subclasses give the local work of an operator and its gradient.
+
+    Attributes:
+        outputs: the result's spec, or a tuple of them.
+        saves: which of the tensors the gradient needs, by position.
+        total: the sum over ranks that the gradients of plain parameters need.
+        name, device: of the operator, for errors; the type of its tensors' device.
+        order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
+        steps: what is done with each tensor before the run: promotion, casts, redistribution.
+        then: the layout that the result is redistributed to.
+        twice: whether :meth:`forward` may be run again and be differentiated by autograd, for second derivatives.
+    """
+
+    outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
+    saves: tuple[int, ...] = ()
+    total: GradientSum | None = None
+    twice: ClassVar[bool] = False
+    # Filled in by the operator that has the plan made.
+    name: str = ""
+    device: str = "cpu"
+    order: tuple[Any, ...] | None = None
+    steps: tuple[Callable[[Any], Any] | None, ...] | None = None
+    then: ShardTensorSpec | None = None
+
+    def forward(self, *tensors: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
+        """The local result (a tensor, or a tuple of them) and what else :meth:`backward` needs.
+
+        Args:
+            tensors: the local tensors, None for those that the caller left out.
+        """
+        raise NotImplementedError
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Sequence[Tensor | None]:
+        """Local gradients of all tensors, None for those that are not ``needed``; those of parameters complete.
+
+        Args:
+            grads: local gradients of the results, which have the layout of :attr:`outputs`; None where there is none.
+            saved: the local tensors named by :attr:`saves`, then what :meth:`forward` returned besides its result.
+        """
+        raise NotImplementedError
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
+        if torch.is_grad_enabled():
+            return _Run.apply(self, *tensors)
+        result, _ = self.forward(*(t._local_tensor if type(t) is ShardTensor else t for t in tensors))
+        return self.wrapped(result)
+
+    def wrapped(self, result: Any) -> Any:
+        """Local results as ShardTensors, not differentiable."""
+        if isinstance(self.outputs, tuple):
+            return tuple(map(wrap, result, self.outputs))
+        return wrap(result, self.outputs)
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        if self.order is not None:
+            tensors = [picked(tensors, place) for place in self.order]
+        if self.steps is not None:
+            tensors = [t if step is None else step(t) for step, t in zip(self.steps, tensors, strict=True)]
+        result = self.run(tensors)
+        return result if self.then is None else redistribute_to(result, self.then)
+
+
+class LocalPlan(Plan):
+    """A plan whose local work autograd differentiates: ``function`` of the local tensors gives the local result.
+
+    Where it communicates, it calls what is differentiable, such as :class:`shardtensor.halo.Fetch`.
+
+    Args:
+        gradients: for each of the operator's tensors the layout in which its gradient arrives, None for its own.
+            Partial where it is replicated, but the ranks do different work with it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...],
+        gradients: Sequence[ShardTensorSpec | None] | None = None,
+    ) -> None:
+        self.function, self.outputs, self.gradients = function, outputs, gradients
+
+    def local_tensors(self, tensors: Sequence[Any]) -> list[Any]:
+        """What the local work gets, differentiably."""
+        if self.gradients is None:
+            return [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+        return [
+            t if type(t) is not ShardTensor else t.to_local() if spec is None else to_part(t, spec)
+            for t, spec in zip(tensors, self.gradients, strict=True)
+        ]
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        locals_ = self.local_tensors(tensors)
+        if self.total is not None and torch.is_grad_enabled():
+            locals_ = self.total.complete(locals_)
+        result = self.function(*locals_)
+        if isinstance(self.outputs, tuple):
+            return tuple(map(from_part, result, self.outputs))
+        return from_part(result, self.outputs)
+
+
+class Composed(Plan):
+    """A plan that calls other operators: ``function`` gets the operator's tensors, parameters as the caller gave them.
+
+    For an operator that is others in a row for these arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        return self.function(*tensors)
+
+
+class _Run(AutogradFunction):
+    """A plan's run, and its gradient. Saved are tensors and the plan."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
+        result, kept = plan.forward(*[t._local_tensor if type(t) is ShardTensor else t for t in tensors])
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        ctx.save_for_backward(*[tensors[i] for i in plan.saves], *kept)
+        ctx.specs = [t._spec if type(t) is ShardTensor else None for t in tensors]
+        if plan.twice:
+            ctx.others = [None if i in plan.saves else t for i, t in enumerate(tensors)]
+            device = plan.device
+            ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        return plan.wrapped(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None, *_gradients(ctx, ctx.saved_tensors, grads)
+        if ctx.plan.twice:
+            return None, *_second_derivatives(ctx, grads)
+        with torch.no_grad():
+            found = _gradients(ctx, ctx.saved_tensors, grads)
+        return None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
+
+
+def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    plan = ctx.plan
+    outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
+    local_grads = [None if g is None else _local_gradient(g, s) for g, s in zip(grads, outputs, strict=True)]
+    local_saved = [t._local_tensor if type(t) is ShardTensor else t for t in saved]
+    if torch.is_autocast_enabled(plan.device):
+        with torch.autocast(plan.device, enabled=False):
+            found = plan.backward(ctx.needs_input_grad[1:], local_grads, *local_saved)
+    else:
+        found = plan.backward(ctx.needs_input_grad[1:], local_grads, *local_saved)
+    return [g if s is None or g is None else wrap(g, s) for g, s in zip(found, ctx.specs, strict=True)]
+
+
+def _local_gradient(grad: Any, spec: ShardTensorSpec) -> Tensor:
+    if type(grad) is ShardTensor and grad._spec is spec and spec._reduced is None:
+        return grad._local_tensor
+    local: Tensor = as_gradient(grad, spec)._local_tensor
+    return local
+
+
+def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
+    """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
+    plan, needed, saved = ctx.plan, ctx.needs_input_grad[1:], ctx.saved_tensors
+    tensors = list(ctx.others)
+    for i, t in zip(plan.saves, saved):
+        tensors[i] = t
+    locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+    completed = locals_ if plan.total is None else plan.total.complete(locals_)
+    with torch.autocast(*ctx.autocast) if ctx.autocast[2] else nullcontext():
+        result = plan.forward(*completed)[0]
+    results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
+    pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
+    wanted = [t for t, need in zip(locals_, needed, strict=True) if need]
+    found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
+    # With an empty shard some of them depend on less; but what is differentiated again must communicate on every rank.
+    nothing = pairs[0][0].new_zeros(())
+    for t in (*locals_, *completed, *(g for _, g in pairs)):
+        if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
+            nothing = nothing + t.reshape(-1)[:0].sum()
+    gradients = iter([g + nothing.to(g.dtype) for g in found])
+    result = [next(gradients) if need else None for need in needed]
+    return [g if g is None or s is None else from_part(g, s) for g, s in zip(result, ctx.specs, strict=True)]
+
+
+def picked(tensors: Sequence[Any], place: Any) -> Any:
+    """The tensors at a place: one, or a list of them for a tuple of places."""
+    if place is None:
+        return None
+    return tensors[place] if type(place) is int else [picked(tensors, item) for item in place]
