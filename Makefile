@@ -1,6 +1,7 @@
 # make test                      the suite, in a fresh .venv
 # make test ARGS="-k conv -x"    the same with arguments for pytest
 # make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
+# make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
 # make globe                     the example, on two processes; writes globe.png
 # make lint | bench | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,10 +14,14 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch globe bench lint clean
+.PHONY: test test-torch sweep globe bench lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+sweep: $(VENV)/.installed-test
+	@test -n "$(OP)" || { echo "usage: make sweep OP=softmax [ARGS=...]"; exit 2; }
+	cd tests && ../$(VENV)/bin/python -m operator_sweep $(OP) --dtypes float32 --refused $(ARGS)
 
 globe: $(VENV)/.installed-examples
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py

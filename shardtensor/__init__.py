@@ -3,38 +3,42 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
-from . import gradients, ops, patches  # the first two fill the registry
+from . import gradients, ops, patches  # noqa: F401  # the first two fill the registry
 from .context import allow_gather
 from .errors import UnsupportedSharding
 from .exchange import set_transport
-from .operators import Arguments, Composed, LocalPlan, Plan, operator
+from .operators import Arguments, operator
 from .ops.attention.sdpa import attention_method
-from .registry import register, registered, unregister
+from .patches import install
+from .plan import Composed, LocalPlan, Plan
+from .registry import Support, register, registered, supports, unregister
 from .scatter import scatter_tensor
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
 
-patches.install()
+install()
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "gradients",
-    "ops",
-    "patches",
+    # tensors
+    "ShardTensor",
+    "ShardTensorSpec",
+    "scatter_tensor",
+    # how operators run
+    "UnsupportedSharding",
+    "allow_gather",
+    "attention_method",
+    "set_transport",
+    # which operators there are, and new ones
     "Arguments",
     "Composed",
     "LocalPlan",
     "Plan",
-    "ShardTensor",
-    "ShardTensorSpec",
-    "UnsupportedSharding",
-    "allow_gather",
-    "attention_method",
+    "Support",
     "operator",
     "register",
     "registered",
-    "scatter_tensor",
-    "set_transport",
+    "supports",
     "unregister",
 ]

@@ -125,7 +125,7 @@ class Exchange:
         recvs: ``(peer, shape)`` of each piece that it gets, likewise.
     """
 
-    __slots__ = ("_received", "_recv_counts", "_recv_shapes", "_recv_sizes", "_send_counts", "group")
+    __slots__ = ("_group_name", "_received", "_recv_counts", "_recv_shapes", "_recv_sizes", "_send_counts")
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class Exchange:
         recvs: Sequence[tuple[int, Sequence[int]]],
         group: dist.ProcessGroup,
     ) -> None:
-        self.group = group
+        # By name: an exchange may be kept longer than its process group, for the same ranks of another one.
+        self._group_name = group.group_name
         self._send_counts, self._recv_counts = ([0] * group.size() for _ in range(2))
         for counts, messages in ((self._send_counts, sends), (self._recv_counts, recvs)):
             for peer, shape in messages:
@@ -156,19 +157,19 @@ class Exchange:
 
     def _start(self, packed: Tensor) -> Pending:
         if is_traced(packed):
-            received = _exchange(packed, self._send_counts, self._recv_counts, self.group.group_name)
+            received = _exchange(packed, self._send_counts, self._recv_counts, self._group_name)
             return Pending([], received, self._recv_shapes, self._recv_sizes, packed)
-        dtype = packed.dtype
+        dtype, group = packed.dtype, process_group(self._group_name)
         if debug_enabled():
-            check_communication("exchange", dtype, self._send_counts, self._recv_counts, self.group, packed.device)
+            check_communication("exchange", dtype, self._send_counts, self._recv_counts, group, packed.device)
         received = packed.new_empty(self._received)
         if dtype in _TRANSFERABLE:
-            works = _transfer(packed, received, self._send_counts, self._recv_counts, self.group)
+            works = _transfer(packed, received, self._send_counts, self._recv_counts, group)
         else:
             send_bytes, recv_bytes = (
                 [n * dtype.itemsize for n in counts] for counts in (self._send_counts, self._recv_counts)
             )
-            works = _transfer(packed.view(torch.uint8), received.view(torch.uint8), send_bytes, recv_bytes, self.group)
+            works = _transfer(packed.view(torch.uint8), received.view(torch.uint8), send_bytes, recv_bytes, group)
         return Pending(works, received, self._recv_shapes, self._recv_sizes, packed)
 
 

@@ -412,8 +412,10 @@ def planned(
 def _declaration(build: Callable[..., Any], tensors: str, parameters: str, partial: str, sharded: str) -> _Declared:
     signature = inspect.signature(build)
     own = signature.replace(parameters=list(signature.parameters.values())[1:])
-    named = (tuple(names.split()) for names in (tensors, parameters, partial, sharded))
-    return _Declared(build, *named, signature=own)
+    tensor_names, parameter_names, partial_names, sharded_names = (
+        tuple(names.split()) for names in (tensors, parameters, partial, sharded)
+    )
+    return _Declared(build, tensor_names, parameter_names, partial_names, sharded_names, own)
 
 
 def _argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:

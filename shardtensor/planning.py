@@ -1,7 +1,7 @@
 """Plans of aten operators below autograd: what one call does to shards, and the cache of plans.
 
 [Note: plans] What an aten operator does to shards follows from the specs of its tensors and its other arguments,
-never from data. So it is worked out once per ``(operator, specs, arguments)`` and kept as a :class:`Plan`; a later
+never from data. So it is worked out once per ``(operator, specs, arguments)`` and kept as a :class:`AtenPlan`; a later
 call with the same key unwraps, runs the operator on the local tensors and wraps. A *rule* builds the plan. Building
 communicates nothing, and gives the same plan each time: a rank may forget plans, the oldest ones first, by itself.
 
@@ -11,6 +11,7 @@ not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -29,6 +31,8 @@ from .spec import ShardTensorSpec
 
 __all__ = [
     "SCALARS",
+    "AtenCall",
+    "AtenPlan",
     "Call",
     "Path",
     "Plan",
@@ -53,7 +57,7 @@ Path = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Plan:
+class AtenPlan:
     """What one aten call does on this rank.
 
     Attributes:
@@ -75,7 +79,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Call:
+class AtenCall:
     """An aten call as a rule sees it: ShardTensors stand for their specs, plain tensors for meta tensors.
 
     Attributes:
@@ -106,7 +110,7 @@ class Call:
             result[path] = spec
         return result
 
-    def plan(self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, **kwargs: Any) -> Plan:
+    def plan(self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, **kwargs: Any) -> AtenPlan:
         """A plan with the operands redistributed to ``targets``, refused where that would gather a shard.
 
         A sharded dim of length 1 is an exception: one rank has all of it, and it is broadcast.
@@ -124,13 +128,14 @@ class Call:
                         "redistribute it yourself, or call inside shardtensor.allow_gather()",
                     )
             inputs.append((path, source, target))
-        return Plan(outputs, inputs, **kwargs)
+        return AtenPlan(outputs, inputs, **kwargs)
 
 
-Rule = Callable[[Call], Plan]
+Rule = Callable[[AtenCall], AtenPlan]
+Call, Plan = AtenCall, AtenPlan  # the names that operators still use
 
 
-def argument(call: Call, index: int, name: str, default: Any) -> Any:
+def argument(call: AtenCall, index: int, name: str, default: Any) -> Any:
     """An argument of an aten call, wherever it stands."""
     return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
 
@@ -141,8 +146,16 @@ _plans: dict[Any, Any] = {}
 MAX_PLANS = 8192
 
 
+_world: Any = None
+
+
 def cached_plan(key: Sequence[Any]) -> Any:
     """The plan that was kept under a key, if any."""
+    global _world
+    world = dist.group.WORLD
+    if world is not _world:  # plans hold process groups, which are gone with the world that they were made in
+        forget_plans()
+        _world = world
     try:
         return _plans.get(tuple(key))
     except TypeError:  # an argument that cannot be hashed: no caching
@@ -160,7 +173,12 @@ def keep_plan(key: Sequence[Any], plan: Any) -> None:
 
 def forget_plans() -> None:
     """Empty the cache."""
+    global _world
     _plans.clear()
+    _world = None
+
+
+atexit.register(forget_plans)  # process groups are to go before the interpreter does
 
 
 # -- what plans are made from -----------------------------------------------------------------------------------------

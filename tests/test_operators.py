@@ -1,0 +1,251 @@
+"""The declaration of operators: binding, promotion, and that a plan is kept under all that it was made from."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import shardtensor
+from shardtensor import Composed, LocalPlan, ShardTensor, UnsupportedSharding, operator
+from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh, simulate_ranks
+from shardtensor.testing._compat import init_fake_process_group
+
+
+def scaled(x, other=None, factor=2, *, shift=0):
+    if torch.overrides.has_torch_function((x, other)):
+        return torch.overrides.handle_torch_function(scaled, (x, other), x, other, factor, shift=shift)
+    return x * factor + shift if other is None else x * factor + other + shift
+
+
+class Declared:
+    """``scaled`` declared, and how often a plan was made."""
+
+    def __enter__(self):
+        self.made = []
+
+        @operator(scaled, tensors="x other")
+        def plan_scaled(call, x, other=None, factor=2, *, shift=0):
+            self.made.append((x, other, factor, shift, call.autocast()))
+            if other is not None:
+                call.redistribute("other", other.with_layout(x.layout))
+            return LocalPlan(lambda a, b: scaled(a, b, factor, shift=shift), x)
+
+        return self
+
+    def __exit__(self, *_):
+        shardtensor.unregister(scaled)
+
+
+def on_one_rank(check):
+    """Run a check that needs specs only, as rank 0 of two."""
+    simulate_ranks(check, 2, ranks=[0])
+
+
+def made(mesh, local=None, sizes=(5, 3), placement=None):
+    local = torch.zeros(5, 4) if local is None else local
+    return ShardTensor.from_local(local, mesh, [placement or Shard(0)], shard_sizes={0: sizes} if sizes else None)
+
+
+def every_ingredient():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = made(mesh)
+    image = torch.zeros(1, 3, 4, 4)
+    variants = {
+        "the same": lambda: scaled(x),
+        "dtype": lambda: scaled(made(mesh, torch.zeros(5, 4, dtype=torch.float64))),
+        "shape": lambda: scaled(made(mesh, torch.zeros(5, 3))),
+        "shard sizes": lambda: scaled(made(mesh, sizes=(5, 7))),
+        "placement": lambda: scaled(made(mesh, torch.zeros(8, 4), None, Replicate())),
+        "strides": lambda: scaled(made(mesh, torch.zeros(4, 5).T, None, Replicate())),
+        "channels last": lambda: scaled(made(mesh, image, (1, 1))),
+        "memory format": lambda: scaled(made(mesh, image.contiguous(memory_format=torch.channels_last), (1, 1))),
+        "an argument": lambda: scaled(x, factor=3),
+        "its type": lambda: scaled(x, factor=3.0),
+        "and another": lambda: scaled(x, factor=True),
+        "a keyword": lambda: scaled(x, shift=1),
+        "a second tensor": lambda: scaled(x, x),
+        "a plain tensor": lambda: scaled(x, torch.zeros(8, 4)),
+        "the plain one's dtype": lambda: scaled(x, torch.zeros(8, 4, dtype=torch.float64)),
+        "the plain one's strides": lambda: scaled(x, torch.zeros(4, 8).T),
+    }
+    circumstances = {
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "allow_gather": shardtensor.allow_gather,
+        "the method of attention": lambda: shardtensor.attention_method("ring"),
+    }
+    with Declared() as declared:
+        for name, call in variants.items():
+            before = len(declared.made)
+            call()
+            assert len(declared.made) == before + 1, f"{name}: no plan of its own"
+            call()
+            assert len(declared.made) == before + 1, f"{name}: the plan was not kept"
+        for name, context in circumstances.items():
+            before = len(declared.made)
+            with context():
+                scaled(x)
+                scaled(x)
+            assert len(declared.made) == before + 1, name
+            scaled(x)
+            assert len(declared.made) == before + 1, f"{name}: the plan from outside was lost"
+        before = len(declared.made)
+        torch.set_default_dtype(torch.float64)
+        try:
+            scaled(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(True)
+        try:
+            scaled(x)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert len(declared.made) == before + 2
+        with torch.no_grad(), shardtensor.set_transport("p2p"):  # which runs depend on, and no plan
+            scaled(x)
+        assert len(declared.made) == before + 2
+        shardtensor.register(on_one_rank)(lambda: None)
+        shardtensor.unregister(on_one_rank)
+        scaled(x)
+        assert len(declared.made) == before + 3, "the registry"
+
+
+def test_a_plan_is_kept_under_all_that_it_depends_on():
+    on_one_rank(every_ingredient)
+
+
+def other_meshes():
+    one, two = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    with Declared() as declared:
+        scaled(made(one))
+        scaled(ShardTensor.from_local(torch.zeros(5, 4), two, [Replicate(), Shard(0)], shard_sizes={1: (5, 3)}))
+        scaled(made(init_device_mesh("cpu", (2,))))  # an equal one
+        assert len(declared.made) == 2
+        with pytest.raises(UnsupportedSharding, match="different meshes"):
+            scaled(made(one), ShardTensor.from_local(torch.zeros(8, 4), two, [Replicate()] * 2))
+
+
+def test_plans_and_meshes():
+    on_one_rank(other_meshes)
+
+
+def test_plans_do_not_outlive_their_process_groups():
+    with Declared() as declared:
+        for _ in range(2):
+            init_fake_process_group(0, 2)
+            try:
+                mesh = init_device_mesh("cpu", (2,))
+                scaled(made(mesh))
+                assert scaled(made(mesh)).device_mesh is mesh
+            finally:
+                dist.destroy_process_group()
+        assert len(declared.made) == 2
+
+
+def places():
+    mesh = init_device_mesh("cpu", (2,))
+    x, y = made(mesh, torch.ones(5, 4)), made(mesh, torch.full((5, 4), 10.0))
+    with Declared():
+        assert scaled(x, x).to_local().unique().tolist() == [3]
+        # The same plan, for there is nothing else in its key; but other tensors.
+        assert scaled(x, y).to_local().unique().tolist() == [12]
+        assert scaled(other=y, x=x).to_local().unique().tolist() == [12]
+        with pytest.raises(TypeError, match="multiple values"):
+            shardtensor.registered()[scaled](x, x=x)
+        with pytest.raises(TypeError, match="takes 4 arguments, but 5 were given"):
+            shardtensor.registered()[scaled](x, y, 2, 0, 1)
+
+
+def test_tensors_are_bound_by_their_place():
+    on_one_rank(places)
+
+
+def unhashable():
+    mesh = init_device_mesh("cpu", (2,))
+
+    class Factor(float):
+        __hash__ = None
+
+    with Declared() as declared:
+        for _ in range(2):
+            assert scaled(made(mesh, torch.ones(5, 4)), factor=Factor(3)).to_local().unique().tolist() == [3]
+        assert len(declared.made) == 2
+
+
+def test_an_argument_that_cannot_be_hashed_is_planned_anew():
+    on_one_rank(unhashable)
+
+
+def promoted():
+    mesh = shared_mesh(2)
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    with Declared():
+        # Plain, DTensor, Partial: all are ShardTensors in the plan's run, and their gradients come back as they were.
+        plain = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+        sharded = shard(x, mesh, [Shard(0)], {0: (5, 3)}, requires_grad=True)
+        partial = shard(x, mesh, [Partial()])
+        dtensor = DTensor.from_local(x, mesh, [Replicate()])
+        for other, value in ((plain, plain.detach()), (dtensor, x), (partial, x)):
+            y = scaled(sharded, other)
+            torch.testing.assert_close(y.full_tensor(), 2 * x + value, rtol=1e-12, atol=1e-12)
+        y = scaled(sharded, plain)
+        (y * y).sum().backward()
+        assert type(plain.grad) is torch.Tensor
+        torch.testing.assert_close(plain.grad, 2 * (2 * x + plain.detach()), rtol=1e-12, atol=1e-12)
+        assert_matches_unsharded(scaled, x, mesh=mesh, placements=[Shard(0)], shard_sizes={0: (7, 1)})
+
+
+def test_operands_are_prepared():
+    run_distributed(promoted, 2)
+
+
+def test_what_every_spelling_has_is_declared():
+    with pytest.raises(TypeError, match="lacks arguments"):
+
+        @operator(F.selu, tensors="input")
+        def plan_selu(call, input):
+            return LocalPlan(lambda local: local, input)
+
+
+def test_a_spelling_is_declared_once():
+    with Declared(), pytest.raises(ValueError, match="has a handler already"):
+        operator(scaled, tensors="x")(lambda call, x, other=None, factor=2, *, shift=0: Composed(lambda x: x))
+    with pytest.raises(ValueError, match="has a rule already"):
+        operator(torch.ops.aten.flip.default)(lambda call: None)
+    with pytest.raises(KeyError):
+        shardtensor.unregister(nullcontext)
+
+
+@pytest.mark.parametrize(
+    ("function", "how"),
+    [
+        (F.conv2d, "declared"),
+        (torch.Tensor.softmax, "decomposed"),
+        (torch.ops.aten.relu.default, "elementwise"),
+        (torch.relu_, "elementwise"),
+        (torch.ops.aten.conv2d.padding, "declared"),
+        (F.softplus, "elementwise"),
+        (F.softsign, "decomposed"),
+        (torch.segment_reduce, "refused"),
+        (torch.ops.aten.segment_reduce, "refused"),
+        (torch.as_strided, "refused"),
+    ],
+    ids=str,
+)
+def test_supports(function, how):
+    answer = shardtensor.supports(function)
+    assert answer.how == how
+    assert bool(answer) == (how != "refused")
+    assert how not in ("declared", "elementwise") or answer.where.startswith("shardtensor.ops.")
+    assert how != "refused" or "register a handler" in answer.reason
+
+
+def test_supports_asks_for_functions():
+    with pytest.raises(TypeError, match="neither a function nor an operator"):
+        shardtensor.supports(3)
