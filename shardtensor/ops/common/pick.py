@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import OpOverload
 from ...gradients import once_differentiable
 from ...operators import Composed
 from ...redistribute import all_gather
@@ -82,7 +83,7 @@ def differentiable(x: Any) -> Any:
 
 
 def plan_picking(
-    name: str, op: torch._ops.OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None
+    name: str, op: OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None
 ) -> Composed:
     """The plan of ``torch.<name>``, which picks elements along ``dim``: its aten operator, with a gradient.
 
