@@ -71,12 +71,14 @@ __all__ = [
     "kernel",
     "keystr",
     "new_wrapper",
+    "nn_functions",
     "no_frames_of",
     "not_for_graphs",
     "not_in_graphs",
     "process_group",
     "register_scripting",
     "run_engine",
+    "safe_softmax",
     "same_memory",
     "spmd_options",
     "tracing",
@@ -91,6 +93,11 @@ __all__ = [
     "without_zero_tensor",
 ]
 
+
+# The functions of C++ that those of torch.nn.functional call; a few of these are the same objects.
+nn_functions = torch._C._nn
+# What scaled_dot_product_attention computes weights with; it has no public name.
+safe_softmax = torch._safe_softmax
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket

@@ -249,7 +249,8 @@ class Operator:
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments by the names of the declaration, defaults included; Python's own errors."""
         if self._arguments is None:
-            bound = self._declared.signature.bind(*args, **kwargs)
+            named = {name: value for name, value in kwargs.items() if name not in _OF_KERNELS}
+            bound = self._declared.signature.bind(*args, **named)
             bound.apply_defaults()
             return bound
         if len(args) > len(self._arguments):

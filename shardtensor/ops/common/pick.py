@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,4 +95,10 @@ def plan_picking(
     (along,) = reduced_dims(dim, len(spec.shape))
     args = (dim,) if keepdim is None else (dim, keepdim)
     result = getattr(torch.return_types, name)
-    return Composed(lambda x: result(Selected.apply(x, op, along, keepdim is False, args, {})))
+
+    def pick(x: ShardTensor) -> Sequence[Tensor]:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return result(Selected.apply(x, op, along, keepdim is False, args, {}))
+        return result(run(op, (x, *args), {}))
+
+    return Composed(pick)

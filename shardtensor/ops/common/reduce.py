@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from ..._compat import untraced
 from ...layout import AxisLayout
 from ...operators import Arguments
 from ...planning import Call, meta_of
@@ -94,8 +95,8 @@ def kernel_dtype(
     Raises:
         Exception: torch's own, of dtypes that the kernel does not take: ranks with empty shards would not see them.
     """
-    one = torch.ones([1] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
-    with torch.no_grad():
+    with torch.no_grad(), untraced():
+        one = torch.ones([1] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
         return function(one, *args, **kwargs).dtype
 
 

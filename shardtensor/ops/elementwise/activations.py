@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from ..._compat import nn_functions
 from ...geometry import map_cuts
 from ...operators import Arguments, Composed, operator
 from ...spec import ShardTensorSpec
@@ -15,7 +16,7 @@ from ...spec import ShardTensorSpec
 _aten = torch.ops.aten
 
 
-@operator(F.glu, torch._C._nn.glu, _aten.glu, tensors="input")
+@operator(F.glu, nn_functions.glu, _aten.glu, tensors="input")
 def plan_glu(call: Arguments, input: ShardTensorSpec, dim: int = -1) -> Composed:
     """The two halves of a sharded dim meet where both have half the shard sizes: a rank computes half of its shard."""
     call.returned(F.glu, input, dim)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._compat import OpOverload
 from ...errors import refuse
 from ...layout import AxisLayout
 from ...planning import spec_of
@@ -32,7 +33,7 @@ def _local(t: Any) -> Any:
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
-def _register_step(op: torch._ops.OpOverload) -> None:
+def _register_step(op: OpOverload) -> None:
     @register(op)
     def step(*args: Any, **kwargs: Any) -> None:
         for i, parameter in enumerate(args[0]):
@@ -40,7 +41,7 @@ def _register_step(op: torch._ops.OpOverload) -> None:
         op(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
 
 
-def _check_alike(op: torch._ops.OpOverload, parameter: Tensor, others: Sequence[Any]) -> None:
+def _check_alike(op: OpOverload, parameter: Tensor, others: Sequence[Any]) -> None:
     """UnsupportedSharding where a parameter's gradient or state has another layout; a count of steps may have one."""
 
     def layout(t: Tensor) -> tuple[AxisLayout, ...] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from ..._compat import OpOverload
 from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import Call, Plan, Rule, is_inplace, meta_of
@@ -45,7 +46,7 @@ _LINEAR = (
 _SCALED = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
 
 
-def _overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
+def _overloads(names: Sequence[str]) -> Iterator[OpOverload]:
     """The overloads of aten operators that do not write to ``out=``; of ``name.overload`` that one."""
     for name in names:
         packet = getattr(_aten, name.split(".")[0])
@@ -85,7 +86,7 @@ operator(_aten.glu_jvp.default, meta=lambda glu, x, dx, dim: torch.empty_like(gl
 
 
 @default_rule
-def _default(op: torch._ops.OpOverload) -> Rule | None:
+def _default(op: OpOverload) -> Rule | None:
     """See [Note: pointwise by default]."""
     name = op._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):

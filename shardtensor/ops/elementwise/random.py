@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ..._compat import OpOverload
 from ...debug import debug_enabled
 from ...errors import refuse
 from ...operators import operator
@@ -131,12 +132,12 @@ def _generator(generator: torch.Generator | None) -> Iterator[None]:
         _given = before
 
 
-def _index_of_generator(func: torch._ops.OpOverload) -> int | None:
+def _index_of_generator(func: OpOverload) -> int | None:
     """The generator's index among an operator's arguments, if it has one."""
     return next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
 
 
-def _with_generator(func: torch._ops.OpOverload) -> Callable[..., Any]:
+def _with_generator(func: OpOverload) -> Callable[..., Any]:
     """A handler that takes the generator out of the arguments, so that plans are not kept for each generator.
 
     It calls the operator again, without; that has a plan.

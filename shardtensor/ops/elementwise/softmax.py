@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._compat import safe_softmax
 from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan, meta_of
 from ...spec import ShardTensorSpec
@@ -77,7 +78,7 @@ def _sliced(x: Tensor, slices: list[tuple[int, int, int]]) -> Tensor:
     return x
 
 
-@operator(torch._safe_softmax, _aten._safe_softmax, tensors="input")
+@operator(safe_softmax, _aten._safe_softmax, tensors="input")
 def plan_safe_softmax(
     call: Arguments, input: ShardTensorSpec, dim: int, dtype: torch.dtype | None = None
 ) -> Composed:

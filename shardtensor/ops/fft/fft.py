@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._compat import TensorMeta
+from ..._compat import TensorMeta, untraced
 from ...errors import UnsupportedSharding
 from ...geometry import Interval, intervals_of, map_cuts
 from ...layout import AxisLayout
@@ -123,8 +123,8 @@ def _ascending(n: _Lengths, dim: _Dims, ndim: int) -> tuple[_Lengths, _Dims]:
 
 def _result_dtype(call: Arguments, function: Callable[..., Tensor], spec: ShardTensorSpec, dim: _Dims) -> torch.dtype:
     """What the kernel returns, which autocast, where it is on, casts the operand of."""
-    small = torch.ones([2] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
-    with torch.no_grad():
+    with torch.no_grad(), untraced():
+        small = torch.ones([2] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
         return function(small, None, dim).dtype
 
 

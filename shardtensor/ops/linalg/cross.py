@@ -5,31 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...operators import Arguments, Composed, operator
+from ...operators import Arguments, operator
 from ...spec import ShardTensorSpec
-from ..common.contraction import Form, batch_labels, contract
+from ..common.contraction import ContractionPlan, Form, batch_labels, plan_contraction
 
 
-def _plan(call: Arguments, a: ShardTensorSpec, b: ShardTensorSpec, dim: int) -> Composed:
+def _plan(call: Arguments, a: ShardTensorSpec, b: ShardTensorSpec, dim: int) -> ContractionPlan:
     (left, right), out = batch_labels(a.shape, b.shape)
     form = Form((left, right), out, whole=frozenset([dim % len(out) - len(out)]), by_parts=False)
 
     def local(x: Tensor, y: Tensor) -> Tensor:
         return torch.linalg.cross(x, y, dim=dim)
 
-    name = call.name.replace("linalg_", "linalg.")
-    return Composed(lambda x, y: contract(name, local, form, x, y))
+    return plan_contraction(call, call.name.replace("linalg_", "linalg."), local, form, "input", "other")
 
 
 @operator(torch.linalg.cross, tensors="input other")
-def plan_linalg_cross(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, *, dim: int = -1) -> Composed:
+def plan_linalg_cross(
+    call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, *, dim: int = -1
+) -> ContractionPlan:
     """``torch.linalg.cross``."""
     call.returned(torch.linalg.cross, input, other, dim=dim)
     return _plan(call, input, other, dim)
 
 
 @operator(torch.cross, Tensor.cross, tensors="input other")
-def plan_cross(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, dim: int | None = None) -> Composed:
+def plan_cross(
+    call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, dim: int | None = None
+) -> ContractionPlan:
     """``torch.cross``; by default along the first dim of length 3."""
     call.returned(torch.cross, input, other, dim)
     if dim is None:

@@ -16,7 +16,7 @@ from ...operators import Arguments, Composed, operator
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part
 from ..common.alignment import free_dims
-from ..common.contraction import Form, batch_labels, contract
+from ..common.contraction import ContractionPlan, Form, batch_labels, plan_contraction
 
 _BY_PRODUCTS = "use_mm_for_euclid_dist_if_necessary"
 
@@ -28,7 +28,7 @@ def plan_cdist(
     x2: ShardTensorSpec,
     p: float = 2.0,
     compute_mode: str | None = _BY_PRODUCTS,
-) -> Composed:
+) -> ContractionPlan:
     """A contraction over the coordinates, of which a sum of powers is only one kind."""
     call.returned(torch.cdist, x1, x2, p, compute_mode)
     # Whether by products is decided for all points, not for those that a rank has.
@@ -42,7 +42,7 @@ def plan_cdist(
     def local(a: Tensor, b: Tensor) -> Tensor:
         return torch.cdist(a, b, p, mode)
 
-    return Composed(lambda a, b: contract("cdist", local, form, a, b))
+    return plan_contraction(call, "cdist", local, form, "x1", "x2")
 
 
 @operator(F.pdist, torch.pdist, tensors="input")

@@ -17,8 +17,10 @@ from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta
 from ...errors import refuse
+from ...layout import AxisLayout
 from ...operators import Arguments, Composed, Plan, operator
-from ...spec import AxisLayout, ShardTensorSpec, contiguous_stride
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, redistribute_to
 from ..common.batch_parallel import by_batch
 
