@@ -262,7 +262,7 @@ def _plan(
     fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)
     kernel = _kernel(fetch.shape, out.local_shape(), resizes, mine, dtype, call.device)
     fetches, casts = bool(fetch), dtype != spec.tensor_meta.dtype
-    # Resampled dim after dim, or cut out of a larger result, it may have lost its memory format.
+    # Resampled dim after dim, or taken out of a larger result, it may have lost its memory format.
     last = CHANNELS_LAST.get(meta.ndim)
     if last is not None and (meta.is_contiguous() or not meta.is_contiguous(memory_format=last)):
         last = None
