@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._compat import OpOverload
 from ...operators import operator
 from ...planning import Call, Path, Plan
 from ...registry import register
@@ -47,7 +48,7 @@ def _searchsorted(call: Call) -> Plan:
     return labelled(call, roles, names, counts=True)
 
 
-def _by_sorter(op: Any, sequence: Any, values: Any, **kwargs: Any) -> Any:
+def _by_sorter(op: OpOverload, sequence: Tensor, values: Tensor | float, **kwargs: Any) -> Tensor:
     sorter = kwargs.pop("sorter", None)
     if sorter is None:
         return NotImplemented
@@ -65,9 +66,10 @@ def _by_sorter(op: Any, sequence: Any, values: Any, **kwargs: Any) -> Any:
     return run(op, (ordered, values), kwargs)
 
 
-def _register_sorted(op: Any) -> None:
+# The order of the table depends on data: the sorter's elements are gathered first.
+def _register_sorted(op: OpOverload) -> None:
     @register(op)
-    def _(sequence: Any, values: Any, **kwargs: Any) -> Any:
+    def _(sequence: Tensor, values: Tensor | float, **kwargs: Any) -> Tensor:
         return _by_sorter(op, sequence, values, **kwargs)
 
 

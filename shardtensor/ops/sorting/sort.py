@@ -53,7 +53,7 @@ _SORTS = (_aten.sort.default, _aten.sort.stable)
 def _with_free_rows(op: OpOverload, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
     """``spec`` with the dim ``dim`` free; None where that would give one rank everything."""
     try:
-        return free_dims(str(op), spec, dim)
+        return free_dims(op.__name__, spec, dim)
     except UnsupportedSharding:
         if op in _ACROSS:
             return None
