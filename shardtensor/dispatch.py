@@ -25,9 +25,9 @@ from .errors import UnsupportedSharding, different_meshes, refuse
 from .gathering import gathered
 from .planning import (
     SCALARS,
-    Call,
+    AtenCall,
+    AtenPlan,
     Path,
-    Plan,
     as_specs,
     cached_plan,
     distributed_operands,
@@ -82,15 +82,9 @@ def run_operator(
         local_kwargs[name] = _localize((value,), key)[0]
     plan = cached_plan(key)
     if plan is None:
-        if is_inplace(func):
-            check_written(func, args[0])
-        made = _make_plan(cls, func, args, kwargs)
-        plan = made.plan if isinstance(made, _Done) else made
-        if plan is not None:
-            plan.call, plan.view = plan.call or kernel(func), returns_view(func)
-            keep_plan(key, plan)
+        made = _planned(cls, func, args, kwargs, key)
         if isinstance(made, _Done):
-            return made.value if plan is None else _done(made.value, args[0], plan)
+            return made.value
         plan = made
     if plan.returns_self:
         check_written(func, args[0])
@@ -100,20 +94,35 @@ def run_operator(
     if plan.returns_self:
         write_back(args[0])
         return args[0]
-    outputs = plan.outputs
-    note = plan.view and (plan.inputs or plan.may_copy or stands_for_view(args[0]))
-    if type(outputs) is ShardTensorSpec:
-        out = wrapper(cls, result, outputs)
-        return _viewing(out, args[0], plan) if note else out
-    if outputs is None:
+    out: Any
+    if type(plan.outputs) is ShardTensorSpec:
+        out = wrapper(cls, result, plan.outputs)
+    elif plan.outputs is None:
         return result
-    wrapped = [r if s is None else wrapper(cls, r, s) for r, s in zip(result, outputs, strict=True)]
-    if note:
-        wrapped = [_viewing(r, args[0], plan) for r in wrapped]
-    return type(result)(wrapped)
+    else:
+        out = type(result)([r if s is None else wrapper(cls, r, s) for r, s in zip(result, plan.outputs, strict=True)])
+    if plan.view and (plan.inputs or plan.may_copy or stands_for_view(args[0])):
+        return tree_map(lambda view: _viewing(view, args[0], plan), out)
+    return out
 
 
-def _done(value: Any, first: Any, plan: Plan) -> Any:
+def _planned(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]
+) -> AtenPlan | _Done:
+    """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
+    if is_inplace(func):
+        check_written(func, args[0])
+    made = _make_plan(cls, func, args, kwargs)
+    plan = made.plan if isinstance(made, _Done) else made
+    if plan is not None:
+        plan.call, plan.view = plan.call or kernel(func), returns_view(func)
+        keep_plan(key, plan)
+        if isinstance(made, _Done):
+            return _Done(_done(made.value, args[0], plan))
+    return made
+
+
+def _done(value: Any, first: Any, plan: AtenPlan) -> Any:
     """A result that was computed while looking for a plan, with what a call by the plan would note."""
     if plan.returns_self:
         write_back(first)
@@ -122,7 +131,7 @@ def _done(value: Any, first: Any, plan: Plan) -> Any:
     return value
 
 
-def _viewing(view: Any, viewed: Any, plan: Plan) -> Any:
+def _viewing(view: Any, viewed: Any, plan: AtenPlan) -> Any:
     return note_copies(view, viewed, moved=bool(plan.inputs), may_copy=plan.may_copy)
 
 
@@ -170,12 +179,12 @@ class _Done:
     """A result that was computed while looking for a plan, and the plan for the next time, if there is one."""
 
     value: Any
-    plan: Plan | None = None
+    plan: AtenPlan | None = None
 
 
 def _make_plan(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Plan | _Done:
+) -> AtenPlan | _Done:
     build = rule_of(func)
     if build is None:
         decomposed = func.decompose(*args, **kwargs)
@@ -183,31 +192,33 @@ def _make_plan(
             return _Done(decomposed)
     tensors = dict(distributed_operands(args, kwargs))
     specs = list(tensors.values())
-    mesh = specs[0].mesh
-    if any(spec.mesh != mesh for spec in specs):
-        raise different_meshes(func, specs)
-    if torch.Tag.inplace_view in func.tags or any(a.is_out for a in func._schema.arguments):
-        raise refuse(func, specs, "it would change the layout of a tensor in place", "use the out-of-place form")
+    _check(func, specs)
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
     if build is None and not replicated and _returning(func) is not None:
         return _Done(_written(cls, func, args, kwargs))
-    if build is None and (random or not replicated):
+    if replicated and not random and func not in RESHAPES:
+        return _run_replicated(cls, func, args, kwargs, specs[0].replicated())
+    if build is None:
         if gather_allowed() and not random:
             return _Done(gathered(cls, func, args, kwargs))
         reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
         remedy = "draw on plain tensors" if random else "call inside shardtensor.allow_gather(), or register a handler"
         raise refuse(func, specs, reason, remedy)
-    if replicated and not random and func not in RESHAPES:
-        return _run_replicated(cls, func, args, kwargs, specs[0].replicated())
-    call = Call(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
-    assert build is not None
+    call = AtenCall(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
     try:
         return build(call)
     except UnsupportedSharding:
         if not gather_allowed():
             raise
         return _Done(gathered(cls, func, args, kwargs))
+
+
+def _check(func: OpOverload, specs: Sequence[ShardTensorSpec]) -> None:
+    if any(spec.mesh != specs[0].mesh for spec in specs):
+        raise different_meshes(func, specs)
+    if torch.Tag.inplace_view in func.tags or any(a.is_out for a in func._schema.arguments):
+        raise refuse(func, specs, "it would change the layout of a tensor in place", "use the out-of-place form")
 
 
 def _run_replicated(
@@ -228,7 +239,7 @@ def _run_replicated(
     if torch.Tag.dynamic_output_shape in func.tags:
         return _Done(value)  # the shape may be another one next time
     outputs = [spec(r) for r in result] if isinstance(result, (list, tuple)) else spec(result)
-    return _Done(value, Plan(outputs, returns_self=returns_self and result is not None))
+    return _Done(value, AtenPlan(outputs, returns_self=returns_self and result is not None))
 
 
 @cache

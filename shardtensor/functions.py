@@ -19,6 +19,7 @@ from .copies import mark_copied
 from .errors import UnsupportedSharding, refuse
 from .planning import SCALARS
 from .registry import FUNCTIONS
+from .spec import ShardTensorSpec
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor
@@ -122,8 +123,9 @@ def _gather_and_call(
     cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
-    operands = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
-    sharded = [a._spec for a in operands if isinstance(a, cls) and not a._spec.is_replicate()]
+    flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
+    operands = [a for a in flat if isinstance(a, cls)]
+    sharded = [a._spec for a in operands if not a._spec.is_replicate()]
     if not sharded:
         raise  # the refusal that is being handled: there is nothing to gather
 
@@ -132,7 +134,6 @@ def _gather_and_call(
             return redistributed(a, a._spec.replicated())
         return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
 
-    pattern = sharded[0]
     written = args[0] if args and (_writes(func) or kwargs.get("inplace")) else None
     args, kwargs = tuple(whole(a) for a in args), {k: whole(v) for k, v in kwargs.items()}
     result = call_registered(cls, func, args, kwargs)  # libraries' functions dispatch on nothing
@@ -144,16 +145,16 @@ def _gather_and_call(
         return None if result is None else written
     if not isinstance(result, cls):
         return result
-    viewed = next(a for a in operands if isinstance(a, cls))
-    is_view = result._is_view()
+    is_view, result = result._is_view(), _sharded_like(sharded[0], result)
+    return mark_copied(result, operands[0]) if is_view else result
 
-    def finish(t: Any) -> Any:
-        return mark_copied(t, viewed) if is_view else t
 
+def _sharded_like(pattern: ShardTensorSpec, result: ShardTensor) -> ShardTensor:
+    """A replicated result sharded like an operand along the dims whose length it has kept."""
     if result.ndim != len(pattern.shape):
-        return finish(result)
+        return result
     sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}
     placements = [p if m in sizes else Replicate() for m, p in enumerate(pattern.placements)]
-    return finish(result.redistribute(placements=placements, shard_sizes=sizes))
+    return result.redistribute(placements=placements, shard_sizes=sizes)
 
 

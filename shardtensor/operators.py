@@ -165,6 +165,17 @@ class Arguments:
             if argument in self.tensors:
                 self.tensors[argument] = self.tensors[argument].with_dtype(dtype)  # type: ignore[arg-type]
 
+    def prepare(self, argument: str, value: Any, partial: bool) -> Any:
+        """Have an operand, or a list of them, made ShardTensors; returns the specs that they then have."""
+        if isinstance(value, (list, tuple)):
+            self.then_do(argument, _preparation_of_list(self.mesh, partial))
+            self.lists[argument] = [_prepared_spec(t, self.mesh, partial) for t in value]
+            return list(self.lists[argument])
+        if not isinstance(value, ShardTensor):
+            self.then_do(argument, _promotion(value, self.mesh))
+        self.tensors[argument] = _prepared_spec(value, self.mesh, partial)
+        return self.tensors[argument]
+
     def then_do(self, argument: str, step: Callable[[Any], Any]) -> None:
         """Add a step by which a tensor is prepared before the plan runs. It is run on what the others returned."""
         first = self.steps.get(argument)
@@ -201,19 +212,12 @@ class Operator:
             return NotImplemented
         call = Arguments(self.name, mesh, next(t.device for value in named.values() for t in _each(value)))
         for name, value in named.items():
-            if name in declared.sharded and _is_sharded(value):
-                given.arguments[name] = spec_of(value)
-            elif name in declared.parameters:
+            if name in declared.parameters:
                 others = [t for k in declared.tensors if k in named for t in _each(named[k])]
-                given.arguments[name] = _parameter(self.name, value, others)
-            elif isinstance(value, (list, tuple)):
-                given.arguments[name] = [_prepared_spec(t, mesh, name in declared.partial) for t in value]
-                call.then_do(name, _preparation_of_list(mesh, name in declared.partial))
-                call.lists[name] = list(given.arguments[name])
+                takes_sharded = name in declared.sharded and _is_sharded(value)
+                given.arguments[name] = spec_of(value) if takes_sharded else _parameter(self.name, value, others)
             else:
-                if not isinstance(value, ShardTensor):
-                    call.then_do(name, _promotion(value, mesh))
-                call.tensors[name] = given.arguments[name] = _prepared_spec(value, mesh, name in declared.partial)
+                given.arguments[name] = call.prepare(name, value, name in declared.partial)
         plan = declared.build(call, *given.args, **given.kwargs)
         if plan is not NotImplemented:
             order = tuple(at[name] for name in declared.names)

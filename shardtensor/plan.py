@@ -184,9 +184,9 @@ def _local_gradient(grad: Any, spec: ShardTensorSpec) -> Tensor:
 
 def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
-    plan, needed, saved = ctx.plan, ctx.needs_input_grad[1:], ctx.saved_tensors
+    plan, needed = ctx.plan, ctx.needs_input_grad[1:]
     tensors = list(ctx.others)
-    for i, t in zip(plan.saves, saved):
+    for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t
     locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
     completed = locals_ if plan.total is None else plan.total.complete(locals_)
@@ -196,14 +196,23 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
     wanted = [t for t, need in zip(locals_, needed, strict=True) if need]
     found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
-    # With an empty shard some of them depend on less; but what is differentiated again must communicate on every rank.
-    nothing = pairs[0][0].new_zeros(())
-    for t in (*locals_, *completed, *(g for _, g in pairs)):
-        if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
-            nothing = nothing + t.reshape(-1)[:0].sum()
+    nothing = _nothing_of((*locals_, *completed, *(g for _, g in pairs)), pairs[0][0])
     gradients = iter([g + nothing.to(g.dtype) for g in found])
     result = [next(gradients) if need else None for need in needed]
     return [g if g is None or s is None else from_part(g, s) for g, s in zip(result, ctx.specs, strict=True)]
+
+
+def _nothing_of(tensors: Sequence[Any], like: Tensor) -> Tensor:
+    """Zero, as a function of all these tensors.
+
+    With an empty shard gradients depend on less than elsewhere; but what is differentiated again must communicate on
+    every rank.
+    """
+    nothing = like.new_zeros(())
+    for t in tensors:
+        if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
+            nothing = nothing + t.reshape(-1)[:0].sum()
+    return nothing
 
 
 def picked(tensors: Sequence[Any], place: Any) -> Any:
