@@ -21,7 +21,7 @@ test: $(VENV)/.installed-test
 
 sweep: $(VENV)/.installed-test
 	@test -n "$(OP)" || { echo "usage: make sweep OP=softmax [ARGS=...]"; exit 2; }
-	cd tests && ../$(VENV)/bin/python -m operator_sweep $(OP) --dtypes float32 --refused $(ARGS)
+	cd tests && ../$(VENV)/bin/python -m operator_sweep $(OP) --dtypes float --refused $(ARGS)
 
 globe: $(VENV)/.installed-examples
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py

@@ -65,6 +65,7 @@ __all__ = [
     "flex_attention_checks_operands",
     "gradient_seeds",
     "has_ordered_effects",
+    "is_lazy",
     "is_plain_shard",
     "is_traced",
     "keep_static",
@@ -208,6 +209,11 @@ def spmd_options(shard: tuple[str, ...], replicate: tuple[str, ...]) -> dict[str
 def is_plain_shard(placement: object) -> bool:
     """Whether ``placement`` is ``Shard`` itself rather than the strided kind that FSDP2 over TP makes."""
     return not isinstance(placement, _StridedShard)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether memory holds something else than the values: to be conjugated or negated, or autograd's zeros."""
+    return tensor.is_conj() or tensor.is_neg() or bool(tensor._is_zerotensor())
 
 
 def without_zero_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._compat import c10d_all_to_all, process_group
+from ._compat import c10d_all_to_all, is_lazy, process_group
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect, length
 from .tracing import graph_operator, is_traced
@@ -149,7 +149,7 @@ class Exchange:
         Returns at once. The pieces must keep their values until :meth:`Pending.wait`, which gives the received ones in
         the order of ``recvs``.
         """
-        if len(pieces) == 1 and not (like.is_complex() or like.is_neg()):  # which may be lazy
+        if len(pieces) == 1 and not is_lazy(pieces[0]):
             packed = pieces[0].contiguous().view(-1)
         else:
             packed = torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)

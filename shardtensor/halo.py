@@ -187,7 +187,8 @@ class _Fetched(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _GivenBack.apply(grad, ctx.step), None
+        again = torch.is_grad_enabled()  # for second derivatives
+        return _GivenBack.apply(grad, ctx.step) if again else ctx.step.give_back(grad), None
 
 
 class _GivenBack(AutogradFunction):
@@ -200,7 +201,8 @@ class _GivenBack(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Fetched.apply(grad, ctx.step), None
+        again = torch.is_grad_enabled()
+        return _Fetched.apply(grad, ctx.step) if again else ctx.step.fetch(grad), None
 
 
 def borrow(

@@ -248,6 +248,8 @@ class Operator:
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments by the names of the declaration, defaults included; Python's own errors."""
+        if "out" in kwargs and kwargs["out"] is None:  # what is written out does not come here
+            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         if self._arguments is None:
             named = {name: value for name, value in kwargs.items() if name not in _OF_KERNELS}
             bound = self._declared.signature.bind(*args, **named)

@@ -197,17 +197,17 @@ class Transfers:
     """Counts the exchanges that this rank starts."""
 
     def __enter__(self):
-        self.count, self._start = 0, exchange._start
+        self.count, self._transfer = 0, exchange._transfer
 
-        def start(*args):
+        def transfer(*args):
             self.count += 1
-            return self._start(*args)
+            return self._transfer(*args)
 
-        exchange._start = start
+        exchange._transfer = transfer
         return self
 
     def __exit__(self, *_):
-        exchange._start = self._start
+        exchange._transfer = self._transfer
 
 
 def check_unused():

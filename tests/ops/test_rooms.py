@@ -98,7 +98,7 @@ TESTED_WITH = {
     "elementwise/test_random.py": "elementwise/dropout",
     "elementwise/test_softmax.py": "reduction/logsumexp",
     "indexing/test_gather.py": "indexing/combinations indexing/embedding indexing/take sorting/searchsorted",
-    "indexing/test_index_operators.py": "indexing/getitem indexing/index_plan",
+    "indexing/test_index_operators.py": "indexing/getitem indexing/index_layout indexing/index_plan",
     "linalg/test_distance.py": "linalg/cross",
     "linalg/test_matmul.py": "linalg/linear",
     "loss/test_elementwise.py": "loss/base loss/cross_entropy loss/kernels",

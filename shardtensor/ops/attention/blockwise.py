@@ -5,6 +5,8 @@ softmaxes over the blocks, weighted by ``exp(lse)``. Backward needs only the lse
 a block are ``exp(scores - lse)``, so blocks are independent of each other. A row that sees nothing has lse -inf; its
 result is zero, as torch's is.
 
+This is the online softmax of M. Milakov and N. Gimelshein, arXiv:1805.02867, and of FlashAttention, arXiv:2205.14135.
+
 torch's flash kernel computes a block where it can; otherwise the scores are made explicitly, a tile of rows at a time.
 """
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..._compat import flex_attention_checks_operands
 from ...errors import refuse
-from ...registry import register
+from ...operators import Arguments, Plan, operator
+from ...spec import ShardTensorSpec
 
 
-@register(flex_attention_checks_operands)
-def _refuse(query: Any, key: Any, value: Any) -> None:
+@operator(flex_attention_checks_operands, tensors="query key value")
+def plan_flex_attention(
+    call: Arguments, query: ShardTensorSpec, key: ShardTensorSpec, value: ShardTensorSpec
+) -> Plan:
     raise refuse(
         "flex_attention",
         [query, key, value],

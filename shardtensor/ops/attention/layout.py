@@ -1,13 +1,13 @@
-"""Where the operands of attention have to lie, and which ranks exchange what. From specs alone.
+"""The layouts that the operands of attention need, and which ranks exchange what. From specs alone.
 
 For each mesh dim one of these kinds (dims counted from the end: -3 heads and before it the batch, -2 the sequence):
 
 | kind | query | key, value | result | sent |
 |---|---|---|---|---|
 | batch | batch or heads | alike | alike | nothing |
-| rows | sequence | whole | as the query | nothing |
-| keys | whole | sequence | whole | two all-reduces: a number per row, and the result |
-| both | sequence | sequence | as the query | keys and values round a ring, or an all-to-all each way |
+| rows | sequence | replicated | as the query | nothing |
+| keys | replicated | sequence | replicated | two all-reduces: a number per row, and the result |
+| both | sequence | sequence | as the query | keys and values around a ring, or an all-to-all each way |
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["Layout", "layout_of"]
 
 _FEATURES, _SEQUENCE, _HEADS = -1, -2, -3
 
-Cut = tuple[int, tuple[int, ...]] | None  # tensor dim, counted from the end, and sizes; None: whole
+Cut = tuple[int, tuple[int, ...]] | None  # tensor dim, counted from the end, and sizes; None: replicated
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the operands and the result of one call lie, and who computes what.
+    """The layouts of operands and result of one call, and who computes what.
 
     Attributes:
         targets: specs of query, key, value and mask (None without one).
         out: placement and sizes of the result, per mesh dim.
         split: mesh dims whose ranks do different work.
         rows: the queries that this rank has.
-        columns: the keys of each block: this rank's alone, or of every rank's if they travel.
-        mask_start: the key that the first column of this rank's mask stands for.
-        mask_travels: the mask is cut like the keys, and has one row for all queries.
+        columns: the keys of each block: this rank's alone, or every rank's if they are sent around the ring.
+        mask_start: the key to which the first column of this rank's mask belongs.
+        mask_travels: the mask is sharded like the keys, has one row for all queries, and is sent along with them.
         mesh_dim: the one along which the kind is "keys" or "both".
-        ring: set where keys travel.
-        head_cuts: set where the heads are cut instead: sizes of query, key and value along them.
+        ring: set where keys are sent around.
+        head_cuts: set where the heads are sharded instead: shard sizes of query, key and value along them.
     """
 
     targets: tuple[ShardTensorSpec | None, ...]
@@ -77,11 +77,11 @@ def layout_of(
 
     Args:
         mask: of at least two dims.
-        shift: which keys a query sees, see :func:`~.attention_blocks.pieces`.
+        shift: which keys a query sees, see :func:`~.blockwise.pieces`.
         method: "auto", "ring" or "heads".
 
     Raises:
-        UnsupportedSharding: sharded features, or two mesh dims that would have to cut the same dim.
+        UnsupportedSharding: sharded features, or two mesh dims that would have to shard the same dim.
     """
     operands = [query, key, value, mask]
     specs = [s for s in operands if s is not None]
@@ -94,7 +94,7 @@ def layout_of(
             raise refuse(
                 name,
                 specs,
-                f"mesh dim {m} shards the features, which every score needs whole",
+                f"mesh dim {m} shards the features, which every score needs unsharded",
                 "redistribute to shard the sequence, the heads or the batch",
             )
         if any(given):
@@ -111,8 +111,8 @@ def layout_of(
             raise refuse(
                 name,
                 specs,
-                "two mesh dims would have to cut the same dim of an operand",
-                "redistribute the operands so that each mesh dim cuts one and the same of their dims",
+                "two mesh dims would have to shard the same dim of an operand",
+                "redistribute the operands so that each mesh dim shards one and the same of their dims",
             )
     q, k, _, bias = targets
     assert q is not None and k is not None
@@ -129,7 +129,7 @@ def layout_of(
 
 
 def _one_mesh_dim(operands: Sequence[ShardTensorSpec | None], given: Sequence[Cut]) -> list[Cut]:
-    """What one mesh dim has to cut of query, key, value and mask, given what it cuts now."""
+    """What one mesh dim has to shard of query, key, value and mask, given what it shards now."""
     mask = operands[3]
     query_cut, key_cut, value_cut, mask_cut = given
     decide = [i for i in range(3) if given[i] is not None] or [i for i in (3,) if given[i] is not None]
@@ -148,15 +148,15 @@ def _one_mesh_dim(operands: Sequence[ShardTensorSpec | None], given: Sequence[Cu
     if mask is not None and rows is not None and mask.shape[_SEQUENCE] > 1:
         bias = q
     elif mask is not None and keys is not None and mask.shape[-1] > 1:
-        # Beside sharded queries, one row for all of them travels with the keys, unless every rank has it anyway.
+        # With sharded queries, one row for all of them is sent along with the keys, unless every rank has it anyway.
         bias = (-1, keys) if rows is None or mask_cut is not None else None
     return [q, k, k, bias]
 
 
 def _batch_cut(operands: Sequence[ShardTensorSpec | None], pattern: int, cut: Cut) -> list[Cut]:
-    """All operands cut along a batch dim or the heads, as operand ``pattern`` is.
+    """All operands sharded along a batch dim or the heads, as operand ``pattern`` is.
 
-    Heads of queries stay with the keys that they share: such groups are not cut.
+    Heads of queries stay with the keys that they share: no boundary goes through such a group.
     """
     assert cut is not None
     dim, sizes = cut
@@ -208,7 +208,7 @@ def _exchanging(layout: Layout, m: int, shift: int | None, method: str, mask: Sh
         mask_travels=bias_cut is not None and bias_cut[0] == -1,
         ring=ring_of(q.coordinate[m], ranks, needs),
     )
-    # Groups of heads that share keys; where another mesh dim cuts the heads too, those that are left.
+    # Groups of heads that share keys; where another mesh dim shards the heads too, those that are left.
     heads = [s.local_shape()[_HEADS] if len(s.shape) > 2 else 1 for s in (q, k, v)]
     units = math.gcd(*heads)
     if method == "ring" or units < 2:

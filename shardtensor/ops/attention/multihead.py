@@ -152,7 +152,8 @@ class MultiheadPlan(LocalPlan):
         """``(sequence, batch, features)`` of this rank's queries. ``key`` None: the query; ``value`` None: the key."""
         if in_weight is not None and key is None and value is None:
             packed = local_linear(query, in_weight, bias, self._sums["in"])
-            q, k, v = packed.unflatten(-1, (3, self.heads, -1)).permute(2, 1, 3, 0, 4).unbind(0)
+            apart = (*packed.shape[:2], 3, self.heads, packed.shape[2] // (3 * self.heads))
+            q, k, v = packed.reshape(apart).permute(2, 1, 3, 0, 4).unbind(0)
         else:
             q, k, v = (_by_heads(t, self.heads) for t in self._projected(query, key, value, in_weight, weights, bias))
         attended = self.attention.attend(q, k, v)  # the mask says no more than is_causal

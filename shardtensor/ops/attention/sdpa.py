@@ -1,8 +1,12 @@
 """``scaled_dot_product_attention`` with the sequence, the batch or the heads sharded; see layout.py.
 
 Where queries and keys are both sharded along the sequence, there are two methods. *ring*: blocks of keys and values
-travel from rank to rank and are computed with as they come, see [Note: ring]. *heads*: an all-to-all cuts the heads
-instead of the sequence, and another one puts the result back. [Note: choice] says which is taken.
+are sent around a ring of ranks, each of which computes with them as they come, see [Note: ring] in common/ring.py.
+*heads*: an all-to-all shards the heads instead of the sequence, and another one reshards the result. [Note: choice] in
+layout.py says which is taken.
+
+Sources: H. Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889; S. A.
+Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (heads).
 """
 
 from __future__ import annotations
@@ -50,9 +54,9 @@ def attention_method(name: str) -> Iterator[None]:
     repeats that, call ``backward()`` inside of this context, too.
 
     Args:
-        name: "ring": keys and values travel round a ring of ranks, in blocks. "heads": an all-to-all cuts the heads
-            instead of the sequence; where the heads or the mask of a call do not allow it, the ring is taken. "auto"
-            (default): what is estimated to be faster, see docs/attention.md.
+        name: "ring": keys and values are sent around a ring of ranks, in blocks. "heads": an all-to-all shards the
+            heads instead of the sequence; where the heads or the mask of a call do not allow it, the ring is taken.
+            "auto" (default): what is estimated to be faster, see docs/attention.md.
 
     Raises:
         ValueError: another name.
@@ -120,7 +124,7 @@ def plan_attention(
     shift: int | None,
     options: AttentionOptions,
 ) -> AttentionPlan:
-    """The plan for operands with equal batch dims; where they have to lie is in ``plan.work.layout.targets``."""
+    """The plan for operands with equal batch dims; the layouts that they need are in ``plan.work.layout.targets``."""
     layout = layout_of(NAME, query, key, value, mask, shift, _method.value)
     shape = (*query.shape[:-1], value.shape[-1])
     out = _result_spec(layout.out, query.mesh, shape, query.tensor_meta.dtype)

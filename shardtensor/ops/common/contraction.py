@@ -1,19 +1,19 @@
-"""Operators whose dims have names, as in einsum: where the operands have to lie, and the local work.
+"""Operators whose dims have names, as in einsum: the layouts that the operands need, and the local work.
 
-A :class:`Form` labels the dims of the operands and of the result. For each mesh dim one label is cut, in all operands
-that have it; the others are whole there. :func:`arrange` chooses it:
+A :class:`Form` labels the dims of the operands and of the result. Each mesh dim shards one label, in all operands that
+have it; the others are replicated there. :func:`arrange` chooses it:
 
 | the sharded operands | what happens | the result |
 |---|---|---|
-| are cut along one label, or have one in common | plain ones are cut locally, others exchanged to it | cut alike |
-| the same, and the label is summed over | the same, or exchanged to one that is not | Partial(sum), or cut |
-| have no label in common | the smaller one travels, see [Note: ring] in ring.py | cut as the one that stays |
+| are sharded along one label, or have one in common | plain ones are sliced, others resharded | sharded alike |
+| the same, and the label is summed over | the same, or resharded to one that is not | Partial(sum), or sharded |
+| have no label in common | the smaller one is sent around, see [Note: ring] in ring.py | as the one that stays |
 
 Where there is a choice, the one that moves the fewest elements is taken; a sum that is larger than the operands' shards
-counts as its all-reduce would. So where features that are cut meet a whole weight, rows are cut instead. To a label
-along which nothing is cut yet an operand is exchanged only if it has at least as many elements as there are ranks; to
-one that is summed over only if the sum, which every rank holds whole, is no larger than the operands' shards. So no
-rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
+counts as its all-reduce would. So where sharded features meet a replicated weight, rows are sharded instead. To a label
+along which nothing is sharded yet an operand is resharded only if it has at least as many elements as there are ranks;
+to one that is summed over only if the sum, which every rank holds in full, is no larger than the operands' shards. So
+no rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Form:
     Attributes:
         terms: for each operand the labels of its dims. None stands for a dim of length 1 that is broadcast.
         out: the labels of the result's dims. A label that is missing here is summed over.
-        whole: labels along which nothing may be cut.
+        whole: labels along which nothing may be sharded.
         by_parts: whether the result is put together from results of parts of an operand: side by side along the
             result's labels, added up along the others.
 
@@ -82,7 +82,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A label that a mesh dim cuts."""
+    """A label that a mesh dim shards, and the shard sizes."""
 
     label: Label
     sizes: tuple[int, ...]
@@ -90,7 +90,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """An operand that travels along a mesh dim, which cuts it at ``cut``."""
+    """An operand that is sent around the ranks of a mesh dim, which shards it as ``cut`` says."""
 
     mesh_dim: int
     operand: int
@@ -108,13 +108,13 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How the operands of a form have to lie.
+    """The layouts that the operands of a form need.
 
     Attributes:
         form: the operator's.
         targets: a spec for each operand.
-        cuts: for each mesh dim what it cuts of the result, or of what is summed.
-        journeys: the operands that travel.
+        cuts: for each mesh dim what it shards of the result, or of what is summed.
+        journeys: the operands that are sent around.
         lengths: of each label.
     """
 
@@ -173,7 +173,7 @@ class Arrangement:
         return local
 
     def local_work(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """``function`` for the local operands, part by part where one travels. Differentiable."""
+        """``function`` for the local operands, part by part where one is sent around. Differentiable."""
         work = function
         for journey in self.journeys:
             work = self._round(work, journey)
@@ -221,7 +221,7 @@ def _narrowed(t: Tensor, dims: Sequence[int], interval: Interval) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def arrange(op: Any, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangement:
-    """Where operands with these specs, none of them Partial, have to lie for an operator of this form.
+    """The layouts that operands with these specs, none of them Partial, need for an operator of this form.
 
     Raises:
         UnsupportedSharding: one of them would have to be gathered.
@@ -259,7 +259,7 @@ def arrange(op: Any, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangem
 
 
 def _held(form: Form, specs: Sequence[ShardTensorSpec], m: int) -> dict[int, Cut]:
-    """What mesh dim ``m`` cuts of each operand. A broadcast dim of length 1 does not count: one rank has all of it."""
+    """What mesh dim ``m`` shards of each operand, broadcast dims of length 1 aside: one rank has all of them."""
     held = {}
     for i, spec in enumerate(specs):
         p = spec.placements[m]
@@ -271,7 +271,7 @@ def _held(form: Form, specs: Sequence[ShardTensorSpec], m: int) -> dict[int, Cut
 def _off_whole(
     form: Form, held: dict[int, Cut], lengths: dict[Label, int], ranks: int, busy: set[Label]
 ) -> dict[int, Cut]:
-    """``held`` with what must not be cut exchanged to the operand's own longest free label, where it has one."""
+    """``held`` with what must not be sharded resharded to the operand's own longest free label, where it has one."""
     result = dict(held)
     for i, cut in held.items():
         free = [x for x in form.terms[i] if x is not None and x not in busy | form.whole and lengths[x] >= ranks]

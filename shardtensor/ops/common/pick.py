@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import OpOverload
+from ..._compat import AutogradFunction, OpOverload
 from ...gradients import once_differentiable
 from ...operators import Composed
 from ...redistribute import all_gather
@@ -23,7 +23,7 @@ def plain_tuple(func: Any) -> Any:
     return lambda *args, **kwargs: tuple(func(*args, **kwargs))
 
 
-class Selected(torch.autograd.Function):
+class Selected(AutogradFunction):
     """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
 
     @staticmethod

@@ -1,19 +1,25 @@
-"""``combinations``: entries looked up by the combinations of their positions."""
+"""``combinations``: entries gathered by the combinations of their positions."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ...registry import register
-from ..common.alignment import is_cut
-from .gather import look_up
+from ...operators import Arguments, Composed, operator
+from ...spec import ShardTensorSpec
+from .gather import gathered
+
+__all__: list[str] = []
 
 
-@register(torch.combinations)
-def _combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    if not is_cut(input) or input.ndim != 1:
+@operator(torch.combinations, tensors="input", partial="input")
+def _combinations(
+    call: Arguments, input: ShardTensorSpec, r: int = 2, with_replacement: bool = False
+) -> Composed:
+    if not input.sharded_dims() or len(input.shape) != 1:
         return NotImplemented
-    numbers = torch.combinations(torch.arange(input.shape[0], device=input.device), r, with_replacement)
-    return look_up(input, [numbers])
+    n, device = input.shape[0], call.device
+
+    def combine(x: torch.Tensor) -> torch.Tensor:
+        return gathered(x, [torch.combinations(torch.arange(n, device=device), r, with_replacement)])
+
+    return Composed(combine)

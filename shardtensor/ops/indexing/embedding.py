@@ -2,71 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from ...errors import refuse
-from ...operators import operator
+from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan
-from ...registry import register
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
-from ..common.alignment import described, is_cut, laid_like, replicated
-from .gather import LookUp, look_up, looks_into_a_shard
-from .index_plan import LOOKED_UP, labelled
+from ..common.alignment import replicated, same_layout
+from .gather import Read, any_sharded, gathered, indexes_a_shard
+from .index_layout import INDEXED
+from .index_plan import labelled
 
 _aten = torch.ops.aten
 
 __all__: list[str] = []
 
 
-@register(F.embedding_bag)
+@operator(
+    F.embedding_bag,
+    tensors="input weight offsets per_sample_weights",
+    partial="input weight offsets per_sample_weights",
+)
 def _embedding_bag(
-    input: Any,
-    weight: Any,
-    offsets: Any = None,
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: ShardTensorSpec,
+    offsets: ShardTensorSpec | None = None,
     max_norm: float | None = None,
     norm_type: float = 2,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    per_sample_weights: Any = None,
+    per_sample_weights: ShardTensorSpec | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> Any:
-    if not is_cut(input, weight, offsets, per_sample_weights):
+) -> Composed:
+    if not any_sharded(input, weight, offsets, per_sample_weights):
         return NotImplemented
     if max_norm is not None:
-        raise refuse("embedding_bag", [input, weight], "max_norm writes to the table", "renormalize it beforehand")
-    F.embedding_bag(  # torch's own errors
-        described(input),
-        described(weight),
-        described(offsets),
+        raise call.refuse("max_norm writes to the table", "renormalize it beforehand")
+    call.returned(
+        F.embedding_bag,
+        *(input, weight, offsets),
         mode=mode,
-        per_sample_weights=described(per_sample_weights),
+        per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset,
         padding_idx=padding_idx,
     )
-    rows = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
-    # Cut along the bags, which the reductions below are about.
-    rows = laid_like(rows, input if is_cut(input) else per_sample_weights)
-    kept = torch.ones_like(input, dtype=torch.bool)
-    if padding_idx is not None:
-        kept = input != padding_idx % weight.shape[0]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    if input.ndim == 2:
-        return _of_equal_bags(rows, kept.unsqueeze(-1), mode)
-    place = torch.arange(input.shape[0], dtype=offsets.dtype, device=offsets.device)
-    bag = torch.searchsorted(offsets, place, right=True) - 1
-    bags = offsets.shape[0] - include_last_offset
-    if include_last_offset:
-        kept, bag = kept & (bag < bags), bag.clamp(max=max(0, bags - 1))
-    return _of_any_bags(rows, kept.unsqueeze(-1), bag, bags, mode)
+    by_input, ignored = bool(input.sharded_dims()), None if padding_idx is None else padding_idx % weight.shape[0]
+
+    def bags(indices: Tensor, table: Tensor, begins: Tensor | None, weights: Tensor | None) -> Tensor:
+        rows = F.embedding(indices, table, scale_grad_by_freq=scale_grad_by_freq)
+        # Sharded along the bags, which the reductions below are about.
+        rows = same_layout(rows, indices if by_input else weights)
+        kept = torch.ones_like(indices, dtype=torch.bool) if ignored is None else indices != ignored
+        if weights is not None:
+            rows = rows * weights.unsqueeze(-1)
+        if begins is None:
+            return _of_equal_bags(rows, kept.unsqueeze(-1), mode)
+        place = torch.arange(indices.shape[0], dtype=begins.dtype, device=begins.device)
+        bag = torch.searchsorted(begins, place, right=True) - 1
+        count = begins.shape[0] - include_last_offset
+        if include_last_offset:
+            kept, bag = kept & (bag < count), bag.clamp(max=max(0, count - 1))
+        return _of_any_bags(rows, kept.unsqueeze(-1), bag, count, mode)
+
+    return Composed(bags)
 
 
-def _of_equal_bags(rows: Any, kept: Any, mode: str) -> Any:
+def _of_equal_bags(rows: Tensor, kept: Tensor, mode: str) -> Tensor:
     if mode == "max":
         most = rows.masked_fill(kept.logical_not(), float("-inf"))
         return torch.where(kept.any(1), most.max(1).values, 0.0) if rows.shape[1] else rows.sum(1)
@@ -74,10 +82,10 @@ def _of_equal_bags(rows: Any, kept: Any, mode: str) -> Any:
     return total / kept.sum(1).clamp(min=1) if mode == "mean" else total
 
 
-def _of_any_bags(rows: Any, kept: Any, bag: Any, bags: int, mode: str) -> Any:
+def _of_any_bags(rows: Tensor, kept: Tensor, bag: Tensor, bags: int, mode: str) -> Tensor:
     some = next(t for t in (rows, kept, bag) if isinstance(t, ShardTensor))
 
-    def everywhere(value: float, width: int) -> Any:
+    def everywhere(value: float, width: int) -> Tensor:
         return replicated(torch.full((bags, width), value, dtype=rows.dtype, device=rows.device), some._spec)
 
     count = torch.index_add(everywhere(0.0, 1), 0, bag, kept.to(rows.dtype))
@@ -89,51 +97,62 @@ def _of_any_bags(rows: Any, kept: Any, bag: Any, bags: int, mode: str) -> Any:
     return total / count.clamp(min=1) if mode == "mean" else total
 
 
-@register(F.embedding)
-def _embedding_function(
-    input: Any,
-    weight: Any,
+@operator(F.embedding, tensors="input weight", partial="input weight")
+def _embedding_above_autograd(
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: ShardTensorSpec,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Any:
+) -> Composed:
     """Of a table whose rows are sharded, or with gradients that depend on how often a row is asked for."""
-    if weight.ndim != 2 or not (looks_into_a_shard(weight, [0]) or (scale_grad_by_freq and is_cut(input, weight))):
+    by_row = len(weight.shape) == 2 and indexes_a_shard(weight, [0])
+    if len(weight.shape) != 2 or not (by_row or (scale_grad_by_freq and any_sharded(input, weight))):
         return NotImplemented
     if max_norm is not None:
-        raise refuse("embedding", [weight], "max_norm writes to the table", "renormalize the table beforehand")
+        raise call.refuse("max_norm writes to the table", "renormalize the table beforehand")
     n = weight.shape[0]
     if padding_idx is not None and not -n <= padding_idx < n:
         raise AssertionError("padding_idx must be within num_embeddings")
-    if looks_into_a_shard(weight, [0]):
-        rows = LookUp.apply(
-            weight,
-            lambda t, found: run(_aten.embedding.default, (t, *found), {}),
-            lambda zeros, found, grad: _aten.index_put.default(zeros, list(found), grad, True),
-            input,
-        )
-    else:
-        rows = F.embedding(input, weight)
-    if padding_idx is not None:
-        padded = (input == padding_idx % n).unsqueeze(-1)
-        rows = torch.where(padded, rows.detach(), rows)
-    if scale_grad_by_freq and rows.requires_grad:
-        spec = (weight if isinstance(weight, ShardTensor) else input)._spec
-        counts = replicated(torch.zeros(n, dtype=torch.int64, device=weight.device), spec)
-        flat = input.reshape(-1)
-        counts = torch.index_add(counts, 0, flat, torch.ones_like(flat, dtype=torch.int64))
-        often = look_up(counts, [input]).unsqueeze(-1)
-        rows.register_hook(lambda grad: laid_like(grad, often) / often)
-    return rows
+
+    def embed(indices: Tensor, table: Tensor) -> Tensor:
+        rows = Read.apply(table, _rows, _add_to_rows, indices) if by_row else F.embedding(indices, table)
+        if padding_idx is not None:
+            padded = (indices == padding_idx % n).unsqueeze(-1)
+            rows = torch.where(padded, rows.detach(), rows)
+        if scale_grad_by_freq and rows.requires_grad:
+            often = _frequencies(indices, table)
+            rows.register_hook(lambda grad: same_layout(grad, often) / often)
+        return rows
+
+    return Composed(embed)
+
+
+def _rows(table: ShardTensor, indices: Sequence[Tensor]) -> Tensor:
+    return run(_aten.embedding.default, (table, *indices), {})
+
+
+def _add_to_rows(zeros: ShardTensor, indices: Sequence[Tensor], grad: Tensor) -> Tensor:
+    return _aten.index_put.default(zeros, list(indices), grad, True)
+
+
+def _frequencies(indices: Tensor, table: Tensor) -> Tensor:
+    """For each index how often there is the like, with a last dim of length 1."""
+    spec = next(t for t in (table, indices) if isinstance(t, ShardTensor))._spec
+    counts = replicated(torch.zeros(table.shape[0], dtype=torch.int64, device=table.device), spec)
+    flat = indices.reshape(-1)
+    counts = torch.index_add(counts, 0, flat, torch.ones_like(flat, dtype=torch.int64))
+    return gathered(counts, [indices]).unsqueeze(-1)
 
 
 @operator(_aten.embedding.default)
 def _embedding(call: Call) -> Plan:
     names = [f"index {j}" for j in range(len(call.args[1].shape))]
     return labelled(
-        call, {(0,): [LOOKED_UP, "row"], (1,): names}, [*names, "row"], indexed={(1,): 0}, picks=True
+        call, {(0,): [INDEXED, "row"], (1,): names}, [*names, "row"], indexed={(1,): 0}, picks=True
     )
 
 
@@ -143,16 +162,17 @@ def _embedding_backward(call: Call) -> Plan:
     by_frequency = call.args[4]
     if by_frequency and any(spec.sharded_dims() for spec in call.specs):
         raise call.refuse("scale_grad_by_freq counts the indices of one shard only", "set it to False")
-    return labelled(call, {(0,): [*names, "row"], (1,): names}, [LOOKED_UP, "row"], accumulates=True)
+    return labelled(call, {(0,): [*names, "row"], (1,): names}, [INDEXED, "row"], accumulates=True)
 
 
-@register(F.one_hot)
-def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
-    if not isinstance(tensor, ShardTensor):
-        return NotImplemented
-    if tensor.dtype != torch.int64:
-        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, not {tensor.dtype}")
-    if num_classes == -1:
-        num_classes = int(tensor.max()) + 1
-    classes = torch.arange(num_classes, device=tensor.device)
-    return (tensor.unsqueeze(-1) == classes).long()
+@operator(F.one_hot, tensors="tensor", partial="tensor")
+def _one_hot(call: Arguments, tensor: ShardTensorSpec, num_classes: int = -1) -> Composed:
+    dtype = tensor.tensor_meta.dtype
+    if dtype != torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, not {dtype}")
+
+    def one_hot(x: Tensor) -> Tensor:
+        n = int(x.max()) + 1 if num_classes == -1 else num_classes
+        return (x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()
+
+    return Composed(one_hot)

@@ -1,8 +1,8 @@
-"""Looking up by index, above autograd: ``gather``, ``index_select``, and what indices and tables need of them.
+"""Reading by index, above autograd: ``gather``, ``index_select``, and what indices and tables need of them.
 
-[Note: gradients of lookups] torch's formulas add the gradient into zeros that know the shape of what was looked into,
-but not how it was cut; they would be whole on every rank. So where a dim that is looked into is cut, the gradient is
-written into zeros that are cut alike: each rank keeps what belongs to its shard.
+[Note: gradients of reads] torch's formulas add the gradient into zeros that know the shape of what was read, but not
+its layout; they would be replicated. So where an indexed dim is sharded, the gradient is written into zeros of the same
+layout: each rank keeps what belongs to its shard.
 """
 
 from __future__ import annotations
@@ -13,51 +13,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...registry import register
+from ..._compat import AutogradFunction
+from ...operators import Arguments, Composed, operator
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run, wrap
-from ..common.alignment import is_cut
 from ..shape.view import dim_of
 
-__all__ = ["flat_cumsum", "look_up", "looks_into_a_shard"]
+__all__ = ["Read", "any_sharded", "flat_cumsum", "gathered", "indexes_a_shard", "refuse_plain_target"]
 
 _aten = torch.ops.aten
 
-Read = Callable[..., Any]
 
-
-class LookUp(torch.autograd.Function):
+class Read(AutogradFunction):
     """``read(x, indices)``, whose gradient is ``write(zeros, indices, gradient)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, read: Read, write: Read, *indices: Tensor) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: ShardTensor, read: Callable[..., Tensor], write: Callable[..., Tensor], *indices: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*indices)
         ctx.write, ctx.spec = write, x._spec.for_gradient()
         return read(x, indices)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: ShardTensor) -> Any:  # type: ignore[override]
         zeros = wrap(torch.zeros(ctx.spec.local_shape(), dtype=grad.dtype, device=grad.device), ctx.spec)
         return ctx.write(zeros, ctx.saved_tensors, grad), None, None, *(None for _ in ctx.saved_tensors)
 
 
-def looks_into_a_shard(x: Any, dims: Sequence[int]) -> bool:
-    """Whether one of these dims of ``x``, which are to be looked into, is sharded."""
-    return isinstance(x, ShardTensor) and any(d in x._spec.sharded_dims() for d in dims)
+def indexes_a_shard(spec: ShardTensorSpec, dims: Sequence[int]) -> bool:
+    """Whether one of these dims, which are to be indexed, is sharded."""
+    sharded = spec.sharded_dims()
+    return any(d in sharded for d in dims)
 
 
-def look_up(x: Any, indices: Sequence[Tensor | None]) -> Any:
+def any_sharded(*specs: ShardTensorSpec | None) -> bool:
+    """Whether one of the operands is sharded."""
+    return any(spec is not None and bool(spec.sharded_dims()) for spec in specs)
+
+
+def refuse_plain_target(call: Arguments, argument: str) -> None:
+    """UnsupportedSharding where an operator would write in place to what is no ShardTensor yet."""
+    if argument in call.steps:  # by which it is made one
+        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+
+
+def gathered(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """``x[indices]``, one index or None for each of the first dims of ``x``; negative ones count from the end."""
-    dims = [d for d, index in enumerate(indices) if index is not None]
-    given = list(indices)
-    if not looks_into_a_shard(x, dims):
-        return _aten.index.Tensor(x, given)
+    used = [index is not None for index in indices]
+    if not isinstance(x, ShardTensor) or not indexes_a_shard(x._spec, [d for d, here in enumerate(used) if here]):
+        return _aten.index.Tensor(x, list(indices))
 
     def placed(found: Sequence[Tensor]) -> list[Tensor | None]:
         rest = iter(found)
-        return [None if index is None else next(rest) for index in given]
+        return [next(rest) if here else None for here in used]
 
-    given = [None if index is None else True for index in given]  # type: ignore[misc]  # the tensors are saved
-    return LookUp.apply(
+    return Read.apply(
         x,
         lambda t, found: run(_aten.index.Tensor, (t, placed(found)), {}),
         lambda zeros, found, grad: _aten.index_put.default(zeros, placed(found), grad, True),
@@ -65,35 +76,49 @@ def look_up(x: Any, indices: Sequence[Tensor | None]) -> Any:
     )
 
 
-@register(torch.gather, Tensor.gather)
-def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out: Any = None) -> Any:
-    if out is None and is_cut(input, index) and {input.ndim, index.ndim} == {0, 1}:
-        return torch.gather(input.reshape(-1), dim, index.reshape(-1)).reshape(index.shape)
-    d = None if out is not None else dim_of(input, dim)
-    if d is None or not looks_into_a_shard(input, [d]):
+@operator(torch.gather, Tensor.gather, tensors="input index", partial="input index")
+def _gather(
+    call: Arguments,
+    input: ShardTensorSpec,
+    dim: int,
+    index: ShardTensorSpec,
+    *,
+    sparse_grad: bool = False,
+) -> Composed:
+    lengths = {len(input.shape), len(index.shape)}
+    if lengths == {0, 1} and (input.sharded_dims() or index.sharded_dims()):  # which torch lets run together
+        shape = index.shape
+        return Composed(lambda x, places: torch.gather(x.reshape(-1), dim, places.reshape(-1)).reshape(shape))
+    d = dim_of(input, dim)
+    if d is None or not indexes_a_shard(input, [d]):
         return NotImplemented
-    return LookUp.apply(
-        input,
-        lambda t, found: run(_aten.gather.default, (t, d, *found), {}),
-        lambda zeros, found, grad: torch.scatter_add(zeros, d, *found, grad),
-        index,
-    )
+
+    def read(t: ShardTensor, found: Sequence[Tensor]) -> Tensor:
+        return run(_aten.gather.default, (t, d, *found), {})
+
+    def write(zeros: ShardTensor, found: Sequence[Tensor], grad: ShardTensor) -> Tensor:
+        return torch.scatter_add(zeros, d, *found, grad)
+
+    return Composed(lambda x, places: Read.apply(x, read, write, places))
 
 
-@register(torch.index_select, Tensor.index_select)
-def _index_select(input: Any, dim: Any, index: Any, *, out: Any = None) -> Any:
-    d = None if out is not None else dim_of(input, dim)
-    if d is None or not looks_into_a_shard(input, [d]):
+@operator(torch.index_select, Tensor.index_select, tensors="input index", partial="input index")
+def _index_select(call: Arguments, input: ShardTensorSpec, dim: int, index: ShardTensorSpec) -> Composed:
+    d = dim_of(input, dim)
+    if d is None or not indexes_a_shard(input, [d]):
         return NotImplemented
-    return LookUp.apply(
-        input,
-        lambda t, found: run(_aten.index_select.default, (t, d, *found), {}),
-        lambda zeros, found, grad: torch.index_add(zeros, d, *found, grad),
-        index if index.ndim else index.reshape(1),
-    )
+    number = not index.shape
+
+    def read(t: ShardTensor, found: Sequence[Tensor]) -> Tensor:
+        return run(_aten.index_select.default, (t, d, *found), {})
+
+    def write(zeros: ShardTensor, found: Sequence[Tensor], grad: ShardTensor) -> Tensor:
+        return torch.index_add(zeros, d, *found, grad)
+
+    return Composed(lambda x, places: Read.apply(x, read, write, places.reshape(1) if number else places))
 
 
-def flat_cumsum(x: Any) -> Any:
+def flat_cumsum(x: Tensor) -> Tensor:
     """The running sum over all dims, the last one fastest."""
     if not x.ndim:
         return x

@@ -1,14 +1,17 @@
 """``x[index]`` and ``x[index] = value``, with numbers, slices, index tensors and masks along any dims.
 
-Reading: everything but tensors comes first (views and entries), then index tensors look up, see gather.py. Writing:
-the part that slices and numbers name is a view of the shard (a number on a sharded dim is a slice of length 1), and
-index tensors or masks write into that.
+Reading: everything but tensors comes first (views and entries), then index tensors gather, see gather.py. Writing: the
+part that slices and numbers name is a view of the shard (a number on a sharded dim is a slice of length 1), and index
+tensors or masks write into that.
+
+``Tensor.__getitem__`` and ``Tensor.__setitem__`` are registered and have no plans: before Python 3.12 slices cannot be
+hashed, so there is no key to keep a plan under. What they are made of has plans.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+import operator as python_operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from ...copies import mark_copied
 from ...errors import refuse
+from ...operators import Arguments, Composed, operator
 from ...registry import register
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import as_operand, is_cut, laid_like
-from .gather import flat_cumsum, look_up
+from ..common.alignment import as_operand, is_sharded, same_layout
+from .gather import any_sharded, flat_cumsum, gathered, refuse_plain_target
 from .index_operators import is_mask
 from .masked_select import check_mask, selected
 
@@ -28,21 +33,26 @@ __all__: list[str] = []
 
 _aten = torch.ops.aten
 
+# What an index consists of: a number, a slice, a tensor, None or an ellipsis; and the dim that it acts on, if any.
+Entry = tuple[Any, "int | None"]
 
-def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
+
+def _items(index: object) -> tuple[Any, ...]:
+    return index if type(index) is tuple else (index,)
+
+
+def _entries(x: Tensor, index: object) -> list[Entry] | None:
     """The entries of an index with the dim that each one acts on; None where that is left to torch."""
-    items = index if type(index) is tuple else (index,)
+    items = _items(index)
     used = 0
     for item in items:
-        if is_mask(item):
-            used += item.ndim
-        elif isinstance(item, (Tensor, slice)) or _is_integer(item):
-            used += 1
+        if isinstance(item, (Tensor, slice)) or _is_integer(item):
+            used += _dims_of(item)
         elif item is not None and item is not Ellipsis:
             return None
     if used > x.ndim or sum(item is Ellipsis for item in items) > 1:
         return None
-    result: list[tuple[Any, int | None]] = []
+    result: list[Entry] = []
     dim = 0
     for item in items:
         if item is None or item is Ellipsis:
@@ -50,86 +60,94 @@ def _entries(x: Any, index: Any) -> list[tuple[Any, int | None]] | None:
             dim += x.ndim - used if item is Ellipsis else 0
         else:
             result.append((item, dim))
-            dim += item.ndim if is_mask(item) else 1
+            dim += _dims_of(item)
     return result
 
 
-def _with_tensors(index: Any, device: torch.device) -> Any:
+def _dims_of(item: object) -> int:
+    """How many dims an entry acts on that acts on some."""
+    return item.ndim if isinstance(item, Tensor) and is_mask(item) else 1
+
+
+def _with_tensors(index: object, device: torch.device) -> object:
     """An index with lists of numbers and arrays made tensors, and what acts as a number made one."""
 
-    def convert(item: Any) -> Any:
+    def convert(item: Any) -> object:
         if isinstance(item, Tensor):
             return item
         if (isinstance(item, list) and _of_numbers(item)) or hasattr(item, "__array__"):
             item = torch.as_tensor(item, device=device)
             return int(item) if not item.ndim and item.dtype != torch.bool else item
-        return operator.index(item) if hasattr(item, "__index__") and not isinstance(item, bool) else item
+        return python_operator.index(item) if hasattr(item, "__index__") and not isinstance(item, bool) else item
 
     return tuple(convert(item) for item in index) if type(index) is tuple else convert(index)
 
 
-def _is_view(index: Any) -> bool:
-    """Whether an index has slices only, which are torch's affair."""
-    items = index if type(index) is tuple else (index,)
-    return all(type(item) is slice or item is None or item is Ellipsis for item in items)
+def _is_view(index: object) -> bool:
+    """Whether an index has slices only: torch itself calls the operators for those."""
+    return all(type(item) is slice or item is None or item is Ellipsis for item in _items(index))
 
 
-def _of_numbers(items: list[Any]) -> bool:
+def _of_numbers(items: Sequence[object]) -> bool:
     """Whether a list, which may hold lists, holds integers or truth values only, and some."""
     return bool(items) and all(_of_numbers(i) if isinstance(i, list) else isinstance(i, int) for i in items)
 
 
-def _is_integer(item: Any) -> bool:
+def _is_integer(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _entry(x: Any, dim: int, index: int) -> int:
+def _entry(x: Tensor, dim: int, index: int) -> int:
     n = x.shape[dim]
     if not -n <= index < n:
         raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
     return index % n
 
 
-def _concerned(self: Any, entries: Sequence[tuple[Any, int | None]] | None) -> bool:
+def _concerns_shards(x: ShardTensor, entries: Sequence[Entry] | None) -> bool:
     """Whether numbers or tensors of an index act on a sharded dim."""
-    if entries is None:
-        return False
-    sharded = self._spec.sharded_dims()
-    for item, dim in entries:
-        if dim is None or isinstance(item, slice):
-            continue
-        dims = range(dim, dim + (item.ndim if is_mask(item) else 1))
-        if any(d in sharded for d in dims):
-            return True
+    sharded = x._spec.sharded_dims()
+    for item, dim in entries or ():
+        if dim is not None and not isinstance(item, slice):
+            if any(d in sharded for d in range(dim, dim + _dims_of(item))):
+                return True
     return False
 
 
+def _is_sharded_mask(item: object) -> bool:
+    return is_mask(item) and is_sharded(item)
+
+
 @register(Tensor.__getitem__)
-def _getitem(self: Any, index: Any) -> Any:
-    masked_by = [item for item in (index if type(index) is tuple else (index,)) if is_mask(item) and is_cut(item)]
-    if not masked_by and (not isinstance(self, ShardTensor) or _is_view(index) or not self._spec.sharded_dims()):
+def _getitem(self: Tensor, index: object) -> Tensor:
+    masks = [item for item in _items(index) if _is_sharded_mask(item)]
+    if not masks and (not isinstance(self, ShardTensor) or _is_view(index) or not self._spec.sharded_dims()):
         return NotImplemented
-    if masked_by:
-        self = as_operand(self, masked_by[0].device_mesh)
-    index = _with_tensors(index, self.device)
-    entries = _entries(self, index)
-    if entries is None or not (masked_by or _concerned(self, entries)):
+    x = as_operand(self, masks[0].device_mesh) if masks else self
+    entries = _entries(x, _with_tensors(index, x.device))
+    if entries is None or not (masks or _concerns_shards(x, entries)):
         return NotImplemented
     if any(isinstance(item, Tensor) for item, _ in entries):
-        items, tensors = _part(self, entries, numbers_stay=False)
-        x = self[tuple(items)] if any(item != slice(None) for item in items) else self
-        if len(tensors) == 1 and is_mask(tensors[0][1]) and is_cut(tensors[0][1]):
-            return selected(x, *tensors[0])
-        return look_up(x, _indices(x, tensors))
-    items, numbers = _part(self, entries, numbers_stay=True)
-    x = self[tuple(items)]
+        return _gathered_by(x, entries)
+    items, numbers = _part(x, entries, numbers_stay=True)
+    x = x[tuple(items)]
     for dim, _ in reversed(numbers):
         x = torch.select(x, dim, 0)
     return x
 
 
+def _gathered_by(x: ShardTensor, entries: Sequence[Entry]) -> Tensor:
+    """``x[index]`` with tensors in the index."""
+    items, tensors = _part(x, entries, numbers_stay=False)
+    if any(item != slice(None) for item in items):
+        x = x[tuple(items)]
+    if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
+        return selected(x, *tensors[0])
+    return gathered(x, _indices(x, tensors))
+
+
 def _part(
-    x: Any, entries: Sequence[tuple[Any, int | None]], *, numbers_stay: bool
+    x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool
 ) -> tuple[list[Any], list[tuple[int, Any]]]:
     """An index without its tensors, and for each of these the dim of the part on which it acts.
 
@@ -137,13 +155,13 @@ def _part(
         numbers_stay: a number on a sharded dim becomes a slice of length 1, which keeps the dim.
     """
     sharded = x._spec.sharded_dims()
-    consumed = sum(item.ndim if is_mask(item) else 1 for item, dim in entries if dim is not None)
+    consumed = sum(_dims_of(item) for item, dim in entries if dim is not None)
     items: list[Any] = []
     tensors: list[tuple[int, Any]] = []
     at = 0
     for item, dim in entries:
         if isinstance(item, Tensor):
-            n = item.ndim if is_mask(item) else 1
+            n = _dims_of(item)
             tensors.append((at, item))
             items += [slice(None)] * n
             at += n
@@ -161,17 +179,16 @@ def _part(
     return items, tensors
 
 
-def _indices(x: Any, tensors: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
-    """One index for each dim of ``x``. A mask stands for the places where it is true."""
+def _indices(x: Tensor, tensors: Sequence[tuple[int, Tensor]]) -> list[Tensor | None]:
+    """One index for each dim of ``x``. A mask is replaced by the places where it is true."""
     result: list[Tensor | None] = [None] * x.ndim
     for dim, item in tensors:
         if not is_mask(item):
             result[dim] = item
             continue
         check_mask(x, dim, item)
-        if isinstance(item, DTensor):
-            if all(p.is_replicate() for p in item.placements):
-                item = item.to_local()
+        if isinstance(item, DTensor) and all(p.is_replicate() for p in item.placements):
+            item = item.to_local()
         result[dim : dim + item.ndim] = item.nonzero().unbind(1)
     return result
 
@@ -180,41 +197,46 @@ def _indices(x: Any, tensors: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
 
 
 @register(Tensor.__setitem__)
-def _setitem(self: Any, index: Any, value: Any) -> Any:
+def _setitem(self: Tensor, index: object, value: Any) -> None:
     if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
         return NotImplemented
-    index = _with_tensors(index, self.device)
-    entries = _entries(self, index)
-    if entries is None or not _concerned(self, entries):
+    entries = _entries(self, _with_tensors(index, self.device))
+    if entries is None or not _concerns_shards(self, entries):
         return NotImplemented
-    items, tensors = _part(self, entries, numbers_stay=True)
+    items, chosen = _part(self, entries, numbers_stay=True)
     part = self[tuple(items)]
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=self.dtype, device=self.device)
-    if not any(isinstance(item, Tensor) for _, item in tensors):
-        part.copy_(_with_numbers(value, part.ndim, [dim for dim, _ in tensors]))
+    tensors = [(dim, item) for dim, item in chosen if isinstance(item, Tensor)]
+    numbers = [dim for dim, item in chosen if not isinstance(item, Tensor)]
+    if not tensors:
+        part.copy_(_with_numbers(value, part.ndim, numbers))
         return None
-    # A number beside index tensors has been taken out before torch looks which of these stand together.
-    numbers = [dim for dim, item in tensors if not isinstance(item, Tensor)]
     if numbers:
-        places = [(dim, item) for dim, item in tensors if isinstance(item, Tensor)]
-        first = places[0][0]
-        order = [d for d in range(part.ndim) if d not in numbers]
-        at = order.index(first)
-        order[at:at] = numbers
-        part = part.permute(order)
-        tensors = [(order.index(d), item) for d, item in places]
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        tensors += [(order.index(d), zero) for d in numbers]
-        tensors.sort(key=lambda pair: pair[0])
-    if len(tensors) == 1 and is_mask(tensors[0][1]) and is_cut(tensors[0][1]):
+        part, tensors = _numbers_as_tensors(part, tensors, numbers)
+    if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
         part.copy_(masked(part, *tensors[0], value.to(self.dtype), False))
         return None
     _aten.index_put_.default(part, _indices(part, tensors), value)
     return None
 
 
-def _with_numbers(value: Any, ndim: int, dims: Sequence[int]) -> Any:
+def _numbers_as_tensors(
+    part: Tensor, tensors: Sequence[tuple[int, Tensor]], numbers: Sequence[int]
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    """Make the numbers of an index, whose dims are kept with length 1, index tensors along with the others.
+
+    torch takes numbers out before it sees which index tensors come together; so the kept dims are moved to these.
+    """
+    order = [d for d in range(part.ndim) if d not in numbers]
+    at = order.index(tensors[0][0])
+    order[at:at] = numbers
+    zero = torch.zeros((), dtype=torch.int64, device=part.device)
+    found = [(order.index(d), item) for d, item in tensors] + [(order.index(d), zero) for d in numbers]
+    return part.permute(order), sorted(found, key=lambda pair: pair[0])
+
+
+def _with_numbers(value: Tensor, ndim: int, dims: Sequence[int]) -> Tensor:
     """A value for a part of ``ndim`` dims, of which it does not know ``dims``: they get length 1."""
     for d in sorted(dims, reverse=True):
         after = ndim - 1 - d
@@ -225,7 +247,7 @@ def _with_numbers(value: Any, ndim: int, dims: Sequence[int]) -> Any:
     return value
 
 
-def masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> Any:
+def masked(x: Tensor, dim: int, mask: Tensor, values: Tensor, accumulate: bool) -> Tensor:
     """``x`` with the entries of its dims from ``dim`` on where ``mask`` is true replaced by ``values`` (or added)."""
     check_mask(x, dim, mask)
     mask = mask.bool()
@@ -239,7 +261,7 @@ def masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> Any:
             return x
         place = (flat_cumsum(mask.long()) - 1).clamp(min=0)
         lead = values.ndim - 1 - after
-        values = look_up(values, [None] * lead + [place])
+        values = gathered(values, [None] * lead + [place])
     elif values.ndim > after:
         for _ in range(mask.ndim - 1):
             values = values.unsqueeze(values.ndim - 1 - after)
@@ -247,58 +269,95 @@ def masked(x: Any, dim: int, mask: Any, values: Any, accumulate: bool) -> Any:
     for _ in range(after):
         wide = wide.unsqueeze(-1)
     if values.ndim == x.ndim:
-        values = laid_like(values, x)
+        values = same_layout(values, x)
     return torch.where(wide, x + values if accumulate else values, x)
 
 
-@register(torch.masked_scatter, Tensor.masked_scatter)
-def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
-    if not is_cut(input, mask, source):
-        return NotImplemented
-    if input.dtype != source.dtype or mask.dtype != torch.bool:
+def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec) -> Callable[..., Tensor]:
+    """The work of ``masked_scatter``: how many values are used depends on data."""
+    dtypes = [spec.tensor_meta.dtype for spec in (input, source, mask)]
+    if dtypes[0] != dtypes[1] or dtypes[2] != torch.bool:
         raise RuntimeError(
-            f"masked_scatter: expected self and source to have same dtypes and a bool mask, but got {input.dtype}, "
-            f"{source.dtype} and {mask.dtype}"
+            f"masked_scatter: expected self and source to have same dtypes and a bool mask, but got {dtypes[0]}, "
+            f"{dtypes[1]} and {dtypes[2]}"
         )
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    input, mask = input.expand(shape), mask.expand(shape)
-    place = flat_cumsum(mask.long())
-    needed = int(place.max()) if place.numel() else 0
-    if needed > source.numel():
-        raise RuntimeError("Number of elements of source < number of ones in mask")
-    if not needed:
-        return input.clone()
-    values = look_up(source.reshape(-1), [(place - 1).clamp(min=0)])
-    return torch.where(mask, laid_like(values, input), input)
+
+    def scatter(x: Tensor, where: Tensor, values: Tensor) -> Tensor:
+        x, where = x.expand(shape), where.expand(shape)
+        place = flat_cumsum(where.long())
+        needed = int(place.max()) if place.numel() else 0
+        if needed > values.numel():
+            raise RuntimeError("Number of elements of source < number of ones in mask")
+        if not needed:
+            return x.clone()
+        found = gathered(values.reshape(-1), [(place - 1).clamp(min=0)])
+        return torch.where(where, same_layout(found, x), x)
+
+    return scatter
 
 
-@register(Tensor.masked_scatter_)
-def _masked_scatter_in_place(self: Any, mask: Any, source: Any) -> Any:
-    if not is_cut(self, mask, source):
+@operator(
+    torch.masked_scatter, Tensor.masked_scatter, tensors="input mask source", partial="input mask source"
+)
+def _masked_scatter(
+    call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
+) -> Composed:
+    return Composed(_scattered_by(input, mask, source)) if any_sharded(input, mask, source) else NotImplemented
+
+
+@operator(Tensor.masked_scatter_, tensors="input mask source", partial="input mask source")
+def _masked_scatter_in_place(
+    call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
+) -> Composed:
+    if not any_sharded(input, mask, source):
         return NotImplemented
-    if not isinstance(self, ShardTensor):
-        reason = "a ShardTensor cannot be written into a plain tensor"
-        raise refuse("masked_scatter_", [self, mask, source], reason, "use the out-of-place form")
-    return self.copy_(_masked_scatter(self, mask, source))
+    refuse_plain_target(call, "input")
+    scatter = _scattered_by(input, mask, source)
+    return Composed(lambda x, where, values: x.copy_(scatter(x, where, values)))
 
 
-def _put_sharded_mask(x: Any, indices: Any, values: Any, accumulate: bool) -> Any:
-    """What ``index_put`` gives for one mask that is sharded; NotImplemented for everything else."""
-    found = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(found) != 1 or not is_mask(found[0][1]) or not is_cut(found[0][1]) or not isinstance(values, Tensor):
+def _sharded_mask(indices: Sequence[ShardTensorSpec | None], values: ShardTensorSpec | None) -> int | None:
+    """The dim of the one index of an ``index_put``, if that is a sharded mask."""
+    found = [(dim, spec) for dim, spec in enumerate(indices) if isinstance(spec, ShardTensorSpec)]
+    if len(found) != 1 or values is None or not found[0][1].sharded_dims():
+        return None
+    dim, spec = found[0]
+    return dim if spec.tensor_meta.dtype in (torch.bool, torch.uint8) else None
+
+
+@operator(
+    torch.index_put, Tensor.index_put, tensors="input indices values", partial="input indices values"
+)
+def _index_put(
+    call: Arguments,
+    input: ShardTensorSpec,
+    indices: Sequence[ShardTensorSpec | None],
+    values: ShardTensorSpec,
+    accumulate: bool = False,
+) -> Composed:
+    """Of one mask that is sharded; other indices go below autograd."""
+    dim = _sharded_mask(indices, call.tensors.get("values"))
+    if dim is None:
         return NotImplemented
-    return masked(x, *found[0], values, accumulate)
+    return Composed(lambda x, found, new: masked(x, dim, found[dim], new, accumulate))
 
 
-@register(torch.index_put, Tensor.index_put)
-def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    return _put_sharded_mask(input, indices, values, accumulate)
-
-
-@register(torch.index_put_, Tensor.index_put_)
-def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    result = _put_sharded_mask(input, indices, values, accumulate)
-    return result if result is NotImplemented else input.copy_(result)
+@operator(
+    torch.index_put_, Tensor.index_put_, tensors="input indices values", partial="input indices values"
+)
+def _index_put_in_place(
+    call: Arguments,
+    input: ShardTensorSpec,
+    indices: Sequence[ShardTensorSpec | None],
+    values: ShardTensorSpec,
+    accumulate: bool = False,
+) -> Composed:
+    dim = _sharded_mask(indices, call.tensors.get("values"))
+    if dim is None:
+        return NotImplemented
+    refuse_plain_target(call, "input")
+    return Composed(lambda x, found, new: x.copy_(masked(x, dim, found[dim], new, accumulate)))
 
 
 # -- entries of a sharded dim, changed in place -------------------------------------------------------------------
@@ -307,12 +366,13 @@ def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool 
 def _register_in_place(name: str) -> None:
     """``x[:, 5] *= 2``: Python changes the entry, then writes it back. But an entry of a sharded dim is a copy.
 
-    So what changes it is computed anew, and written to the tensor as well as to the copy.
+    So what changes it is computed anew, and written to the tensor as well as to the copy. That depends on the tensor
+    that is changed, not on its spec alone; so there is no plan.
     """
     out_of_place = getattr(Tensor, f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_"))
 
     @register(getattr(Tensor, name))
-    def _(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _(self: Tensor, *args: object, **kwargs: object) -> Tensor:
         source = getattr(self, "_entry_of", None)
         if source is None:
             return NotImplemented

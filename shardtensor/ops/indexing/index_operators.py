@@ -1,6 +1,6 @@
-"""Looking up and writing by index, below autograd: index_select, gather, scatter, index_put and their kin.
+"""Reading and writing by index, below autograd: index_select, gather, scatter, index_put and the like.
 
-What each operand's dims have to do with each other is said by labels, see index_plan.py; these work out the rest.
+What the operands' dims have to do with each other is said by labels; index_plan.py makes plans of these.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._compat import OpOverload
 from ...errors import refuse
 from ...operators import operator
 from ...planning import Call, Path, Plan, argument, is_inplace, spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
-from ..common.alignment import is_cut, replicated
+from ..common.alignment import is_sharded, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
-from .index_plan import LOOKED_UP, Labels, labelled, operand
+from .index_layout import INDEXED, Labels, operand
+from .index_plan import labelled
 
 __all__ = ["is_mask", "numbers"]
 
 _aten = torch.ops.aten
+
+Indices = Sequence["Tensor | None"]
 
 
 def _tensors(items: Iterable[tuple[Path, Any, Labels]]) -> dict[Path, Labels]:
@@ -59,7 +63,7 @@ def _gather_or_scatter(call: Call) -> Plan:
     if any(len(a.shape) != ndim for a in call.args[2:4] if hasattr(a, "shape")):  # 0-dim tensors among 1-dim ones
         raise call.refuse("the operands differ in their number of dims", "give all of them the same")
     dim = wrap_dim(call.args[1], ndim)
-    within, position = _along(ndim, dim, LOOKED_UP), _along(ndim, dim, "position")
+    within, position = _along(ndim, dim, INDEXED), _along(ndim, dim, "position")
     roles = _tensors(((i,), a, within if i == 0 else position) for i, a in enumerate(call.args))
     if call.func == _aten.gather.default:
         return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
@@ -98,7 +102,7 @@ def _includes_self(call: Call) -> bool:
 def _by_index(call: Call) -> Plan:
     ndim = len(call.args[0].shape)
     dim = wrap_dim(call.args[1], ndim)
-    within, position = _along(ndim, dim, LOOKED_UP), _along(ndim, dim, "position")
+    within, position = _along(ndim, dim, INDEXED), _along(ndim, dim, "position")
     roles: dict[Path, Labels] = {(0,): within, (2,): ["position"] if len(call.args[2].shape) else []}
     if len(call.args) > 3 and isinstance(call.args[3], (Tensor, ShardTensorSpec)):
         roles[(3,)] = position if len(call.args[3].shape) == ndim else []
@@ -120,12 +124,15 @@ def _by_index(call: Call) -> Plan:
 
 
 # -- reductions that are more than one addition for each entry ---------------------------------------------------
+# Other operators in a row, which have plans; so these are registered and have none themselves.
 
 
-def _step_by_step(op: Any, x: Any, dim: int, index: Any, source: Any, reduce: str, include_self: bool = True) -> Any:
+def _step_by_step(
+    op: OpOverload, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, include_self: bool = True
+) -> Tensor:
     """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
-    cut = [t for t in (x, index, source) if isinstance(t, DTensor) and spec_of(t).sharded_dims()]
-    if len(cut) < 2 or not isinstance(x, DTensor) or (reduce != "mean" and include_self):
+    sharded = [t for t in (x, index, source) if isinstance(t, DTensor) and spec_of(t).sharded_dims()]
+    if len(sharded) < 2 or not isinstance(x, DTensor) or (reduce != "mean" and include_self):
         return NotImplemented
     scatters = op._schema.name.startswith("aten::scatter")
     add = torch.scatter_add if scatters else torch.index_add
@@ -143,9 +150,9 @@ def _step_by_step(op: Any, x: Any, dim: int, index: Any, source: Any, reduce: st
     return torch.div(add(start, dim, index, source), count, rounding_mode=None if exact else "floor")
 
 
-def _register_reduce(op: Any) -> None:
+def _register_reduce(op: OpOverload) -> None:
     @register(op)
-    def _(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    def _(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
         result = _step_by_step(op, x, dim, index, source, reduce, include_self)
         if result is NotImplemented or not is_inplace(op):
             return result
@@ -163,7 +170,7 @@ def _advanced(call: Call) -> tuple[dict[Path, Labels], list[Hashable], list[Hash
     """Labels of the tensor and its indices, those of the tensor, and those of what ``tensor[indices]`` would be."""
     ndim, indices = len(call.args[0].shape), call.args[1]
     used = [d for d, index in enumerate(indices) if index is not None]
-    within: list[Hashable] = [LOOKED_UP if d in used else d for d in range(ndim)]
+    within: list[Hashable] = [INDEXED if d in used else d for d in range(ndim)]
     width = max(len(indices[d].shape) for d in used)
     lengths = [1] * width
     for d in used:
@@ -186,10 +193,10 @@ def _advanced(call: Call) -> tuple[dict[Path, Labels], list[Hashable], list[Hash
 @operator(_aten.index.Tensor, _aten._unsafe_index.Tensor)
 def _index(call: Call) -> Plan:
     roles, _, result = _advanced(call)
-    return labelled(call, roles, result, indexed=_looking(call), picks=True, wraps=True)
+    return labelled(call, roles, result, indexed=_index_dims(call), picks=True, wraps=True)
 
 
-def _looking(call: Call) -> dict[Path, int]:
+def _index_dims(call: Call) -> dict[Path, int]:
     return {(1, d): d for d, index in enumerate(call.args[1]) if index is not None}
 
 
@@ -207,17 +214,18 @@ def _index_put(call: Call) -> Plan:
     roles[(2,)] = [label if n == lengths.get(label, n) else None for label, n in zip(trailing, values, strict=True)]
     accumulates = bool(call.args[3]) if len(call.args) > 3 else bool(call.kwargs.get("accumulate", False))
     return labelled(
-        call, roles, within, indexed=_looking(call), writes=True, accumulates=accumulates, wraps=True
+        call, roles, within, indexed=_index_dims(call), writes=True, accumulates=accumulates, wraps=True
     )
 
 
-def is_mask(index: Any) -> bool:
+def is_mask(index: object) -> bool:
+    """Whether an index selects by truth values; bytes are such, too."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def numbers(op: Any, x: Any, indices: Sequence[Any]) -> list[Any]:
-    """Masks as index tensors. A mask that every rank has whole gives the same ones everywhere."""
-    result: list[Any] = []
+def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
+    """Masks as index tensors. A replicated mask gives the same ones everywhere."""
+    result: list[Tensor | None] = []
     for index in indices:
         if not is_mask(index):
             result.append(index)
@@ -235,16 +243,15 @@ def numbers(op: Any, x: Any, indices: Sequence[Any]) -> list[Any]:
     return result
 
 
-def _index_by_mask(x: Any, indices: Sequence[Any]) -> Any:
+# How many entries a mask selects depends on data, so there is no plan before it is made numbers.
+@register(_aten.index.Tensor)
+def _index_by_mask(x: Tensor, indices: Indices) -> Tensor:
     if not any(is_mask(index) for index in indices):
         return NotImplemented
     return run(_aten.index.Tensor, (x, numbers(_aten.index.Tensor, x, indices)), {})
 
 
-register(_aten.index.Tensor)(_index_by_mask)
-
-
-def _put_by_mask(op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def _put_by_mask(op: OpOverload, x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> Tensor:
     if not any(is_mask(index) for index in indices):
         return NotImplemented
     if isinstance(x, ShardTensor) and len(indices) == 1 and values.numel() == 1 and not accumulate:
@@ -259,9 +266,9 @@ def _put_by_mask(op: Any, x: Any, indices: Sequence[Any], values: Any, accumulat
     return run(op, (x, numbers(op, x, indices), values, accumulate), {})
 
 
-def _register_put(op: Any) -> None:
+def _register_put(op: OpOverload) -> None:
     @register(op)
-    def _(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *rest: Any) -> Any:
+    def _(x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False, *rest: bool) -> Tensor:
         return _put_by_mask(op, x, indices, values, accumulate)
 
 
@@ -270,31 +277,33 @@ for _op in (_aten.index_put.default, _aten.index_put_.default):
 
 
 # -- with indices that may be out of range where a mask says so ---------------------------------------------------
+# Other operators in a row, too.
 
 
-def _clamped(x: Any, indices: Sequence[Any]) -> list[Any]:
+def _clamped(x: Tensor, indices: Indices) -> list[Tensor | None]:
     return [i if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape, strict=False)]
 
 
 @register(_aten._unsafe_masked_index.default)
-def _masked_index(x: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
+def _masked_index(x: Tensor, mask: Tensor, indices: Indices, fill: complex) -> Tensor:
     if not x.numel():
         return NotImplemented
     return _aten.index.Tensor(x, _clamped(x, indices)).masked_fill(mask.logical_not(), fill)
 
 
 @register(_aten._unsafe_masked_index_put_accumulate.default)
-def _masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
+def _masked_index_put(x: Tensor, mask: Tensor, indices: Indices, values: Tensor) -> Tensor:
     if not x.numel():
         return NotImplemented
     return _aten.index_put.default(x, _clamped(x, indices), values.masked_fill(mask.logical_not(), 0), True)
 
 
+# Whether the value requires grad is nothing that plans know.
 @register(torch.index_fill, Tensor.index_fill)
-def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
+def _index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | complex) -> Tensor:
     """With a value that requires grad, whose gradient by torch's formula looks for the index's different numbers."""
     d = dim_of(input, dim)
-    if d is None or not is_cut(index) or not isinstance(value, Tensor) or not value.requires_grad:
+    if d is None or not is_sharded(index) or not isinstance(value, Tensor) or not value.requires_grad:
         return NotImplemented
     n = input.shape[d]
     mask = replicated(torch.zeros(n, dtype=torch.bool, device=index.device), index._spec)
@@ -303,6 +312,6 @@ def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
 
 
 @register(Tensor.index_fill_)
-def _index_fill_in_place(input: Any, dim: Any, index: Any, value: Any) -> Any:
+def _index_fill_in_place(input: Tensor, dim: int, index: Tensor, value: Tensor | complex) -> Tensor:
     result = _index_fill(input, dim, index, value)
     return result if result is NotImplemented else input.copy_(result)

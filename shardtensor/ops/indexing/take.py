@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ...registry import register
-from ..common.alignment import is_cut
+from ...operators import Arguments, Composed, operator
+from ...spec import ShardTensorSpec
 from ..shape.view import dim_of
-from .gather import look_up
+from .gather import any_sharded, gathered, refuse_plain_target
+
+__all__: list[str] = []
 
 _aten = torch.ops.aten
 
 
-def _coordinates(index: Any, shape: Sequence[int]) -> list[Any]:
+def _coordinates(index: Tensor, shape: Sequence[int]) -> list[Tensor]:
     """Positions in a flattened tensor of ``shape``, negative ones from its end, as one index for each dim.
 
     What is out of range is so in the first dim, too.
@@ -33,46 +34,78 @@ def _coordinates(index: Any, shape: Sequence[int]) -> list[Any]:
     return places
 
 
-@register(torch.take, Tensor.take)
-def _take(input: Any, index: Any, *, out: Any = None) -> Any:
-    if out is not None or not is_cut(input, index):
+@operator(torch.take, Tensor.take, tensors="input index", partial="input index")
+def _take(call: Arguments, input: ShardTensorSpec, index: ShardTensorSpec) -> Composed:
+    if not any_sharded(input, index):
         return NotImplemented
-    if index.dtype != torch.int64:
-        raise RuntimeError(f"take(): Expected a long tensor for index, but got {index.dtype}")
-    return look_up(input if input.ndim else input.reshape(1), _coordinates(index, input.shape or (1,)))
+    if index.tensor_meta.dtype != torch.int64:
+        raise RuntimeError(f"take(): Expected a long tensor for index, but got {index.tensor_meta.dtype}")
+    shape = input.shape or (1,)
+
+    def take(x: Tensor, places: Tensor) -> Tensor:
+        return gathered(x if x.ndim else x.reshape(1), _coordinates(places, shape))
+
+    return Composed(take)
 
 
-def _put(op: Any, input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    if not is_cut(input, index, source) or not input.ndim:
+def _put_by(
+    write: Callable[..., Tensor], input: ShardTensorSpec, index: ShardTensorSpec, source: ShardTensorSpec, adds: bool
+) -> Composed:
+    if not any_sharded(input, index, source) or not input.shape:
         return NotImplemented
-    if index.dtype != torch.int64 or index.numel() != source.numel() or source.dtype != input.dtype:
+    dtypes = [spec.tensor_meta.dtype for spec in (input, index, source)]
+    if dtypes[1] != torch.int64 or index.shape.numel() != source.shape.numel() or dtypes[2] != dtypes[0]:
         raise RuntimeError(
             f"put: a long index with as many elements as the source, which has the input's dtype, was expected; "
-            f"got {tuple(index.shape)} {index.dtype}, {tuple(source.shape)} {source.dtype}, {input.dtype}"
+            f"got {tuple(index.shape)} {dtypes[1]}, {tuple(source.shape)} {dtypes[2]}, {dtypes[0]}"
         )
-    return op(input, _coordinates(index, input.shape), source.reshape(index.shape), accumulate)
+
+    def put(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+        return write(x, _coordinates(places, x.shape), values.reshape(places.shape), adds)
+
+    return Composed(put)
 
 
-@register(torch.put, Tensor.put)
-def _put_function(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    return _put(_aten.index_put.default, input, index, source, accumulate)
+@operator(torch.put, Tensor.put, tensors="input index source", partial="input index source")
+def _put(
+    call: Arguments,
+    input: ShardTensorSpec,
+    index: ShardTensorSpec,
+    source: ShardTensorSpec,
+    accumulate: bool = False,
+) -> Composed:
+    return _put_by(_aten.index_put.default, input, index, source, accumulate)
 
 
-@register(Tensor.put_)
-def _put_method(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    return _put(_aten.index_put_.default, input, index, source, accumulate)
+@operator(Tensor.put_, tensors="input index source", partial="input index source")
+def _put_in_place(
+    call: Arguments,
+    input: ShardTensorSpec,
+    index: ShardTensorSpec,
+    source: ShardTensorSpec,
+    accumulate: bool = False,
+) -> Composed:
+    refuse_plain_target(call, "input")
+    return _put_by(_aten.index_put_.default, input, index, source, accumulate)
 
 
-@register(torch.take_along_dim, Tensor.take_along_dim)
-def _take_along_dim(input: Any, indices: Any, dim: int | None = None, *, out: Any = None) -> Any:
-    if out is not None or not is_cut(input, indices) or (input.ndim != indices.ndim and dim is not None):
+@operator(torch.take_along_dim, Tensor.take_along_dim, tensors="input indices", partial="input indices")
+def _take_along_dim(
+    call: Arguments, input: ShardTensorSpec, indices: ShardTensorSpec, dim: int | None = None
+) -> Composed:
+    if not any_sharded(input, indices) or (len(input.shape) != len(indices.shape) and dim is not None):
         return NotImplemented
     if dim is None:
-        return torch.take(input, indices.reshape(-1))
+        return Composed(lambda x, places: torch.take(x, places.reshape(-1)))
     d = dim_of(input, dim)
     if d is None:
         return NotImplemented
-    shape = torch.broadcast_shapes(*([1 if k == d else n for k, n in enumerate(t.shape)] for t in (input, indices)))
-    indices = torch.where(indices < 0, indices + input.shape[d], indices)
-    wide = [t.expand([t.shape[d] if k == d else n for k, n in enumerate(shape)]) for t in (input, indices)]
-    return torch.gather(wide[0], d, wide[1])
+    # Along the other dims, they are broadcast.
+    shape = torch.broadcast_shapes(*([1 if k == d else n for k, n in enumerate(s.shape)] for s in (input, indices)))
+    wide = [[s.shape[d] if k == d else n for k, n in enumerate(shape)] for s in (input, indices)]
+
+    def take(x: Tensor, places: Tensor) -> Tensor:
+        places = torch.where(places < 0, places + x.shape[d], places)
+        return torch.gather(x.expand(wide[0]), d, places.expand(wide[1]))
+
+    return Composed(take)

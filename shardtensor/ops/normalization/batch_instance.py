@@ -63,7 +63,20 @@ class ChannelNorm(ShardedNorm):
         if all(buffer is None for buffer in buffers):
             return
         assert mean is not None
-        new = torch.stack([mean, var * self.unbiased]).reshape(2, *mean.shape[:2])  # (2, N or 1, C)
+        values: Sequence[Tensor] = mean, var * self.unbiased
+        if self.samples is not None or self.channels is not None:
+            values = self._of_all_channels(torch.stack(values).reshape(2, *mean.shape[:2]))
+        for buffer, value in zip(buffers, values, strict=True):
+            if buffer is None:
+                continue
+            value = value.reshape(buffer.shape)
+            if buffer.dtype == value.dtype:
+                buffer.lerp_(value, self.momentum)
+            else:
+                buffer.copy_(self.momentum * value + (1 - self.momentum) * buffer)
+
+    def _of_all_channels(self, new: Tensor) -> Sequence[Tensor]:
+        """Mean and variance of each channel of the global tensor, from those ``(2, N or 1, C)`` of this shard's."""
         if self.samples is not None:
             new = new.sum(1, keepdim=True) / self.samples
             if self.batch_group is not None:
@@ -71,9 +84,7 @@ class ChannelNorm(ShardedNorm):
         new = new[:, 0]
         if self.channels is not None:
             new = redistribute_local(new, self.channels, self.channels.replicated())
-        for buffer, value in zip(buffers, new.unbind(), strict=True):
-            if buffer is not None:
-                buffer.copy_(self.momentum * value + (1 - self.momentum) * buffer)
+        return new.unbind()
 
 
 class FixedNorm(ShardedNorm):
@@ -106,8 +117,8 @@ class FixedNorm(ShardedNorm):
     ) -> list[Tensor | None]:
         return super().backward(needed, grads, x, weight, *self._running(*buffers))
 
-    def _of_input(
-        self, grad: Tensor, deviations: Tensor, sums: list[Tensor], w: Tensor | None, rstd: Tensor
+    def _of_input(  # type: ignore[override]
+        self, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, *rest: Any
     ) -> Tensor:
         return grad * (rstd if w is None else rstd * w)
 

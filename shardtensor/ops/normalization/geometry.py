@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
 from ...geometry import map_cuts
@@ -162,8 +162,9 @@ def prepare_parameters(call: Arguments, geometry: Geometry, **parameters: Operan
             call.then_do(argument, partial(_local_part, geometry.name, spec, operand.with_layout(layout)))
 
 
-def _local_part(name: str, spec: ShardTensorSpec, target: ShardTensorSpec, parameter: ShardTensor) -> Tensor:
-    reduced = redistribute_to(parameter, parameter._spec.for_gradient())
+def _local_part(name: str, spec: ShardTensorSpec, target: ShardTensorSpec, parameter: DTensor) -> Tensor:
+    sharded = ShardTensor.from_dtensor(parameter)
+    reduced = redistribute_to(sharded, sharded._spec.for_gradient())
     return local_part(moved(name, reduced, target), spec)
 
 

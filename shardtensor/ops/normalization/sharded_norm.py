@@ -17,7 +17,7 @@ from ...operators import Arguments, Operand, Plan
 from ...redistribute import all_reduce
 from ...spec import ShardTensorSpec
 from .geometry import Geometry
-from .statistics import Statistics
+from .statistics import Statistics, centered
 
 __all__ = ["ShardedNorm"]
 
@@ -62,9 +62,8 @@ class ShardedNorm(Plan):
             return self._result(self._differentiable(x, w, b)), ()
         mean, var, free = self.statistics.of(x)
         self._note(mean, var, *buffers)
-        rstd = (var + self.geometry.eps).rsqrt_()
-        y = x.to(rstd.dtype, copy=True) if mean is None else torch.sub(x, mean, out=free)
-        return self._result(self._scaled(y, w, b, rstd)), (mean, rstd)
+        rstd = var.add_(self.geometry.eps).rsqrt_()
+        return self._result(self._scaled(centered(x, mean, free), w, b, rstd)), (mean, rstd)
 
     def _scaled(self, y: Tensor, w: Tensor | None, b: Tensor | None, rstd: Tensor) -> Tensor:
         """``y * rstd * w + b``, in place of ``y``."""
@@ -105,47 +104,58 @@ class ShardedNorm(Plan):
         if grads[0] is None:
             return result
         grad, x_view = grads[0].reshape(self.geometry.view), x.reshape(self.geometry.view)
+        grad = grad if grad.dtype == rstd.dtype else grad.to(rstd.dtype)
         w = self._affine(weight, 0)
-        deviations = x_view.to(rstd.dtype, copy=True) if mean is None else x_view - mean
-        with_x, plain = grad * deviations, grad
+        with_x, plain, free = centered(x_view, mean).mul_(grad), grad, None
         if self.inner:
-            with_x = with_x.sum(self.inner, keepdim=True)
-            plain = plain.sum(self.inner, keepdim=True, dtype=rstd.dtype)
+            # Of the shard's size there is one new tensor, which becomes the gradient.
+            free, with_x = with_x, with_x.sum(self.inner, keepdim=True)
+            plain = plain.sum(self.inner, keepdim=True)
+        with_x = with_x * rstd
         if needed[1]:
-            result[1] = self._of_parameter(with_x * rstd, 0)
+            result[1] = self._of_parameter(with_x, 0)
         if self.metas[1:] and needed[2]:
             result[2] = self._of_parameter(plain, 1)
         finish = None if self.total is None else self.total.start(result)
+        local = None
         if needed[0]:
-            sums = [self._sum(with_x, w) * rstd]
-            if mean is not None:
-                sums.append(self._sum(plain, w))
-            local = self._of_input(grad, deviations, sums, w, rstd)
-            local = local.to(x.dtype).reshape(x.shape)
+            sums = [self._sum(t, w) for t in ((with_x,) if mean is None else (with_x, plain))]
+            local = self._of_input(grad, x_view, mean, rstd, w, sums, free)
+            local = (local if local.dtype == x.dtype else local.to(x.dtype)).reshape(x.shape)
         result = result if finish is None else finish()
-        if needed[0]:
-            result[0] = local
+        result[0] = local
         return result
 
     def _of_input(
-        self, grad: Tensor, deviations: Tensor, sums: list[Tensor], w: Tensor | None, rstd: Tensor
+        self,
+        grad: Tensor,
+        x: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor,
+        w: Tensor | None,
+        sums: list[Tensor],
+        free: Tensor | None,
     ) -> Tensor:
-        """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``, in place of ``deviations``.
+        """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
 
         Args:
             sums: of ``w * grad * xhat``, and if centered of ``w * grad``, over the normalized dims of this shard.
+            free: memory for the result, if there is any.
         """
         means = torch.stack(sums).div_(max(self.geometry.count, 1))
         for merge in self.statistics.merges:
             means = all_reduce(means, merge.group) if means.numel() else means
-        local = deviations.mul_(means[0].mul_(rstd).neg_())
-        if len(sums) > 1:
+        means.mul_(rstd)
+        local = centered(x, mean, free).mul_(means[0].mul_(rstd).neg_())
+        if mean is not None:
             local.sub_(means[1])
-        return (local.add_(grad) if w is None else local.addcmul_(grad, w)).mul_(rstd)
+        if self.inner:
+            return local.addcmul_(grad, rstd if w is None else rstd * w)
+        return local.addcmul_(grad if w is None else grad * w, rstd)
 
     def _sum(self, t: Tensor, w: Tensor | None) -> Tensor:
         t = t if w is None else t * w
-        return t.sum(self.others, keepdim=True, dtype=self.statistics.dtype) if self.others else t
+        return t.sum(self.others, keepdim=True) if self.others else t
 
     def _of_parameter(self, contribution: Tensor, i: int) -> Tensor:
         """The gradient of weight (0) or bias (1), from what sums to it; zeros for what other ranks hold."""

@@ -27,7 +27,7 @@ from ...tensor import wrap
 from ..common.alignment import wide_dtype
 from .geometry import Geometry
 
-__all__ = ["Statistics", "moments_of"]
+__all__ = ["Statistics", "centered", "moments_of"]
 
 # Elements of a shard up to which torch.var_mean, which is slow on CPUs, takes less time than several operators.
 _FEW = 1 << 13
@@ -60,10 +60,10 @@ class Statistics:
             packed = torch.stack(moments)
             for merge in self.merges:
                 packed = merge(packed)
-            moments = list(packed.unbind())
+            moments = packed.unbind()
         return (moments[0] if self.centered else None), moments[-1], free
 
-    def _of_shard(self, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    def _of_shard(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
         if self.empty:
             return [x.new_zeros(self.shape, dtype=self.dtype) for _ in range(1 + self.centered)], None
         if not self.centered:
@@ -74,11 +74,20 @@ class Statistics:
             var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
             return [mean, var], None
         mean = x.mean(self.dims, keepdim=True, dtype=self.dtype)
-        deviations = x - mean
+        deviations = centered(x, mean)
         # What rounding the mean has left; the second pass is of numbers around zero, so it is known exactly.
         rest = deviations.mean(self.dims, keepdim=True)
         var = deviations.square_().mean(self.dims, keepdim=True).addcmul_(rest, rest, value=-1).clamp_(min=0)
         return [mean.add_(rest), var], deviations
+
+
+def centered(x: Tensor, mean: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """``x - mean`` (or ``x``, if there is no mean) in float32 at least, as a new tensor or in ``out``."""
+    if mean is not None and x.dtype == mean.dtype:
+        return torch.sub(x, mean, out=out)
+    # Operators on tensors of two dtypes take several times as long as a conversion.
+    copy = x.to(wide_dtype(x.dtype), copy=True) if out is None else out.copy_(x)
+    return copy if mean is None else copy.sub_(mean)
 
 
 class _Merge:
@@ -94,20 +103,34 @@ class _Merge:
         device: torch.device,
     ) -> None:
         self.group: dist.ProcessGroup = mesh.get_group(mesh_dim)
-        self.parts = [rank for rank, size in enumerate(sizes) if size]
-        self.all = len(self.parts) == len(sizes)
-        shares = [sizes[rank] / sum(sizes) for rank in self.parts]
+        self.held = [rank for rank, size in enumerate(sizes) if size]
+        self.partly = len(self.held) < len(sizes)
+        self.shares = [sizes[rank] / sum(sizes) for rank in self.held]
         with torch.inference_mode(False), untraced():
-            self.weights = torch.tensor(shares, dtype=dtype, device=device).view(-1, *[1] * ndim)
+            self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, *[1] * ndim)
 
     def __call__(self, moments: Tensor) -> Tensor:
         """Means and variances ``(2, ...)`` of parts, or mean squares ``(1, ...)``, to those of all elements."""
-        gathered, weights = all_gather(moments, self.group), constant_like(self.weights, moments)
-        if not self.all:
-            gathered = torch.stack([gathered[rank] for rank in self.parts])
-        if moments.shape[0] == 1:
-            return (weights * gathered[:, 0]).sum(0, keepdim=True)
-        means, variances = gathered.unbind(1)
+        parts = all_gather(moments, self.group).unbind()
+        if self.partly:
+            parts = [parts[rank] for rank in self.held]
+        if len(parts) == 1:
+            return parts[0]
+        return self._merge_two(*parts) if len(parts) == 2 else self._merge(torch.stack(parts))
+
+    def _merge_two(self, a: Tensor, b: Tensor) -> Tensor:
+        """The most frequent case in fewer operators."""
+        total = torch.lerp(a, b, self.shares[1])
+        if a.shape[0] > 1:
+            offset = b[0] - a[0]
+            total[1].addcmul_(offset, offset, value=self.shares[0] * self.shares[1])
+        return total
+
+    def _merge(self, parts: Tensor) -> Tensor:
+        weights = constant_like(self.weights, parts)
+        if parts.shape[1] == 1:
+            return (weights * parts[:, 0]).sum(0, keepdim=True)
+        means, variances = parts.unbind(1)
         # Relative to one of the means, so that what they have in common is not rounded.
         first = means[0]
         offsets = means - first

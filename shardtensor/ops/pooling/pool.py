@@ -67,15 +67,15 @@ class GlobalIndices:
     Args:
         shape: what the kernel was given.
         places: per dim, the global index of its first element, or a table of the global indices of all.
-        whole: the global spatial shape.
+        global_shape: the global spatial shape.
     """
 
-    def __init__(self, shape: Sequence[int], places: Sequence[int | Constant], whole: Sequence[int]) -> None:
-        self._dims = list(zip(shape, places, whole, strict=True))
+    def __init__(self, shape: Sequence[int], places: Sequence[int | Constant], global_shape: Sequence[int]) -> None:
+        self._dims = list(zip(shape, places, global_shape, strict=True))
         # Where all dims but the first are global, indices are shifted by a number.
         self._shift = None
-        if isinstance(places[0], int) and tuple(shape[1:]) == tuple(whole[1:]) and not any(places[1:]):
-            self._shift = places[0] * math.prod(whole[1:])
+        if isinstance(places[0], int) and tuple(shape[1:]) == tuple(global_shape[1:]) and not any(places[1:]):
+            self._shift = places[0] * math.prod(global_shape[1:])
 
     def __call__(self, indices: Tensor) -> Tensor:
         if self._shift is not None:
@@ -98,7 +98,7 @@ def _pool(
     windows: Sequence[Window],
     kernel: Callable[[Sequence[int]], Kernel],
     *,
-    whole_windows: bool = False,
+    full_windows: bool = False,
 ) -> Plan:
     """The plan that pools the input's last dims.
 
@@ -106,7 +106,7 @@ def _pool(
         meta: what torch returns for the global tensor.
         windows: one per spatial dim.
         kernel: gives the kernel with these paddings.
-        whole_windows: the kernel refuses inputs shorter than the window, even if padded.
+        full_windows: the kernel refuses inputs shorter than the window, even if padded.
     """
     spec = call.tensors["input"]
     first = len(spec.shape) - len(windows)
@@ -119,7 +119,7 @@ def _pool(
             continue
         w, rank = windows[d - first], spec.coordinate[m]
         sizes[d] = map_boundaries(spec.cut(m), w.boundary)
-        reads = [pool_reads(w, out, w.kernel if whole_windows else 0) for out in intervals_of(sizes[d])]
+        reads = [pool_reads(w, out, w.kernel if full_windows else 0) for out in intervals_of(sizes[d])]
         needs[d] = [need for need, _, _ in reads]
         need, padding, drop = reads[rank]
         origin[d - first], paddings[d - first] = need[0], padding
@@ -285,7 +285,7 @@ def _declare_avg_pool(n: int) -> None:
             meta,
             _windows(input, size, step, per_dim(padding, n), (1,) * n, ceil_mode),
             lambda pads: lambda t: function(t, size, step, pads, *options),
-            whole_windows=n == 3,
+            full_windows=n == 3,
         )
 
     @operator(getattr(F, f"lp_pool{n}d"), tensors="input")

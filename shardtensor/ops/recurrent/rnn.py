@@ -1,109 +1,121 @@
 """Recurrent layers and cells: ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells.
 
-Every step along the sequence needs the one before, so that the batch alone can be worked on side by side. Where the
-sequence or the features are cut, the batch is cut instead, if it has an entry for every rank, by one exchange; another
-one puts the output back, so that it lies like the input. A batch that is too short is refused: the ranks would work one
-after the other.
+Every step along the sequence needs the one before, so that only the batch can be worked on in parallel. Where the
+sequence or the features are sharded, the batch is sharded instead, if it has an entry for every rank, by one exchange;
+another one reshards the output, so that it has the layout of the input. A batch that is too short is refused: the ranks
+would work one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ..._compat import TensorMeta
 from ...errors import refuse
-from ...registry import register
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, Plan, operator
+from ...spec import ShardTensorSpec
+from ...strides import contiguous_stride
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import common_mesh, described
 from ..common.batch_parallel import by_batch
 
 __all__: list[str] = []
 
-
-def _layers(function: Any, input: Any, hx: Any, *rest: Any) -> Any:
-    """``torch.lstm`` (whose ``hx`` is a pair) and its kin: the output, and the last states."""
-    name = function.__name__
-    packed = isinstance(hx, Tensor) and (function is torch.lstm or isinstance(rest[0], Tensor))
-    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    if packed:
-        if common_mesh(name, [input, hx]) is None:
-            return NotImplemented
-        raise refuse(
-            name,
-            [input, hx],
-            "the rows of a packed sequence belong to entries of the batch that only the batch sizes tell apart",
-            "pass the padded sequences, with the batch sharded",
-        )
-    params, has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
-    operands = [input, *states, *params]
-    if common_mesh(name, operands) is None:
-        return NotImplemented
-    if dropout and train and num_layers > 1:
-        return _one_by_one(function, input, states, *rest)
-    time, batch = (1, 0) if batch_first else (0, 1)
-    single = [n if d != time else min(n, 1) for d, n in enumerate(input.shape)]  # a step shows all shapes and errors
-    found = function(
-        torch.empty(single, dtype=input.dtype, device="meta"),
-        _like(hx, [described(s) for s in states]),
-        [described(p) for p in params],
-        *rest[1:],
-    )
-    shape = list(found[0].shape)
-    shape[time] = input.shape[time]
-    names: list[str | None] = [None, None, None]
-    names[batch] = "batch"
-
-    def run(x: Tensor, *others: Tensor) -> Any:
-        return function(x, _like(hx, others[: len(states)]), list(others[len(states) :]), *rest[1:])
-
-    out, *last = by_batch(
-        name,
-        run,
-        [(input, names), *((s, (None, "batch", None)) for s in states), *((p, (None,) * p.ndim) for p in params)],
-        [(shape, names), *((s.shape, (None, "batch", None)) for s in found[1:])],
-        takes_empty=True,
-    )
-    return _laid_along(out, input, time), *last
+# One state, or of an LSTM a pair: as the caller gave them.
+States = ShardTensor | Sequence[ShardTensor]
+StateSpecs = ShardTensorSpec | Sequence[ShardTensorSpec]
 
 
-def _like(hx: Any, states: Sequence[Any]) -> Any:
+def _declare_layers(function: Callable[..., tuple[Tensor, ...]]) -> None:
+    """``torch.lstm`` (whose ``hx`` is a pair) or one of its kin: the output, and the last states."""
+
+    @operator(function, tensors="input hx params")
+    def plan_layers(
+        call: Arguments,
+        input: ShardTensorSpec,
+        hx: StateSpecs,
+        params: Sequence[ShardTensorSpec],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool = False,
+    ) -> Plan:
+        one = isinstance(hx, ShardTensorSpec)
+        if one and (function is torch.lstm or isinstance(params, ShardTensorSpec)):
+            # The arguments of a packed sequence: data, batch sizes, states, parameters.
+            raise refuse(
+                call.name,
+                [input, hx],
+                "the rows of a packed sequence belong to entries of the batch that only the batch sizes tell apart",
+                "pass the padded sequences, with the batch sharded",
+            )
+        options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        if dropout and train and num_layers > 1:
+            return Composed(lambda x, states, weights: _one_by_one(function, x, _each(states), weights, *options))
+        time, batch = (1, 0) if batch_first else (0, 1)
+        # One step shows all shapes and errors.
+        shape = torch.Size(n if d != time else min(n, 1) for d, n in enumerate(input.shape))
+        step = TensorMeta(shape, contiguous_stride(shape), input.tensor_meta.dtype)
+        out, *last = call.returned(function, step, hx, params, *options)
+        results = [n if d != time else input.shape[time] for d, n in enumerate(out.shape)]
+        names: list[str | None] = [None, None, None]
+        names[batch] = "batch"
+        of_state = (None, "batch", None)
+        shapes = [(results, names), *((t.shape, of_state) for t in last)]
+
+        def run(x: ShardTensor, states: States, weights: Sequence[ShardTensor]) -> tuple[ShardTensor, ...]:
+            given = _each(states)
+
+            def layers(x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+                return function(x, _like(one, others[: len(given)]), list(others[len(given) :]), *options)
+
+            operands = [(x, names), *((s, of_state) for s in given), *((w, (None,) * w.ndim) for w in weights)]
+            out, *last = by_batch(call.name, layers, operands, shapes, takes_empty=True)
+            return _laid_along(out, x, time), *last
+
+        return Composed(run)
+
+
+def _each(states: States) -> list[ShardTensor]:
+    return list(states) if isinstance(states, (list, tuple)) else [states]  # type: ignore[list-item]
+
+
+def _like(one: bool, states: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """The states in the form in which they were given."""
-    return tuple(states) if isinstance(hx, (list, tuple)) else states[0]
+    return states[0] if one else tuple(states)
 
 
-def _laid_along(out: Any, input: Any, time: int) -> Any:
-    """The output cut along the sequence where the input is."""
-    if not isinstance(input, ShardTensor):
-        return out
-    placements, sizes = list(out._spec.placements), list(out._spec.sizes)
+def _laid_along(out: ShardTensor, input: ShardTensor, time: int) -> ShardTensor:
+    """The output sharded along the sequence where the input is."""
     m = input._spec.sharded_dims().get(time)
-    if m is not None:
-        placements[m], sizes[m] = Shard(time), input._spec.sizes[m]
-    return redistribute_to(out, out._spec.replace(placements=placements, sizes=tuple(sizes)))
+    if m is None:
+        return out
+    return redistribute_to(out, out._spec.with_axes({m: AxisLayout(Shard(time), input._spec.sizes[m])}))
 
 
 def _one_by_one(
-    function: Any,
-    input: Any,
-    states: Sequence[Any],
-    params: Sequence[Any],
+    function: Callable[..., tuple[Tensor, ...]],
+    input: ShardTensor,
+    states: Sequence[ShardTensor],
+    params: Sequence[ShardTensor],
     has_biases: bool,
     num_layers: int,
     dropout: float,
     train: bool,
     bidirectional: bool,
     batch_first: bool,
-) -> Any:
+) -> tuple[Tensor, ...]:
     """Layer by layer, with a dropout between that draws its numbers as for any other ShardTensor."""
     directions = 1 + bidirectional
     each = len(params) // num_layers
-    last: list[list[Any]] = [[] for _ in states]
+    last: list[list[Tensor]] = [[] for _ in states]
     for i in range(num_layers):
         own = [s[i * directions : (i + 1) * directions] for s in states]
         layer = list(params[i * each : (i + 1) * each])
@@ -116,33 +128,36 @@ def _one_by_one(
     return input, *(torch.cat(found) for found in last)
 
 
-def _cell(function: Any, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """One step: ``torch.lstm_cell`` (whose ``hx`` is a pair) and its kin."""
-    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
-    operands = [input, *states, *weights]
-    if common_mesh(function.__name__, operands) is None:
-        return NotImplemented
-    found = function(described(input), _like(hx, [described(s) for s in states]), *map(described, weights))
-    found = found if isinstance(found, tuple) else (found,)
+def _declare_cell(function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+    """One step: ``torch.lstm_cell`` (whose ``hx`` is a pair) or one of its kin."""
 
-    def run(x: Tensor, *others: Tensor) -> Any:
-        return function(x, _like(hx, others[: len(states)]), *others[len(states) :])
+    @operator(function, tensors="input hx w_ih w_hh b_ih b_hh")
+    def plan_cell(
+        call: Arguments,
+        input: ShardTensorSpec,
+        hx: StateSpecs,
+        w_ih: ShardTensorSpec,
+        w_hh: ShardTensorSpec,
+        b_ih: ShardTensorSpec | None = None,
+        b_hh: ShardTensorSpec | None = None,
+    ) -> Plan:
+        found = call.returned(function, input, hx, w_ih, w_hh, b_ih, b_hh)
+        shapes = [t.shape for t in (found if isinstance(found, tuple) else (found,))]
+        one, rows = isinstance(hx, ShardTensorSpec), ("batch", None)
 
-    rows = ("batch", None)
-    return by_batch(
-        function.__name__,
-        run,
-        [*((t, rows) for t in (input, *states)), *((w, (None,) * w.ndim) for w in weights)],
-        [(t.shape, rows) for t in found],
-        takes_empty=True,
-    )
+        def run(x: ShardTensor, states: States, *weights: ShardTensor | None) -> ShardTensor | tuple[ShardTensor, ...]:
+            given, parameters = _each(states), [w for w in weights if w is not None]
+
+            def cell(x: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
+                return function(x, _like(one, others[: len(given)]), *others[len(given) :])
+
+            operands = [*((t, rows) for t in (x, *given)), *((w, (None,) * w.ndim) for w in parameters)]
+            return by_batch(call.name, cell, operands, [(shape, rows) for shape in shapes], takes_empty=True)
+
+        return Composed(run)
 
 
-_LAYERS: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-_CELLS: tuple[Callable[..., Any], ...] = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-
-for _function in _LAYERS:
-    register(_function)(partial(_layers, _function))
-for _function in _CELLS:
-    register(_function)(partial(_cell, _function))
+for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+    _declare_layers(_function)
+for _function in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell):
+    _declare_cell(_function)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._compat import OpOverload
 from ...registry import register
 from ...tensor import ShardTensor, run
 
@@ -43,7 +44,7 @@ _VIEWS = (
 )
 
 
-def _register_copy(view: torch._ops.OpOverload, copy: torch._ops.OpOverload) -> None:
+def _register_copy(view: OpOverload, copy: OpOverload) -> None:
     @register(copy)
     def _(*args: Any, **kwargs: Any) -> Any:
         # The view first: only its plan knows where shards have to be moved.

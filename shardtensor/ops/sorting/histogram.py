@@ -1,12 +1,12 @@
 """Histograms: every rank counts its own elements, so that counts are a Partial; densities come out reduced.
 
-Where no range is given, the ranks agree on the least and the greatest value by one all-reduce.
+Where no range is given, the ranks agree on the least and the greatest value by one all-reduce. So bins depend on data,
+and these operators are registered below autograd without plans; they have no gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,32 +17,35 @@ from ...planning import Call, Plan, spec_of
 from ...redistribute import redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import wrap
-from ..common.alignment import moved, whole_rows, whole_value
+from ...tensor import ShardTensor, wrap
+from ..common.alignment import free_dims, redistributed, reduced_value
 from ..common.reduce import reduce_over
 from ..reduction.reductions import reduction_plan
 
 _aten = torch.ops.aten
 
+Range = Sequence[float] | None
 
-def _whole_rows(x: Any) -> tuple[Tensor, ShardTensorSpec]:
+
+def _free_coordinates(x: Tensor) -> tuple[Tensor, ShardTensorSpec]:
     """The local part of points, whose coordinates are along the last dim."""
     spec = spec_of(x)
-    target = whole_rows("histogramdd", spec.for_gradient(), x.ndim - 1)
+    target = free_dims("histogramdd", spec.for_gradient(), x.ndim - 1)
     return redistribute_local(x._local_tensor, spec, target), target
 
 
-def _plain(op: str, t: Any) -> Any:
+def _plain(op: str, t: Tensor) -> Tensor:
     """A small operand that every rank has."""
-    return moved(op, t, spec_of(t).replicated())._local_tensor if isinstance(t, DTensor) else t
+    return redistributed(op, t, spec_of(t).replicated())._local_tensor if isinstance(t, DTensor) else t
 
 
-def _weights(op: str, weight: Any, spec: ShardTensorSpec) -> Any:
+def _weights(op: str, weight: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
     """The weights of a shard's elements, or of its points."""
     if weight is None:
         return None
     if isinstance(weight, DTensor):
-        return moved(op, weight, spec_of(weight).replace(placements=spec.placements, sizes=spec.sizes))._local_tensor
+        target = spec_of(weight).with_layout(spec.layout)
+        return redistributed(op, weight, target)._local_tensor
     for d, m in spec.sharded_dims().items():
         start, stop = spec.interval(m)
         weight = weight.narrow(d, start, stop - start)
@@ -59,19 +62,19 @@ def _range(x: Tensor, spec: ShardTensorSpec, columns: bool = False) -> Tensor:
     return found if columns else found.squeeze(1)
 
 
-def _counted(counts: Tensor, spec: ShardTensorSpec, edges: Sequence[Tensor], density: bool) -> Any:
+def _counted(counts: Tensor, spec: ShardTensorSpec, edges: Sequence[Tensor], density: bool) -> ShardTensor:
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
     result = wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))
     if not density:
         return result
-    whole, replicated = whole_value(result)
-    whole = whole / whole.sum()
-    for d, borders in enumerate(edges):
-        whole = whole / borders.diff().view([-1 if i == d else 1 for i in range(whole.ndim)])
-    return wrap(whole, replicated)
+    total, replicated = reduced_value(result)
+    shares = total / total.sum()
+    for d, ends in enumerate(edges):
+        shares = shares / ends.diff().view([-1 if i == d else 1 for i in range(shares.ndim)])
+    return wrap(shares, replicated)
 
 
-def _replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
+def _replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     return wrap(t, ShardTensorSpec.make(spec.mesh, [Replicate()] * spec.mesh.ndim, t.shape, t.dtype))
 
 
@@ -79,11 +82,11 @@ def _replicated(t: Tensor, spec: ShardTensorSpec) -> Any:
 
 
 @register(_aten.histc.default)
-def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> ShardTensor:
     if min != max or spec_of(x).is_replicate():
         return NotImplemented
     torch.histc(torch.ones(1, dtype=x.dtype, device=x.device), bins)  # torch's own errors
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     real = local if local.is_floating_point() else local.double()
     low, high = _range(real, spec).tolist() if x.numel() else (0, 0)
     if low == high:
@@ -94,10 +97,12 @@ def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 
 @register(_aten.histogram.bin_ct)
-def _histogram(x: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+def _histogram(
+    x: Tensor, bins: int = 100, *, range: Range = None, weight: Tensor | None = None, density: bool = False
+) -> tuple[ShardTensor, ShardTensor]:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     weight = _weights("histogram", weight, spec)
     seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
     edges = torch.histogram(seen, bins, range=range).bin_edges
@@ -106,10 +111,12 @@ def _histogram(x: Any, bins: int = 100, *, range: Any = None, weight: Any = None
 
 
 @register(_aten.histogram.bins_tensor)
-def _histogram_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+def _histogram_of_bins(
+    x: Tensor, bins: Tensor, *, weight: Tensor | None = None, density: bool = False
+) -> tuple[ShardTensor, ShardTensor]:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
     counts = torch.histogram(local, edges, weight=weight).hist
     return _counted(counts, spec, [edges], density), _replicated(edges.clone(), spec)
@@ -118,35 +125,41 @@ def _histogram_of_bins(x: Any, bins: Any, *, weight: Any = None, density: bool =
 # -- several ----------------------------------------------------------------------------------------------------------
 
 
-def _borders(x: Tensor, spec: ShardTensorSpec, bins: Any, range: Any) -> list[Tensor]:
+def _edges(x: Tensor, spec: ShardTensorSpec, bins: Sequence[int], range: Range) -> list[Tensor]:
     seen = _range(x, spec, columns=True) if range is None and spec.shape.numel() else x.new_empty(0, x.shape[-1])
     return list(_aten._histogramdd_bin_edges.default(seen, bins, range=range))
 
 
 @register(_aten._histogramdd_bin_edges.default)
-def _bin_edges(x: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+def _bin_edges(
+    x: Tensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
+) -> list[ShardTensor]:
     if spec_of(x).is_replicate():
         return NotImplemented
-    local, spec = _whole_rows(x)
-    return [_replicated(t, spec) for t in _borders(local, spec, bins, range)]
+    local, spec = _free_coordinates(x)
+    return [_replicated(t, spec) for t in _edges(local, spec, bins, range)]
 
 
 @register(_aten._histogramdd_from_bin_cts.default)
-def _from_counts(x: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+def _from_counts(
+    x: Tensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
+) -> ShardTensor:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return NotImplemented
-    local, spec = _whole_rows(x)
-    edges, weight = _borders(local, spec, bins, range), _weights("histogramdd", weight, spec)
+    local, spec = _free_coordinates(x)
+    edges, weight = _edges(local, spec, bins, range), _weights("histogramdd", weight, spec)
     ends = [float(t[i]) for t in edges for i in (0, -1)]
     counts = _aten._histogramdd_from_bin_cts.default(local, bins, range=ends, weight=weight)
     return _counted(counts, spec, edges, density)
 
 
 @register(_aten._histogramdd_from_bin_tensors.default)
-def _from_tensors(x: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+def _from_tensors(
+    x: Tensor, bins: Sequence[Tensor], *, weight: Tensor | None = None, density: bool = False
+) -> ShardTensor:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return NotImplemented
-    local, spec = _whole_rows(x)
+    local, spec = _free_coordinates(x)
     edges, weight = [_plain("histogramdd", t) for t in bins], _weights("histogramdd", weight, spec)
     counts = _aten._histogramdd_from_bin_tensors.default(local, edges, weight=weight)
     return _counted(counts, spec, edges, density)
@@ -158,11 +171,11 @@ def _histc_plan(call: Call) -> Plan:
 
 
 @register(_aten.bincount.default)
-def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> ShardTensor:
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
     if not hasattr(x, "_spec") or x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
     over = list(spec.sharded_dims().values())
     ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)
@@ -174,7 +187,7 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
             raise RuntimeError("weights should be 1-d and have the same length as input")
         if hasattr(weights, "_spec"):
             like = spec.with_dtype(weights.dtype)
-            weights = moved("bincount", weights, like)._local_tensor
+            weights = redistributed("bincount", weights, like)._local_tensor
         else:
             for m in over:
                 start, stop = spec.interval(m)

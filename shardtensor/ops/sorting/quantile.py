@@ -7,15 +7,17 @@ Nothing is sorted across ranks and no element moves: the elements at the places 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction
 from ...gradients import once_differentiable
-from ...operators import operator
+from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan, meta_of
-from ...registry import register
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ..common.distributed_sort import find_places, sort_keys
 from ..common.reduce import check_dtype, mesh_dims_of, reduce_over, reduced_dims
@@ -53,7 +55,7 @@ def _median(call: Call) -> Plan:
 # -- quantiles ----------------------------------------------------------------------------------------------------
 
 
-class _AtPlaces(torch.autograd.Function):
+class _AtPlaces(AutogradFunction):
     """The elements of ``x`` at these places of its rows along ``dims``, which have length 1 in the result.
 
     ``places`` has one more dim in front, for several places of a row. A gradient goes to the element that was found.
@@ -89,7 +91,9 @@ class _AtPlaces(torch.autograd.Function):
         return wrap(local, ctx.spec), None, None
 
 
-def _quantile(x: Any, q: Any, dim: int | None, keepdim: bool, interpolation: str, ignores: bool) -> Any:
+def _quantile(
+    x: ShardTensor, q: Tensor | float, dim: int | None, keepdim: bool, interpolation: str, ignores: bool
+) -> Tensor:
     function = torch.nanquantile if ignores else torch.quantile
     like = torch.ones([1] * x.ndim, dtype=x.dtype, device=x.device)
     points = q if isinstance(q, Tensor) else torch.tensor(q, dtype=x.dtype, device=x.device)
@@ -120,17 +124,31 @@ def _quantile(x: Any, q: Any, dim: int | None, keepdim: bool, interpolation: str
     return result if points.ndim else result.squeeze(0)
 
 
-def _reduced(x: Any) -> Any:
+def _reduced(x: ShardTensor) -> ShardTensor:
     return redistribute_to(x, x._spec.for_gradient())
 
 
-def _register_quantile(function: Any, method: Any) -> None:
-    @register(function, method)
-    def handler(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
-        if not isinstance(input, ShardTensor) or input._spec.is_replicate():
+def _declare_quantile(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
+    @operator(function, method, tensors="input q", partial="input q")
+    def plan(
+        call: Arguments,
+        input: ShardTensorSpec,
+        q: ShardTensorSpec | float,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+    ) -> Composed:
+        if input.is_replicate():
             return NotImplemented
-        return _quantile(input, q, dim, keepdim, interpolation, function is torch.nanquantile)
+        ignores = function is torch.nanquantile
+        number = None if isinstance(q, ShardTensorSpec) else q
+        return Composed(
+            lambda x, places: _quantile(
+                x, places if number is None else number, dim, keepdim, interpolation, ignores
+            )
+        )
 
 
-_register_quantile(torch.quantile, Tensor.quantile)
-_register_quantile(torch.nanquantile, Tensor.nanquantile)
+_declare_quantile(torch.quantile, Tensor.quantile)
+_declare_quantile(torch.nanquantile, Tensor.nanquantile)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._compat import OpOverload
 from ...operators import operator
 from ...planning import Call, Path, Plan
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import run
-from ..indexing.index_plan import LOOKED_UP, Labels, labelled
+from ..indexing.index_layout import INDEXED, Labels
+from ..indexing.index_plan import labelled
 
 _aten = torch.ops.aten
 
@@ -27,26 +29,26 @@ def _against_a_list(call: Call) -> Plan:
     names = list(range(len(call.args[0].shape)))
     roles: dict[Path, Labels] = {(0,): names} if isinstance(call.args[0], (Tensor, ShardTensorSpec)) else {}
     if isinstance(call.args[1], (Tensor, ShardTensorSpec)):
-        roles[(1,)] = [LOOKED_UP] * len(call.args[1].shape)
+        roles[(1,)] = [INDEXED] * len(call.args[1].shape)
     return labelled(call, roles, names)
 
 
 @operator(_aten.bucketize.Tensor)
 def _bucketize(call: Call) -> Plan:
     names = list(range(len(call.args[0].shape)))
-    return labelled(call, {(1,): [LOOKED_UP], (0,): names}, names, counts=True)
+    return labelled(call, {(1,): [INDEXED], (0,): names}, names, counts=True)
 
 
 @operator(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
 def _searchsorted(call: Call) -> Plan:
     number = call.func == _aten.searchsorted.Scalar
     names: list[Hashable] = [] if number else list(range(len(call.args[1].shape)))
-    table = [LOOKED_UP] if len(call.args[0].shape) == 1 else [*names[:-1], LOOKED_UP]
+    table = [INDEXED] if len(call.args[0].shape) == 1 else [*names[:-1], INDEXED]
     roles: dict[Path, Labels] = {(0,): table} if number else {(0,): table, (1,): names}
     return labelled(call, roles, names, counts=True)
 
 
-def _by_sorter(op: Any, sequence: Any, values: Any, **kwargs: Any) -> Any:
+def _by_sorter(op: OpOverload, sequence: Tensor, values: Tensor | float, **kwargs: Any) -> Tensor:
     sorter = kwargs.pop("sorter", None)
     if sorter is None:
         return NotImplemented
@@ -64,9 +66,10 @@ def _by_sorter(op: Any, sequence: Any, values: Any, **kwargs: Any) -> Any:
     return run(op, (ordered, values), kwargs)
 
 
-def _register_sorted(op: Any) -> None:
+# The order of the table depends on data: the sorter's elements are gathered first.
+def _register_sorted(op: OpOverload) -> None:
     @register(op)
-    def _(sequence: Any, values: Any, **kwargs: Any) -> Any:
+    def _(sequence: Tensor, values: Tensor | float, **kwargs: Any) -> Tensor:
         return _by_sorter(op, sequence, values, **kwargs)
 
 

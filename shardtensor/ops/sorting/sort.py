@@ -1,44 +1,44 @@
 """Order along a dim: ``sort``, ``argsort``, ``msort``, ``topk``, ``kthvalue``, ``median``, ``nanmedian``, ``mode``.
 
-[Note: whole rows] Sorting needs a whole row (a line of elements along the dim). Where the dim is sharded, the mesh dim
-cuts the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are spread
-over the ranks. sort puts its results back as the input lies (one all-to-all each); the others, whose results have
-another length along the dim, leave them spread. Without a free dim that is long enough one rank would get everything;
-there the rows stay cut, and what common/distributed_sort.py can do with them is done: elements are found by counting,
-sorted rows are exchanged, and a few largest ones gathered.
+[Note: whole rows] Sorting needs a complete row (a line of elements along the dim). Where the dim is sharded, the mesh
+dim shards the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are
+spread over the ranks. sort puts its results back into the input's layout (one all-to-all each); the others, whose
+results have another length along the dim, leave them spread. Without a free dim that is long enough one rank would get
+everything; there the rows stay sharded, and what common/distributed_sort.py can do with them is done: elements are
+found by counting, sorted rows are exchanged, and a few largest ones gathered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction, OpOverload
 from ...errors import UnsupportedSharding
-from ...geometry import map_cuts
+from ...geometry import map_boundaries
 from ...gradients import once_differentiable
-from ...operators import operator
+from ...operators import Arguments, Composed, operator
 from ...planning import Call, Plan, argument, meta_of
 from ...redistribute import all_gather, all_reduce, redistribute_local
-from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from ..common.distributed_sort import Sorted, find_places, sort_keys
-from ..common.pick import Selected, differentiable, plain_tuple
+from ..common.pick import Selected, plain_tuple
 from ..common.reduce import reduced_dims, reduced_spec
 
 _aten = torch.ops.aten
 
 
-# -- operators that need whole rows -------------------------------------------------------------------------------
+# -- operators that need complete rows -------------------------------------------------------------------------------
 
 
 # operator: (positions of dim and keepdim among its arguments, default of dim)
-_ROWS: dict[torch._ops.OpOverload, tuple[int, int | None, int]] = {
+_ROWS: dict[OpOverload, tuple[int, int | None, int]] = {
     _aten.sort.default: (1, None, -1),
     _aten.sort.stable: (99, None, -1),
     _aten.topk.default: (2, None, -1),
@@ -50,10 +50,10 @@ _ROWS: dict[torch._ops.OpOverload, tuple[int, int | None, int]] = {
 _SORTS = (_aten.sort.default, _aten.sort.stable)
 
 
-def _room(op: Any, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
-    """``spec`` with whole rows along ``dim``; None where that would give one rank everything."""
+def _with_free_rows(op: OpOverload, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
+    """``spec`` with the dim ``dim`` free; None where that would give one rank everything."""
     try:
-        return whole_rows(op, spec, dim)
+        return free_dims(op.__name__, spec, dim)
     except UnsupportedSharding:
         if op in _ACROSS:
             return None
@@ -65,7 +65,7 @@ def _on_rows(call: Call) -> Plan:
     dim_at, keepdim_at, default = _ROWS[call.func]
     given = call.reduced()[(0,)]
     dims = reduced_dims(argument(call, dim_at, "dim", default), len(given.shape))
-    spec = _room(call.func, given, dims[0]) if dims else given
+    spec = _with_free_rows(call.func, given, dims[0]) if dims else given
     if spec is None:
         return _ACROSS[call.func](call, given, dims[0])
     if keepdim_at is None:
@@ -78,14 +78,14 @@ def _on_rows(call: Call) -> Plan:
         return call.plan(spread, {(0,): spec}, call=plain_tuple(func))
     outputs = [given.replace(meta=meta_of(meta)) for meta in call.meta]
 
-    def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def compute(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
         results = func(*args, **kwargs)
         return tuple(redistribute_local(r, *specs) for r, specs in zip(results, zip(spread, outputs), strict=True))
 
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-# -- the same where rows stay cut ---------------------------------------------------------------------------------
+# -- the same where rows stay sharded ------------------------------------------------------------------------------
 
 
 def _as_rows(x: Tensor, dim: int) -> Tensor:
@@ -100,7 +100,7 @@ def _from_rows(rows: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
 
 
 class _RowsAcross:
-    """The sorted rows of a shard along a sharded dim, which lie as the shard does."""
+    """The sorted rows of a shard along a sharded dim, in the layout of the shard."""
 
     def __init__(self, x: Tensor, spec: ShardTensorSpec, dim: int, descending: bool) -> None:
         m = spec.sharded_dims()[dim]
@@ -117,7 +117,7 @@ class _RowsAcross:
 
 
 def _check_order(spec: ShardTensorSpec) -> None:
-    """Let torch judge on every rank whether it orders this dtype."""
+    """Have torch check on every rank whether it orders this dtype."""
     torch.ones(1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type).sort()
 
 
@@ -127,7 +127,7 @@ def _sort_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
     descending = argument(call, at, "descending", False)
     outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
 
-    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def compute(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         rows = _RowsAcross(x, spec, dim, descending)
         return rows.values, rows.indices
 
@@ -141,7 +141,7 @@ def _is_few(spec: ShardTensorSpec, dim: int, k: int) -> bool:
 
 
 def _topk_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
-    """A few are gathered from every rank; many are cut from the sorted rows."""
+    """A few are gathered from every rank; many are taken from the sorted rows."""
     _check_order(spec)
     k, largest = call.args[1], argument(call, 3, "largest", True)
     m = spec.sharded_dims()[dim]
@@ -149,7 +149,7 @@ def _topk_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
     if _is_few(spec, dim, k):
         outputs = [reduced_spec(spec, meta, [dim], True, "sum").for_gradient() for meta in call.meta]
 
-        def gathered(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        def gathered(x: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
             best = torch.topk(_as_rows(x, dim), min(k, stop - start), largest=largest)
             room = (0, k - best.values.shape[-1])
             pairs = [torch.nn.functional.pad(t, room) for t in (best.values, best.indices + start)]
@@ -161,11 +161,11 @@ def _topk_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
             return tuple(_from_rows(t.gather(-1, order), dim, x.shape) for t in (values, indices))
 
         return call.plan(outputs, {(0,): spec}, call=gathered)
-    kept = map_cuts(sizes, lambda c: min(c, k))
-    cut = tuple(kept if i == m else s for i, s in enumerate(spec.sizes))
-    outputs = [spec.replace(meta=meta_of(meta), sizes=cut) for meta in call.meta]
+    kept = map_boundaries(sizes, lambda b: min(b, k))
+    taken = spec.with_axes({m: spec.layout[m]._replace(sizes=kept)})
+    outputs = [taken.replace(meta=meta_of(meta)) for meta in call.meta]
 
-    def sorted_(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    def sorted_(x: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
         rows = _RowsAcross(x, spec, dim, largest)
         return tuple(t.narrow(dim, 0, kept[spec.coordinate[m]]) for t in (rows.values, rows.indices))
 
@@ -182,7 +182,7 @@ def _kth_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
     outputs = [reduced_spec(spec, meta, [dim], keepdim, "sum").for_gradient() for meta in call.meta]
     given = call.args[1] - 1 if func == _aten.kthvalue.default else None
 
-    def compute(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    def compute(x: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
         ordered, order = torch.sort(_as_rows(x, dim), dim=-1, stable=True)
         if given is not None:
             place = torch.full((len(ordered), 1), given, device=x.device)
@@ -209,8 +209,8 @@ _ACROSS: dict[Any, Callable[[Call, ShardTensorSpec, int], Plan]] = {
 }
 
 
-class _SortedAcross(torch.autograd.Function):
-    """Rows sorted where they are cut; gradients go back to where the elements came from."""
+class _SortedAcross(AutogradFunction):
+    """Rows sorted where they are sharded; gradients go back to where the elements came from."""
 
     @staticmethod
     def forward(ctx: Any, x: ShardTensor, dim: int, descending: bool) -> Any:  # type: ignore[override]
@@ -232,65 +232,88 @@ class _SortedAcross(torch.autograd.Function):
 # -- gradients: torch's formulas would write them into a plain tensor of the global shape -------------------------
 
 
-def _picked(input: Any, op: Any, name: str, dim: int, keepdim: bool | None, args: Any, kwargs: Any = None) -> Any:
-    """The handler of ``torch.<name>`` with a gradient: ``keepdim`` is None where the dim stays in any case."""
-    x = differentiable(input)
-    if x is None:
+def _plan_on_rows(
+    call: Arguments,
+    op: OpOverload,
+    spec: ShardTensorSpec,
+    dim: int,
+    keepdim: bool | None,
+    args: Sequence[object] = (),
+    options: Mapping[str, object] | None = None,
+) -> Composed:
+    """The plan of an operator of rows, with a gradient.
+
+    Args:
+        op: what is run, as ``op(x, *args, **options)``.
+        keepdim: None where the dim stays in any case.
+    """
+    if not spec.shape or not isinstance(dim, int):
         return NotImplemented
-    (dim,) = reduced_dims(dim, x.ndim)
-    room = _room(op, x._spec, dim)
-    if room is None and (op in _SORTS or (op == _aten.topk.default and not _is_few(x._spec, dim, args[0]))):
-        pair = _SortedAcross.apply(x, dim, kwargs["descending"] if op in _SORTS else args[2])
-        if op not in _SORTS:
-            pair = [t.narrow(dim, 0, args[0]) for t in pair]
-        return getattr(torch.return_types, name)(pair)
-    moved = x if room is None else redistribute_to(x, room)
-    values, indices = Selected.apply(moved, op, dim, keepdim is False, args, kwargs or {})
-    if op in _SORTS:
-        values, indices = redistribute_to(values, x._spec), redistribute_to(indices, x._spec)
-    return getattr(torch.return_types, name)((values, indices))
+    options = dict(options or {})
+    call.returned(op, spec, *args, **options)
+    (dim,) = reduced_dims(dim, len(spec.shape))
+    names = getattr(torch.return_types, call.name)
+    room = _with_free_rows(op, spec, dim)
+    k = args[0] if op == _aten.topk.default else None
+    if room is None and (op in _SORTS or (isinstance(k, int) and not _is_few(spec, dim, k))):
+        _check_order(spec)
+        descending = args[2] if k is not None else options["descending"]
+
+        def across(x: ShardTensor) -> tuple[Tensor, ...]:
+            pair = _SortedAcross.apply(x, dim, descending)
+            return names(pair if k is None else [t.narrow(dim, 0, k) for t in pair])
+
+        return Composed(across)
+
+    def on_rows(x: ShardTensor) -> tuple[Tensor, ...]:
+        spread = x if room is None else redistribute_to(x, room)
+        pair = Selected.apply(spread, op, dim, keepdim is False, args, options)
+        if op in _SORTS:
+            pair = [redistribute_to(t, t._spec.with_layout(spec.layout)) for t in pair]
+        return names(pair)
+
+    return Composed(on_rows)
 
 
-@register(torch.sort, Tensor.sort)
-def _sort(input: Any, dim: Any = -1, descending: bool = False, stable: bool = False, **kwargs: Any) -> Any:
-    if kwargs or not isinstance(dim, int):
-        return NotImplemented
+@operator(torch.sort, Tensor.sort, tensors="input")
+def _sort(
+    call: Arguments, input: ShardTensorSpec, dim: int = -1, descending: bool = False, *, stable: bool | None = False
+) -> Composed:
     options = {"stable": stable, "dim": dim, "descending": descending}
-    return _picked(input, _aten.sort.stable, "sort", dim, None, (), options)
+    return _plan_on_rows(call, _aten.sort.stable, input, dim, None, options=options)
 
 
-@register(torch.msort, Tensor.msort)
-def _msort(input: Any) -> Any:
-    result = _sort(input, 0)
-    return result if result is NotImplemented else result.values
+@operator(torch.msort, Tensor.msort, tensors="input")
+def _msort(call: Arguments, input: ShardTensorSpec) -> Composed:
+    return Composed(lambda x: torch.sort(x, 0).values)
 
 
-@register(torch.topk, Tensor.topk)
-def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **kwargs: Any) -> Any:
-    return (
-        NotImplemented if kwargs else _picked(input, _aten.topk.default, "topk", dim, None, (k, dim, largest, sorted))
-    )
+@operator(torch.topk, Tensor.topk, tensors="input")
+def _topk(
+    call: Arguments, input: ShardTensorSpec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Composed:
+    return _plan_on_rows(call, _aten.topk.default, input, dim, None, (k, dim, largest, sorted))
 
 
-@register(torch.kthvalue, Tensor.kthvalue)
-def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False, **kwargs: Any) -> Any:
-    if kwargs:
-        return NotImplemented
-    return _picked(input, _aten.kthvalue.default, "kthvalue", dim, keepdim, (k, dim, keepdim))
+@operator(torch.kthvalue, Tensor.kthvalue, tensors="input")
+def _kthvalue(
+    call: Arguments, input: ShardTensorSpec, k: int, dim: int = -1, keepdim: bool = False
+) -> Composed:
+    return _plan_on_rows(call, _aten.kthvalue.default, input, dim, keepdim, (k, dim, keepdim))
 
 
-def _register_along(function: Any, method: Any, op: Any) -> None:
+def _declare_along(
+    function: Callable[..., object], method: Callable[..., object], op: OpOverload, default: int | None
+) -> None:
     """median, nanmedian and mode: with a dim they are alike."""
 
-    @register(function, method)
-    def handler(
-        input: Any, dim: Any = -1 if function is torch.mode else None, keepdim: bool = False, **kwargs: Any
-    ) -> Any:
-        if not isinstance(dim, int) or kwargs:
-            return NotImplemented
-        return _picked(input, op, function.__name__, dim, keepdim, (dim, keepdim))
+    @operator(function, method, tensors="input")
+    def plan(
+        call: Arguments, input: ShardTensorSpec, dim: int | None = default, keepdim: bool = False
+    ) -> Composed:
+        return NotImplemented if dim is None else _plan_on_rows(call, op, input, dim, keepdim, (dim, keepdim))
 
 
-_register_along(torch.median, Tensor.median, _aten.median.dim)
-_register_along(torch.nanmedian, Tensor.nanmedian, _aten.nanmedian.dim)
-_register_along(torch.mode, Tensor.mode, _aten.mode.default)
+_declare_along(torch.median, Tensor.median, _aten.median.dim, None)
+_declare_along(torch.nanmedian, Tensor.nanmedian, _aten.nanmedian.dim, None)
+_declare_along(torch.mode, Tensor.mode, _aten.mode.default, -1)

@@ -1,42 +1,43 @@
 """Runs of equal elements: ``unique_consecutive``, ``unique``.
 
-How long the results are depends on data. The ranks tell each other how much each has, and the result is cut so.
+How long the results are depends on data, so there are no plans. The ranks tell each other how much each has, and these
+are the shard sizes of the results.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
-from ...geometry import chunk_sizes, cuts_of, intervals_of
+from ...geometry import boundaries_of, chunk_sizes, intervals_of
+from ...layout import AxisLayout
 from ...redistribute import all_gather, move_intervals, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...tensor import run, wrap
-from ..common.alignment import leading, whole_value
+from ...tensor import ShardTensor, run, wrap
+from ..common.alignment import leading, reduced_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
 from ..common.reduce import reduce_over, reduced_dims
 
 _aten = torch.ops.aten
 
 
-def _line_spec(spec: ShardTensorSpec, mesh_dim: int | None, length: int, sizes: Any, dtype: torch.dtype) -> Any:
-    """The spec of a vector that is cut along this mesh dim."""
+def _line_spec(
+    spec: ShardTensorSpec, mesh_dim: int | None, length: int, sizes: Sequence[int] | None, dtype: torch.dtype
+) -> ShardTensorSpec:
+    """The spec of a vector that is sharded on this mesh dim."""
     placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(spec.mesh.ndim)]
-    cut = {} if mesh_dim is None else {mesh_dim: sizes}
-    return ShardTensorSpec.make(spec.mesh, placements, (length,), dtype, shard_sizes=cut)
+    shard_sizes = {} if mesh_dim is None or sizes is None else {mesh_dim: sizes}
+    return ShardTensorSpec.make(spec.mesh, placements, (length,), dtype, shard_sizes=shard_sizes)
 
 
-def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[Any, Any, Any]:
-    """The first slice of each run of equal slices along ``dim``, the runs that slices belong to, and their lengths.
-
-    A rank asks the one before for one slice; then all tell each other how many runs begin with them and where.
-    """
+def _begins(x: Tensor, spec: ShardTensorSpec, dim: int) -> Tensor:
+    """For each own slice along ``dim`` whether it begins a run. A rank asks the one before for one slice."""
     m, length = spec.sharded_dims().get(dim), spec.shape[dim]
     start, stop = (0, length) if m is None else spec.interval(m)
     seen = x
@@ -48,7 +49,17 @@ def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[Any, Any, Any]:
     begins = (seen[1:] != seen[:-1]).any(1)
     if start == 0 and stop:
         begins = torch.nn.functional.pad(begins, (1, 0), value=True)
-    begins = reduce_over(begins, spec, [i for d, i in spec.sharded_dims().items() if d != dim], "max")
+    return reduce_over(begins, spec, [i for d, i in spec.sharded_dims().items() if d != dim], "max")
+
+
+def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
+    """The first slice of each run of equal slices along ``dim``, the runs that slices belong to, and their lengths.
+
+    All ranks tell each other how many runs begin with them and where.
+    """
+    m, length = spec.sharded_dims().get(dim), spec.shape[dim]
+    start = 0 if m is None else spec.interval(m)[0]
+    begins = _begins(x, spec, dim)
     at = begins.nonzero().squeeze(1)
     here, ranks = 0, [[len(at), start + int(at[0]) if len(at) else length]]
     if m is not None:
@@ -59,9 +70,8 @@ def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[Any, Any, Any]:
     total = sum(counts)
     values = x.index_select(dim, at)
     shape = [total if d == dim else n for d, n in enumerate(spec.shape)]
-    sizes = [counts if i == m else s for i, s in enumerate(spec.sizes)]
-    cuts = {i: s for i, s in enumerate(sizes) if s is not None}
-    out = ShardTensorSpec.make(spec.mesh, spec.placements, shape, x.dtype, shard_sizes=cuts)
+    sizes = {i: s for i, s in spec.shard_sizes.items() if i != m} | ({} if m is None else {m: counts})
+    out = ShardTensorSpec.make(spec.mesh, spec.placements, shape, x.dtype, shard_sizes=sizes)
     inverse = begins.cumsum(0) + (sum(counts[:here]) - 1)
     lengths = torch.nn.functional.pad(at + start, (0, 1), value=following).diff()
     return (
@@ -71,14 +81,21 @@ def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[Any, Any, Any]:
     )
 
 
-def _results(x: Any, values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
+def _results(
+    x: ShardTensor,
+    values: ShardTensor,
+    inverse: ShardTensor,
+    counts: ShardTensor,
+    return_inverse: bool,
+    return_counts: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """What is not asked for is empty, as torch has it."""
     nothing = x._local_tensor.new_empty(0, dtype=torch.int64)
     return values, inverse if return_inverse else nothing, counts if return_counts else nothing.clone()
 
 
 def _line_of(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]:
-    """The mesh dim that cuts a tensor with one sharded dim, and how many elements each of its ranks has."""
+    """The mesh dim that shards a tensor with one sharded dim, and how many elements each of its ranks has."""
     dims = spec.sharded_dims()
     if not dims:
         return None, None
@@ -89,11 +106,11 @@ def _line_of(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]
 
 @register(_aten.unique_consecutive.default)
 def _unique_consecutive(
-    x: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> Any:
+    x: ShardTensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
         return _results(x, *results, return_inverse, return_counts)
@@ -104,19 +121,21 @@ def _unique_consecutive(
     values, inverse, counts = _runs(local.reshape(-1), line, 0)
     if return_inverse:
         like = lead.with_dtype(torch.int64)
-        back = like.replace(placements=spec.placements, sizes=spec.sizes)
+        back = like.with_layout(spec.layout)
         inverse = wrap(redistribute_local(inverse._local_tensor.view(lead.local_shape()), like, back), back)
     return _results(x, values, inverse, counts, return_inverse, return_counts)
 
 
 @register(_aten._unique2.default)
-def _unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+def _unique(
+    x: ShardTensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     if len(spec.sharded_dims()) > 1:
-        raise refuse("unique", [spec], "it is cut on several mesh dims", "shard it on one mesh dim only")
+        raise refuse("unique", [spec], "it is sharded on several mesh dims", "shard it on one mesh dim only")
     m, sizes = _line_of(spec)
     if m is None or sizes is None:
         return run(_aten._unique2.default, (wrap(local, spec), sorted, return_inverse, return_counts), {})
@@ -136,12 +155,12 @@ def _slice_order(slices: Tensor) -> Tensor:
 
 @register(_aten.unique_dim.default)
 def _unique_slices(
-    x: Any, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> Any:
-    """Like :func:`_unique`, for slices along ``dim``, which have to be whole: that dim is the one to be sharded."""
+    x: ShardTensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like :func:`_unique`, for slices along ``dim``, which have to be complete: that dim is the one to be sharded."""
     if x._spec.is_replicate():
         return NotImplemented
-    local, spec = whole_value(x)
+    local, spec = reduced_value(x)
     dim = reduced_dims(dim, x.ndim)[0]
     if spec.shape[dim] == 1 and spec.shape.numel():
         return _results(x, *_runs(local, spec, dim), return_inverse, return_counts)
@@ -151,22 +170,20 @@ def _unique_slices(
             continue
         ranks = spec.mesh.size(m)
         if dim in target.sharded_dims() or spec.shape[dim] < ranks:
-            reason = f"slices along dim {dim} would have to be whole, but dim {d} is sharded on mesh dim {m}"
+            reason = f"slices along dim {dim} would have to be complete, but dim {d} is sharded on mesh dim {m}"
             raise refuse("unique", [spec], reason, f"shard dim {dim} only")
-        placements, sizes = list(target.placements), list(target.sizes)
-        placements[m], sizes[m] = Shard(dim), chunk_sizes(spec.shape[dim], ranks)
-        target = target.replace(placements=placements, sizes=tuple(sizes))
+        target = target.with_axes({m: AxisLayout(Shard(dim), chunk_sizes(spec.shape[dim], ranks))})
     local = redistribute_local(local, spec, target)
     if target.is_replicate():
         return run(_aten.unique_dim.default, (wrap(local, target), dim, sorted, return_inverse, return_counts), {})
     m = target.sharded_dims()[dim]
-    cut, group = target.cut(m), target.mesh.get_group(m)
+    sizes, group = target.cut(m), target.mesh.get_group(m)
     slices = local.movedim(dim, 0)
     flat = slices.reshape(len(slices), math.prod(slices.shape[1:]))
     order = _slice_order(flat)
-    places = torch.tensor(cuts_of(cut)[1:-1], dtype=torch.int64, device=x.device)
+    places = torch.tensor(boundaries_of(sizes)[1:-1], dtype=torch.int64, device=x.device)
     everybody = find_slices(sort_keys(flat[order]), x.dtype, places, group)
-    route = Route(order.unsqueeze(0), everybody.unsqueeze(1), cut, cut, group)
+    route = Route(order.unsqueeze(0), everybody.unsqueeze(1), sizes, sizes, group)
     here = route.there(flat.unsqueeze(0)).squeeze(0)
     within = _slice_order(here)
     route.reorder(within.unsqueeze(0))

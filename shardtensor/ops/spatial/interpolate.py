@@ -64,11 +64,15 @@ class Taps:
             dtype: of the input.
         """
         here = slice(*out)
-        width = self.weights.shape[1]
-        return WeightedSum(
-            [Constant(lambda t=t: (self.first[here] - origin + t).to(device)) for t in range(width)],
-            [Constant(lambda t=t: self.weights[here, t].to(device).to(dtype)) for t in range(width)],
-        )
+
+        def index(t: int) -> Constant:
+            return Constant(lambda: (self.first[here] - origin + t).to(device))
+
+        def weight(t: int) -> Constant:
+            return Constant(lambda: self.weights[here, t].to(device, dtype))
+
+        taps = range(self.weights.shape[1])
+        return WeightedSum([index(t) for t in taps], [weight(t) for t in taps])
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,7 @@ def _plan(
     fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)
     kernel = _kernel(fetch.shape, out.local_shape(), resizes, mine, dtype, call.device)
     fetches, casts = bool(fetch), dtype != spec.tensor_meta.dtype
-    # Resampled dim after dim, or cut out of a larger result, it may have lost its memory format.
+    # Resampled dim after dim, or taken out of a larger result, it may have lost its memory format.
     last = CHANNELS_LAST.get(meta.ndim)
     if last is not None and (meta.is_contiguous() or not meta.is_contiguous(memory_format=last)):
         last = None

@@ -692,7 +692,7 @@ def call_badly(which: str) -> None:
 @pytest.mark.parametrize(
     ("which", "kind", "text"),
     [
-        ("features", UnsupportedSharding, "shards the features, which every score needs whole"),
+        ("features", UnsupportedSharding, "shards the features, which every score needs unsharded"),
         ("mask", UnsupportedSharding, "an operand would have to be gathered over mesh dim 0"),
         ("causal", RuntimeError, "attn_mask should not be set when is_causal=True"),
         ("shape", RuntimeError, "should be broadcastable"),
@@ -718,4 +718,4 @@ def conflicting() -> None:
 def test_conflicting_mesh_dims():
     for error in run_expecting_errors(conflicting, 4):
         assert isinstance(error, UnsupportedSharding)
-        assert "two mesh dims would have to cut the same dim" in str(error)
+        assert "two mesh dims would have to shard the same dim" in str(error)

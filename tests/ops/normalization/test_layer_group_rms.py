@@ -460,7 +460,7 @@ ERRORS = [
     ("groups", RuntimeError, "divisible by num_groups"),
     ("normalized shape", RuntimeError, r"normalized_shape=\[4, 6\]"),
     ("dtypes", RuntimeError, "mixed dtype"),
-    ("sharded weight", shardtensor.UnsupportedSharding, "the parameter is sharded.*Replicate"),
+    ("sharded weight", shardtensor.UnsupportedSharding, "would have to be gathered over mesh dim 0.*Replicate"),
 ]
 
 

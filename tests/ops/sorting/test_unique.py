@@ -115,7 +115,7 @@ def fail(case):
         ("weights", 2, RuntimeError, "same length"),
         ("real", 2, (RuntimeError, NotImplementedError), "bincount"),
         ("short", 4, UnsupportedSharding, r"unique_consecutive: tensor dim 1.*does not lead.*Remedy"),
-        ("two dims", 4, UnsupportedSharding, r"unique: it is cut on several mesh dims.*Remedy"),
+        ("two dims", 4, UnsupportedSharding, r"unique: it is sharded on several mesh dims.*Remedy"),
     ],
 )
 def test_errors_are_the_same_on_every_rank(case, world, kind, text):
