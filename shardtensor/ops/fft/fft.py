@@ -86,8 +86,6 @@ def _plan(
     norm: str | None,
 ) -> Plan:
     """Of ``function(x, n, dim, norm)``; ``n`` and ``dim`` are sequences where it transforms several dims."""
-    if spec.is_replicate():
-        return NotImplemented
     ndim = len(spec.shape)
     meta = call.returned(function, spec, *_ascending(n, dim, ndim), norm)
     if dim is None:

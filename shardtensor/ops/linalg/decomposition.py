@@ -40,7 +40,7 @@ def plan_by_matrix(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A plan that calls ``function`` on each rank's batch; NotImplemented where nothing is sharded.
+    """A plan that calls ``function`` on each rank's batch.
 
     Args:
         args, kwargs: of the function, with specs for the tensors that the plan will run on, in their order.
@@ -50,7 +50,7 @@ def plan_by_matrix(
     keys = [key for key, a in named.items() if isinstance(a, ShardTensorSpec)]
     specs = [args[i] for i in places] + [named[key] for key in keys]
     cores = [*terms[0], *[""] * (len(specs) - len(terms[0]))]
-    if all(spec.is_replicate() for spec in specs) or any(len(s.shape) < len(c) for s, c in zip(specs, cores)):
+    if any(len(spec.shape) < len(core) for spec, core in zip(specs, cores)):
         return NotImplemented  # torch says what is wrong
     leads, lead = batch_labels(*(s.shape[: len(s.shape) - len(core)] for s, core in zip(specs, cores, strict=True)))
     form = Form(

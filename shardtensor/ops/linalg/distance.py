@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...geometry import map_cuts
 from ...layout import AxisLayout
-from ...operators import Arguments, Composed, operator
+from ...operators import Arguments, Composed, LocalPlan, operator
+from ...planning import meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part
 from ..common.alignment import free_dims
@@ -46,11 +47,11 @@ def plan_cdist(
 
 
 @operator(F.pdist, torch.pdist, tensors="input")
-def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Composed:
+def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Composed | LocalPlan:
     """The distances above the diagonal, row by row: a rank has those of its rows."""
+    meta = call.returned(F.pdist, input, p)
     if input.is_replicate():
-        return NotImplemented
-    call.returned(F.pdist, input, p)
+        return LocalPlan(lambda x: F.pdist(x, p), input.replace(meta=meta_of(meta)))
     call.redistribute("input", free_dims("pdist", input, 1))
     n = input.shape[0]
     count = n * (n - 1) // 2

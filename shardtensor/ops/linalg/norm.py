@@ -111,8 +111,6 @@ def _plan_spectral(
     dims = [d % ndim for d in dims]
     if dims == [ndim - 2, ndim - 1] and not keepdim and dtype is None:
         return plan_by_matrix(call, torch.linalg.matrix_norm, ONE, (spec, order))
-    if spec.is_replicate():
-        return NotImplemented
 
     def norm(x: Tensor) -> Tensor:
         x = x if dtype is None else x.to(dtype)

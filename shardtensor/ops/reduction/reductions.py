@@ -229,8 +229,6 @@ def plan_prod(
 @operator(torch.trace, Tensor.trace, tensors="input")
 def plan_trace(call: Arguments, input: ShardTensorSpec) -> LocalPlan:
     """The sum over the part of the diagonal that runs through the shard."""
-    if input.is_replicate():
-        return NotImplemented
     meta = call.returned(torch.trace, input)
     starts = {d: input.interval(m)[0] for d, m in input.sharded_dims().items()}
     offset = starts.get(0, 0) - starts.get(1, 0)
