@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._compat import c10d_all_to_all, process_group
+from ._compat import c10d_all_to_all, process_group, without_zero_tensor
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect, length
 from .tracing import graph_operator, is_traced
@@ -149,7 +149,7 @@ class Exchange:
         the order of ``recvs``.
         """
         if len(pieces) == 1 and not (like.is_complex() or like.is_neg()):  # which may be lazy
-            packed = pieces[0].contiguous().view(-1)
+            packed = without_zero_tensor(pieces[0]).contiguous().view(-1)
         else:
             packed = torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
         return self._start(packed)
