@@ -9,7 +9,7 @@ what a log-softmax over a sharded dim sends: two all-reduces of one number per r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -25,14 +25,13 @@ from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import (
     as_operand,
     common_cut,
-    common_mesh,
     local_part,
     moved,
     torch_judges,
     whole_rows,
     wide_dtype,
 )
-from .base import contribution, full_precision, reduced, register_loss
+from .base import composed_loss, contribution, full_precision, reduced
 from .kernels import scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
@@ -100,9 +99,7 @@ def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reductio
     input, target, weight = given["input"], given["target"], given["weight"]
     smoothing, ignore_index = given.get("label_smoothing", 0.0), given["ignore_index"]
     name = function.__name__
-    mesh = common_mesh(name, [t for t in (input, target, weight) if t is not None])
-    if mesh is None:
-        return NotImplemented
+    mesh = input.device_mesh
     meta = torch_judges(function, **given, reduction="none")
     soft = input.shape == target.shape and function is F.cross_entropy
     if not soft and weight is not None and weight.requires_grad:
@@ -194,8 +191,18 @@ def _start_total_weight(
     return lambda: reduce(all_reduce, groups[1:], first())
 
 
-register_loss(F.cross_entropy, partial(_likelihood, F.cross_entropy), "cross_entropy_loss")
-register_loss(F.nll_loss, partial(_likelihood, F.nll_loss), "nll_loss", "nll_loss_nd", "nll_loss2d")
+@composed_loss(F.cross_entropy, "cross_entropy_loss", tensors="input target", parameters="weight")
+def cross_entropy(given: dict[str, Any], reduction: str) -> Any:
+    """Of class indices, or of probabilities."""
+    return _likelihood(F.cross_entropy, given, reduction)
+
+
+@composed_loss(
+    F.nll_loss, "nll_loss", "nll_loss_nd", "nll_loss2d", tensors="input target", parameters="weight"
+)
+def nll_loss(given: dict[str, Any], reduction: str) -> Any:
+    """Of logarithms of probabilities."""
+    return _likelihood(F.nll_loss, given, reduction)
 
 
 # -- margins ----------------------------------------------------------------------------------------------------------
@@ -205,9 +212,7 @@ def _margins(function: Callable[..., Tensor], given: dict[str, Any], reduction: 
     """Margins between all classes of a row: it has to be whole, see [Note: whole rows] in sorting/sort.py."""
     input, target, weight = given["input"], given["target"], given.get("weight")
     name = function.__name__
-    mesh = common_mesh(name, [t for t in (input, target, weight) if t is not None])
-    if mesh is None:
-        return NotImplemented
+    mesh = input.device_mesh
     meta = torch_judges(function, **given, reduction="none")
     if weight is not None and weight.requires_grad:
         raise RuntimeError(f"{name}: the weights of the classes cannot be differentiated; detach them")
@@ -230,15 +235,21 @@ def _margins(function: Callable[..., Tensor], given: dict[str, Any], reduction: 
         return reduced(terms, rows, reduction, meta.shape.numel())
 
 
-register_loss(F.multi_margin_loss, partial(_margins, F.multi_margin_loss), "multi_margin_loss")
-register_loss(F.multilabel_margin_loss, partial(_margins, F.multilabel_margin_loss), "multilabel_margin_loss")
+@composed_loss(F.multi_margin_loss, "multi_margin_loss", tensors="input target", parameters="weight")
+def multi_margin(given: dict[str, Any], reduction: str) -> Any:
+    """Of one class per row."""
+    return _margins(F.multi_margin_loss, given, reduction)
 
 
-def _linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
+@composed_loss(F.multilabel_margin_loss, "multilabel_margin_loss", tensors="input target")
+def multilabel_margin(given: dict[str, Any], reduction: str) -> Any:
+    """Of several classes per row."""
+    return _margins(F.multilabel_margin_loss, given, reduction)
+
+
+def linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
     """Torch's reference: a linear layer, then ``cross_entropy``. ``options`` would save memory."""
     x, w, target, bias = (given[k] for k in ("input", "linear_weight", "target", "linear_bias"))
-    if not any(isinstance(t, ShardTensor) for t in (x, w, target, bias, given["weight"])):
-        return NotImplemented
     torch_judges(F.linear_cross_entropy, **{**given, "options": None}, reduction=reduction)
     classes = w.shape[:-1]
     logits = F.linear(x, w.flatten(0, -2), None if bias is None else bias.flatten())
@@ -254,4 +265,6 @@ def _linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
 
 
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.12
-    register_loss(F.linear_cross_entropy, _linear_cross_entropy)
+    composed_loss(
+        F.linear_cross_entropy, tensors="input target", parameters="linear_weight linear_bias weight"
+    )(linear_cross_entropy)
