@@ -26,7 +26,6 @@ __all__ = [
     "mark_copied",
     "note_copies",
     "represents_view",
-    "stands_for_view",
     "write_back",
 ]
 
@@ -71,9 +70,6 @@ def _local(tensor: Tensor) -> Tensor:
 def represents_view(tensor: object) -> bool:
     """Whether a tensor represents a view but is, or may be, a copy."""
     return getattr(tensor, "_viewed", None) is not None
-
-
-stands_for_view = represents_view  # the name that dispatch.py still uses
 
 
 def _version(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ._compat import OpOverload, is_traced, kernel, new_wrapper, tree_map
 from .context import gather_allowed, settings
-from .copies import check_current, check_written, note_copies, stands_for_view, write_back
+from .copies import check_current, check_written, note_copies, represents_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .gathering import gathered
 from .planning import (
@@ -101,7 +101,7 @@ def run_operator(
         return result
     else:
         out = type(result)([r if s is None else wrapper(cls, r, s) for r, s in zip(result, plan.outputs, strict=True)])
-    if plan.view and (plan.inputs or plan.may_copy or stands_for_view(args[0])):
+    if plan.view and (plan.inputs or plan.may_copy or represents_view(args[0])):
         return tree_map(lambda view: _viewing(view, args[0], plan), out)
     return out
 
@@ -126,7 +126,7 @@ def _done(value: Any, first: Any, plan: AtenPlan) -> Any:
     """A result that was computed while looking for a plan, with what a call by the plan would note."""
     if plan.returns_self:
         write_back(first)
-    elif plan.view and stands_for_view(first):
+    elif plan.view and represents_view(first):
         tree_map(lambda out: _viewing(out, first, plan), value)
     return value
 

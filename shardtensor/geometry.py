@@ -22,12 +22,10 @@ __all__ = [
     "Window",
     "boundaries_of",
     "chunk_sizes",
-    "cuts_of",
     "intersect",
     "intervals_of",
     "length",
     "map_boundaries",
-    "map_cuts",
     "sizes_of",
 ]
 
@@ -91,11 +89,6 @@ def map_boundaries(sizes: Sequence[int], boundary: Callable[[int], int]) -> tupl
     return sizes_of([boundary(b) for b in boundaries_of(sizes)])
 
 
-# The names that modules of operators still use.
-cuts_of = boundaries_of
-map_cuts = map_boundaries
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """A sliding window over one tensor dim: convolution and pooling.
@@ -154,8 +147,6 @@ class Window:
             return self.outputs
         middle = (self.extent - 1) // 2 - self.before
         return max(0, min(self.outputs, -(-(b - middle) // self.stride)))
-
-    cut = boundary  # the name that modules of operators still use
 
     def reads(self, out: Interval) -> Interval:
         """Input interval that the outputs ``out`` read, padding included (it may reach outside ``0..size``)."""

@@ -182,6 +182,12 @@ class Arguments:
         self.steps[argument] = step if first is None else lambda t: step(first(t))
 
 
+    def prepare_locally(self, argument: str, step: Callable[[Any], Tensor]) -> None:
+        """Have a tensor made plain by ``step`` before the plan runs, which then has to see to its gradient's layout."""
+        self.then_do(argument, step)
+        self.tensors.pop(argument, None)
+
+
 class Operator:
     """One spelling of an operator above autograd: finds or makes the plan of a call, and runs it."""
 

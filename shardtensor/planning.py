@@ -33,9 +33,7 @@ __all__ = [
     "SCALARS",
     "AtenCall",
     "AtenPlan",
-    "Call",
     "Path",
-    "Plan",
     "Rule",
     "argument",
     "as_specs",
@@ -132,7 +130,6 @@ class AtenCall:
 
 
 Rule = Callable[[AtenCall], AtenPlan]
-Call, Plan = AtenCall, AtenPlan  # the names that operators still use
 
 
 def argument(call: AtenCall, index: int, name: str, default: Any) -> Any:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from shardtensor.exchange import plan_intervals
 from shardtensor.geometry import (
     Window,
+    boundaries_of,
     chunk_sizes,
-    cuts_of,
     intersect,
     intervals_of,
     length,
-    map_cuts,
+    map_boundaries,
     sizes_of,
 )
 from shardtensor.ops.shape.view import regroup
@@ -80,10 +80,11 @@ def test_outputs_of_all_ranks_partition_the_output(window, weights):
     scaled[-1] += window.size - sum(scaled)
     if window.outputs <= 0:
         return
-    sizes = map_cuts(scaled, window.cut)
+    sizes = map_boundaries(scaled, window.boundary)
     assert min(sizes) >= 0
     assert sum(sizes) == window.outputs
-    assert [window.cut(c) for c in range(window.size + 1)] == sorted(window.cut(c) for c in range(window.size + 1))
+    boundaries = [window.boundary(c) for c in range(window.size + 1)]
+    assert boundaries == sorted(boundaries)
 
 
 @given(windows(), st.data())
@@ -115,12 +116,12 @@ def test_touching_finds_the_outputs_that_reach_into_an_interval(window, data):
 def test_a_same_window_of_stride_one_keeps_the_sizes(n, half):
     window = Window(size=n, kernel=2 * half + 1, before=half, after=half)
     sizes = (n // 3, 0, n - n // 3)
-    assert map_cuts(sizes, window.cut) == sizes
+    assert map_boundaries(sizes, window.boundary) == sizes
 
 
 @given(sizes_lists)
 def test_cuts_and_sizes_are_inverse(sizes):
-    assert sizes_of(cuts_of(sizes)) == tuple(sizes)
+    assert sizes_of(boundaries_of(sizes)) == tuple(sizes)
     covered = [i for interval in intervals_of(sizes) for i in range(*interval)]
     assert covered == list(range(sum(sizes)))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import alias
+from ..._compat import AutogradFunction, alias
 from ...errors import refuse
 from ...geometry import Interval, intervals_of, length
 from ...redistribute import all_reduce, swap_blocks
@@ -199,7 +199,7 @@ def _no_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(AutogradFunction):
     """Local queries against all blocks of keys. Local tensors in and out."""
 
     @staticmethod
@@ -223,7 +223,7 @@ class _Attention(torch.autograd.Function):
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
 
 
-class _Once(torch.autograd.Function):
+class _Once(AutogradFunction):
     """First derivatives that refuse to be differentiated, which torch's own attention on the CPU does as well."""
 
     @staticmethod
@@ -361,7 +361,7 @@ class _Gradients:
         )
 
 
-class _Swap(torch.autograd.Function):
+class _Swap(AutogradFunction):
     """Shards of one dim to shards of another, for several tensors in one exchange."""
 
     @staticmethod

@@ -31,7 +31,7 @@ from ...registry import register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ...tensor import ShardTensor, redistribute_to, wrap
-from ..common.alignment import as_operand, common_mesh, moved, refuse_gathering
+from ..common.alignment import as_operand, common_mesh, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
 from .layout import Layout, layout_of
@@ -226,7 +226,7 @@ def _in_common_shapes(
     """Attention, once the operands have the same batch dims and the mask at least two dims."""
     operands = [query, key, value]
     if batch is not None:
-        operands = [t.expand(*batch, *t.shape[-tail:]) for t in operands]
+        operands = [t.expand(*batch, *t.shape[-tail:]) for t in operands]  # type: ignore[misc]
     while mask is not None and mask.ndim < 2:
         mask = mask.unsqueeze(0)
     return _attention(*operands, mask, *options)
@@ -259,7 +259,7 @@ def _prepared(
     shift = 0 if is_causal else None
     layout = layout_of(NAME, *(None if t is None else t._spec for t in given), shift, "ring")  # type: ignore[arg-type]
     local = [
-        None if target is None else moved(NAME, t, target)._local_tensor
+        None if target is None else redistributed(NAME, t, target)._local_tensor
         for t, target in zip(given, layout.targets, strict=True)
     ]
     work = work_of(NAME, layout, shift, query.shape[-1] ** -0.5 if scale is None else scale)
@@ -309,7 +309,7 @@ def _flash_backward(
     work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
     mesh = work.query.mesh
     results = [
-        moved(NAME, as_operand(t, mesh), _result_spec(work.layout.out, mesh, t.shape, t.dtype))._local_tensor
+        redistributed(NAME, as_operand(t, mesh), _result_spec(work.layout.out, mesh, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
     grads = backward(work, kernel, results[0], *local, *results[1:], keys_needed=True, mask_needed=False)

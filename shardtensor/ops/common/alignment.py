@@ -29,7 +29,6 @@ __all__ = [
     "as_operand",
     "common_layout",
     "common_mesh",
-    "described",
     "fit",
     "free_dims",
     "is_sharded",
@@ -179,11 +178,6 @@ def reduced_value(x: ShardTensor) -> tuple[Tensor, ShardTensorSpec]:
 # -- what torch would return, for handlers that have no plan -------------------------------------------------------
 
 
-def described(a: Any) -> Any:
-    """A tensor without data like ``a``, for torch's checks and shapes; anything else as it is."""
-    return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a
-
-
 def torch_judges(function: Callable[..., Any], *args: Any, **kwargs: Any) -> TensorMeta:
     """What a function of torch returns for these arguments on one device: its shape and, without autocast, its dtype.
 
@@ -297,6 +291,3 @@ def replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 
 # -- former names, which other families still use ------------------------------------------------------------------
-
-common_cut, whole_rows, whole_value, moved = common_layout, free_dims, reduced_value, redistributed
-is_cut, laid_like = is_sharded, same_layout

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...exchange import start_swap
-from ...geometry import cuts_of
+from ...geometry import boundaries_of
 from ...redistribute import all_gather, all_reduce
 
 __all__ = ["Found", "Route", "Sorted", "find_places", "find_slices", "sort_keys"]
@@ -218,7 +218,7 @@ class Sorted(Route):
         self, x: Tensor, own: Sequence[int], need: Sequence[int], descending: bool, group: dist.ProcessGroup
     ) -> None:
         ordered, order = torch.sort(x, dim=-1, stable=True, descending=descending)
-        places = torch.tensor(cuts_of(need)[1:-1], dtype=torch.int64, device=x.device).expand(len(x), -1)
+        places = torch.tensor(boundaries_of(need)[1:-1], dtype=torch.int64, device=x.device).expand(len(x), -1)
         found = find_places(sort_keys(ordered, descending), x.dtype, places, [group])
         super().__init__(order, found.everybody, own, need, group)
         self.values, within = torch.sort(self.there(x), dim=-1, stable=True, descending=descending)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._compat import AutogradFunction
 from ...geometry import Interval
 from ...gradients import once_differentiable
 from .ring import Trip, ring_of, trip
@@ -51,7 +52,7 @@ def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *oth
     return _PartByPart.apply(function, tour, part, *others)  # type: ignore[no-any-return]
 
 
-class _PartByPart(torch.autograd.Function):
+class _PartByPart(AutogradFunction):
     """See [Note: part by part]."""
 
     @staticmethod

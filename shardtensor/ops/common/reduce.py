@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Shard
 from ..._compat import untraced
 from ...layout import AxisLayout
 from ...operators import Arguments
-from ...planning import Call, meta_of
+from ...planning import AtenCall, meta_of
 from ...redistribute import all_reduce
 from ...spec import ShardTensorSpec
 
@@ -60,7 +60,7 @@ def neutral_element(op: str, dtype: torch.dtype) -> bool | int | float:
     return info.min if op == "max" else info.max
 
 
-def check_dtype(call: Call) -> None:
+def check_dtype(call: AtenCall) -> None:
     """Let torch's kernel check the dtype, on one element: ranks with empty shards would not call it.
 
     Raises:

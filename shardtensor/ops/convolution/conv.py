@@ -20,7 +20,7 @@ from ...planning import spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import as_gradient, wrap
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from .halo_conv import HaloConvolution, Pads, Sides, plan_convolution
 
 _aten = torch.ops.aten
@@ -78,7 +78,7 @@ def _plan(
     if x.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
         return Composed(lambda x, w, b: _as_real_convolution(again, x, w, b))
     # Sharded channels are spread over the batch or a spatial dim instead, see [Note: whole rows] in sort.py.
-    call.redistribute("input", whole_rows(call.name, x, 1))
+    call.redistribute("input", free_dims(call.name, x, 1))
     dtype = call.autocast()
     call.cast(dtype, "input", *(["weight"] if bias is None else ["weight", "bias"]))
     x = call.tensors["input"]

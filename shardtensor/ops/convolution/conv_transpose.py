@@ -19,7 +19,7 @@ from ...geometry import Interval, intersect, intervals_of, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from .conv import per_spatial_dim
 from .halo_conv import stride_of
 
@@ -202,7 +202,7 @@ def _declare(n: int) -> None:
         if len(input.shape) == n + 1:
             *others, apart = numbers
             return Composed(lambda x, w, b: function(x.unsqueeze(0), w, b, *others, groups, apart).squeeze(0))
-        call.redistribute("input", whole_rows(call.name, input, 1))
+        call.redistribute("input", free_dims(call.name, input, 1))
         dtype = _cast(call, weight, bias)
         out, work = _work(call.tensors["input"], weight, meta, function, numbers, groups)
         if dtype.is_complex:

@@ -7,7 +7,8 @@ the halo touches only the outputs near the boundary and is added to them. No enl
 the backward pass saves the shard and the halo only. In the backward pass the halo's gradients are computed and sent
 first, and travel during the shard's own part.
 
-[Note: owner computes] The rank that owns the input under the kernel's middle tap computes an output (``Window.cut``).
+[Note: owner computes] The rank that owns the input under the kernel's middle tap computes an output
+(``Window.boundary``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ...errors import refuse
 from ...exchange import plan_intervals
-from ...geometry import Interval, Window, intersect, intervals_of, length, map_cuts
+from ...geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
 from ...halo import Axis, Halo, Sides
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
@@ -241,7 +242,7 @@ def plan_convolution(
         if dim == 0:
             continue
         window, cut = windows[dim - 2], spec.cut(m)
-        out_cut = map_cuts(cut, window.cut)
+        out_cut = map_boundaries(cut, window.boundary)
         sizes[m] = out_cut
         out = intervals_of(out_cut)
         read = [window.reads(o) for o in out]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ...operators import operator
-from ...planning import Call, Plan, meta_of
+from ...planning import AtenCall, AtenPlan, meta_of
 from .random import drawn_into, is_sharded
 
 _aten = torch.ops.aten
 
 
 @operator(_aten.native_dropout.default)
-def plan_native_dropout(call: Call) -> Plan:
+def plan_native_dropout(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     p, train = call.args[1], call.args[2]
     outs = [spec.replace(meta=meta_of(m)) for m in call.meta]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate
 from ..._compat import OpOverload
 from ...layout import AxisLayout
 from ...operators import operator
-from ...planning import Call, Plan, Rule, is_inplace, meta_of
+from ...planning import AtenCall, AtenPlan, Rule, is_inplace, meta_of
 from ...redistribute import redistribute_local
 from ...registry import default_rule
 from ...spec import ShardTensorSpec
@@ -57,7 +57,7 @@ def _overloads(names: Sequence[str]) -> Iterator[OpOverload]:
 
 
 @operator(*_overloads(_UNTAGGED.split()))
-def pointwise_plan(call: Call) -> Plan:
+def pointwise_plan(call: AtenCall) -> AtenPlan:
     """The operator itself on the local parts of operands that are realigned first."""
     meta = call.meta
     outputs = list(meta) if isinstance(meta, (list, tuple)) else [meta]
@@ -121,7 +121,7 @@ def _written_to_partial(
     return write
 
 
-def _keeps_partial(call: Call) -> bool:
+def _keeps_partial(call: AtenCall) -> bool:
     """Whether Partial operands may stay: the operator is linear, and all its operands are Partial alike."""
     first = call.specs[0]
     if not first.partial_mesh_dims() or any(
@@ -137,7 +137,7 @@ def _keeps_partial(call: Call) -> bool:
     return call.func in _SCALED and len(tensors) == 1 and isinstance(call.args[0], ShardTensorSpec)
 
 
-def _with_slices(call: Call, target: ShardTensorSpec) -> Callable[..., Any] | None:
+def _with_slices(call: AtenCall, target: ShardTensorSpec) -> Callable[..., Any] | None:
     """The operator on this rank's slices of plain operands, which count as replicated; None: nothing to slice."""
     ndim = len(target.shape)
     slices: list[tuple[int, int, int, int]] = []
@@ -160,7 +160,7 @@ def _with_slices(call: Call, target: ShardTensorSpec) -> Callable[..., Any] | No
     return sliced
 
 
-def _foreach(call: Call) -> Plan:
+def _foreach(call: AtenCall) -> AtenPlan:
     """``_foreach_*``, as optimizers use it: lists of tensors that have the same layout, or plain, item by item."""
     layouts: dict[Any, tuple[AxisLayout, ...]] = {}
     for path, spec in call.tensors.items():
@@ -173,9 +173,9 @@ def _foreach(call: Call) -> Plan:
             if isinstance(item, Tensor) and item.ndim and i in layouts:
                 raise call.refuse("plain tensors meet ShardTensors", "make them ShardTensors, or loop over the lists")
     if call.meta is None:
-        return Plan(None)
+        return AtenPlan(None)
     firsts = [call.tensors.get((0, i)) for i in range(len(call.meta))]
-    return Plan([s if s is None else s.replace(meta=meta_of(m)) for s, m in zip(firsts, call.meta, strict=True)])
+    return AtenPlan([s if s is None else s.replace(meta=meta_of(m)) for s, m in zip(firsts, call.meta, strict=True)])
 
 
 # -- the same elements, and new tensors like old ones ------------------------------------------------------------------
@@ -184,13 +184,13 @@ def _foreach(call: Call) -> Plan:
 @operator(
     _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten._conj.default, _aten._neg_view.default
 )
-def _same(call: Call) -> Plan:
-    return Plan(call.specs[0].replace(meta=meta_of(call.meta)))
+def _same(call: AtenCall) -> AtenPlan:
+    return AtenPlan(call.specs[0].replace(meta=meta_of(call.meta)))
 
 
 @operator(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default)
-def _like(call: Call) -> Plan:
-    return Plan(call.specs[0].for_gradient().replace(meta=meta_of(call.meta)))
+def _like(call: AtenCall) -> AtenPlan:
+    return AtenPlan(call.specs[0].for_gradient().replace(meta=meta_of(call.meta)))
 
 
 @operator(
@@ -199,7 +199,7 @@ def _like(call: Call) -> Plan:
     _aten.new_full.default,
     _aten.new_empty.default,
 )
-def _new(call: Call) -> Plan:
+def _new(call: AtenCall) -> AtenPlan:
     """A new tensor has the old one's layout; one of another shape, on those mesh dims whose dim has kept its length.
 
     One with another number of dims is replicated.
@@ -207,11 +207,11 @@ def _new(call: Call) -> Plan:
     out = _like_old(call, tuple(call.args[1]))
     size = list(out.local_shape())
     func = call.func
-    return Plan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
+    return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
 
 
 @operator(_aten.new_empty_strided.default)
-def _new_strided(call: Call) -> Plan:
+def _new_strided(call: AtenCall) -> AtenPlan:
     out = _like_old(call, tuple(call.args[1]))
     shape, stride = out.local_shape(), out.tensor_meta.stride
     # The shard's dims lie in memory in the order of the global tensor's, without gaps.
@@ -219,10 +219,10 @@ def _new_strided(call: Call) -> Plan:
     for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
         local[d] = step
         step *= max(1, shape[d])
-    return Plan(out, call=lambda x, _, __, **kwargs: _aten.new_empty_strided.default(x, shape, local, **kwargs))
+    return AtenPlan(out, call=lambda x, _, __, **kwargs: _aten.new_empty_strided.default(x, shape, local, **kwargs))
 
 
-def _like_old(call: Call, shape: tuple[int, ...]) -> ShardTensorSpec:
+def _like_old(call: AtenCall, shape: tuple[int, ...]) -> ShardTensorSpec:
     spec = call.specs[0].for_gradient()
     gone = [m for d, m in spec.sharded_dims().items() if len(shape) != len(spec.shape) or shape[d] != spec.shape[d]]
     layout = [AxisLayout(Replicate()) if m in gone else axis for m, axis in enumerate(spec.layout)]

@@ -31,7 +31,7 @@ from ..._compat import OpOverload
 from ...debug import debug_enabled
 from ...errors import refuse
 from ...operators import operator
-from ...planning import Call, Plan, meta_of
+from ...planning import AtenCall, AtenPlan, meta_of
 from ...registry import RULES, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
@@ -204,7 +204,7 @@ def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -
     _aten.random_.to,
     _aten.poisson.default,
 )
-def plan_draw(call: Call) -> Plan:
+def plan_draw(call: AtenCall) -> AtenPlan:
     """Elementwise, from the shard's own generator."""
     plan = pointwise_plan(call)
     inner = plan.call or call.func
@@ -251,7 +251,7 @@ _LIKE = [
 
 
 @operator(*_LIKE)
-def plan_draw_like(call: Call) -> Plan:
+def plan_draw_like(call: AtenCall) -> AtenPlan:
     """``rand_like``, ``randn_like``, ``randint_like``."""
     out = call.specs[0].for_gradient().replace(meta=meta_of(call.meta))
     fill = _filling(call.func._schema.name.removeprefix("aten::"))
@@ -260,14 +260,14 @@ def plan_draw_like(call: Call) -> Plan:
     def drawn(x: Tensor, *_: object, generator: None = None, **kwargs: Any) -> Tensor:
         return fill(torch.empty_like(x, **kwargs), bounds, out)
 
-    return Plan(out, call=drawn)
+    return AtenPlan(out, call=drawn)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
 @operator(_aten.multinomial.default)
-def plan_multinomial(call: Call) -> Plan:
+def plan_multinomial(call: AtenCall) -> AtenPlan:
     """Every row is drawn for itself, by the rank that has all of it, see [Note: whole rows] in sorting/sort.py."""
     given = call.reduced()[(0,)]
     spec = free_dims("multinomial", given, len(given.shape) - 1)
@@ -286,7 +286,7 @@ def plan_multinomial(call: Call) -> Plan:
 
 
 @operator(_aten._sample_dirichlet.default, meta=lambda x, generator=None: torch.empty_like(x))
-def plan_dirichlet(call: Call) -> Plan:
+def plan_dirichlet(call: AtenCall) -> AtenPlan:
     """Gamma variates over their sum, which the ranks add up where a row is sharded."""
     spec = call.reduced()[(0,)]
     out = spec.replace(meta=meta_of(call.meta))

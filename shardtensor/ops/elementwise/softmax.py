@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._compat import safe_softmax
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Plan, meta_of
+from ...planning import AtenCall, AtenPlan, meta_of
 from ...spec import ShardTensorSpec
 from ..common.alignment import common_layout, fit, wide_dtype
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 @operator(_aten._softmax.default, _aten._log_softmax.default)
-def plan_softmax(call: Call) -> Plan:
+def plan_softmax(call: AtenCall) -> AtenPlan:
     """Maximum, all-reduce, sum of exponentials, all-reduce."""
     spec = call.reduced()[(0,)]
     out = spec.replace(meta=meta_of(call.meta))
@@ -45,7 +45,7 @@ def plan_softmax(call: Call) -> Plan:
 
 
 @operator(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
-def plan_softmax_backward(call: Call) -> Plan:
+def plan_softmax_backward(call: AtenCall) -> AtenPlan:
     """One all-reduce of a sum per row. The result has the output's layout, whatever the gradient's."""
     reduced = call.reduced()
     base = common_layout([reduced[path] for path in ((1,), (0,)) if path in reduced], meta_of(call.meta))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..._compat import TensorMeta, untraced
 from ...errors import UnsupportedSharding
-from ...geometry import Interval, intervals_of, map_cuts
+from ...geometry import Interval, intervals_of, map_boundaries
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
@@ -165,7 +165,7 @@ def _resized(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSp
     """The spec of a tensor with ``meta``, which differs in the length of ``dim``: its boundaries scale with that."""
     m, old, new = spec.sharded_dims().get(dim), spec.shape[dim], meta.shape[dim]
     if m is not None:
-        sizes = map_cuts(spec.cut(m), lambda boundary: boundary * new // max(1, old))
+        sizes = map_boundaries(spec.cut(m), lambda boundary: boundary * new // max(1, old))
         spec = spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
     return spec.replace(meta=meta)
 

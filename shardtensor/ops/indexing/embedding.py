@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Plan
+from ...planning import AtenCall, AtenPlan
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
 from ..common.alignment import replicated, same_layout
@@ -149,7 +149,7 @@ def _frequencies(indices: Tensor, table: Tensor) -> Tensor:
 
 
 @operator(_aten.embedding.default)
-def _embedding(call: Call) -> Plan:
+def _embedding(call: AtenCall) -> AtenPlan:
     names = [f"index {j}" for j in range(len(call.args[1].shape))]
     return labelled(
         call, {(0,): [INDEXED, "row"], (1,): names}, [*names, "row"], indexed={(1,): 0}, picks=True
@@ -157,7 +157,7 @@ def _embedding(call: Call) -> Plan:
 
 
 @operator(_aten.embedding_dense_backward.default)
-def _embedding_backward(call: Call) -> Plan:
+def _embedding_backward(call: AtenCall) -> AtenPlan:
     names = [f"index {j}" for j in range(len(call.args[1].shape))]
     by_frequency = call.args[4]
     if by_frequency and any(spec.sharded_dims() for spec in call.specs):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ...errors import UnsupportedSharding
 from ...geometry import boundaries_of, map_boundaries, sizes_of
 from ...layout import AxisLayout
-from ...planning import Call, Path, meta_of
+from ...planning import AtenCall, Path, meta_of
 from ...spec import ShardTensorSpec
 
 __all__ = ["INDEXED", "Axis", "IndexLayout", "Labels", "clipped", "operand"]
@@ -67,7 +67,7 @@ class IndexLayout:
     """The labels of one call, and what happens on each mesh dim."""
 
     def __init__(
-        self, call: Call, roles: Mapping[Path, Labels], out: Labels, accumulates: bool, writes: bool
+        self, call: AtenCall, roles: Mapping[Path, Labels], out: Labels, accumulates: bool, writes: bool
     ) -> None:
         self.call, self.roles, self.out = call, roles, out
         self.accumulates, self.writes = accumulates, writes

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..._compat import OpOverload
 from ...errors import refuse
 from ...operators import operator
-from ...planning import Call, Path, Plan, argument, is_inplace, spec_of
+from ...planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
@@ -58,7 +58,7 @@ def _along(ndim: int, dim: int, label: Hashable) -> list[Hashable]:
     _aten.scatter_reduce.two,
     _aten.scatter_reduce_.two,
 )
-def _gather_or_scatter(call: Call) -> Plan:
+def _gather_or_scatter(call: AtenCall) -> AtenPlan:
     ndim = len(call.args[0].shape)
     if any(len(a.shape) != ndim for a in call.args[2:4] if hasattr(a, "shape")):  # 0-dim tensors among 1-dim ones
         raise call.refuse("the operands differ in their number of dims", "give all of them the same")
@@ -82,7 +82,7 @@ _REDUCES = (
 )
 
 
-def _includes_self(call: Call) -> bool:
+def _includes_self(call: AtenCall) -> bool:
     return bool(call.kwargs.get("include_self", True))
 
 
@@ -99,7 +99,7 @@ def _includes_self(call: Call) -> bool:
     _aten.index_reduce.default,
     _aten.index_reduce_.default,
 )
-def _by_index(call: Call) -> Plan:
+def _by_index(call: AtenCall) -> AtenPlan:
     ndim = len(call.args[0].shape)
     dim = wrap_dim(call.args[1], ndim)
     within, position = _along(ndim, dim, INDEXED), _along(ndim, dim, "position")
@@ -166,7 +166,7 @@ for _op in _REDUCES:
 # -- x[index] ---------------------------------------------------------------------------------------------
 
 
-def _advanced(call: Call) -> tuple[dict[Path, Labels], list[Hashable], list[Hashable]]:
+def _advanced(call: AtenCall) -> tuple[dict[Path, Labels], list[Hashable], list[Hashable]]:
     """Labels of the tensor and its indices, those of the tensor, and those of what ``tensor[indices]`` would be."""
     ndim, indices = len(call.args[0].shape), call.args[1]
     used = [d for d, index in enumerate(indices) if index is not None]
@@ -191,12 +191,12 @@ def _advanced(call: Call) -> tuple[dict[Path, Labels], list[Hashable], list[Hash
 
 
 @operator(_aten.index.Tensor, _aten._unsafe_index.Tensor)
-def _index(call: Call) -> Plan:
+def _index(call: AtenCall) -> AtenPlan:
     roles, _, result = _advanced(call)
     return labelled(call, roles, result, indexed=_index_dims(call), picks=True, wraps=True)
 
 
-def _index_dims(call: Call) -> dict[Path, int]:
+def _index_dims(call: AtenCall) -> dict[Path, int]:
     return {(1, d): d for d, index in enumerate(call.args[1]) if index is not None}
 
 
@@ -206,7 +206,7 @@ def _index_dims(call: Call) -> dict[Path, int]:
     _aten._index_put_impl_.default,
     _aten._unsafe_index_put.default,
 )
-def _index_put(call: Call) -> Plan:
+def _index_put(call: AtenCall) -> AtenPlan:
     roles, within, result = _advanced(call)
     values = call.args[2].shape
     lengths = {label: n for path, labels in roles.items() for label, n in zip(labels, operand(call.args, path).shape)}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import OpOverload
 from ...geometry import Interval, intervals_of
-from ...planning import Call, Path, Plan, is_inplace, meta_of
+from ...planning import AtenCall, AtenPlan, Path, is_inplace, meta_of
 from ...redistribute import move_intervals, reduce_scatter
 from ...spec import ShardTensorSpec
 from ...tracing import is_traced
@@ -42,7 +42,7 @@ def _copied(args: Sequence[Any]) -> list[Any]:
 
 
 def labelled(
-    call: Call,
+    call: AtenCall,
     roles: dict[Path, Labels],
     out: Labels,
     *,
@@ -53,7 +53,7 @@ def labelled(
     wraps: bool = False,
     counts: bool = False,
     in_blocks: bool = True,
-) -> Plan:
+) -> AtenPlan:
     """The plan of an operator whose tensors' dims have labels, see [Note: labels].
 
     Args:
@@ -97,7 +97,7 @@ def labelled(
     return call.plan(result, targets, call=work, returns_self=inplace)
 
 
-def _check_written(call: Call, first: Path, targets: Mapping[Path, ShardTensorSpec]) -> None:
+def _check_written(call: AtenCall, first: Path, targets: Mapping[Path, ShardTensorSpec]) -> None:
     """UnsupportedSharding where what is written to would have to be another tensor."""
     if first in call.tensors and targets[first] == call.tensors[first]:
         return
@@ -130,7 +130,7 @@ class _Work:
         self.broadcast = [m for m, axis in enumerate(self.axes) if axis.broadcast is not None]
         self.held = self._held(layout.call)
 
-    def _narrowings(self, call: Call) -> list[tuple[Path, int, int, int]]:
+    def _narrowings(self, call: AtenCall) -> list[tuple[Path, int, int, int]]:
         """What of a plain tensor this rank works on: ``(path, dim, start, length)``."""
         result = []
         for m, axis in enumerate(self.axes):
@@ -144,7 +144,7 @@ class _Work:
                     result.append((path, d, a, b - a))
         return result
 
-    def _held(self, call: Call) -> dict[tuple[Path, int], tuple[Interval, ...]]:
+    def _held(self, call: AtenCall) -> dict[tuple[Path, int], tuple[Interval, ...]]:
         """Which operands are sharded along what is broadcast on a mesh dim, and each rank's interval."""
         held = {}
         for m in self.broadcast:

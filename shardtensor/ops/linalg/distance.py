@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry import map_cuts
+from ...geometry import map_boundaries
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, operator
 from ...planning import meta_of
@@ -60,7 +60,7 @@ def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Compose
         return (
             axis
             if axis.sizes is None
-            else axis._replace(sizes=map_cuts(axis.sizes, lambda c: c * n - c * (c + 1) // 2))
+            else axis._replace(sizes=map_boundaries(axis.sizes, lambda c: c * n - c * (c + 1) // 2))
         )
 
     def distances(x: ShardTensor) -> ShardTensor:

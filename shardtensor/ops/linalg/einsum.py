@@ -15,7 +15,7 @@ from ...errors import UnsupportedSharding
 from ...operators import Arguments, Composed, Plan, operator
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import whole_rows
+from ..common.alignment import free_dims
 from ..common.contraction import ContractionPlan, Form, arrange, plan_contraction
 
 
@@ -146,4 +146,4 @@ def plan_kron(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec) -
 def _with_free(t: ShardTensor, dims: Sequence[int]) -> ShardTensor:
     """``t`` with none of ``dims`` sharded; refused where no other dim can be."""
     spec = t._spec.for_gradient()
-    return redistribute_to(t, whole_rows("kron", spec, *dims))
+    return redistribute_to(t, free_dims("kron", spec, *dims))

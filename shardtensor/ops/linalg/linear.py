@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..._compat import TensorMeta
+from ..._compat import AutogradFunction, TensorMeta
 from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...parameters import GradientSum
 from ...planning import meta_of
@@ -61,7 +61,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, total: Gradient
     return _LocalLinear.apply(x, weight, bias, total)  # type: ignore[no-any-return]
 
 
-class _LocalLinear(torch.autograd.Function):
+class _LocalLinear(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum) -> Tensor:  # type: ignore[override]
         ctx.total, ctx.bias = total, None if bias is None else meta_of(bias)

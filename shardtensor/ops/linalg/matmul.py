@@ -21,7 +21,7 @@ from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
-from ..common.alignment import common_cut, common_mesh, fit, torch_judges
+from ..common.alignment import common_layout, common_mesh, fit, torch_judges
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
 from ..common.reduce import check_dtype, reduced_spec
 
@@ -231,7 +231,7 @@ for _name, _of in {
 
 
 @operator(_aten.mm.default, _aten.bmm.default)
-def plan_product(call: planning.Call) -> planning.Plan:
+def plan_product(call: planning.AtenCall) -> planning.AtenPlan:
     reduced = call.reduced()
     mesh = call.specs[0].mesh
     specs = []
@@ -290,11 +290,11 @@ def _added_below(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
 
 
 @operator(_aten.dot.default, _aten.vdot.default)
-def plan_dot(call: planning.Call) -> planning.Plan:
+def plan_dot(call: planning.AtenCall) -> planning.AtenPlan:
     check_dtype(call)
     reduced = call.reduced()
     first = next(iter(reduced.values()))
-    base = common_cut(list(reduced.values()), first.tensor_meta)
+    base = common_layout(list(reduced.values()), first.tensor_meta)
     out = reduced_spec(base, call.meta, [0], False, "sum")
     bounds = [base.interval(m) for m in base.sharded_dims().values()]
     func, plain = call.func, [i for i in (0, 1) if (i,) not in reduced]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...operators import Arguments, Composed, Plan, operator
-from ...planning import Call, argument
-from ...planning import Plan as OperatorPlan
+from ...planning import AtenCall, AtenPlan, argument
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
@@ -34,7 +33,7 @@ _aten = torch.ops.aten
     _aten.norm.ScalarOpt_dim,
     _aten.norm.ScalarOpt_dim_dtype,
 )
-def plan_vector_norm(call: Call) -> OperatorPlan:
+def plan_vector_norm(call: AtenCall) -> AtenPlan:
     """One all-reduce: of the sum of powers, or of the extreme."""
     spec = call.reduced()[(0,)]
     order = argument(call, 1, "ord", 2)

@@ -1,4 +1,4 @@
-"""What losses share: terms reduced to a value, autocast, the entry points in ``torch.nn.functional`` and below."""
+"""What losses share: their declaration, terms reduced to a value, autocast."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import TensorMeta
-from ...registry import register
+from ..._compat import TensorMeta, nn_functions
+from ...operators import Arguments, Composed, Plan, operator
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ...tensor import from_part
 from ..common.alignment import wide_dtype
 from .kernels import scalar_spec
 
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def terms_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
+    """The spec of terms that have the layout of ``spec``."""
+    return spec.replace(meta=TensorMeta(spec.shape, contiguous_stride(spec.shape), dtype))
+
 
 def reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any) -> Any:
-    """The loss, from this rank's terms, which lie like ``spec``; ``divisor`` is what a mean divides by."""
+    """The loss, from this rank's terms, which have the layout of ``spec``; ``divisor`` is what a mean divides by."""
     if reduction == "none":
-        meta = TensorMeta(spec.shape, contiguous_stride(spec.shape), terms.dtype)
-        return from_part(terms, spec.replace(meta=meta))
+        return from_part(terms, terms_spec(spec, terms.dtype))
     # In float32 at least: a mean of half precision numbers must not overflow on its way.
     total = terms.sum(dtype=wide_dtype(terms.dtype))
     return contribution(total, spec, terms.dtype, divisor if reduction == "mean" else None)
 
 
 def contribution(total: Tensor, spec: ShardTensorSpec, dtype: torch.dtype, divisor: Any) -> Any:
-    """The loss, from the sum of this rank's terms, which lie like ``spec``; None: it is a sum, not a mean."""
+    """The loss, from the sum of this rank's terms, which have the layout of ``spec``.
+
+    Args:
+        divisor: of a mean; None: it is a sum.
+    """
     value = total if divisor is None else total / divisor
     return from_part(value.to(dtype), scalar_spec(spec, dtype))
 
@@ -51,50 +61,80 @@ def full_precision(device: str) -> Iterator[Callable[[Any], Any]]:
 
 
 # Called from Python below torch.nn.functional, torch's losses do not reduce by default, though they are declared to.
-_REDUCTION_OF_BINDINGS = 0 if torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim else 1
+_REDUCTION_OF_BINDINGS = "none" if torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim else "mean"
+
+# Makes the plan of a loss from its arguments by name (specs for tensors) and its reduction.
+PlanLoss = Callable[[Arguments, dict[str, Any], str], Plan]
 
 
-def register_loss(function: Callable[..., Tensor], handler: Callable[[dict[str, Any], str], Any], *names: str) -> None:
-    """Make ``handler(arguments by name, reduction)`` that of a loss in ``torch.nn.functional``, and of the operators
-    ``names`` below it, which take a number for the reduction.
+def loss(
+    function: Callable[..., Tensor], *names: str, tensors: str, parameters: str = ""
+) -> Callable[[PlanLoss], PlanLoss]:
+    """Decorator: the function below it makes the plans of a loss of ``torch.nn.functional``.
+
+    Args:
+        names: of the operators below it, which take a number for the reduction.
+        tensors, parameters: as of :func:`shardtensor.operator`; parameters may be sharded.
     """
-    signature = inspect.signature(function)
-    places = list(signature.parameters)
-    names_of_all = signature.parameters.keys()
-    defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not inspect.Parameter.empty}
+    own = inspect.signature(function)
 
-    def functional(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(places, args)), **kwargs}
-        fits = len(args) <= len(places) and given.keys() == names_of_all
-        if not fits or kwargs.keys() & places[: len(args)]:
-            signature.bind(*args, **kwargs)  # Python's own error
-        reduction = given.pop("reduction")
-        average, reduce = given.pop("size_average", None), given.pop("reduce", None)
-        if (average, reduce) != (None, None):  # deprecated
-            reduction = "none" if reduce is False else "sum" if average is False else "mean"
-        if reduction not in ("none", "mean", "sum") and (function, reduction) != (F.kl_div, "batchmean"):
-            raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
-        return handler(given, reduction)
+    def decorate(plan: PlanLoss) -> PlanLoss:
+        def declare(*spellings: Callable[..., Any], reduction: Any = None) -> None:
+            def build(call: Arguments, *args: Any, **kwargs: Any) -> Plan:
+                bound = signature_of_loss.bind(*args, **kwargs)
+                bound.apply_defaults()
+                given = dict(bound.arguments)
+                return plan(call, given, _reduction(function, given))
 
-    functional.__module__ = handler_module = getattr(handler, "func", handler).__module__
+            arguments = [
+                p.replace(default=reduction) if p.name == "reduction" and reduction is not None else p
+                for p in own.parameters.values()
+            ]
+            signature_of_loss = own.replace(parameters=arguments)
+            first = inspect.Parameter("call", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            build.__signature__ = own.replace(parameters=[first, *arguments])  # type: ignore[attr-defined]
+            build.__module__ = plan.__module__
+            operator(*spellings, tensors=tensors, parameters=parameters, sharded=parameters)(build)
 
-    def by_operator(order: list[str], reduction: int) -> Callable[..., Any]:
-        """The handler of an operator with arguments in this order, and this reduction where none is given."""
+        declare(function)
+        for name in names:
+            declare(getattr(torch.ops.aten, name))
+            bindings = [getattr(home, name) for home in (torch, nn_functions) if hasattr(home, name)]
+            declare(*bindings, reduction=_REDUCTION_OF_BINDINGS)
+        return plan
 
-        def by_name(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(order, args)), **kwargs}
-            given = {"input" if k == "self" else k: v for k, v in given.items()}
-            if "reduction" in order:
-                given["reduction"] = ("none", "mean", "sum")[given.get("reduction", reduction)]
-            return functional(**given)
+    return decorate
 
-        by_name.__module__ = handler_module
-        return by_name
 
-    register(function)(functional)
-    for name in names:
-        packet = getattr(torch.ops.aten, name)
-        order = ["input" if a.name == "self" else a.name for a in packet.default._schema.arguments]
-        register(packet)(by_operator(order, 1))
-        bindings = [getattr(home, name) for home in (torch, torch._C._nn) if hasattr(home, name)]
-        register(*bindings)(by_operator(order, _REDUCTION_OF_BINDINGS))
+def _reduction(function: Callable[..., Tensor], given: dict[str, Any]) -> str:
+    """The reduction's name, which is taken out of the arguments."""
+    reduction = given.pop("reduction")
+    average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+    if (average, reduce) != (None, None):  # deprecated
+        return "none" if reduce is False else "sum" if average is False else "mean"
+    if type(reduction) is int:
+        return _REDUCTIONS[reduction]
+    if reduction not in _REDUCTIONS and (function, reduction) != (F.kl_div, "batchmean"):
+        raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
+    return reduction
+
+
+def composed_loss(
+    function: Callable[..., Tensor], *names: str, tensors: str, parameters: str = ""
+) -> Callable[[Callable[[dict[str, Any], str], Any]], Any]:
+    """:func:`loss` for a composition of other operators: the function below it gets the tensors themselves."""
+    wanted = (*tensors.split(), *parameters.split())
+    order = [name for name in inspect.signature(function).parameters if name in wanted]
+
+    def decorate(compute: Callable[[dict[str, Any], str], Any]) -> Any:
+        def plan(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
+            def run(*found: Any) -> Any:
+                return compute(given | {n: t for n, t in zip(order, found, strict=True) if t is not None}, reduction)
+
+            return Composed(run)
+
+        plan.__module__ = compute.__module__
+        loss(function, *names, tensors=tensors, parameters=parameters)(plan)
+        return compute
+
+    return decorate

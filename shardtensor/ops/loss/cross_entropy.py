@@ -9,7 +9,7 @@ what a log-softmax over a sharded dim sends: two all-reduces of one number per r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -24,15 +24,14 @@ from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import (
     as_operand,
-    common_cut,
-    common_mesh,
+    common_layout,
+    free_dims,
     local_part,
-    moved,
+    redistributed,
     torch_judges,
-    whole_rows,
     wide_dtype,
 )
-from .base import contribution, full_precision, reduced, register_loss
+from .base import composed_loss, contribution, full_precision, reduced
 from .kernels import scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
@@ -69,7 +68,7 @@ def _class_weights(name: str, weight: Any, common: ShardTensorSpec, classes: int
         w = as_operand(weight, common.mesh)
         placements = [Shard(0) if i == m else Replicate() for i in range(common.mesh.ndim)]
         sizes = tuple(size if i == m else None for i, size in enumerate(common.sizes))
-        return local_part(moved(name, w, w._spec.replace(placements=placements, sizes=sizes)), common)
+        return local_part(redistributed(name, w, w._spec.replace(placements=placements, sizes=sizes)), common)
     (w,) = local_parameters(name, common, weight)
     if m is not None and w is not None:
         start, stop = common.interval(m)
@@ -100,9 +99,7 @@ def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reductio
     input, target, weight = given["input"], given["target"], given["weight"]
     smoothing, ignore_index = given.get("label_smoothing", 0.0), given["ignore_index"]
     name = function.__name__
-    mesh = common_mesh(name, [t for t in (input, target, weight) if t is not None])
-    if mesh is None:
-        return NotImplemented
+    mesh = input.device_mesh
     meta = torch_judges(function, **given, reduction="none")
     soft = input.shape == target.shape and function is F.cross_entropy
     if not soft and weight is not None and weight.requires_grad:
@@ -110,11 +107,12 @@ def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reductio
     with full_precision(mesh.device_type) as cast:
         x, t, weight = as_operand(cast(input), mesh), as_operand(cast(target), mesh), cast(weight)
         classes = min(1, x.ndim - 1)
-        common = common_cut([x._spec, t._spec if soft else _with_dim(t._spec, classes, x._spec)], x._spec.tensor_meta)
+        targets = t._spec if soft else _with_dim(t._spec, classes, x._spec)
+        common = common_layout([x._spec, targets], x._spec.tensor_meta)
         m = common.sharded_dims().get(classes)
-        x, rows = moved(name, x, common), _without_dim(common, classes, meta)
+        x, rows = redistributed(name, x, common), _without_dim(common, classes, meta)
         if m is None and not soft:
-            t = moved(name, t, _without_dim(common, classes, t._spec.tensor_meta)).to_local()
+            t = redistributed(name, t, _without_dim(common, classes, t._spec.tensor_meta)).to_local()
             w = _class_weights(name, weight, common, classes)
             options = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
             options.update(weight=w, ignore_index=ignore_index)
@@ -124,7 +122,7 @@ def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reductio
         w = _class_weights(name, weight, common, classes)
         weighted = logs if w is None else logs * w.view(-1, *[1] * (logs.ndim - classes - 1))
         if soft:
-            t = moved(name, t, common).to_local() * (1 - smoothing) + smoothing / common.shape[classes]
+            t = redistributed(name, t, common).to_local() * (1 - smoothing) + smoothing / common.shape[classes]
             return reduced(-(weighted * t).sum(classes), terms_spec, reduction, meta.shape.numel())
         target_spec = rows.replace(meta=t._spec.tensor_meta)
         # The targets (a number per row) are gathered if need be.
@@ -194,8 +192,18 @@ def _start_total_weight(
     return lambda: reduce(all_reduce, groups[1:], first())
 
 
-register_loss(F.cross_entropy, partial(_likelihood, F.cross_entropy), "cross_entropy_loss")
-register_loss(F.nll_loss, partial(_likelihood, F.nll_loss), "nll_loss", "nll_loss_nd", "nll_loss2d")
+@composed_loss(F.cross_entropy, "cross_entropy_loss", tensors="input target", parameters="weight")
+def cross_entropy(given: dict[str, Any], reduction: str) -> Any:
+    """Of class indices, or of probabilities."""
+    return _likelihood(F.cross_entropy, given, reduction)
+
+
+@composed_loss(
+    F.nll_loss, "nll_loss", "nll_loss_nd", "nll_loss2d", tensors="input target", parameters="weight"
+)
+def nll_loss(given: dict[str, Any], reduction: str) -> Any:
+    """Of logarithms of probabilities."""
+    return _likelihood(F.nll_loss, given, reduction)
 
 
 # -- margins ----------------------------------------------------------------------------------------------------------
@@ -205,9 +213,7 @@ def _margins(function: Callable[..., Tensor], given: dict[str, Any], reduction: 
     """Margins between all classes of a row: it has to be whole, see [Note: whole rows] in sorting/sort.py."""
     input, target, weight = given["input"], given["target"], given.get("weight")
     name = function.__name__
-    mesh = common_mesh(name, [t for t in (input, target, weight) if t is not None])
-    if mesh is None:
-        return NotImplemented
+    mesh = input.device_mesh
     meta = torch_judges(function, **given, reduction="none")
     if weight is not None and weight.requires_grad:
         raise RuntimeError(f"{name}: the weights of the classes cannot be differentiated; detach them")
@@ -216,7 +222,7 @@ def _margins(function: Callable[..., Tensor], given: dict[str, Any], reduction: 
         classes = x.ndim - 1
         per_class = t.ndim == x.ndim
         like_x = t._spec if per_class else _with_dim(t._spec, classes, x._spec)
-        common = whole_rows(name, common_cut([x._spec, like_x], x._spec.tensor_meta), classes)
+        common = free_dims(name, common_layout([x._spec, like_x], x._spec.tensor_meta), classes)
         x, rows = redistribute_to(x, common), _without_dim(common, classes, meta)
         target_spec = common if per_class else rows
         t = redistribute_to(t, target_spec.replace(meta=t._spec.tensor_meta)).to_local()
@@ -230,15 +236,21 @@ def _margins(function: Callable[..., Tensor], given: dict[str, Any], reduction: 
         return reduced(terms, rows, reduction, meta.shape.numel())
 
 
-register_loss(F.multi_margin_loss, partial(_margins, F.multi_margin_loss), "multi_margin_loss")
-register_loss(F.multilabel_margin_loss, partial(_margins, F.multilabel_margin_loss), "multilabel_margin_loss")
+@composed_loss(F.multi_margin_loss, "multi_margin_loss", tensors="input target", parameters="weight")
+def multi_margin(given: dict[str, Any], reduction: str) -> Any:
+    """Of one class per row."""
+    return _margins(F.multi_margin_loss, given, reduction)
 
 
-def _linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
+@composed_loss(F.multilabel_margin_loss, "multilabel_margin_loss", tensors="input target")
+def multilabel_margin(given: dict[str, Any], reduction: str) -> Any:
+    """Of several classes per row."""
+    return _margins(F.multilabel_margin_loss, given, reduction)
+
+
+def linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
     """Torch's reference: a linear layer, then ``cross_entropy``. ``options`` would save memory."""
     x, w, target, bias = (given[k] for k in ("input", "linear_weight", "target", "linear_bias"))
-    if not any(isinstance(t, ShardTensor) for t in (x, w, target, bias, given["weight"])):
-        return NotImplemented
     torch_judges(F.linear_cross_entropy, **{**given, "options": None}, reduction=reduction)
     classes = w.shape[:-1]
     logits = F.linear(x, w.flatten(0, -2), None if bias is None else bias.flatten())
@@ -254,4 +266,6 @@ def _linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
 
 
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.12
-    register_loss(F.linear_cross_entropy, _linear_cross_entropy)
+    composed_loss(
+        F.linear_cross_entropy, tensors="input target", parameters="linear_weight linear_bias weight"
+    )(linear_cross_entropy)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...tensor import ShardTensor
-from ..common.alignment import common_mesh
 from ..common.batch_parallel import Names, by_batch
-from .base import full_precision, register_loss
+from .base import composed_loss, full_precision
 
 
 def _whole_numbers(value: Any) -> Tensor:
@@ -21,11 +20,10 @@ def _whole_numbers(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(list(value))
 
 
-def _ctc(given: dict[str, Any], reduction: str) -> Any:
+@composed_loss(F.ctc_loss, tensors="log_probs", parameters="targets input_lengths target_lengths")
+def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
     logs, targets = given["log_probs"], given["targets"]
-    mesh = common_mesh("ctc_loss", [t for t in given.values() if isinstance(t, Tensor)])
-    if mesh is None:
-        return NotImplemented
+    mesh = logs.device_mesh
     batched = logs.ndim == 3
     inputs, lengths = (_whole_numbers(given[k]).reshape(-1) for k in ("input_lengths", "target_lengths"))
     if not batched:
@@ -51,5 +49,3 @@ def _ctc(given: dict[str, Any], reduction: str) -> Any:
             return (loss / lengths.clamp(min=1).to(loss.device, loss.dtype)).mean()
         return loss.sum() if reduction == "sum" else loss if batched else loss.squeeze(0)
 
-
-register_loss(F.ctc_loss, _ctc)

@@ -1,124 +1,159 @@
-"""Losses, exact on unequal shards: value and gradient.
+"""Losses of one element at a time, exact on unequal shards: value and gradient.
 
-Each rank computes the terms of its shard with torch's own function and ``reduction="none"``, sums them, and divides
-by the *global* count or weight: the result is a Partial(sum) scalar, reduced when it is needed. Targets and weights
-that are cut otherwise than the input are brought to its cut; plain ones count as replicated and are cut locally.
+Each rank computes the terms of its shard with torch's own function, sums them, and divides by the *global* count or
+weight: the result is a Partial(sum) scalar, reduced when it is needed. Targets and weights whose layout is not the
+input's are brought to it; plain ones count as replicated and are sharded locally.
 
 Losses that torch composes of other operators, like ``cosine_embedding_loss``, need nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...tensor import ShardTensor
-from ..common.alignment import as_operand, common_cut, common_mesh, fit, local_part, moved, torch_judges, wide_dtype
-from .base import contribution, reduced, register_loss
-from .kernels import WITH_KERNEL
-
-__all__ = []
-
-# -- losses that treat every element alone --------------------------------------------------------------------------
-
-
-def _elementwise(
-    function: Callable[..., Tensor],
-    tensors: dict[str, Any],
-    options: dict[str, Any],
-    reduction: str,
-    divisor: int | None = None,
-) -> Any:
-    """A loss whose terms depend on one element of each operand.
-
-    Args:
-        function: torch's.
-        tensors: its tensor arguments by name; None where not given. Weights do not count for the terms' shape.
-        divisor: of the mean; default: the number of terms.
-    """
-    name = function.__name__
-    tensors = {k: t for k, t in tensors.items() if t is not None}
-    mesh = common_mesh(name, list(tensors.values()))
-    if mesh is None:
-        return NotImplemented
-    meta = torch_judges(function, **tensors, **options, reduction="none")
-    operands = {k: as_operand(t, mesh) for k, t in tensors.items()}
-    spec = common_cut([t._spec for t in operands.values()], meta)
-    local = {k: local_part(moved(name, t, fit(t._spec, spec)), spec) for k, t in operands.items()}
-    for k, t in local.items():
-        if t.shape != spec.own_shape and not k.endswith("weight"):
-            local[k] = t.expand(spec.own_shape)
-    divisor = meta.shape.numel() if divisor is None else divisor
-    if reduction == "none" or wide_dtype(meta.dtype) != meta.dtype:
-        return reduced(function(**local, **options, reduction="none"), spec, reduction, divisor)
-    total = function(**local, **options, reduction="sum")
-    return contribution(total, spec, total.dtype, divisor if reduction == "mean" else None)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether both are ShardTensors of the same shape, dtype and cut, and not Partial."""
-    if not isinstance(a, ShardTensor) or not isinstance(b, ShardTensor):
-        return False
-    spec = a._spec
-    return (spec is b._spec or spec == b._spec) and spec.for_gradient() is spec
-
+from ..._compat import DisableTorchFunction, untraced
+from ...operators import Arguments, Composed, LocalPlan, Plan
+from ...planning import meta_of
+from ...spec import ShardTensorSpec
+from ...tensor import ShardTensor, redistribute_to
+from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
+from .base import composed_loss, loss, terms_spec
+from .kernels import WITH_KERNEL, scalar_spec
 
 # Each with its tensor arguments.
-_ELEMENTWISE: dict[Callable[..., Tensor], tuple[str, ...]] = {
-    F.mse_loss: ("input", "target", "weight"),
-    F.l1_loss: ("input", "target", "weight"),
-    F.smooth_l1_loss: ("input", "target"),
-    F.huber_loss: ("input", "target", "weight"),
-    F.binary_cross_entropy: ("input", "target", "weight"),
-    F.binary_cross_entropy_with_logits: ("input", "target", "weight", "pos_weight"),
-    F.kl_div: ("input", "target"),
-    F.soft_margin_loss: ("input", "target"),
-    F.hinge_embedding_loss: ("input", "target"),
-    F.poisson_nll_loss: ("input", "target"),
-    F.margin_ranking_loss: ("input1", "input2", "target"),
+_ELEMENTWISE: dict[Callable[..., Tensor], str] = {
+    F.mse_loss: "input target weight",
+    F.l1_loss: "input target weight",
+    F.smooth_l1_loss: "input target",
+    F.huber_loss: "input target weight",
+    F.binary_cross_entropy: "input target weight",
+    F.binary_cross_entropy_with_logits: "input target weight pos_weight",
+    F.kl_div: "input target",
+    F.soft_margin_loss: "input target",
+    F.hinge_embedding_loss: "input target",
+    F.poisson_nll_loss: "input target",
+    F.margin_ranking_loss: "input1 input2 target",
 }
 
 
-def _register_elementwise(function: Callable[..., Tensor], names: tuple[str, ...]) -> None:
-    has_kernel = function in WITH_KERNEL
+def _plan_elementwise(
+    function: Callable[..., Tensor],
+    names: Sequence[str],
+    call: Arguments,
+    given: dict[str, Any],
+    reduction: str,
+) -> Plan:
+    """A loss whose terms depend on one element of each operand. Weights do not count for the terms' shape."""
+    specs = {name: given[name] for name in names if given.get(name) is not None}
+    options = {name: value for name, value in given.items() if name not in names}
+    if function in WITH_KERNEL and len(specs) == 2 and given.get("beta") != 0 and len(set(specs.values())) == 1:
+        # There is nothing to do above autograd, and torch's own formulas serve derivatives of any order.
+        return Composed(partial(_below_autograd, function, names, options, reduction))
+    if "weight" in specs and reduction == "mean" and function in (F.mse_loss, F.l1_loss):
+        return Composed(partial(_weighted_mean, function, names, options))
+    if reduction == "batchmean":
+        first = specs[names[0]].shape
+        reduction, divisor = "mean", first[0] if first else 1
+    else:
+        divisor = None
+    meta = call.returned(function, **specs, **options, reduction="none")
+    spec = common_layout([*specs.values()], meta_of(meta))
+    count = meta.shape.numel() if divisor is None else divisor
+    for name, own in specs.items():
+        target = fit(own, spec)
+        refuse_gathering(call.name, [own], [target])
+        expanded = None if name.endswith("weight") else spec.own_shape
+        call.prepare_locally(name, partial(_operand, target, spec, expanded))
+    dtype = meta.dtype if call.autocast() is None else _dtype_under_autocast(call, function, specs, options)
+    outputs = terms_spec(spec, dtype) if reduction == "none" else scalar_spec(spec, dtype)
+    compute = _local_loss(function, names, options, reduction, dtype, count)
+    return LocalPlan(compute, outputs)
 
-    def handler(given: dict[str, Any], reduction: str) -> Any:
-        composed = given.get("weight") is not None or given.get("beta") == 0
-        if has_kernel and not composed and _alike(given["input"], given["target"]):
-            return NotImplemented  # there is nothing to be seen to above autograd
-        tensors, divisor = {k: given.pop(k, None) for k in names}, None
-        if reduction == "batchmean":
-            first = tensors["input"]
-            reduction, divisor = "mean", first.shape[0] if first.ndim else 1
-        weight = tensors.get("weight")
-        if weight is not None and reduction == "mean" and function in (F.mse_loss, F.l1_loss):
-            total = _elementwise(function, tensors, given, "sum")
-            return total if total is NotImplemented else total / weight.sum()
-        return _elementwise(function, tensors, given, reduction, divisor)
 
-    register_loss(function, handler, function.__name__)
+def _local_loss(
+    function: Callable[..., Tensor],
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    reduction: str,
+    dtype: torch.dtype,
+    count: int,
+) -> Callable[..., Tensor]:
+    """This rank's terms, or their contribution to the loss."""
+    # In float32 at least: a mean of half precision numbers must not overflow on its way.
+    wide = wide_dtype(dtype)
+    at_once = "none" if reduction == "none" or wide != dtype else "sum"
+
+    def compute(*operands: Tensor | None) -> Tensor:
+        named = {name: t for name, t in zip(names, operands, strict=True) if t is not None}
+        value = function(**named, **options, reduction=at_once)
+        if reduction == "none":
+            return value
+        value = value if at_once == "sum" else value.sum(dtype=wide)
+        value = value / count if reduction == "mean" else value
+        return value if value.dtype == dtype else value.to(dtype)
+
+    return compute
 
 
-for _function, _names in _ELEMENTWISE.items():
-    _register_elementwise(_function, _names)
+def _operand(target: ShardTensorSpec, out: ShardTensorSpec, shape: Sequence[int] | None, t: ShardTensor) -> Tensor:
+    """The local part of an operand, for terms with spec ``out``; expanded to ``shape`` if that is given."""
+    local = local_part(redistribute_to(t, target), out)
+    return local if shape is None or local.shape == shape else local.expand(shape)
+
+
+def _dtype_under_autocast(
+    call: Arguments, function: Callable[..., Tensor], specs: Mapping[str, ShardTensorSpec], options: Mapping[str, Any]
+) -> torch.dtype:
+    # Asked of torch on single elements: which losses autocast casts differs by device and version.
+    with torch.no_grad(), untraced():
+        ones = {name: torch.ones(1, dtype=s.tensor_meta.dtype, device=call.device) for name, s in specs.items()}
+        return function(**ones, **options, reduction="none").dtype
+
+
+def _below_autograd(
+    function: Callable[..., Tensor], names: Sequence[str], options: Mapping[str, Any], reduction: str, *tensors: Any
+) -> Any:
+    with DisableTorchFunction():
+        return function(**dict(zip(names, tensors, strict=False)), **options, reduction=reduction)
+
+
+def _weighted_mean(
+    function: Callable[..., Tensor], names: Sequence[str], options: Mapping[str, Any], *tensors: Any
+) -> Any:
+    """The mean that divides by the sum of the weights."""
+    named = dict(zip(names, tensors, strict=True))
+    # By way of torch's module, whose functions are patched: torch's own l1_loss does not pass the weight on.
+    patched = getattr(F, function.__name__)
+    return patched(**named, **options, reduction="sum") / named["weight"].sum()
+
+
+def _declare(function: Callable[..., Tensor], tensors: str) -> None:
+    names = tensors.split()
+
+    @loss(function, function.__name__, tensors=tensors)
+    def plan_loss(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
+        return _plan_elementwise(function, names, call, given, reduction)
+
+
+for _function, _tensors in _ELEMENTWISE.items():
+    _declare(_function, _tensors)
 
 
 # -- composed ---------------------------------------------------------------------------------------------------------
 
 
-def _multilabel_soft_margin(given: dict[str, Any], reduction: str) -> Any:
+@composed_loss(F.multilabel_soft_margin_loss, tensors="input target weight")
+def multilabel_soft_margin(given: dict[str, Any], reduction: str) -> Any:
     """Torch's own composition; its ``logsigmoid`` has no distributed form below autograd."""
     x, y, weight = given["input"], given["target"], given["weight"]
-    if not any(isinstance(t, ShardTensor) for t in (x, y, weight)):
-        return NotImplemented
     loss = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
     if weight is not None:
         loss = loss * weight
     loss = loss.sum(x.ndim - 1) / x.shape[x.ndim - 1]
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
-
-
-register_loss(F.multilabel_soft_margin_loss, _multilabel_soft_margin)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, kernel
 from ...operators import operator
-from ...planning import Call, Plan, argument
+from ...planning import AtenCall, AtenPlan, argument
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from ..common.reduce import check_dtype
@@ -40,19 +40,19 @@ def scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
     return spec.replace(placements=placements, sizes=(None,) * len(placements), meta=meta)
 
 
-def _reduction(call: Call) -> tuple[int, int]:
+def _reduction(call: AtenCall) -> tuple[int, int]:
     """Where the argument that names the reduction stands, and which one it is."""
     at = [a.name for a in call.func._schema.arguments].index("reduction")
     return at, argument(call, at, "reduction", _MEAN)
 
 
-def _instead(call: Call, at: int, reduction: int) -> tuple[Any, ...]:
+def _instead(call: AtenCall, at: int, reduction: int) -> tuple[Any, ...]:
     """What stands behind the given ones of the first ``at`` arguments, with another reduction."""
     return (*(None,) * (at - len(call.args[:at])), reduction, *call.args[at + 1 :])
 
 
 @operator(*(getattr(_aten, name).default for name in _NAMES))
-def _value(call: Call) -> Plan:
+def _value(call: AtenCall) -> AtenPlan:
     check_dtype(call)
     at, reduction = _reduction(call)
     if reduction == _NONE:
@@ -70,11 +70,11 @@ def _value(call: Call) -> Plan:
         mean = total / count if reduction == _MEAN else total
         return mean.to(dtype) if half else mean
 
-    return Plan(scalar_spec(terms.outputs, dtype), terms.inputs, call=compute)
+    return AtenPlan(scalar_spec(terms.outputs, dtype), terms.inputs, call=compute)
 
 
 @operator(*(getattr(_aten, f"{name}_backward").default for name in _NAMES))
-def _gradient(call: Call) -> Plan:
+def _gradient(call: AtenCall) -> AtenPlan:
     check_dtype(call)
     at, reduction = _reduction(call)
     plan = pointwise_plan(call)

@@ -27,7 +27,7 @@ from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, promote, redistribute_to
 from ..attention.blockwise import DTYPES
-from ..common.alignment import common_cut, common_mesh, local_part, refuse_gathering
+from ..common.alignment import common_layout, common_mesh, local_part, refuse_gathering
 from ..common.stencil import borrow_dims
 from ..shape.view import whole_blocks
 from .natten_kernels import attention_by_natten, natten_kernel
@@ -143,7 +143,7 @@ def _cut(name: str, specs: list[ShardTensorSpec]) -> ShardTensorSpec:
             "redistribute to shard heads, batch or spatial dims",
         )
     groups = specs[0].shape[head_dim - 1] // specs[1].shape[head_dim - 1]
-    return common_cut([_with_queries_heads(spec, specs[0], groups) for spec in specs], specs[0].tensor_meta)
+    return common_layout([_with_queries_heads(spec, specs[0], groups) for spec in specs], specs[0].tensor_meta)
 
 
 def _with_queries_heads(spec: ShardTensorSpec, query: ShardTensorSpec, group: int) -> ShardTensorSpec:

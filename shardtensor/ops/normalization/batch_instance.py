@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import TensorMeta, alias
+from ..._compat import AutogradFunction, TensorMeta, alias
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ...redistribute import all_reduce, redistribute_local
@@ -123,7 +123,7 @@ class FixedNorm(ShardedNorm):
         return grad * (rstd if w is None else rstd * w)
 
 
-class _PlainStrides(torch.autograd.Function):
+class _PlainStrides(AutogradFunction):
     """Identity with the usual strides along dims of length 1, for a tensor and for its gradient.
 
     A shard may have dims of length 1 where the global tensor has none, and torch's CPU kernel of the gradient goes

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
-from ...geometry import map_cuts
+from ...geometry import map_boundaries
 from ...layout import AxisLayout
 from ...operators import Arguments, Operand
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import local_part, moved, whole_rows
+from ..common.alignment import free_dims, local_part, redistributed
 
 __all__ = [
     "Geometry",
@@ -139,8 +139,8 @@ def with_unsharded_groups(name: str, spec: ShardTensorSpec, groups: int) -> Shar
     if m is None or not any(n % per_group for n in spec.cut(m)):
         return spec
     if groups < spec.mesh.size(m):
-        return whole_rows(name, spec, 1)
-    sizes = map_cuts(spec.cut(m), lambda boundary: (boundary + per_group // 2) // per_group * per_group)
+        return free_dims(name, spec, 1)
+    sizes = map_boundaries(spec.cut(m), lambda boundary: (boundary + per_group // 2) // per_group * per_group)
     return spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
 
 
@@ -165,7 +165,7 @@ def prepare_parameters(call: Arguments, geometry: Geometry, **parameters: Operan
 def _local_part(name: str, spec: ShardTensorSpec, target: ShardTensorSpec, parameter: DTensor) -> Tensor:
     sharded = ShardTensor.from_dtensor(parameter)
     reduced = redistribute_to(sharded, sharded._spec.for_gradient())
-    return local_part(moved(name, reduced, target), spec)
+    return local_part(redistributed(name, reduced, target), spec)
 
 
 # -- what torch would return -----------------------------------------------------------------------------------------

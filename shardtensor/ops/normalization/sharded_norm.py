@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction
 from ...operators import Arguments, Operand, Plan
 from ...redistribute import all_reduce
 from ...spec import ShardTensorSpec
@@ -184,7 +185,7 @@ class ShardedNorm(Plan):
         return total / max(self.geometry.count, 1)
 
 
-class _SumOverRanks(torch.autograd.Function):
+class _SumOverRanks(AutogradFunction):
     """The sum of what the ranks contribute, of which every rank makes use: so its adjoint is such a sum, too."""
 
     @staticmethod

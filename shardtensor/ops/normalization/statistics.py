@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat import constant_like, is_traced, untraced
 from ...redistribute import all_gather
@@ -149,7 +150,8 @@ def moments_of(
         shape: theirs.
         dims: ``{dim of the input: (their dim, how many entries of the input share one of theirs)}``.
     """
-    source, placements, sizes = geometry.spec, [Replicate()] * geometry.spec.mesh.ndim, {}
+    source, sizes = geometry.spec, {}
+    placements: list[Placement] = [Replicate()] * source.mesh.ndim
     for d, m in source.sharded_dims().items():
         if d in dims:
             at, step = dims[d]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from ..._compat import nn_functions
 from ...geometry import Interval, intervals_of, map_boundaries
 from ...halo import Fetch
 from ...layout import AxisLayout
@@ -172,7 +173,7 @@ def _best_of_ranks(
 
 # -- entry points ------------------------------------------------------------------------------------------------------
 
-_nn, _aten = torch._C._nn, torch.ops.aten
+_nn, _aten = nn_functions, torch.ops.aten
 
 
 def _declare_adaptive(n: int) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat import AutogradFunction, nn_functions
 from ...errors import refuse
 from ...geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...halo import Fetch, Narrow
@@ -202,7 +203,7 @@ def _windows(
 
 # -- entry points ------------------------------------------------------------------------------------------------------
 
-_nn, _aten = torch._C._nn, torch.ops.aten
+_nn, _aten = nn_functions, torch.ops.aten
 
 
 def _declare_max_pool(n: int) -> None:
@@ -316,7 +317,7 @@ for _n in (1, 2, 3):
 # -- the gradient of max pooling, called by its operator's name --------------------------------------------------------
 
 
-class _MaxPoolGradient(torch.autograd.Function):
+class _MaxPoolGradient(AutogradFunction):
     """The pooling is done once more, and its own gradient taken: the same elements are the largest."""
 
     @staticmethod

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...operators import Arguments, Composed, Operand, operator
-from ...planning import Call, Plan, argument
+from ...planning import AtenCall, AtenPlan, argument
 from ...redistribute import all_reduce
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
@@ -24,13 +24,13 @@ _aten = torch.ops.aten
 
 
 @operator(_aten.amax.default, _aten.amin.default)
-def plan_amax(call: Call) -> Plan:
+def plan_amax(call: AtenCall) -> AtenPlan:
     op = "max" if call.func == _aten.amax.default else "min"
     return reduction_plan(call, argument(call, 1, "dim", ()), argument(call, 2, "keepdim", False), op)
 
 
 @operator(_aten.max.default, _aten.min.default)
-def plan_max_of_all(call: Call) -> Plan:
+def plan_max_of_all(call: AtenCall) -> AtenPlan:
     return reduction_plan(call, None, False, "max" if call.func == _aten.max.default else "min")
 
 
@@ -55,7 +55,7 @@ def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
 
 
 @operator(_aten.argmax.default, _aten.argmin.default)
-def plan_argmax(call: Call) -> Plan:
+def plan_argmax(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
     dims = reduced_dims(dim, len(spec.shape))
@@ -91,7 +91,7 @@ def plan_argmax(call: Call) -> Plan:
 
 
 @operator(_aten.max.dim, _aten.min.dim)
-def plan_max_along(call: Call) -> Plan:
+def plan_max_along(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     dims = reduced_dims(call.args[1], len(spec.shape))
     keepdim = argument(call, 2, "keepdim", False)
@@ -117,7 +117,7 @@ def plan_max_along(call: Call) -> Plan:
 
 
 @operator(_aten.aminmax.default)
-def plan_aminmax(call: Call) -> Plan:
+def plan_aminmax(call: AtenCall) -> AtenPlan:
     """Two Partials, reduced when they are needed."""
     spec = call.reduced()[(0,)]
     dim, keepdim = call.kwargs.get("dim"), call.kwargs.get("keepdim", False)

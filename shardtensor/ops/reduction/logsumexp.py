@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...operators import operator
-from ...planning import Call, Plan, argument
+from ...planning import AtenCall, AtenPlan, argument
 from ..common.alignment import wide_dtype
 from ..common.reduce import maximum_over, mesh_dims_of, rank_reduction, reduced_dims, reduced_spec
 
@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 @operator(_aten.logsumexp.default)
-def plan_logsumexp(call: Call) -> Plan:
+def plan_logsumexp(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     dims = reduced_dims(call.args[1], len(spec.shape))
     keepdim = argument(call, 2, "keepdim", False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import planning
 from ...operators import Arguments, LocalPlan, Plan, operator
-from ...planning import Call, argument
+from ...planning import AtenCall, argument
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from ..common.reduce import (
@@ -31,13 +31,13 @@ _aten = torch.ops.aten
 
 
 def reduction_plan(
-    call: Call,
+    call: AtenCall,
     dim: int | Sequence[int] | None,
     keepdim: bool,
     op: str,
     local: Callable[..., Tensor] | None = None,
     of_partial: bool = True,
-) -> planning.Plan:
+) -> planning.AtenPlan:
     """A plan that reduces locally.
 
     Args:
@@ -60,12 +60,12 @@ def reduction_plan(
 
 
 @operator(_aten.sum.default, _aten.sum.dim_IntList)
-def plan_sum_below(call: Call) -> planning.Plan:
+def plan_sum_below(call: AtenCall) -> planning.AtenPlan:
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum")
 
 
 @operator(_aten.nansum.default)
-def plan_nansum(call: Call) -> planning.Plan:
+def plan_nansum(call: AtenCall) -> planning.AtenPlan:
     # NaN in a Partial is none in the sum.
     return reduction_plan(
         call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum", of_partial=False
@@ -73,12 +73,12 @@ def plan_nansum(call: Call) -> planning.Plan:
 
 
 @operator(_aten.count_nonzero.default, _aten.count_nonzero.dim_IntList)
-def plan_count_nonzero(call: Call) -> planning.Plan:
+def plan_count_nonzero(call: AtenCall) -> planning.AtenPlan:
     return reduction_plan(call, argument(call, 1, "dim", None), False, "sum", of_partial=False)
 
 
 @operator(_aten.mean.default, _aten.mean.dim)
-def plan_mean_below(call: Call) -> planning.Plan:
+def plan_mean_below(call: AtenCall) -> planning.AtenPlan:
     spec = call.specs[0]
     dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
     count = count_along(spec, dims)
@@ -90,18 +90,18 @@ def plan_mean_below(call: Call) -> planning.Plan:
 
 
 @operator(_aten.prod.default, _aten.prod.dim_int)
-def plan_prod_below(call: Call) -> planning.Plan:
+def plan_prod_below(call: AtenCall) -> planning.AtenPlan:
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "product")
 
 
 @operator(_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
-def plan_any_or_all(call: Call) -> planning.Plan:
+def plan_any_or_all(call: AtenCall) -> planning.AtenPlan:
     op = "max" if call.func._schema.name == "aten::any" else "min"
     return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), op)
 
 
 @operator(_aten._is_all_true.default, _aten._is_any_true.default)
-def plan_truth(call: Call) -> planning.Plan:
+def plan_truth(call: AtenCall) -> planning.AtenPlan:
     """Of all elements, or of any."""
     return reduction_plan(call, None, False, "min" if call.func == _aten._is_all_true.default else "max")
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import AutogradFunction
 from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Plan, meta_of
+from ...planning import AtenCall, AtenPlan, meta_of
 from ...redistribute import all_gather
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, wrap
@@ -64,7 +65,7 @@ _KINDS = {
 
 
 @operator(*_KINDS)
-def plan_scan(call: Call) -> Plan:
+def plan_scan(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     out = spec.replace(meta=meta_of(call.meta))
     dims = reduced_dims(call.args[1], len(spec.shape))
@@ -81,7 +82,7 @@ def _scan(x: ShardTensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool
     return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)
 
 
-class _CumulativeSum(torch.autograd.Function):
+class _CumulativeSum(AutogradFunction):
     """Its gradient is a cumulative sum from the other end; torch's own formula would flip the shards over all ranks."""
 
     @staticmethod
@@ -96,7 +97,7 @@ class _CumulativeSum(torch.autograd.Function):
         return _CumulativeSum.apply(grad, ctx.dim, dtype, not ctx.reverse), None, None, None
 
 
-class _CumulativeProduct(torch.autograd.Function):
+class _CumulativeProduct(AutogradFunction):
     """Exact with zeros: behind the first zero of a row nothing has a gradient, at it the others' products count."""
 
     @staticmethod
@@ -125,7 +126,7 @@ class _CumulativeProduct(torch.autograd.Function):
         return result.to(ctx.spec.tensor_meta.dtype), None, None
 
 
-class _LogCumulativeSumExp(torch.autograd.Function):
+class _LogCumulativeSumExp(AutogradFunction):
     """The gradient is a scan from the other end, too, of positive and negative parts in logarithms."""
 
     @staticmethod
@@ -188,7 +189,7 @@ def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Comp
 
 
 @operator(_aten.cummax.default, _aten.cummin.default)
-def plan_extreme_scan(call: Call) -> Plan:
+def plan_extreme_scan(call: AtenCall) -> AtenPlan:
     """A local scan, continued from the last values and indices of the ranks before. The last of equal values wins."""
     spec = call.reduced()[(0,)]
     dims = reduced_dims(call.args[1], len(spec.shape))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...operators import operator
-from ...planning import Call, Plan, argument
+from ...planning import AtenCall, AtenPlan, argument
 from ..common.alignment import wide_dtype
 from ..common.reduce import check_dtype, count_along, mesh_dims_of, rank_reduction, reduced_dims, reduced_spec
 
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 @operator(
     _aten.var.correction, _aten.std.correction, _aten.var_mean.correction, _aten.std_mean.correction
 )
-def plan_var(call: Call) -> Plan:
+def plan_var(call: AtenCall) -> AtenPlan:
     """The mean, all-reduce, the sum of squared distances from it, all-reduce."""
     spec = call.reduced()[(0,)]
     dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))

@@ -19,7 +19,7 @@ from ...exchange import Exchange, plan_intervals
 from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length
 from ...layout import AxisLayout
 from ...operators import operator
-from ...planning import Call, Path, Plan, argument, meta_of
+from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
 from .view import carry, wrap_dim
@@ -135,7 +135,7 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
 
 
 @operator(_aten.cat.default, _aten.stack.default)
-def _join(call: Call) -> Plan:
+def _join(call: AtenCall) -> AtenPlan:
     stacks = call.func == _aten.stack.default
     ndim = call.meta.ndim
     dim = wrap_dim(argument(call, 1, "dim", 0), ndim)
@@ -165,13 +165,13 @@ def _join(call: Call) -> Plan:
 
 
 def _along_sharded(
-    call: Call,
+    call: AtenCall,
     pattern: ShardTensorSpec,
     targets: dict[Path, ShardTensorSpec],
     joined: Sequence[int],
     dim: int,
     m: int,
-) -> Plan:
+) -> AtenPlan:
     """The plan of a ``cat`` along ``dim``, which mesh dim ``m`` shards."""
     layouts = [targets.get((0, i)) for i in joined]  # None: a plain tensor
     pieces = [
@@ -204,7 +204,7 @@ def _along_sharded(
 
 
 def _own_parts(
-    call: Call,
+    call: AtenCall,
     pattern: ShardTensorSpec,
     joined: Sequence[int],
     m: int | None,

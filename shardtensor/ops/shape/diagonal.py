@@ -17,7 +17,7 @@ from ..._compat import TensorMeta
 from ...geometry import intersect, map_boundaries
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Plan, argument, meta_of
+from ...planning import AtenCall, AtenPlan, argument, meta_of
 from ...spec import ShardTensorSpec
 from .slice import boundary_of_slice, sizes_before_slice
 from .slice_sources import record_source, source_of
@@ -52,7 +52,7 @@ def _taken_from(spec: ShardTensorSpec, meta: TensorMeta, offset: int, dims: Sequ
 
 
 @operator(_aten.diagonal.default)
-def _diagonal(call: Call) -> Plan:
+def _diagonal(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     offset = argument(call, 1, "offset", 0)
     dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 2), len(spec.shape)) for i in (2, 3)]
@@ -64,7 +64,7 @@ def _diagonal(call: Call) -> Plan:
     a, b = ((0, spec.shape[d]) if d not in sharded else spec.interval(sharded[d]) for d in dims)
     local_offset = offset + a[0] - b[0]
     if not all(d in sharded for d in dims):
-        return Plan(out, call=lambda x, *_, **__: x.diagonal(local_offset, *dims))
+        return AtenPlan(out, call=lambda x, *_, **__: x.diagonal(local_offset, *dims))
     # Of the entries in this rank's rows, those in its columns.
     first = out.interval(sharded[dims[0]])[0]
     row, column = _starts(offset)
@@ -78,10 +78,10 @@ def _diagonal(call: Call) -> Plan:
             entries.narrow(-1, max(start, 0) - first, found.shape[-1]).copy_(found)
         return entries
 
-    return Plan(out, [((0,), spec, spec)], call=compute)  # with an input that moves: it is a copy
+    return AtenPlan(out, [((0,), spec, spec)], call=compute)  # with an input that moves: it is a copy
 
 
-def _embedded(call: Call, grad: ShardTensorSpec, offset: int, dims: Sequence[int]) -> Plan:
+def _embedded(call: AtenCall, grad: ShardTensorSpec, offset: int, dims: Sequence[int]) -> AtenPlan:
     """Zeros of the result's shape with ``grad`` on a diagonal."""
     shape, last = call.meta.shape, len(grad.shape) - 1
     source = source_of(("diagonal", offset, *dims), shape, grad)
@@ -110,14 +110,14 @@ def _embedded(call: Call, grad: ShardTensorSpec, offset: int, dims: Sequence[int
 
 
 @operator(_aten.diagonal_backward.default)
-def _diagonal_backward(call: Call) -> Plan:
+def _diagonal_backward(call: AtenCall) -> AtenPlan:
     offset, *dims = call.args[2:]
     n = call.meta.ndim
     return _embedded(call, call.reduced()[(0,)], offset, [wrap_dim(d, n) for d in dims])
 
 
 @operator(_aten.diag_embed.default)
-def _diag_embed(call: Call) -> Plan:
+def _diag_embed(call: AtenCall) -> AtenPlan:
     n = call.meta.ndim
     dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 4), n) for i in (2, 3)]
     return _embedded(call, call.specs[0], argument(call, 1, "offset", 0), dims)
@@ -143,7 +143,7 @@ def _block_diag(call: Arguments, *tensors: ShardTensorSpec) -> Composed:
 
 
 @operator(_aten.tril.default, _aten.triu.default, _aten.tril_.default, _aten.triu_.default)
-def _triangle(call: Call) -> Plan:
+def _triangle(call: AtenCall) -> AtenPlan:
     """A shard's diagonal is that of the global tensor, counted from where the shard begins."""
     spec, func = call.specs[0], call.func
     diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
@@ -153,7 +153,7 @@ def _triangle(call: Call) -> Plan:
     )
     out = spec.replace(meta=meta_of(call.meta))
     inplace = func in (_aten.tril_.default, _aten.triu_.default)
-    return Plan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)
+    return AtenPlan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)
 
 
 @operator(Tensor.fill_diagonal_, tensors="input", partial="input")

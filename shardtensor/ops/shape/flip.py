@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...geometry import Interval, intersect, intervals_of, length
 from ...operators import operator
-from ...planning import Call, Plan, argument, meta_of
+from ...planning import AtenCall, AtenPlan, argument, meta_of
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
@@ -51,7 +51,7 @@ def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Work:
 
 
 @operator(_aten.roll.default)
-def _roll(call: Call) -> Plan:
+def _roll(call: AtenCall) -> AtenPlan:
     spec, shifts, dims = call.specs[0], call.args[1], argument(call, 2, "dims", ())
     sharded = spec.sharded_dims()
     out = spec.replace(meta=meta_of(call.meta))
@@ -63,9 +63,9 @@ def _roll(call: Call) -> Plan:
     if not moved:
         free = {d: shift for d, shift in amounts.items() if d not in sharded}
         if not amounts or free == amounts:
-            return Plan(out)
+            return AtenPlan(out)
         shifts, dims = list(free.values()), list(free)
-        return Plan(out, call=lambda x, *_, **__: x.roll(shifts, dims) if dims else x.clone())
+        return AtenPlan(out, call=lambda x, *_, **__: x.roll(shifts, dims) if dims else x.clone())
     works = [_rolling(spec, d, amounts[d]) for d in moved]
     dims = [d for d in amounts if d not in sharded]
     shifts = [amounts[d] for d in dims]
@@ -77,7 +77,7 @@ def _roll(call: Call) -> Plan:
             x = work(x)
         return x
 
-    return Plan(out, call=compute)
+    return AtenPlan(out, call=compute)
 
 
 @register(_aten.roll.default)
@@ -115,24 +115,24 @@ def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Work:
 
 
 @operator(_aten.flip.default)
-def _flip(call: Call) -> Plan:
+def _flip(call: AtenCall) -> AtenPlan:
     spec, dims = call.specs[0], call.args[1]
     work = _flipping(spec, dims)
-    return Plan(spec.replace(meta=meta_of(call.meta)), call=lambda x, *_: work(x))
+    return AtenPlan(spec.replace(meta=meta_of(call.meta)), call=lambda x, *_: work(x))
 
 
 @operator(_aten.rot90.default)
-def _rot90(call: Call) -> Plan:
+def _rot90(call: AtenCall) -> AtenPlan:
     """A quarter turn is a flip and a transposition; the layout turns with the tensor."""
     spec, n = call.specs[0], len(call.specs[0].shape)
     a, b = (wrap_dim(d, n) for d in argument(call, 2, "dims", (0, 1)))
     turns = argument(call, 1, "k", 1) % 4
     to = {d: d for d in range(n)}
     if turns == 0:
-        return Plan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: x.clone())
+        return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: x.clone())
     if turns == 2:
         work = _flipping(spec, [a, b])
-        return Plan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x))
+        return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x))
     to[a], to[b] = b, a
     work = _flipping(spec, [b if turns == 1 else a])
-    return Plan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x).transpose(a, b))
+    return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x).transpose(a, b))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Plan
+from ...planning import AtenCall, AtenPlan
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
 from .view import carry, dim_of
@@ -102,8 +102,8 @@ def _tile(
 
 
 @operator(_aten.repeat.default)
-def _repeat(call: Call) -> Plan:
+def _repeat(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     new = call.meta.ndim - len(spec.shape)
     counts = call.args[1]
-    return Plan(carry(call, spec, call.meta, {d: d + new for d in range(len(spec.shape)) if counts[d + new] == 1}))
+    return AtenPlan(carry(call, spec, call.meta, {d: d + new for d in range(len(spec.shape)) if counts[d + new] == 1}))

@@ -18,7 +18,7 @@ from ...copies import mark_copied
 from ...geometry import Interval, map_boundaries, sizes_of
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Path, Plan, argument, meta_of
+from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from .slice_sources import record_source, source_of
@@ -83,7 +83,7 @@ def _own_interval(spec: ShardTensorSpec, dim: int) -> Interval:
 
 
 @operator(_aten.slice.Tensor)
-def _slice(call: Call) -> Plan:
+def _slice(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
     start, end, step = argument(call, 2, "start", None), argument(call, 3, "end", None), argument(call, 4, "step", 1)
@@ -93,12 +93,12 @@ def _slice(call: Call) -> Plan:
         record_source((dim, taken), spec, out.for_gradient())
     a, b = _own_bounds(taken, _own_interval(spec, dim))
     if step == 1:  # the quickest way to a slice
-        return Plan(out, call=lambda x, *_, **__: x.narrow(dim, a, b - a))
-    return Plan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
+        return AtenPlan(out, call=lambda x, *_, **__: x.narrow(dim, a, b - a))
+    return AtenPlan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
 
 
 @operator(_aten.slice_backward.default)
-def _slice_backward(call: Call) -> Plan:
+def _slice_backward(call: AtenCall) -> AtenPlan:
     """The gradient of a slice: ``grad`` among zeros."""
     grad, (_, shape, dim, start, end, step) = call.reduced()[(0,)], call.args
     dim = wrap_dim(dim, len(shape))
@@ -121,7 +121,7 @@ def _slice_backward(call: Call) -> Plan:
     _aten.unsafe_split.Tensor,
     _aten.unsafe_split_with_sizes.default,
 )
-def _split(call: Call) -> Plan:
+def _split(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 2, "dim", 0), len(spec.shape))
     own = _own_interval(spec, dim)
@@ -131,7 +131,7 @@ def _split(call: Call) -> Plan:
         at = taken.stop
         outputs.append(_sliced(spec, meta_of(meta), dim, taken))
         bounds.append(_own_bounds(taken, own))
-    return Plan(outputs, call=lambda x, *_, **__: [x.narrow(dim, a, b - a) for a, b in bounds])
+    return AtenPlan(outputs, call=lambda x, *_, **__: [x.narrow(dim, a, b - a) for a, b in bounds])
 
 
 @operator(
@@ -190,12 +190,12 @@ def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, in
 
 
 @operator(_aten.select.int)
-def _select(call: Call) -> Plan:
+def _select(call: AtenCall) -> AtenPlan:
     spec, index = call.specs[0], call.args[2]
     dim = wrap_dim(call.args[1], len(spec.shape))
     dims = {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}
     if dim not in spec.sharded_dims():
-        return Plan(carry(call, spec, call.meta, dims))
+        return AtenPlan(carry(call, spec, call.meta, dims))
     out = carry(call, _summed(spec, dim), call.meta, dims)
     index = wrap_dim(index, spec.shape[dim])
     a, b = spec.interval(spec.sharded_dims()[dim])
@@ -204,11 +204,11 @@ def _select(call: Call) -> Plan:
     def entry(x: Tensor, *_: int) -> Tensor:
         return x.select(dim, index - a).clone() if a <= index < b else x.new_zeros(shape)
 
-    return Plan(out, _as_copy(spec), call=entry)
+    return AtenPlan(out, _as_copy(spec), call=entry)
 
 
 @operator(_aten.select_backward.default)
-def _select_backward(call: Call) -> Plan:
+def _select_backward(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     dim = wrap_dim(call.args[2], len(call.args[1]))
     out = carry(call, spec, call.meta, {d: d + (d >= dim) for d in range(len(spec.shape))})
@@ -217,7 +217,7 @@ def _select_backward(call: Call) -> Plan:
 
 
 @operator(_aten.unbind.int)
-def _unbind(call: Call) -> Plan:
+def _unbind(call: AtenCall) -> AtenPlan:
     """Of a sharded dim, see [Note: moved off] in view.py. Where no other dim is long enough, short Partials."""
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
@@ -233,7 +233,7 @@ def _unbind(call: Call) -> Plan:
     def entries(x: Tensor, *_: int) -> list[Tensor]:
         return [x.select(dim, i - a) if a <= i < b else x.new_zeros(shape) for i in range(len(outputs))]
 
-    return Plan(outputs, _as_copy(spec), call=entries)
+    return AtenPlan(outputs, _as_copy(spec), call=entries)
 
 
 def _as_copy(spec: ShardTensorSpec) -> list[tuple[Path, ShardTensorSpec, ShardTensorSpec]]:

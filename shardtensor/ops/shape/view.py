@@ -27,7 +27,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ...geometry import chunk_sizes, map_boundaries
 from ...layout import AxisLayout
 from ...operators import operator
-from ...planning import Call, Plan, meta_of
+from ...planning import AtenCall, AtenPlan, meta_of
 from ...redistribute import redistribute_local
 from ...spec import ShardTensorSpec
 
@@ -51,7 +51,7 @@ def _block(to: int | tuple[int, int, int]) -> int:
     return by // math.gcd(times, by)
 
 
-def carry(call: Call, spec: ShardTensorSpec, meta: Tensor, dims: Carry) -> ShardTensorSpec:
+def carry(call: AtenCall, spec: ShardTensorSpec, meta: Tensor, dims: Carry) -> ShardTensorSpec:
     """The output's spec, where input dim ``d`` becomes output dim ``dims[d]`` with the same sizes.
 
     A value may also be ``(output dim, multiply, divide)``. Dims that are missing are refused where they are sharded.
@@ -91,7 +91,7 @@ def fitted(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
 
 
 @operator(_aten.view_as_real.default, _aten.view_as_complex.default)
-def _complex_view(call: Call) -> Plan:
+def _complex_view(call: AtenCall) -> AtenPlan:
     dims = {d: d for d in range(min(call.meta.ndim, len(call.specs[0].shape)))}
     source = moved_off(call.specs[0], dims)
     return call.plan(carry(call, source, call.meta, dims), {(0,): source})
@@ -180,13 +180,13 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> Carried:
 
 
 @operator(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._reshape_alias.default)
-def _view(call: Call) -> Plan:
+def _view(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     if 0 in spec.shape:
         kept = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
         out = carry(call, _without(spec, kept), call.meta, kept)
         shape = out.local_shape()
-        return Plan(out, call=lambda x, *_: x.new_empty(shape))
+        return AtenPlan(out, call=lambda x, *_: x.new_empty(shape))
     dims = regroup(spec.shape, call.meta.shape)
     source = fitted(moved_off(spec, dims), dims)
     out = carry(call, source, call.meta, dims)
@@ -203,38 +203,38 @@ def _without(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
 
 
 @operator(_aten.permute.default)
-def _permute(call: Call) -> Plan:
+def _permute(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     order = [wrap_dim(d, len(spec.shape)) for d in call.args[1]]
-    return Plan(carry(call, spec, call.meta, {d: i for i, d in enumerate(order)}))
+    return AtenPlan(carry(call, spec, call.meta, {d: i for i, d in enumerate(order)}))
 
 
 @operator(_aten.transpose.int)
-def _transpose(call: Call) -> Plan:
+def _transpose(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     n = len(spec.shape)
     a, b = (wrap_dim(d, n) for d in call.args[1:3])
     dims = {d: d for d in range(n)}
     if n:
         dims[a], dims[b] = b, a
-    return Plan(carry(call, spec, call.meta, dims))
+    return AtenPlan(carry(call, spec, call.meta, dims))
 
 
 @operator(_aten.t.default)
-def _t(call: Call) -> Plan:
+def _t(call: AtenCall) -> AtenPlan:
     n = len(call.specs[0].shape)
-    return Plan(carry(call, call.specs[0], call.meta, {0: 1, 1: 0} if n == 2 else {0: 0}))
+    return AtenPlan(carry(call, call.specs[0], call.meta, {0: 1, 1: 0} if n == 2 else {0: 0}))
 
 
 @operator(_aten.unsqueeze.default)
-def _unsqueeze(call: Call) -> Plan:
+def _unsqueeze(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     at = wrap_dim(call.args[1], len(spec.shape) + 1)
-    return Plan(carry(call, spec, call.meta, {d: d + (d >= at) for d in range(len(spec.shape))}))
+    return AtenPlan(carry(call, spec, call.meta, {d: d + (d >= at) for d in range(len(spec.shape))}))
 
 
 @operator(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
-def _squeeze(call: Call) -> Plan:
+def _squeeze(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     n = len(spec.shape)
     given = call.args[1] if len(call.args) > 1 else range(n)
@@ -247,7 +247,7 @@ def _squeeze(call: Call) -> Plan:
 
 
 @operator(_aten.expand.default)
-def _expand(call: Call) -> Plan:
+def _expand(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     new = len(call.meta.shape) - len(spec.shape)
     dims = {d: d + new for d in range(len(spec.shape)) if spec.shape[d] == call.meta.shape[d + new]}

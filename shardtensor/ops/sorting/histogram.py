@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...operators import operator
-from ...planning import Call, Plan, spec_of
+from ...planning import AtenCall, AtenPlan, spec_of
 from ...redistribute import redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
@@ -166,7 +166,7 @@ def _from_tensors(
 
 
 @operator(_aten.histc.default)
-def _histc_plan(call: Call) -> Plan:
+def _histc_plan(call: AtenCall) -> AtenPlan:
     return reduction_plan(call, None, False, "sum", of_partial=False)
 
 

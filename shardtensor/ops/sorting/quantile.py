@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._compat import AutogradFunction
 from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Plan, meta_of
+from ...planning import AtenCall, AtenPlan, meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ..common.distributed_sort import find_places, sort_keys
@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 @operator(_aten.median.default, _aten.nanmedian.default)
-def _median(call: Call) -> Plan:
+def _median(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     out = spec.replicated().replace(meta=meta_of(call.meta))
     check_dtype(call)

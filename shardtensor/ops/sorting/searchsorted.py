@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
 from ...operators import operator
-from ...planning import Call, Path, Plan
+from ...planning import AtenCall, AtenPlan, Path
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import run
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 @operator(_aten.isin.Tensor_Tensor, _aten.isin.Tensor_Scalar)
-def _against_a_list(call: Call) -> Plan:
+def _against_a_list(call: AtenCall) -> AtenPlan:
     names = list(range(len(call.args[0].shape)))
     roles: dict[Path, Labels] = {(0,): names} if isinstance(call.args[0], (Tensor, ShardTensorSpec)) else {}
     if isinstance(call.args[1], (Tensor, ShardTensorSpec)):
@@ -34,13 +34,13 @@ def _against_a_list(call: Call) -> Plan:
 
 
 @operator(_aten.bucketize.Tensor)
-def _bucketize(call: Call) -> Plan:
+def _bucketize(call: AtenCall) -> AtenPlan:
     names = list(range(len(call.args[0].shape)))
     return labelled(call, {(1,): [INDEXED], (0,): names}, names, counts=True)
 
 
 @operator(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
-def _searchsorted(call: Call) -> Plan:
+def _searchsorted(call: AtenCall) -> AtenPlan:
     number = call.func == _aten.searchsorted.Scalar
     names: list[Hashable] = [] if number else list(range(len(call.args[1].shape)))
     table = [INDEXED] if len(call.args[0].shape) == 1 else [*names[:-1], INDEXED]

@@ -22,7 +22,7 @@ from ...errors import UnsupportedSharding
 from ...geometry import map_boundaries
 from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
-from ...planning import Call, Plan, argument, meta_of
+from ...planning import AtenCall, AtenPlan, argument, meta_of
 from ...redistribute import all_gather, all_reduce, redistribute_local
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
@@ -61,7 +61,7 @@ def _with_free_rows(op: OpOverload, spec: ShardTensorSpec, dim: int) -> ShardTen
 
 
 @operator(*_ROWS)
-def _on_rows(call: Call) -> Plan:
+def _on_rows(call: AtenCall) -> AtenPlan:
     dim_at, keepdim_at, default = _ROWS[call.func]
     given = call.reduced()[(0,)]
     dims = reduced_dims(argument(call, dim_at, "dim", default), len(given.shape))
@@ -121,7 +121,7 @@ def _check_order(spec: ShardTensorSpec) -> None:
     torch.ones(1, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type).sort()
 
 
-def _sort_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+def _sort_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     _check_order(spec)
     at = 2 if call.func == _aten.sort.default else 3
     descending = argument(call, at, "descending", False)
@@ -140,7 +140,7 @@ def _is_few(spec: ShardTensorSpec, dim: int, k: int) -> bool:
     return k * ranks <= spec.shape[dim] // ranks
 
 
-def _topk_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+def _topk_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     """A few are gathered from every rank; many are taken from the sorted rows."""
     _check_order(spec)
     k, largest = call.args[1], argument(call, 3, "largest", True)
@@ -172,7 +172,7 @@ def _topk_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
     return call.plan(outputs, {(0,): spec}, call=sorted_)
 
 
-def _kth_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
+def _kth_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     """Found by counting, without moving anything: kthvalue, median, nanmedian."""
     _check_order(spec)
     func, length = call.func, spec.shape[dim]
@@ -199,7 +199,7 @@ def _kth_across(call: Call, spec: ShardTensorSpec, dim: int) -> Plan:
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-_ACROSS: dict[Any, Callable[[Call, ShardTensorSpec, int], Plan]] = {
+_ACROSS: dict[Any, Callable[[AtenCall, ShardTensorSpec, int], AtenPlan]] = {
     _aten.sort.default: _sort_across,
     _aten.sort.stable: _sort_across,
     _aten.topk.default: _topk_across,

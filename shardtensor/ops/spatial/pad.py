@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat import nn_functions
 from ...exchange import plan_intervals
 from ...geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
 from ...halo import Axis, Fetch
@@ -212,7 +213,7 @@ def _end(
 
 # -- entry points ------------------------------------------------------------------------------------------------------
 
-_nn, _aten = torch._C._nn, torch.ops.aten
+_nn, _aten = nn_functions, torch.ops.aten
 
 
 @operator(F.pad, _nn.pad, _aten.pad, tensors="input", partial="input")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from ...operators import operator
-from ...planning import Call, Plan
+from ...planning import AtenCall, AtenPlan
 from ..shape.view import carry, fitted, moved_off
 
 _aten = torch.ops.aten
 
 
 @operator(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.channel_shuffle.default)
-def _shuffle(call: Call) -> Plan:
+def _shuffle(call: AtenCall) -> AtenPlan:
     """Blocks of ``r`` x ``r`` pixels to channels and back: both spatial dims, and the channels, stay dims."""
     spec, r = call.specs[0], call.args[1]
     n = len(spec.shape)

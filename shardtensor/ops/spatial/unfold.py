@@ -63,14 +63,14 @@ def plan_unfold_copy(call: Arguments, input: ShardTensorSpec, dimension: int, si
 
 
 @operator(_aten.unfold.default)
-def _unfold_below_autograd(call: planning.Call) -> planning.Plan:
+def _unfold_below_autograd(call: planning.AtenCall) -> planning.AtenPlan:
     spec = call.specs[0]
     dim = wrap_dim(call.args[1], len(spec.shape))
-    return planning.Plan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
+    return planning.AtenPlan(carry(call, spec, call.meta, {d: d for d in range(len(spec.shape)) if d != dim}))
 
 
 @operator(_aten.unfold_backward.default)
-def _unfold_backward(call: planning.Call) -> planning.Plan:
+def _unfold_backward(call: planning.AtenCall) -> planning.AtenPlan:
     spec = call.reduced()[(0,)]
     shape, dim = call.args[1:3]
     dim = wrap_dim(dim, len(shape))
@@ -107,7 +107,7 @@ def plan_unfold_images(
 
 
 @operator(_aten.im2col.default, _aten.col2im.default)
-def _columns(call: planning.Call) -> planning.Plan:
+def _columns(call: planning.AtenCall) -> planning.AtenPlan:
     """With images and channels sharded: a channel's taps stay together."""
     spec = call.specs[0]
     channel = len(spec.shape) - (3 if call.func == _aten.im2col.default else 2)

@@ -11,7 +11,7 @@ from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
-from shardtensor.geometry import cuts_of
+from shardtensor.geometry import boundaries_of
 from shardtensor.ops.spatial.pad import pad_sizes, pad_sources
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -155,9 +155,9 @@ def test_sizes_keep_every_cut_where_it_was_in_the_input(sizes, left, right):
     new = n + left + right
     if new < 0:
         return
-    cuts = cuts_of(pad_sizes(sizes, left, right))
+    cuts = boundaries_of(pad_sizes(sizes, left, right))
     assert cuts[0] == 0 and cuts[-1] == new and list(cuts) == sorted(cuts)
-    for c, moved in zip(cuts_of(sizes), cuts):
+    for c, moved in zip(boundaries_of(sizes), cuts):
         if 0 < c < n:
             assert moved == min(max(c + left, 0), new)
 
