@@ -28,7 +28,7 @@ from shardtensor import ShardTensor
 
 
 class HandWritten(torch.autograd.Function):
-    """Concatenate one borrowed row on each side; the gradient of the borrowed rows goes back."""
+    """Concatenate one fetched row on each side; the gradient of the fetched rows goes back."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rank: int, ranks: int) -> Tensor:  # type: ignore[override]

@@ -6,7 +6,7 @@ transfers, so nothing but data travels: one packed message per peer, whatever th
 many ranks the interval spans. Ranks with empty shards take part like any other. When no rank of the group needs
 anything from another, no communication is started, on any rank.
 
-The same plan read backwards is the adjoint: gradients of the borrowed pieces return to their owners, who add them.
+The same plan read backwards is the adjoint: gradients of the fetched pieces return to their owners, who add them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Two levels, one plan (``exchange.plan_intervals``):
 
 - :class:`Fetch` gives a rank the intervals that it needs as one tensor, differentiably. Simple, but it copies the
-  shard; for operators where that does not matter. :func:`borrow` is the same for once.
+  shard; for operators where that does not matter.
 - :class:`Halo` keeps what was received apart from the shard, for operators that work on the shard while the halo
   travels and add the halo's part afterwards (convolution).
 """
@@ -25,7 +25,7 @@ from .geometry import Interval, intersect, intervals_of, length
 from .spec import ShardTensorSpec
 from .strides import stride_like
 
-__all__ = ["Axis", "Fetch", "Halo", "Sides", "borrow"]
+__all__ = ["Axis", "Fetch", "Halo", "Sides"]
 
 Narrow = tuple[int, int, int]  # (dim, start, length)
 
@@ -203,27 +203,6 @@ class _GivenBack(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         again = torch.is_grad_enabled()
         return _Fetched.apply(grad, ctx.step) if again else ctx.step.fetch(grad), None
-
-
-def borrow(
-    local: Tensor, dim: int, own: Sequence[Interval], need: Sequence[Interval], rank: int, group: dist.ProcessGroup
-) -> Tensor:
-    """The interval ``need[rank]`` of tensor dim ``dim``; rank ``s`` of ``group`` holds ``own[s]``. Differentiable.
-
-    A :class:`Fetch` of one dim that is used once.
-
-    Args:
-        local: this rank's shard; its dim ``dim`` has the length of ``own[rank]``.
-        own: per rank; together they cover the dim without overlap.
-        need: per rank, within ``0..n``; they may overlap, leave gaps and be empty.
-
-    Returns:
-        A plain tensor whose dim ``dim`` has the length of ``need[rank]``. Its gradient is added up at the owners.
-    """
-    transfers = _transfers(own, need, rank)
-    if transfers.own == transfers.need and not transfers.active:
-        return local
-    return _FetchedDim(local.shape, dim, transfers, group)(local)
 
 
 def _transfers(own: Sequence[Interval], need: Sequence[Interval], rank: int) -> Transfers:

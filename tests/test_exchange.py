@@ -11,7 +11,8 @@ import shardtensor
 from shardtensor import exchange
 from shardtensor.exchange import plan_intervals, start_swap
 from shardtensor.geometry import intervals_of, length
-from shardtensor.halo import Axis, Fetch, Halo, borrow
+from shardtensor.halo import Axis, Fetch, Halo
+from shardtensor.spec import ShardTensorSpec
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 # Sizes per rank, and what each needs: neighbours, several hops, an empty shard, gaps, everything, nothing.
@@ -42,9 +43,16 @@ def whole_tensor(n, dtype, dim, seed=0):
     return (values % 2).bool() if dtype == torch.bool else values.to(dtype)
 
 
+def fetched(local, dim, sizes, need, mesh):
+    """What this rank needs of a dim of which it holds ``local``."""
+    shape = [*local.shape[:dim], sum(sizes), *local.shape[dim + 1 :]]
+    spec = ShardTensorSpec.make(mesh, [Shard(dim)], shape, local.dtype, shard_sizes={0: sizes})
+    return Fetch.of(spec, {dim: need})(local)
+
+
 def moves_what_is_needed(world):
     mesh = shared_mesh(world)
-    rank, group = dist.get_rank(), mesh.get_group()
+    rank = dist.get_rank()
     for sizes, need in CASES[world]:
         own = intervals_of(sizes)
         for dtype in DTYPES:
@@ -55,7 +63,7 @@ def moves_what_is_needed(world):
                 received = {}
                 for transport in ("all_to_all", "p2p"):
                     with shardtensor.set_transport(transport):
-                        received[transport] = borrow(local, dim, own, need, rank, group)
+                        received[transport] = fetched(local, dim, sizes, need, mesh)
                 for transport, got in received.items():
                     assert got.dtype == dtype, transport
                     assert torch.equal(got, expected), (transport, sizes, need, dtype, dim)
@@ -68,7 +76,7 @@ def test_both_transports_bring_every_dtype_what_it_needs(world):
 
 def counts(world, transport):
     mesh = shared_mesh(world)
-    rank, group = dist.get_rank(), mesh.get_group()
+    rank = dist.get_rank()
     with shardtensor.set_transport(transport):
         for sizes, need in CASES[world]:
             own = intervals_of(sizes)
@@ -76,7 +84,7 @@ def counts(world, transport):
             local = torch.zeros(2, sizes[rank], 3, dtype=torch.float64, requires_grad=True)
             sent, received = ([length(part) for _, part in parts] for parts in (plan.sends, plan.recvs))
             with count_communication() as counted:
-                result = borrow(local, 1, own, need, rank, group)
+                result = fetched(local, 1, sizes, need, mesh)
             assert counted.messages == len(sent), (sizes, need)
             assert counted.bytes_sent == sum(sent) * 6 * 8
             assert counted.bytes_received == sum(received) * 6 * 8
@@ -99,15 +107,14 @@ def total(value):
     return value
 
 
-def borrow_is_adjoint(world):
+def fetching_has_its_adjoint(world):
     mesh = shared_mesh(world)
-    rank, group = dist.get_rank(), mesh.get_group()
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     for dtype in (torch.float64, torch.complex128):
         for sizes, need in CASES[world]:
-            own = intervals_of(sizes)
             x = torch.randn(2, sizes[rank], 3, dtype=dtype, generator=generator, requires_grad=True)
-            out = borrow(x, 1, own, need, rank, group)
+            out = fetched(x, 1, sizes, need, mesh)
             y = torch.randn(out.shape, dtype=dtype, generator=generator)
             (back,) = torch.autograd.grad(out, x, y, create_graph=False)
             left = total((out.conj() * y).sum())
@@ -116,16 +123,16 @@ def borrow_is_adjoint(world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_gradient_of_borrowing_is_its_adjoint(world):
-    run_distributed(borrow_is_adjoint, world, world)
+def test_the_gradient_of_fetching_is_its_adjoint(world):
+    run_distributed(fetching_has_its_adjoint, world, world)
 
 
-def borrow_twice_differentiable():
+def fetching_is_twice_differentiable():
     mesh = shared_mesh(3)
-    rank, group = dist.get_rank(), mesh.get_group()
+    rank = dist.get_rank()
     sizes, need = CASES[3][0]
     x = torch.randn(sizes[rank], dtype=torch.float64, requires_grad=True)
-    out = borrow(x, 0, intervals_of(sizes), need, rank, group)
+    out = fetched(x, 0, sizes, need, mesh)
     (first,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     uses = torch.zeros(sum(sizes), dtype=torch.float64)
@@ -135,8 +142,8 @@ def borrow_twice_differentiable():
     torch.testing.assert_close(second, 6 * x.detach() * uses[a:b], rtol=1e-12, atol=0)
 
 
-def test_borrowing_can_be_differentiated_twice():
-    run_distributed(borrow_twice_differentiable, 3)
+def test_fetching_can_be_differentiated_twice():
+    run_distributed(fetching_is_twice_differentiable, 3)
 
 
 def fetch_of_two_dims():

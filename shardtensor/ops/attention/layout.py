@@ -16,12 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
 from ...geometry import Interval, intervals_of, length
+from ...layout import AxisLayout
 from ...spec import ShardTensorSpec
 from ..common.ring import Ring, ring_of
 from ..shape.view import whole_blocks
@@ -31,7 +32,12 @@ __all__ = ["Layout", "layout_of"]
 
 _FEATURES, _SEQUENCE, _HEADS = -1, -2, -3
 
-Cut = tuple[int, tuple[int, ...]] | None  # tensor dim, counted from the end, and sizes; None: replicated
+
+class ShardedDim(NamedTuple):
+    """A tensor dim, counted from the end, that a mesh dim shards, and the shard sizes."""
+
+    dim: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Layout:
 
     Attributes:
         targets: specs of query, key, value and mask (None without one).
-        out: placement and sizes of the result, per mesh dim.
+        out: of the result, per mesh dim.
         split: mesh dims whose ranks do different work.
         rows: the queries that this rank has.
         columns: the keys of each block: this rank's alone, or every rank's if they are sent around the ring.
@@ -48,11 +54,11 @@ class Layout:
         mask_travels: the mask is sharded like the keys, has one row for all queries, and is sent along with them.
         mesh_dim: the one along which the kind is "keys" or "both".
         ring: set where keys are sent around.
-        head_cuts: set where the heads are sharded instead: shard sizes of query, key and value along them.
+        head_sizes: set where the heads are sharded instead: shard sizes of query, key and value along them.
     """
 
     targets: tuple[ShardTensorSpec | None, ...]
-    out: tuple[tuple[Any, tuple[int, ...] | None], ...]
+    out: tuple[AxisLayout, ...]
     split: tuple[int, ...]
     rows: Interval
     columns: tuple[Interval, ...]
@@ -60,7 +66,7 @@ class Layout:
     mask_travels: bool = False
     mesh_dim: int | None = None
     ring: Ring | None = None
-    head_cuts: tuple[tuple[int, ...], ...] | None = None
+    head_sizes: tuple[tuple[int, ...], ...] | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -83,109 +89,137 @@ def layout_of(
     Raises:
         UnsupportedSharding: sharded features, or two mesh dims that would have to shard the same dim.
     """
-    operands = [query, key, value, mask]
-    specs = [s for s in operands if s is not None]
-    cuts: list[list[Cut]] = [[] for _ in operands]  # [operand][mesh dim]
-    split = []
-    both = mesh_dim = None
-    for m in range(query.mesh.ndim):
-        given = [None if s is None else _cut_of(s, m) for s in operands]
-        if any(cut is not None and cut[0] == _FEATURES for cut in given[:3]):
-            raise refuse(
-                name,
-                specs,
-                f"mesh dim {m} shards the features, which every score needs unsharded",
-                "redistribute to shard the sequence, the heads or the batch",
-            )
-        if any(given):
-            split.append(m)
-        for row, cut in zip(cuts, _one_mesh_dim(operands, given), strict=True):
-            row.append(cut)
-        if cuts[1][m] is not None and cuts[1][m][0] == _SEQUENCE:  # type: ignore[index]
-            mesh_dim = m
-            both = None if cuts[0][m] is None else m
-    targets = [None if s is None else _with(s, row) for s, row in zip(operands, cuts, strict=True)]
+    operands = (query, key, value, mask)
+    held = [_held(name, operands, m) for m in range(query.mesh.ndim)]
+    wanted = [_wanted(operands, dims) for dims in held]
+    targets = tuple(
+        None if spec is None else _with(spec, [dims[i] for dims in wanted]) for i, spec in enumerate(operands)
+    )
+    _check_targets(name, operands, targets)
+    q, k, _, bias = targets
+    assert q is not None and k is not None
+    mesh_dim = k.sharded_dims().get(_SEQUENCE + len(k.shape))
+    layout = Layout(
+        targets=targets,
+        out=tuple(_axis(dims[0], len(query.shape)) for dims in wanted),
+        split=tuple(m for m, dims in enumerate(held) if any(dims)),
+        rows=_interval(q, _SEQUENCE),
+        columns=(_interval(k, _SEQUENCE),),
+        mask_start=0 if bias is None else _interval(bias, -1)[0],
+        mesh_dim=mesh_dim,
+    )
+    if mesh_dim is None or wanted[mesh_dim][0] is None:
+        return layout
+    return _exchanging(layout, mesh_dim, shift, method, mask)
+
+
+def _held(name: str, operands: Sequence[ShardTensorSpec | None], m: int) -> list[ShardedDim | None]:
+    """What mesh dim ``m`` shards of each operand."""
+    held = [None if spec is None else _sharded_dim(spec, m) for spec in operands]
+    if any(sharded is not None and sharded.dim == _FEATURES for sharded in held[:3]):
+        raise refuse(
+            name,
+            [spec for spec in operands if spec is not None],
+            f"mesh dim {m} shards the features, which every score needs unsharded",
+            "redistribute to shard the sequence, the heads or the batch",
+        )
+    return held
+
+
+def _check_targets(
+    name: str, operands: Sequence[ShardTensorSpec | None], targets: Sequence[ShardTensorSpec | None]
+) -> None:
+    """A tensor dim is sharded on one mesh dim only."""
     for target in targets:
         dims = [] if target is None else [p.dim for p in target.placements if isinstance(p, Shard)]
         if len(set(dims)) < len(dims):
             raise refuse(
                 name,
-                specs,
+                [spec for spec in operands if spec is not None],
                 "two mesh dims would have to shard the same dim of an operand",
                 "redistribute the operands so that each mesh dim shards one and the same of their dims",
             )
-    q, k, _, bias = targets
-    assert q is not None and k is not None
-    layout = Layout(
-        targets=tuple(targets),
-        out=tuple((Replicate(), None) if c is None else (Shard(c[0] + len(query.shape)), c[1]) for c in cuts[0]),
-        split=tuple(split),
-        rows=_held(q, _SEQUENCE),
-        columns=(_held(k, _SEQUENCE),),
-        mask_start=0 if bias is None else _held(bias, -1)[0],
-        mesh_dim=mesh_dim,
-    )
-    return layout if both is None else _exchanging(layout, both, shift, method, mask)
 
 
-def _one_mesh_dim(operands: Sequence[ShardTensorSpec | None], given: Sequence[Cut]) -> list[Cut]:
+def _wanted(
+    operands: Sequence[ShardTensorSpec | None], held: Sequence[ShardedDim | None]
+) -> list[ShardedDim | None]:
     """What one mesh dim has to shard of query, key, value and mask, given what it shards now."""
+    # The mask decides only where it alone is sharded.
+    decide = [i for i in range(3) if held[i] is not None] or [3]
+    for i in decide:
+        sharded = held[i]
+        if sharded is not None and sharded.dim <= _HEADS:
+            return _along_batch(operands, i, sharded)
+    rows, keys = _sequence_sizes(*held)
     mask = operands[3]
-    query_cut, key_cut, value_cut, mask_cut = given
-    decide = [i for i in range(3) if given[i] is not None] or [i for i in (3,) if given[i] is not None]
-    batch = next((i for i in decide if given[i][0] <= _HEADS), None)  # type: ignore[index]
-    if batch is not None:
-        return _batch_cut(operands, batch, given[batch])
-    if decide == [3]:
-        assert mask_cut is not None
-        rows, keys = (mask_cut[1] if mask_cut[0] == dim else None for dim in (_SEQUENCE, -1))
-    else:
-        rows = None if query_cut is None else query_cut[1]
-        keys = key_cut[1] if key_cut is not None else None if value_cut is None else value_cut[1]
-    q: Cut = None if rows is None else (_SEQUENCE, rows)
-    k: Cut = None if keys is None else (_SEQUENCE, keys)
-    bias: Cut = None
-    if mask is not None and rows is not None and mask.shape[_SEQUENCE] > 1:
-        bias = q
-    elif mask is not None and keys is not None and mask.shape[-1] > 1:
-        # With sharded queries, one row for all of them is sent along with the keys, unless every rank has it anyway.
-        bias = (-1, keys) if rows is None or mask_cut is not None else None
-    return [q, k, k, bias]
+    k = None if keys is None else ShardedDim(_SEQUENCE, keys)
+    return [
+        None if rows is None else ShardedDim(_SEQUENCE, rows),
+        k,
+        k,
+        None if mask is None else _of_mask(mask, held[3] is not None, rows, keys),
+    ]
 
 
-def _batch_cut(operands: Sequence[ShardTensorSpec | None], pattern: int, cut: Cut) -> list[Cut]:
+def _sequence_sizes(
+    query: ShardedDim | None, key: ShardedDim | None, value: ShardedDim | None, mask: ShardedDim | None
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Shard sizes of the queries' sequence and of the keys', None where it is replicated."""
+    if mask is not None and query is None and key is None and value is None:
+        return (mask.sizes, None) if mask.dim == _SEQUENCE else (None, mask.sizes)
+    keys = key or value
+    return None if query is None else query.sizes, None if keys is None else keys.sizes
+
+
+def _of_mask(
+    mask: ShardTensorSpec, is_sharded: bool, rows: tuple[int, ...] | None, keys: tuple[int, ...] | None
+) -> ShardedDim | None:
+    """What a mesh dim that shards queries and keys so has to shard of the mask."""
+    if rows is not None and mask.shape[_SEQUENCE] > 1:
+        return ShardedDim(_SEQUENCE, rows)
+    if keys is None or mask.shape[-1] <= 1:
+        return None
+    # With sharded queries, one row for all of them is sent along with the keys, unless every rank has it anyway.
+    return ShardedDim(-1, keys) if rows is None or is_sharded else None
+
+
+def _along_batch(
+    operands: Sequence[ShardTensorSpec | None], pattern: int, sharded: ShardedDim
+) -> list[ShardedDim | None]:
     """All operands sharded along a batch dim or the heads, as operand ``pattern`` is.
 
     Heads of queries stay with the keys that they share: no boundary goes through such a group.
     """
-    assert cut is not None
-    dim, sizes = cut
+    dim, sizes = sharded
     counts = [1 if s is None or len(s.shape) < -dim else s.shape[dim] for s in operands]
     units = math.gcd(*counts[:3])
     if units:
         of_pattern = counts[pattern] // units
         sizes = tuple(n // of_pattern for n in whole_blocks(sizes, of_pattern))
     per_unit = [count // units if units else 1 for count in counts[:3]]
-    cuts: list[Cut] = [(dim, tuple(n * per for n in sizes)) for per in per_unit]
-    return [*cuts, cuts[0] if counts[3] > 1 else None]
+    wanted: list[ShardedDim | None] = [ShardedDim(dim, tuple(n * per for n in sizes)) for per in per_unit]
+    return [*wanted, wanted[0] if counts[3] > 1 else None]
 
 
-def _cut_of(spec: ShardTensorSpec, m: int) -> Cut:
+def _sharded_dim(spec: ShardTensorSpec, m: int) -> ShardedDim | None:
     p = spec.placements[m]
-    return (p.dim - len(spec.shape), spec.cut(m)) if isinstance(p, Shard) else None
+    return ShardedDim(p.dim - len(spec.shape), spec.cut(m)) if isinstance(p, Shard) else None
 
 
-def _held(spec: ShardTensorSpec, dim: int) -> Interval:
+def _interval(spec: ShardTensorSpec, dim: int) -> Interval:
     """What this rank has of a dim that is counted from the end."""
     at = dim + len(spec.shape)
     m = spec.sharded_dims().get(at)
     return (0, spec.shape[at]) if m is None else spec.interval(m)
 
 
-def _with(spec: ShardTensorSpec, cuts: Sequence[Cut]) -> ShardTensorSpec:
-    n = len(spec.shape)
-    placements = [Replicate() if cut is None else Shard(cut[0] + n) for cut in cuts]
-    return spec.replace(placements=placements, sizes=tuple(None if cut is None else cut[1] for cut in cuts))
+def _axis(sharded: ShardedDim | None, ndim: int) -> AxisLayout:
+    return AxisLayout(Replicate()) if sharded is None else AxisLayout(Shard(sharded.dim + ndim), sharded.sizes)
+
+
+def _with(spec: ShardTensorSpec, dims: Sequence[ShardedDim | None]) -> ShardTensorSpec:
+    return spec.with_layout([_axis(sharded, len(spec.shape)) for sharded in dims])
 
 
 # -- kind "both": ring or heads -----------------------------------------------------------------------------------
@@ -193,45 +227,57 @@ def _with(spec: ShardTensorSpec, cuts: Sequence[Cut]) -> ShardTensorSpec:
 
 def _exchanging(layout: Layout, m: int, shift: int | None, method: str, mask: ShardTensorSpec | None) -> Layout:
     """The layout for the method that is taken along mesh dim ``m``."""
-    q, k, v, bias = layout.targets
-    assert q is not None and k is not None and v is not None
-    ranks = q.mesh.size(m)
+    heads = None if method == "ring" else _by_heads(layout, m, mask)
+    if heads is None or (method == "auto" and not _heads_are_faster(heads, m, shift)):
+        return _by_ring(layout, m, shift)
+    return heads
+
+
+def _by_ring(layout: Layout, m: int, shift: int | None) -> Layout:
+    """Keys and values sent around the ranks of mesh dim ``m``."""
+    q, k, _, bias = layout.targets
+    assert q is not None and k is not None
     rows, columns = intervals_of(q.cut(m)), intervals_of(k.cut(m))
 
     def needs(r: int, s: int) -> bool:
         return bool(pieces(rows[r], columns[s], shift))
 
-    bias_cut = None if bias is None else _cut_of(bias, m)
-    ring = replace(
+    of_bias = None if bias is None else _sharded_dim(bias, m)
+    return replace(
         layout,
         columns=columns,
-        mask_travels=bias_cut is not None and bias_cut[0] == -1,
-        ring=ring_of(q.coordinate[m], ranks, needs),
+        mask_travels=of_bias is not None and of_bias.dim == -1,
+        ring=ring_of(q.coordinate[m], q.mesh.size(m), needs),
     )
+
+
+def _by_heads(layout: Layout, m: int, mask: ShardTensorSpec | None) -> Layout | None:
+    """Mesh dim ``m`` shards the heads instead of the sequence; None where heads or mask do not allow it."""
+    q, k, v, bias = layout.targets
+    assert q is not None and k is not None and v is not None
+    ranks = q.mesh.size(m)
     # Groups of heads that share keys; where another mesh dim shards the heads too, those that are left.
     heads = [s.local_shape()[_HEADS] if len(s.shape) > 2 else 1 for s in (q, k, v)]
     units = math.gcd(*heads)
-    if method == "ring" or units < 2:
-        return ring
+    if units < 2:
+        return None
     parts = [units // ranks + (r < units % ranks) for r in range(ranks)]
-    head_cuts = tuple(tuple(n * (count // units) for n in parts) for count in heads)
+    head_sizes = tuple(tuple(n * (count // units) for n in parts) for count in heads)
     if bias is not None and mask is not None:
-        if _cut_of(mask, m) is None:
-            cuts = [None if i == m else _cut_of(bias, i) for i in range(bias.mesh.ndim)]
-        elif len(bias.shape) > 2 and bias.shape[_HEADS] > 1 and heads[0] == q.shape[_HEADS]:
-            cuts = [(_HEADS, head_cuts[0]) if i == m else _cut_of(bias, i) for i in range(bias.mesh.ndim)]
+        has_all_heads = heads[0] == q.shape[_HEADS]
+        if _sharded_dim(mask, m) is None:
+            bias = bias.with_axes({m: AxisLayout(Replicate())})
+        elif len(bias.shape) > 2 and bias.shape[_HEADS] > 1 and has_all_heads:
+            bias = bias.with_axes({m: _axis(ShardedDim(_HEADS, head_sizes[0]), len(bias.shape))})
         else:
-            return ring  # a mask without heads, of which each rank has a part, would have to be gathered
-        bias = _with(bias, cuts)
-    if method == "auto" and not _heads_are_faster(q, k, v, m, shift, max(parts) / units):
-        return ring
+            return None  # a mask without heads, of which each rank has a part, would have to be gathered
     return replace(
         layout,
         targets=(q, k, v, bias),
         rows=(0, q.shape[_SEQUENCE]),
         columns=((0, k.shape[_SEQUENCE]),),
         mask_start=0,
-        head_cuts=head_cuts,
+        head_sizes=head_sizes,
     )
 
 
@@ -244,18 +290,18 @@ _RATES = {"cpu": (50.0, 1 << 18)}
 _OTHER_RATES = (1000.0, 1 << 22)
 
 
-def _heads_are_faster(
-    q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec, m: int, shift: int | None, largest_share: float
-) -> bool:
+def _heads_are_faster(layout: Layout, m: int, shift: int | None) -> bool:
+    q, k, v, _ = layout.targets
+    assert q is not None and k is not None and v is not None and layout.head_sizes is not None
+    largest_share = max(layout.head_sizes[0]) / sum(layout.head_sizes[0])
     rate, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
     rows, columns = intervals_of(q.cut(m)), intervals_of(k.cut(m))
     ranks = len(rows)
     if largest_share * ranks >= 2:
         return False  # some rank would hold twice its share of the keys, or more
-    meta = q.tensor_meta
-    assert meta is not None
-    widths = [math.prod(s.shape[:-2]) * s.shape[-1] * meta.dtype.itemsize for s in (q, k, v)]
-    per_query = widths[0] + math.prod(q.shape[:-2]) * v.shape[-1] * meta.dtype.itemsize
+    itemsize = q.tensor_meta.dtype.itemsize
+    widths = [math.prod(s.shape[:-2]) * s.shape[-1] * itemsize for s in (q, k, v)]
+    per_query = widths[0] + math.prod(q.shape[:-2]) * v.shape[-1] * itemsize
     per_key = widths[1] + widths[2]
     per_score = 2 * math.prod(q.shape[:-2]) * (q.shape[-1] + v.shape[-1]) / rate
 

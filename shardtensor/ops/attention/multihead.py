@@ -1,7 +1,8 @@
 """``nn.MultiheadAttention`` and what is made of it: the transformer layers.
 
 torch's function merges batch, heads and sequence into one dim and back, which only some shardings survive. Here they
-stay apart: (batch, heads, sequence, features).
+stay apart: (batch, heads, sequence, features). Usual calls are one plan; the others are operators in a row, those of
+multihead_operators.py.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ...parameters import GradientSum
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
-from ...tensor import ShardTensor, from_part
-from ..common.alignment import torch_judges
+from ...tensor import from_part
 from ..linalg.linear import local_linear
 from .blockwise import DTYPES
+from .multihead_operators import MultiheadOptions, by_heads, multihead_by_operators, multihead_output
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 
 
@@ -64,8 +65,11 @@ def multi_head_attention(
     """torch's function on ShardTensors; which of its tensors are the same one is not in a plan's key."""
     masks = key_padding_mask is not None or (attn_mask is not None and not is_causal)
     unusual = add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v))
+    key, value = None if key is query else key, None if value is key else value
+    dropout_p = dropout_p if training else 0.0
+    in_proj_weight = None if use_separate_proj_weight else in_proj_weight  # torch ignores it then
     if need_weights or masks or unusual or query.ndim != 3:
-        return _by_operators(
+        return _general_attention(
             query,
             key,
             value,
@@ -79,7 +83,6 @@ def multi_head_attention(
             dropout_p,
             out_proj_weight,
             out_proj_bias,
-            training,
             key_padding_mask,
             need_weights,
             attn_mask,
@@ -95,14 +98,14 @@ def multi_head_attention(
     weights = (None, q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else (in_proj_weight,)
     attended = _self_or_cross_attention(
         query,
-        None if key is query else key,
-        None if value is key else value,
+        key,
+        value,
         embed_dim_to_check,
         num_heads,
         in_proj_bias,
         out_proj_weight,
         out_proj_bias,
-        dropout_p if training else 0.0,
+        dropout_p,
         attn_mask,
         is_causal,
         *weights,
@@ -155,7 +158,7 @@ class MultiheadPlan(LocalPlan):
             apart = (*packed.shape[:2], 3, self.heads, packed.shape[2] // (3 * self.heads))
             q, k, v = packed.reshape(apart).permute(2, 1, 3, 0, 4).unbind(0)
         else:
-            q, k, v = (_by_heads(t, self.heads) for t in self._projected(query, key, value, in_weight, weights, bias))
+            q, k, v = (by_heads(t, self.heads) for t in self._projected(query, key, value, in_weight, weights, bias))
         attended = self.attention.attend(q, k, v)  # the mask says no more than is_causal
         return local_linear(attended.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias, self._sums["out"])
 
@@ -237,7 +240,7 @@ def _self_or_cross_attention(
     if not any(isinstance(p, ShardTensorSpec) for p in parameters):
         attention = _local_attention(call, given, num_heads, dropout_p, is_causal)
     if attention is None:
-        return Composed(partial(_composed, embed_dim, num_heads, dropout_p, is_causal))
+        return Composed(partial(multihead_output, MultiheadOptions(num_heads, dropout_p, is_causal)))
     meta = query.tensor_meta
     shape = (*query.shape[:2], out_proj_weight.shape[0])
     out = TensorMeta(torch.Size(shape), contiguous_stride(shape), call.autocast() or meta.dtype)
@@ -275,81 +278,53 @@ def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torc
     return spec.with_layout(axes, meta)
 
 
-def _composed(
+_GIVEN = (
+    "in_proj_weight in_proj_bias bias_k bias_v out_proj_weight out_proj_bias key_padding_mask attn_mask "
+    "q_proj_weight k_proj_weight v_proj_weight static_k static_v"
+)
+
+
+@planned(
+    "multi_head_attention_forward",
+    tensors="query key value",
+    partial="query key value",
+    parameters=_GIVEN,
+    sharded=_GIVEN,
+)
+def _general_attention(
+    call: Arguments,
+    query: ShardTensorSpec,
+    key: ShardTensorSpec | None,
+    value: ShardTensorSpec | None,
     embed_dim: int,
     num_heads: int,
-    dropout_p: float,
-    is_causal: bool,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    attn_mask: Tensor | None,
-    in_weight: Tensor | None,
-    *weights: Tensor | None,
-) -> ShardTensor:
-    key = query if key is None else key
-    value = key if value is None else value
-    separate = in_weight is None
-    by_weight = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), weights, strict=True))
-    return _by_operators(
-        query,
-        key,
-        value,
-        embed_dim,
-        num_heads,
-        in_weight,
-        bias,
-        None,
-        None,
-        False,
-        dropout_p,
-        out_weight,
-        out_bias,
-        need_weights=False,
-        attn_mask=attn_mask,
-        use_separate_proj_weight=separate,
-        is_causal=is_causal,
-        **by_weight,
-    )[0]
-
-
-def _by_operators(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
+    in_proj_weight: Operand | None,
+    in_proj_bias: Operand | None,
+    bias_k: Operand | None,
+    bias_v: Operand | None,
     add_zero_attn: bool,
     dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Any, Any]:
-    """The same as operators on ShardTensors in a row."""
-    torch_judges(
+    out_proj_weight: Operand,
+    out_proj_bias: Operand | None,
+    key_padding_mask: Operand | None,
+    need_weights: bool,
+    attn_mask: Operand | None,
+    use_separate_proj_weight: bool,
+    q_proj_weight: Operand | None,
+    k_proj_weight: Operand | None,
+    v_proj_weight: Operand | None,
+    static_k: Operand | None,
+    static_v: Operand | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> Plan:
+    """Attention with whatever torch's function takes: operators in a row, once torch has checked the arguments."""
+    call.returned(
         _output_of,
         query,
-        key,
-        value,
-        embed_dim_to_check,
+        key or query,
+        value or key or query,
+        embed_dim,
         num_heads,
         in_proj_weight,
         in_proj_bias,
@@ -370,82 +345,8 @@ def _by_operators(
         static_v=static_v,
         is_causal=is_causal,
     )
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
-    q, k, v = _project(query, key, value, weights, in_proj_bias)
-    batched = query.ndim == 3
-    if not batched:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    batch = q.shape[1]
-    extra = 0
-    if bias_k is not None:
-        k = torch.cat([k, bias_k.repeat(1, batch, 1)])
-        v = torch.cat([v, bias_v.repeat(1, batch, 1)])
-        extra += 1
-    q = _by_heads(q, num_heads)
-    k = _by_heads(k, num_heads) if static_k is None else static_k.unflatten(0, (batch, num_heads))
-    v = _by_heads(v, num_heads) if static_v is None else static_v.unflatten(0, (batch, num_heads))
-    if add_zero_attn:
-        zero = torch.zeros((batch, num_heads, 1, q.shape[-1]), dtype=k.dtype, device=k.device)
-        k, v = torch.cat([k, zero], dim=2), torch.cat([v, zero], dim=2)
-        extra += 1
-    if is_causal and key_padding_mask is None and not need_weights:
-        mask = None
-    else:
-        mask, is_causal = _mask(attn_mask, key_padding_mask, batch, num_heads, extra, q.dtype), False
-    dropout_p = dropout_p if training else 0.0
-    if need_weights:
-        scores = q * q.shape[-1] ** -0.5 @ k.mT
-        shares = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        shares = F.dropout(shares, dropout_p) if dropout_p > 0 else shares
-        attended = shares @ v
-    else:
-        attended = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
-    out = F.linear(attended.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    out = out if batched else out.squeeze(1)
-    if not need_weights:
-        return out, None
-    shares = shares.mean(dim=1) if average_attn_weights else shares
-    return out, shares if batched else shares.squeeze(0)
-
-
-def _project(query: Any, key: Any, value: Any, weights: Any, bias: Any) -> tuple[Any, Any, Any]:
-    """Queries, keys and values; in one product where they come from the same tensor."""
-    if isinstance(weights, tuple):
-        biases = (None,) * 3 if bias is None else bias.chunk(3)
-        return tuple(map(F.linear, (query, key, value), weights, biases))  # type: ignore[return-value]
-    if query is key and key is value:
-        return F.linear(query, weights, bias).chunk(3, dim=-1)  # type: ignore[return-value]
-    size = query.shape[-1]
-    if key is value:
-        q_weight, kv_weight = weights.split([size, 2 * size])
-        q_bias, kv_bias = (None, None) if bias is None else bias.split([size, 2 * size])
-        return (F.linear(query, q_weight, q_bias), *F.linear(key, kv_weight, kv_bias).chunk(2, dim=-1))
-    return _project(query, key, value, tuple(weights.chunk(3)), bias)
-
-
-def _by_heads(t: Any, heads: int) -> Any:
-    """(sequence, batch, features) as (batch, heads, sequence, features of a head)."""
-    return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-
-
-def _mask(attn_mask: Any, padding: Any, batch: int, heads: int, extra: int, dtype: torch.dtype) -> Any:
-    """Both masks as one that is added to the scores; ``extra`` keys at the end are seen by everybody."""
-    both = None
-    if attn_mask is not None:
-        both = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))
-        both = _additive(F.pad(both, (0, extra)) if extra else both, dtype)
-    if padding is not None:
-        padding = _additive(F.pad(padding, (0, extra)) if extra else padding, dtype)[:, None, None]
-        both = padding if both is None else both + padding
-    return both
-
-
-def _additive(mask: Any, dtype: torch.dtype) -> Any:
-    """torch's modules mask out where a bool mask is True."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    options = MultiheadOptions(num_heads, dropout_p, is_causal, add_zero_attn, need_weights, average_attn_weights)
+    return Composed(partial(multihead_by_operators, options))
 
 
 @register(torch.ops.aten._nested_tensor_from_mask_left_aligned.default)

@@ -88,10 +88,10 @@ class Work:
         """Shard the heads instead of the sequence, compute, and shard the sequence again."""
         layout = self.layout
         m = layout.mesh_dim
-        assert m is not None and layout.head_cuts is not None
+        assert m is not None and layout.head_sizes is not None
         rank = self.query.coordinate[m]
         sequences = [intervals_of(target.cut(m)) for target in layout.targets[:3] if target is not None]
-        heads = [intervals_of(cut) for cut in layout.head_cuts]
+        heads = [intervals_of(sizes) for sizes in layout.head_sizes]
         dims = q.ndim - 2, q.ndim - 3
         q, k, v = _Swap.apply(dims, sequences, heads, rank, self.group, q, k, v)
         target = layout.targets[3]
@@ -177,7 +177,7 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     query, m = layout.targets[0], layout.mesh_dim
     assert query is not None
     group = None if m is None else query.mesh.get_group(m)
-    exchanges = m is not None and layout.head_cuts is None
+    exchanges = m is not None and layout.head_sizes is None
     parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
     return Work(name, layout, query, shift, scale, parts, exchanges, group)
 

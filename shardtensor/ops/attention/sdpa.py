@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..._compat import TensorMeta, not_in_graphs
@@ -104,7 +104,7 @@ class AttentionPlan(LocalPlan):
         if p > 0:
             place = tuple(work.query.coordinate[m] for m in work.layout.split)
             dropout = Dropout(p, common_draw(work.query, q.device), place)
-        compute = work.attend if work.layout.head_cuts is None else work.by_heads
+        compute = work.attend if work.layout.head_sizes is None else work.by_heads
         return compute(q, k, v, mask, dropout)
 
 
@@ -127,10 +127,8 @@ def plan_attention(
     """The plan for operands with equal batch dims; the layouts that they need are in ``plan.work.layout.targets``."""
     layout = layout_of(NAME, query, key, value, mask, shift, _method.value)
     shape = (*query.shape[:-1], value.shape[-1])
-    out = _result_spec(layout.out, query.mesh, shape, query.tensor_meta.dtype)
-    target = layout.targets[0]
-    assert target is not None
     work = work_of(NAME, layout, shift, query.shape[-1] ** -0.5 if options.scale is None else options.scale)
+    out = _result_spec(work, shape, query.tensor_meta.dtype)
     gradients = [None if spec is None else _gradient_spec(spec, layout) for spec in layout.targets]
     return AttentionPlan(work, not layout.split and shift in (None, 0), options, out, gradients)
 
@@ -266,9 +264,8 @@ def _prepared(
     return work, work.kernel(*local), local
 
 
-def _result_spec(out: Any, mesh: Any, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-    return ShardTensorSpec.of(mesh, [p for p, _ in out], meta, tuple(sizes for _, sizes in out))
+def _result_spec(work: Work, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
+    return work.query.with_layout(work.layout.out, TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
 @register(_aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -286,10 +283,8 @@ def _flash(
         return NotImplemented
     work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
     out, lse = forward(work, kernel, *local)
-    shape, mesh = (*query.shape[:-1], value.shape[-1]), work.query.mesh
-    return tuple(
-        wrap(t, _result_spec(work.layout.out, mesh, s, t.dtype)) for t, s in ((out, shape), (lse, shape[:-1]))
-    )
+    shape = (*query.shape[:-1], value.shape[-1])
+    return tuple(wrap(t, _result_spec(work, s, t.dtype)) for t, s in ((out, shape), (lse, shape[:-1])))
 
 
 @register(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -309,14 +304,12 @@ def _flash_backward(
     work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
     mesh = work.query.mesh
     results = [
-        redistributed(NAME, as_operand(t, mesh), _result_spec(work.layout.out, mesh, t.shape, t.dtype))._local_tensor
+        redistributed(NAME, as_operand(t, mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
     grads = backward(work, kernel, results[0], *local, *results[1:], keys_needed=True, mask_needed=False)
     wrapped = []
     for grad, target in zip(grads, work.layout.targets[:3]):
         assert target is not None and grad is not None
-        pairs = enumerate(target.placements)
-        whole = [Partial() if m in work.layout.split and not isinstance(p, Shard) else p for m, p in pairs]
-        wrapped.append(wrap(grad, target.replace(placements=whole)))
+        wrapped.append(wrap(grad, _gradient_spec(target, work.layout) or target))
     return tuple(wrapped)

@@ -15,15 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from ..._compat import TensorMeta, constant_like, untraced
-from ...geometry import Interval, intervals_of
-from ...halo import borrow
 from ...layout import AxisLayout
 from ...operators import Arguments
 from ...spec import ShardTensorSpec
 
 __all__ = [
     "Constant",
-    "borrow_dims",
     "keeping_sums",
     "per_dim",
     "resized",
@@ -49,21 +46,6 @@ def result_dtype(
         return dtype
     with torch.no_grad(), untraced():
         return probe(torch.zeros(*shape, dtype=dtype, device=call.device)).dtype
-
-
-def borrow_dims(local: Tensor, spec: ShardTensorSpec, needs: Mapping[int, Sequence[Interval]]) -> Tensor:
-    """The shard with each sharded tensor dim of ``needs`` changed to the interval that this rank needs of it.
-
-    :class:`shardtensor.halo.Fetch` does the same with what is known before the call prepared.
-
-    Args:
-        needs: ``{tensor dim: interval per rank of its mesh dim}``, within the global tensor.
-    """
-    for dim, need in needs.items():
-        m = spec.sharded_dims()[dim]
-        own = intervals_of(spec.cut(m))
-        local = borrow(local, dim, own, need, spec.coordinate[m], spec.mesh.get_group(m))
-    return local
 
 
 def resized(

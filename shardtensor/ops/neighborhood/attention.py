@@ -1,57 +1,64 @@
 """Neighborhood attention, through natten's own functions and modules.
 
-Queries stay where they are. Keys and values of the windows' reach beyond the shard are borrowed together, then a plain
-kernel computes this rank's queries: natten's, where it has one for the device, the dtype and the gradient that is
-asked for, else the tiles of ``tiled.py``. What natten would refuse on one device, its own checks refuse
+Queries stay where they are. Keys and values of the windows' reach beyond the shard, the halo, are fetched together;
+then a plain kernel computes this rank's queries: natten's, where it has one for the device, the dtype and the gradient
+that is asked for, else the tiles of ``tiled.py``. What natten would refuse on one device, its own checks refuse
 here, on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import wrapt
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..._compat import TensorMeta
+from ..._compat import TensorMeta, untraced
 from ...errors import refuse
 from ...geometry import Interval, intervals_of
-from ...planning import spec_of
+from ...halo import Fetch
+from ...layout import AxisLayout
+from ...operators import Arguments, Composed, LocalPlan, Plan, operator, planned
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, promote, redistribute_to
 from ..attention.blockwise import DTYPES
-from ..common.alignment import common_layout, common_mesh, local_part, refuse_gathering
-from ..common.stencil import borrow_dims
+from ..common.alignment import common_layout, local_part, refuse_gathering
 from ..shape.view import whole_blocks
 from .natten_kernels import attention_by_natten, natten_kernel
 from .tiled import Dim, tiled_attention
 from .window import Neighborhood
 
+Windows = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]]  # kernel, stride, dilation, causal
+
 
 def _neighborhood_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    kernel_size: Any,
-    stride: Any = 1,
-    dilation: Any = 1,
-    is_causal: Any = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] = 1,
+    is_causal: bool | Sequence[bool] = False,
     scale: float | None = None,
-    additional_keys: Any = None,
-    additional_values: Any = None,
+    additional_keys: Tensor | None = None,
+    additional_values: Tensor | None = None,
     attention_kwargs: Mapping[str, Any] | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     **tuning: Any,
 ) -> Any:
     """Handler of natten's ``neighborhood_attention_generic``, to which all its functions and modules lead.
+
+    It is an entry point of its own because the kernel depends on whether a gradient is needed, which plans' keys do
+    not tell.
 
     Args:
         query: ``(batch, *spatial, heads, head_dim)``, with one to three spatial dims.
@@ -62,78 +69,164 @@ def _neighborhood_attention(
         return_lse: return the softmax's log-sum-exp, ``(batch, *spatial, heads)``, as well.
         attention_kwargs, tuning: handed to natten's kernel where that runs.
     """
-    from natten.utils import checks
+    additional = [additional_keys, additional_values]
+    tensors = [t for t in (query, key, value, *additional) if t is not None]
+    return plan_neighborhood_attention(
+        query,
+        key,
+        value,
+        None if len(tensors) == 3 else additional,
+        (kernel_size, stride, dilation, is_causal),
+        scale,
+        return_lse,
+        backend,
+        torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        None if attention_kwargs is None else tuple(attention_kwargs.items()),
+        tuple(tuning.items()),
+    )
 
-    checks.na_tensor_checks(query, key, value)
-    checks.additional_kv_tensor_checks(query, key, value, additional_keys, additional_values)
-    checks.check_kernel_schedule(tuning.get("kernel_schedule"))
-    n = query.dim() - 3
-    windows = checks.check_all_args(n, kernel_size, stride, dilation, is_causal)
-    checks.check_args_against_input(query, *windows)
-    name = f"natten.na{n}d"
-    additional = () if additional_keys is None else (additional_keys, additional_values)
-    tensors = (query, key, value, *additional)
-    mesh = common_mesh(name, tensors)
-    if mesh is None:
-        return NotImplemented
 
-    # Everything that may be refused, before anything is sent.
-    q, k, v = (_distributed(t, mesh) for t in (query, key, value))
-    specs = [t._spec.for_gradient() for t in (q, k, v)]
-    cut = _cut(name, specs)
-    targets = [cut, *(_keys_cut(spec, cut) for spec in specs[1:])]
-    for t in additional:
-        if isinstance(t, DTensor):
-            specs.append(spec_of(t))
-            targets.append(_additional_cut(specs[-1], targets[1]))
-    refuse_gathering(name, specs, targets)
+class NeighborhoodPlan(LocalPlan):
+    """Neighborhood attention of this rank's queries.
+
+    Args:
+        dims: per spatial dim, its windows, this rank's queries, and the keys that it will have.
+        fetch: the halo of the keys and values, side by side.
+        scale: of the products of queries and keys.
+        arguments: of natten's kernel; None where the tiles do the work.
+        outputs: of the attention, and of the log-sum-exp if it is returned.
+    """
+
+    def __init__(
+        self,
+        dims: tuple[Dim, ...],
+        fetch: Fetch,
+        scale: float,
+        arguments: dict[str, Any] | None,
+        outputs: tuple[ShardTensorSpec, ...],
+    ) -> None:
+        super().__init__(self.attend, outputs)
+        self.dims, self.fetch, self.scale, self.arguments = dims, fetch, scale, arguments
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, additional: Tensor | None) -> tuple[Tensor, ...]:
+        """The outputs, and the log-sum-exp if it is returned. Differentiable."""
+        key_value = self.fetch(torch.cat([key, value], -1))  # one exchange for both
+        return_lse = len(self.outputs) > 1
+        with torch.autocast(self.device, enabled=False):
+            if self.arguments is None:
+                results = tiled_attention(query, key_value, self.dims, additional, self.scale, return_lse)
+            else:
+                results = attention_by_natten(query, key_value, self.dims, additional, return_lse, self.arguments)
+        return (results[0].contiguous(), *(lse.squeeze(-1) for lse in results[1:]))
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        results = self.attend(*self.local_tensors(tensors))
+        # The dtype of the log-sum-exp is the kernel's choice.
+        wrapped = tuple(from_part(r, spec.with_dtype(r.dtype)) for r, spec in zip(results, self.outputs, strict=True))
+        return wrapped if len(wrapped) > 1 else wrapped[0]
+
+
+@planned("neighborhood_attention", tensors="query key value additional", partial="additional")
+def plan_neighborhood_attention(
+    call: Arguments,
+    query: ShardTensorSpec,
+    key: ShardTensorSpec,
+    value: ShardTensorSpec,
+    additional: Sequence[ShardTensorSpec | None] | None,
+    windows: tuple[Any, ...],
+    scale: float | None,
+    return_lse: bool,
+    backend: str | None,
+    grad: bool,
+    attention_kwargs: tuple[tuple[str, Any], ...] | None,
+    tuning: tuple[tuple[str, Any], ...],
+) -> Plan:
+    """The plan of a call: ``windows`` are kernel size, stride, dilation and causality as the caller gives them."""
+    specs, more = [query, key, value], dict(tuning)
+    windows, is_self_attention = _checked(specs, additional or (), windows, more.get("kernel_schedule"))
+    name = f"natten.na{len(query.shape) - 3}d"
+    layout = _queries_layout(name, specs)
+    targets = [layout, *(_keys_layout(spec, layout) for spec in specs[1:])]
+    axes = _additional_axes(targets[1])
+    extra = [spec for spec in additional or () if spec is not None]
+    refuse_gathering(name, [*specs, *extra], [*targets, *(spec.with_layout(axes) for spec in extra)])
     kernel = None
-    if not checks.is_self_attention(query, windows[0], windows[3], bool(additional)):
+    if not is_self_attention:
         kernel = natten_kernel(
             backend,
-            (q, k, v),
-            grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
-            additional=bool(additional),
+            specs,
+            call.device,
+            grad=grad,
+            additional=bool(extra),
             return_lse=return_lse,
-            torch_compile=tuning.get("torch_compile", False),
+            torch_compile=more.get("torch_compile", False),
         )
-
-    if kernel is None and query.dtype not in DTYPES:
-        raise refuse(name, tensors[:3], f"torch's attention does not compute in {query.dtype}", "convert the operands")
-
-    q, k, v = (redistribute_to(t, target) for t, target in zip((q, k, v), targets))
-    extra = None
-    if additional:
-        halves = [ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else t for t in additional]
-        pair = _distributed(torch.cat(halves, -1), mesh)  # plain ones side by side first, for one all-reduce
-        extra = local_part(redistribute_to(pair, _additional_cut(pair._spec, targets[1])), cut)
-    plan = _plan(cut, *windows, kernel is not None)
-    local_q = q.to_local()
-    local_kv = borrow_dims(torch.cat([k.to_local(), v.to_local()], -1), cut, plan.needs)
+    dtype = query.tensor_meta.dtype
+    if kernel is None and dtype not in DTYPES:
+        raise refuse(name, specs, f"torch's attention does not compute in {dtype}", "convert the operands")
+    call.tensors.update(zip(("query", "key", "value"), targets, strict=True))
+    if extra:
+        # Instead of the usual preparation, which would make ShardTensors of both halves.
+        call.steps["additional"] = partial(_local_additional, call.mesh, axes, layout)
     scale = scale or query.shape[-1] ** -0.5
-    with torch.autocast(mesh.device_type, enabled=False):
-        if kernel is None:
-            results = tiled_attention(local_q, local_kv, plan.dims, extra, scale, return_lse)
-        else:
-            arguments = dict(zip(("kernel_size", "stride", "dilation", "is_causal"), windows), **tuning)
-            arguments |= {"scale": scale, "backend": kernel, "attention_kwargs": attention_kwargs}
-            results = attention_by_natten(local_q, local_kv, plan.dims, extra, return_lse, arguments)
+    arguments = None
+    if kernel is not None:
+        arguments = dict(zip(("kernel_size", "stride", "dilation", "is_causal"), windows, strict=True), **more)
+        kwargs = None if attention_kwargs is None else dict(attention_kwargs)
+        arguments |= {"scale": scale, "backend": kernel, "attention_kwargs": kwargs}
     shape = (*query.shape[:-1], value.shape[-1])
-    out = from_part(results[0].contiguous(), _result_spec(cut, shape, results[0].dtype))
-    if not return_lse:
-        return out
-    return out, from_part(results[1].squeeze(-1), _result_spec(cut, shape[:-1], results[1].dtype))
+    outputs = [_with_shape(layout, shape)] + ([_with_shape(layout, shape[:-1])] if return_lse else [])
+    dims, needs = _dims(layout, windows, kernel is not None)
+    fetch = Fetch.of(_with_shape(targets[1], (*key.shape[:-1], key.shape[-1] + value.shape[-1])), needs)
+    return NeighborhoodPlan(dims, fetch, scale, arguments, tuple(outputs))
 
 
-def _distributed(t: Any, mesh: Any) -> Any:
-    return ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else promote(t, mesh)
+def _checked(
+    specs: Sequence[ShardTensorSpec],
+    additional: Sequence[ShardTensorSpec | None],
+    windows: tuple[Any, ...],
+    schedule: object,
+) -> tuple[Windows, bool]:
+    """The windows per dim, and whether every query sees all keys, once natten has checked the arguments.
+
+    Raises:
+        Exception: natten's own, for the global tensors, and so on every rank alike.
+    """
+    from natten.utils import checks
+
+    query, key, value = tensors = [_described(spec) for spec in specs]
+    checks.na_tensor_checks(*tensors)
+    halves = [None if spec is None else _described(spec) for spec in additional]
+    checks.additional_kv_tensor_checks(query, key, value, *halves)
+    checks.check_kernel_schedule(schedule)
+    windows = checks.check_all_args(query.dim() - 3, *windows)
+    checks.check_args_against_input(query, *windows)
+    return windows, checks.is_self_attention(query, windows[0], windows[3], bool(halves))
 
 
-# -- who has what -------------------------------------------------------------------------------------------------
+@untraced()
+def _described(spec: ShardTensorSpec) -> Tensor:
+    """A global tensor without data, for natten's checks; of its own dtype with autocast, too, which natten ignores."""
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
 
 
-def _cut(name: str, specs: list[ShardTensorSpec]) -> ShardTensorSpec:
-    """How the queries and the result lie: as the first of queries, keys and values that is sharded on a mesh dim."""
+def _local_additional(
+    mesh: DeviceMesh, axes: Sequence[AxisLayout], queries: ShardTensorSpec, halves: Sequence[Tensor]
+) -> Tensor:
+    """The additional keys and values that this rank's queries see, side by side. Differentiable."""
+    halves = [ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else t for t in halves]
+    # Plain ones are joined before they are ShardTensors, so that one all-reduce sums the gradients of both.
+    pair = torch.cat(list(halves), -1)
+    pair = pair if isinstance(pair, ShardTensor) else promote(pair, mesh)
+    return local_part(redistribute_to(pair, pair._spec.with_layout(axes)), queries)
+
+
+# -- which rank has what ------------------------------------------------------------------------------------------
+
+
+def _queries_layout(name: str, specs: Sequence[ShardTensorSpec]) -> ShardTensorSpec:
+    """The spec of queries and result: sharded as the first of queries, keys and values that a mesh dim shards."""
     head_dim = len(specs[0].shape) - 1
     if any(head_dim in spec.sharded_dims() for spec in specs):
         raise refuse(
@@ -142,135 +235,124 @@ def _cut(name: str, specs: list[ShardTensorSpec]) -> ShardTensorSpec:
             f"head_dim (tensor dim {head_dim}) is sharded, and every product of a query and a key needs all of it",
             "redistribute to shard heads, batch or spatial dims",
         )
-    groups = specs[0].shape[head_dim - 1] // specs[1].shape[head_dim - 1]
-    return common_layout([_with_queries_heads(spec, specs[0], groups) for spec in specs], specs[0].tensor_meta)
+    group = specs[0].shape[head_dim - 1] // specs[1].shape[head_dim - 1]
+    return common_layout([_with_queries_heads(spec, specs[0], group) for spec in specs], specs[0].tensor_meta)
 
 
 def _with_queries_heads(spec: ShardTensorSpec, query: ShardTensorSpec, group: int) -> ShardTensorSpec:
-    """``spec`` as if it had the query's heads, cut between groups of ``group`` that share a head of the keys."""
+    """``spec`` as if it had the query's heads, sharded between groups of ``group`` that share a head of the keys."""
     heads = len(query.shape) - 2
     m = spec.sharded_dims().get(heads)
     if m is None or group == 1:
         return spec
-    sizes = list(spec.sizes)
     own = spec.shape[heads] == query.shape[heads]
-    sizes[m] = whole_blocks(spec.cut(m), group) if own else tuple(n * group for n in spec.cut(m))
-    assert spec.tensor_meta is not None
+    sizes = whole_blocks(spec.cut(m), group) if own else tuple(n * group for n in spec.cut(m))
     shape = (*spec.shape[:heads], query.shape[heads], spec.shape[-1])
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype)
-    return spec.replace(meta=meta, sizes=tuple(sizes))
+    return _with_shape(spec.with_axes({m: AxisLayout(Shard(heads), sizes)}), shape)
 
 
-def _keys_cut(spec: ShardTensorSpec, cut: ShardTensorSpec) -> ShardTensorSpec:
-    """How keys or values lie next to queries as ``cut``; one of their heads may serve several of the queries'."""
-    heads = len(cut.shape) - 2
-    sizes = list(cut.sizes)
-    m = cut.sharded_dims().get(heads)
-    if m is not None:
-        group = cut.shape[heads] // spec.shape[heads]
-        sizes[m] = tuple(size // group for size in cut.cut(m))
-    return spec.replace(placements=cut.placements, sizes=tuple(sizes))
+def _keys_layout(spec: ShardTensorSpec, queries: ShardTensorSpec) -> ShardTensorSpec:
+    """The spec of keys or values for queries as ``queries``; one of their heads may serve several of the queries'."""
+    heads = len(queries.shape) - 2
+    target = spec.with_layout(queries.layout)
+    m = queries.sharded_dims().get(heads)
+    if m is None:
+        return target
+    group = queries.shape[heads] // spec.shape[heads]
+    return target.with_axes({m: AxisLayout(Shard(heads), tuple(size // group for size in queries.cut(m)))})
 
 
-def _additional_cut(spec: ShardTensorSpec, keys: ShardTensorSpec) -> ShardTensorSpec:
-    """How additional keys or values lie next to keys as ``keys``: batch and heads alike, otherwise whole."""
+def _additional_axes(keys: ShardTensorSpec) -> list[AxisLayout]:
+    """The layout of additional keys and values: batch and heads sharded as the keys', otherwise replicated."""
     places = {0: 0, len(keys.shape) - 2: 2}
-    placements: list[Any] = []
-    sizes: list[Any] = []
-    for p, size in zip(keys.placements, keys.sizes):
-        shared = isinstance(p, Shard) and p.dim in places
-        placements.append(Shard(places[p.dim]) if shared else Replicate())  # type: ignore[attr-defined]
-        sizes.append(size if shared else None)
-    return spec.replace(placements=placements, sizes=tuple(sizes))
+    return [
+        AxisLayout(Shard(places[p.dim]), sizes)
+        if isinstance(p, Shard) and p.dim in places
+        else AxisLayout(Replicate())
+        for p, sizes in keys.layout
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Attributes:
-    dims: per spatial dim, its windows, this rank's queries, and the keys that it will have.
-    needs: ``{tensor dim: the keys that each rank of its mesh dim needs}``, for the sharded ones.
-    """
-
-    dims: tuple[Dim, ...]
-    needs: dict[int, tuple[Interval, ...]]
-
-
-@lru_cache(maxsize=1024)
-def _plan(
-    cut: ShardTensorSpec,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-    causal: tuple[bool, ...],
-    for_natten: bool,
-) -> _Plan:
+def _dims(
+    queries: ShardTensorSpec, windows: Windows, for_natten: bool
+) -> tuple[tuple[Dim, ...], dict[int, list[Interval]]]:
+    """The spatial dims, and the keys that each rank needs: ``{tensor dim: interval per rank of its mesh dim}``."""
     dims, needs = [], {}
-    sharded = cut.sharded_dims()
-    for i, window in enumerate(zip(cut.shape[1:-2], kernel, stride, dilation, causal)):
+    sharded = queries.sharded_dims()
+    for dim, window in enumerate(zip(queries.shape[1:-2], *windows, strict=True), 1):
         neighborhood = Neighborhood(*window)
-        m = sharded.get(1 + i)
-        queries = keys = (0, neighborhood.size)
+        m = sharded.get(dim)
+        own = keys = (0, neighborhood.size)
         if m is not None:
             reads = neighborhood.slice_for if for_natten else neighborhood.reads
-            needs[1 + i] = tuple(reads(own) for own in intervals_of(cut.cut(m)))
-            queries, keys = cut.interval(m), needs[1 + i][cut.coordinate[m]]
-        dims.append(Dim(neighborhood, queries, keys))
-    return _Plan(tuple(dims), needs)
+            needs[dim] = [reads(of_rank) for of_rank in intervals_of(queries.cut(m))]
+            own, keys = queries.interval(m), needs[dim][queries.coordinate[m]]
+        dims.append(Dim(neighborhood, own, keys))
+    return tuple(dims), needs
 
 
-def _result_spec(cut: ShardTensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> ShardTensorSpec:
-    return cut.replace(meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+def _with_shape(spec: ShardTensorSpec, shape: Sequence[int]) -> ShardTensorSpec:
+    """The spec of a contiguous tensor of another shape and the same layout."""
+    return spec.replace(meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype))
 
 
 # -- natten's other functions, and registration ---------------------------------------------------------------------
 
 
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
+def plan_attention(
+    call: Arguments,
+    query: ShardTensorSpec,
+    key: ShardTensorSpec,
+    value: ShardTensorSpec,
     is_causal: bool = False,
     scale: float | None = None,
     *lengths: Any,
     return_lse: bool = False,
     **more: Any,
-) -> Any:
-    """Handler of natten's ``attention``: torch's, with heads behind the sequence."""
+) -> Plan:
+    """The plan of natten's ``attention``: torch's, with heads behind the sequence."""
     from natten.utils import checks
 
-    checks.fmha_tensor_checks(query, key, value)
+    checks.fmha_tensor_checks(*map(_described, (query, key, value)))
     lengths += tuple(value for name, value in more.items() if "seqlen" in name)
+    name, specs = "natten.attention", [query, key, value]
     if any(length is not None for length in lengths):
-        raise refuse(
-            "natten.attention", [query, key, value], "packed sequences have no distributed form", "pad them to a batch"
-        )
+        raise refuse(name, specs, "packed sequences have no distributed form", "pad them to a batch")
     if return_lse:
-        raise refuse(
-            "natten.attention", [query, key, value], "torch's attention returns no log-sum-exp", "drop return_lse"
-        )
+        raise refuse(name, specs, "torch's attention returns no log-sum-exp", "drop return_lse")
     if is_causal and query.shape[1] != key.shape[1]:
         raise refuse(
-            "natten.attention",
-            [query, key, value],
+            name,
+            specs,
             "natten does not say how a causal mask lies on sequences of different lengths",
             "call torch.nn.functional.scaled_dot_product_attention with a mask",
         )
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     grouped = query.shape[2] != key.shape[2]
-    scale = scale or query.shape[-1] ** -0.5
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    options = {"is_causal": is_causal, "scale": scale or query.shape[-1] ** -0.5, "enable_gqa": grouped}
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in tensors), **options).transpose(1, 2)
+
+    return Composed(attend)
 
 
-def _merge_attentions(
-    outputs: Any, lse_tensors: Any, torch_compile: bool = True, use_autograd_fix: bool = True, *, original: Any
-) -> Any:
-    """Handler of natten's ``merge_attentions``: the same arithmetic, differentiated as it is written.
+def _plans_of_merging(original: Callable[..., Any]) -> Callable[..., Plan]:
+    """What plans natten's ``merge_attentions``: the same arithmetic, differentiated as it is written.
 
     natten's "autograd fix" writes the merged result over what its kernels have saved for their backward pass. Here the
     outputs are not those that a kernel saved, and would get wrong gradients.
     """
-    return original(outputs, lse_tensors, torch_compile=False, use_autograd_fix=False)
+
+    def plan_merge_attentions(
+        call: Arguments,
+        outputs: Sequence[ShardTensorSpec],
+        lse_tensors: Sequence[ShardTensorSpec],
+        torch_compile: bool = True,
+        use_autograd_fix: bool = True,
+    ) -> Plan:
+        return Composed(partial(original, torch_compile=False, use_autograd_fix=False))
+
+    return plan_merge_attentions
 
 
 def _register(functional: Any) -> None:
@@ -278,8 +360,8 @@ def _register(functional: Any) -> None:
     functions = [getattr(functional, name) for name in names]
     neighborhood, attention, merge = (getattr(f, "__wrapped__", f) for f in functions)
     register(neighborhood)(_neighborhood_attention)
-    register(attention)(_attention)
-    register(merge)(partial(_merge_attentions, original=merge))
+    operator(attention, tensors="query key value")(plan_attention)
+    operator(merge, tensors="outputs lse_tensors")(_plans_of_merging(merge))
 
 
 # natten is optional: its functions are registered when it is imported, at once if it is already.

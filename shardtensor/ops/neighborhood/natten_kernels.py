@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...spec import ShardTensorSpec
 from .tiled import Dim, tiled_attention
 
 __all__ = ["attention_by_natten", "natten_kernel"]
 
 
 def natten_kernel(
-    asked: str | None, tensors: Sequence[Any], *, grad: bool, additional: bool, return_lse: bool, torch_compile: bool
+    asked: str | None,
+    specs: Sequence[ShardTensorSpec],
+    device: torch.device,
+    *,
+    grad: bool,
+    additional: bool,
+    return_lse: bool,
+    torch_compile: bool,
 ) -> str | None:
     """The kernel of natten to use, None where the tiles have to do: from what every rank knows, as halos depend on it.
 
     Args:
         asked: the caller's choice.
-        tensors: queries, keys and values, ShardTensors.
+        specs: of queries, keys and values.
+        device: theirs.
         grad: whether a gradient will be asked for.
         additional, return_lse, torch_compile: what else the call has.
 
@@ -34,9 +44,9 @@ def natten_kernel(
         "hopper-fna": backends.can_run_cutlass_hopper_fna,
         "cutlass-fna": backends.can_run_cutlass_fna,
     }
-    # natten judges dtypes, devices, heads and head_dim; on each rank alike if there is nothing else.
-    n = tensors[0].dim() - 3
-    samples = [_sample(t, n, grad) for t in tensors]
+    # natten checks dtypes, devices, heads and head_dim; on each rank alike if there is nothing else.
+    n = len(specs[0].shape) - 3
+    samples = [_sample(spec, n, grad, device) for spec in specs]
     if asked == "flex-fna":
         backends.can_run_flex_attention(*samples, torch_compile=torch_compile, raise_error=True)
     elif asked in checks:
@@ -46,15 +56,16 @@ def natten_kernel(
     # The kernels drop the gradient of the log-sum-exp, and flex attention has none at all on CPU.
     if grad and (return_lse or (asked == "flex-fna" and samples[0].device.type == "cpu")):
         return None
-    if additional and not _attends(*(_sample(t, 1, grad) for t in tensors)):
+    if additional and not _attends(*(_sample(spec, 1, grad, device) for spec in specs)):
         return None
     able = [name for name, check in checks.items() if check(*samples)] if asked is None else [asked]
     return able[0] if able else None
 
 
-def _sample(t: Any, ndim: int, grad: bool) -> Tensor:
-    """A tensor without elements, but with the device, the dtype and the heads of ``t``."""
-    return t._local_tensor.new_empty((0,) * (1 + ndim) + t.shape[-2:]).requires_grad_(grad)
+def _sample(spec: ShardTensorSpec, ndim: int, grad: bool, device: torch.device) -> Tensor:
+    """A tensor without elements, but with the device, the dtype and the heads of one with ``spec``."""
+    shape = (0,) * (1 + ndim) + tuple(spec.shape[-2:])
+    return torch.empty(shape, dtype=spec.tensor_meta.dtype, device=device).requires_grad_(grad)
 
 
 def _attends(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -114,43 +114,62 @@ class _Plan:
 @untraced()
 @torch.inference_mode(False)  # a plan that inference makes first must serve training, too
 def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
-    kinds_of = [_kinds(dim, _tile_length(dim, len(dims))) for dim in dims]
-    rows_of = [
-        [_places([t.query for t in kind], len(kind[0].windows), dim, dim.queries).flatten() for kind in kinds]
-        for dim, kinds in zip(dims, kinds_of)
-    ]
-    keys_of = [
-        [_places([t.key for t in kind], kind[0].keys, dim, dim.keys) for kind in kinds]
-        for dim, kinds in zip(dims, kinds_of)
-    ]
-    masks_of = [[_mask(kind[0]) for kind in kinds] for kinds in kinds_of]
+    of_dims = [_tiles_of(dim, _tile_length(dim, len(dims))) for dim in dims]
     sizes = [length(dim.keys) for dim in dims]
     extra = math.prod(sizes) + torch.arange(additional)
     entries = torch.arange(batch)[:, None, None] * (math.prod(sizes) + additional)
     kinds, keys = [], []
-    for chosen in itertools.product(*(list(zip(*of_dim)) for of_dim in zip(kinds_of, keys_of, masks_of))):
-        tiles, places, masks = zip(*chosen)
-        at = _flat_indices(places, sizes)
+    for of_kind in itertools.product(*of_dims):
+        at = _flat_indices([of_dim.keys for of_dim in of_kind], sizes)
         at = (entries + torch.cat([at, extra.expand(len(at), -1)], 1)).flatten()
-        mask = F.pad(_outer(masks), (0, additional), value=True)
+        mask = F.pad(_outer([of_dim.mask for of_dim in of_kind]), (0, additional), value=True)
         keys.append(at)
         kinds.append(
             _Kind(
-                tiles=tuple(len(kind) for kind in tiles),
-                length=tuple(len(kind[0].windows) for kind in tiles),
+                tiles=tuple(of_dim.count for of_dim in of_kind),
+                length=tuple(len(of_dim.mask) for of_dim in of_kind),
                 keys=at.numel(),
                 mask=None if mask.all() else mask.to(device),
             )
         )
-    orders = [torch.cat(rows) for rows in rows_of]
+    orders = [torch.cat([of_kind.queries for of_kind in of_dim]) for of_dim in of_dims]
     identity = [bool((order.diff() == 1).all()) for order in orders]
     return _Plan(
         order=tuple(None if same else order.to(device) for same, order in zip(identity, orders)),
         back=tuple(None if same else order.argsort().to(device) for same, order in zip(identity, orders)),
-        widths=tuple([row.numel() for row in rows] for rows in rows_of),
+        widths=tuple([of_kind.queries.numel() for of_kind in of_dim] for of_dim in of_dims),
         kinds=tuple(kinds),
         keys=torch.cat(keys).to(device),
     )
+
+
+class _KindOfDim(NamedTuple):
+    """Tiles of one dim that look alike.
+
+    Attributes:
+        count: of the tiles.
+        queries: the places of all their queries among this rank's.
+        keys: ``(tiles, keys of a tile)``, the places of their keys among those at hand.
+        mask: ``(queries of a tile, keys of a tile)``, True where the query sees the key.
+    """
+
+    count: int
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+
+
+def _tiles_of(dim: Dim, most: int) -> list[_KindOfDim]:
+    """The tiles of one dim, of at most ``most`` queries, by kind."""
+    return [
+        _KindOfDim(
+            count=len(tiles),
+            queries=_places([t.query for t in tiles], len(tiles[0].windows), dim, dim.queries).flatten(),
+            keys=_places([t.key for t in tiles], tiles[0].keys, dim, dim.keys),
+            mask=_mask(tiles[0]),
+        )
+        for tiles in _kinds(dim, most)
+    ]
 
 
 def _tile_length(dim: Dim, ndim: int) -> int:

@@ -96,7 +96,7 @@ class Neighborhood:
         return (first, last + 1)
 
     def slice_for(self, queries: Interval) -> Interval:
-        """An interval that, taken for the whole dim, leaves the windows of some queries as they are.
+        """An interval that, taken for the global dim, leaves the windows of some queries as they are.
 
         It begins where groups and strides begin, and holds the leaders, because the end of a dim moves them. It is
         longer than a window, if the dim is: natten takes no shorter one, and one as long for ordinary attention.
@@ -129,7 +129,7 @@ class Neighborhood:
 
     @property
     def everywhere(self) -> bool:
-        """Whether every window is its whole group, so that all queries of a group see the same keys."""
+        """Whether every window is all of its group, so that all queries of a group see the same keys."""
         return not self.causal and self.kernel == self._positions(0)
 
     def _positions(self, group: int) -> int:

@@ -178,7 +178,7 @@ def call_with_a_wrong_mask() -> None:
     nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x, attn_mask=torch.zeros(7, 6))
 
 
-def test_torch_judges_the_arguments():
+def test_torch_checks_the_arguments():
     for error in run_expecting_errors(call_with_a_wrong_mask, 2):
         assert isinstance(error, RuntimeError)
         assert "The shape of the 2D attn_mask is" in str(error)
