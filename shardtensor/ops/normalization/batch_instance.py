@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import AutogradFunction, TensorMeta, alias
+from ..._compat import (
+    AutogradFunction,
+    TensorMeta,
+    alias,
+    native_batch_norm_legit,
+    native_batch_norm_legit_no_training,
+)
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ...redistribute import all_reduce, redistribute_local
@@ -284,7 +290,7 @@ def plan_native_batch_norm(
 
 
 @operator(
-    torch._native_batch_norm_legit_no_training,
+    native_batch_norm_legit_no_training,
     _aten._native_batch_norm_legit_no_training,
     tensors="input",
     **_PARAMETERS,
@@ -323,7 +329,7 @@ def plan_batch_norm_with_update(
 
 
 # Not declared, because its overloads have the running statistics or do not have them, in the middle.
-@register(torch._native_batch_norm_legit, _aten._native_batch_norm_legit)
+@register(native_batch_norm_legit, _aten._native_batch_norm_legit)
 def _native_batch_norm_legit(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> tuple[Any, ...]:
