@@ -42,13 +42,13 @@ class _SumGradients(AutogradFunction):
     """Identity whose backward sums the gradients over the mesh dims."""
 
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
         return tuple(alias(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
         return (None, None, *start_sum(grads, ctx.mesh, ctx.mesh_dims)())
 
 
@@ -130,9 +130,9 @@ class _Total(AutogradFunction):
     """The sum of all ranks' contributions. Whoever differentiates it does so on every rank alike."""
 
     @staticmethod
-    def forward(ctx: Any, contribution: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, contribution: Tensor, total: Tensor) -> Tensor:
         return alias(total)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
