@@ -54,6 +54,8 @@ __all__ = [
     "PyTree",
     "TensorMeta",
     "alias",
+    "batch_norm_legit",
+    "batch_norm_legit_no_training",
     "c10d_all_gather",
     "c10d_all_reduce",
     "c10d_all_to_all",
@@ -71,8 +73,6 @@ __all__ = [
     "keep_static",
     "kernel",
     "keystr",
-    "native_batch_norm_legit",
-    "native_batch_norm_legit_no_training",
     "new_wrapper",
     "nn_functions",
     "no_frames_of",
@@ -101,9 +101,10 @@ __all__ = [
 nn_functions = torch._C._nn
 # What scaled_dot_product_attention computes weights with; it has no public name.
 safe_softmax = torch._safe_softmax
-# What torch's own batch norm is composed of; called by name in graphs that torch.export has made.
-native_batch_norm_legit = torch._native_batch_norm_legit
-native_batch_norm_legit_no_training = torch._native_batch_norm_legit_no_training
+
+# What torch's own layers call below torch.batch_norm.
+batch_norm_legit = torch._native_batch_norm_legit
+batch_norm_legit_no_training = torch._native_batch_norm_legit_no_training
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket

@@ -129,9 +129,7 @@ def parallelize(
 
 def _sharded_axes(shard: Sequence[str] | None, data: str | None) -> tuple[str, ...]:
     """The axes over which FSDP2 shards: those asked for, or else the data axis where there is one."""
-    if shard is not None:
-        return tuple(shard)
-    return () if data is None else (data,)
+    return tuple(shard) if shard is not None else () if data is None else (data,)
 
 
 def _check_axes(

@@ -129,14 +129,14 @@ def rule_of(op: OpOverload) -> Handler | None:
 
 
 def unregister(*funcs_or_ops: Any) -> None:
-    """Remove handlers and rules; KeyError where there is none."""
+    """Remove a handler of each, and where there is none, a rule; KeyError where there is neither."""
     for f in funcs_or_ops:
-        tables = [table for table in (FUNCTIONS, OPERATORS, RULES) if f in table]
-        if not tables:
+        table = next((table for table in (OPERATORS, FUNCTIONS, RULES) if f in table), None)
+        if table is None:
             raise KeyError(f)
-        for table in tables:
-            del table[f]
-        META_FUNCTIONS.pop(f, None)
+        del table[f]
+        if table is RULES:
+            META_FUNCTIONS.pop(f, None)
     _changed()
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardtensor.ops.convolution.halo_conv as halo_conv
-from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor import ShardTensor, UnsupportedSharding, redistribute
 from shardtensor.parallel import contribute_gradients, parallelize, synchronize, tensor_parallel, verify
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -527,8 +527,13 @@ class Work:
         self.wait = recorded(events, "sum done", work.wait)
 
 
-def convolutions_kernel(grad, part, weight, plan, spec, mask):
-    return "strip's" if spec is not plan.shard else "input's gradient" if mask[0] else "weight's gradient"
+def convolutions_kernel(*arguments):
+    need_x, need_w, _ = arguments[-1]
+    return "halo's" if need_x and need_w else "input's gradient" if need_x else "weight's gradient"
+
+
+def product(a, b):
+    return "input's gradient" if b.shape == (4, 6) else "weight's gradient"
 
 
 def order_of_events(kind):
@@ -538,16 +543,14 @@ def order_of_events(kind):
     x = shard(problem()[1], mesh, [Shard(2)], {0: CUTS[2]}, requires_grad=True)
     y = layer(x).square().sum()
     with pytest.MonkeyPatch.context() as patch:
-        reduce = recorded(events, "sum started", dist.all_reduce)
-        patch.setattr(dist, "all_reduce", lambda *args, **kwargs: Work(events, reduce(*args, **kwargs)))
-        if kind == "convolution":
-            kernel = halo_conv._convolve_backward
-            patch.setattr(halo_conv, "_convolve_backward", recorded(events, convolutions_kernel, kernel))
-        else:
-            patch.setattr(torch, "tensordot", recorded(events, "weight's gradient", torch.tensordot))
-            patch.setattr(torch.Tensor, "__matmul__", recorded(events, "input's gradient", torch.Tensor.__matmul__))
+        reduce = recorded(events, "sum started", redistribute.c10d_all_reduce)
+        patch.setattr(redistribute, "c10d_all_reduce", lambda *args: Work(events, reduce(*args)))
+        patch.setattr(halo_conv, "WORTH_OVERLAPPING", 0)
+        kernel = recorded(events, convolutions_kernel, halo_conv._convolution_backward)
+        patch.setattr(halo_conv, "_convolution_backward", kernel)
+        patch.setattr(torch, "mm", recorded(events, product, torch.mm))
         y.backward()
-    seen = [e for e in events if e != "strip's"]
+    seen = [e for e in events if e != "halo's"]
     assert seen == ["weight's gradient", "sum started", "input's gradient", "sum done"], events
 
 

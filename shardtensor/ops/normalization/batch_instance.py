@@ -13,13 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import (
-    AutogradFunction,
-    TensorMeta,
-    alias,
-    native_batch_norm_legit,
-    native_batch_norm_legit_no_training,
-)
+from ..._compat import AutogradFunction, TensorMeta, alias, batch_norm_legit, batch_norm_legit_no_training
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ...redistribute import all_reduce, redistribute_local
@@ -290,7 +284,7 @@ def plan_native_batch_norm(
 
 
 @operator(
-    native_batch_norm_legit_no_training,
+    batch_norm_legit_no_training,
     _aten._native_batch_norm_legit_no_training,
     tensors="input",
     **_PARAMETERS,
@@ -329,7 +323,7 @@ def plan_batch_norm_with_update(
 
 
 # Not declared, because its overloads have the running statistics or do not have them, in the middle.
-@register(native_batch_norm_legit, _aten._native_batch_norm_legit)
+@register(batch_norm_legit, _aten._native_batch_norm_legit)
 def _native_batch_norm_legit(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> tuple[Any, ...]:

@@ -130,7 +130,7 @@ def wrong_shape():
 
 
 REFUSED = {
-    short: (3, UnsupportedSharding, r"masked_select: tensor dim 2.*nor can dim 0 be cut.*\[1, 2, 3\].*Remedy: redis"),
+    short: (3, UnsupportedSharding, r"masked_select: tensor dim 2.*nor can dim 0 be sharded.*\[1, 2, 3\].*Remedy: re"),
     cut_twice: (4, UnsupportedSharding, r"nonzero.*: tensor dim 1, sharded on mesh dim 1, does not lead.*Remedy"),
     other_axis: (4, UnsupportedSharding, r"masked_select: its dim 0 is sharded.* 1, where the mask is replicated"),
     wrong_shape: (2, IndexError, r"the mask of shape \(7, 3, 6\) does not fit"),
