@@ -207,7 +207,7 @@ def _make_plan(
         raise refuse(func, specs, reason, remedy)
     call = AtenCall(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
     try:
-        return build(call)
+        return build(call)  # type: ignore[no-any-return]
     except UnsupportedSharding:
         if not gather_allowed():
             raise

@@ -240,7 +240,7 @@ def _batched(
 ) -> list[dist.Work]:
     ops = []
     for transfer, buffer, counts in ((dist.isend, inp, send_counts), (dist.irecv, out, recv_counts)):
-        for peer, part in enumerate(buffer.split(counts)):
+        for peer, part in enumerate(buffer.split_with_sizes(counts)):
             if part.numel():
                 ops.append(dist.P2POp(transfer, part, dist.get_global_rank(group, peer), group))
     return dist.batch_isend_irecv(ops) if ops else []

@@ -145,7 +145,7 @@ class _FetchedDim:
 
     def __call__(self, local: Tensor) -> Tensor:
         if torch.is_grad_enabled() and local.requires_grad:
-            return _Fetched.apply(local, self)
+            return _Fetched.apply(local, self)  # type: ignore[no-any-return]
         return self.fetch(local)
 
     def fetch(self, local: Tensor) -> Tensor:
@@ -181,12 +181,12 @@ class _FetchedDim:
 
 class _Fetched(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:
         ctx.step = step
         return step.fetch(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         again = torch.is_grad_enabled()  # for second derivatives
         return _GivenBack.apply(grad, ctx.step) if again else ctx.step.give_back(grad), None
 
@@ -195,12 +195,12 @@ class _GivenBack(AutogradFunction):
     """The adjoint of fetching, whose own is fetching again."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, step: _FetchedDim) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, grad: Tensor, step: _FetchedDim) -> Tensor:
         ctx.step = step
         return step.give_back(grad)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         again = torch.is_grad_enabled()
         return _Fetched.apply(grad, ctx.step) if again else ctx.step.fetch(grad), None
 
@@ -245,7 +245,7 @@ class _Outgoing:
     def add_returned(self, piece: Tensor, grads: Sides, lengths: Sequence[tuple[int, int, int]]) -> Tensor:
         """The adjoint for the halo: add its part of a returned gradient to ``grads``; what is left is the shard's."""
         for (dim, places), strips, parts in reversed(list(zip(self.layers, grads, lengths))):
-            before, piece, after = piece.split(parts, dim=dim)
+            before, piece, after = piece.split_with_sizes(parts, dim=dim)
             for strip, place, extra in zip(strips, places, (before, after)):
                 if strip is not None:
                     _narrowed(strip, place).add_(extra)

@@ -102,12 +102,12 @@ def parallelize(
     mesh = current_mesh() if mesh is None else mesh
     names = mesh.mesh_dim_names or ()
     data = data if data in names else None
-    axes = [n for n in names if n in (data, domain, tensor)]
-    shard = tuple(shard) if shard is not None else () if data is None else (data,)
+    shard = _sharded_axes(shard, data)
     _check_axes(names, data, domain, tensor, plan, shard, spmd)
-    mesh = mesh if len(axes) == len(names) else mesh[tuple(axes)]
-    if spmd:
-        options |= spmd_options(shard, tuple(n for n in axes if n in (data, domain) and n not in shard))
+    axes = [n for n in names if n in (data, domain, tensor)]
+    mesh = _sub(mesh, axes)
+    copies = tuple(n for n in axes if n in (data, domain) and n not in shard)
+    options |= spmd_options(shard, copies) if spmd else {}
     synchronize(model, mesh)
     steps = [f"weights and buffers: rank 0's on all ranks of {_named(mesh, axes)}"]
 
@@ -121,17 +121,15 @@ def parallelize(
         steps.append(f"weights: DTensors on {_named(mesh, axes)}; gradients are contributions")
     if shard or spmd:
         _check_no_empty_shard(model)
-        fsdp_mesh = mesh if spmd else _fsdp_mesh(mesh, shard, data)
-        _fully_shard(model, units, fsdp_mesh, spmd, options)
-        copies = [n for n in (data, domain) if n is not None and n not in shard]
-        over, each = (" and ".join(map(repr, some)) or "no axis" for some in (shard, copies))
-        steps.append(f"FSDP2: weights, gradients and optimizer state sharded over {over}, copies over {each}")
-        if len({p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}) > 1:
-            steps.append("gradients are on several meshes: clip them with shardtensor.parallel.clip_grad_norm_")
-    elif data is not None:
-        steps.append(f"data parallel: left to you, e.g. DistributedDataParallel(model, device_mesh=mesh[{data!r}])")
+        _fully_shard(model, units, mesh if spmd else _fsdp_mesh(mesh, shard, data), spmd, options)
+    steps += _about_gradients(model, data, shard, copies, spmd)
     steps.append(_about_inputs(axes, data, domain, tensor, spmd))
     return Parallelized(inputs, tuple(steps))
+
+
+def _sharded_axes(shard: Sequence[str] | None, data: str | None) -> tuple[str, ...]:
+    """The axes over which FSDP2 shards: those asked for, or else the data axis where there is one."""
+    return tuple(shard) if shard is not None else () if data is None else (data,)
 
 
 def _check_axes(
@@ -230,6 +228,19 @@ def clip_grad_norm_(
     for some in by_mesh.values():
         nn.utils.clip_grads_with_norm_(some, max_norm, total)
     return total
+
+
+def _about_gradients(
+    model: nn.Module, data: str | None, shard: Sequence[str], copies: Sequence[str], spmd: bool
+) -> Iterator[str]:
+    """What becomes of gradients, once the model is prepared: by FSDP2, or by the caller."""
+    if shard or spmd:
+        over, each = (" and ".join(map(repr, some)) or "no axis" for some in (shard, copies))
+        yield f"FSDP2: weights, gradients and optimizer state sharded over {over}, copies over {each}"
+        if len({p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}) > 1:
+            yield "gradients are on several meshes: clip them with shardtensor.parallel.clip_grad_norm_"
+    elif data is not None:
+        yield f"data parallel: left to you, e.g. DistributedDataParallel(model, device_mesh=mesh[{data!r}])"
 
 
 def _about_inputs(axes: Sequence[str], data: str | None, domain: str, tensor: str | None, spmd: bool) -> str:

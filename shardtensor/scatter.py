@@ -67,30 +67,34 @@ def scatter_tensor(
     check_process_group()
     mesh = current_mesh() if mesh is None else mesh
     placements = [Replicate()] * mesh.ndim if placements is None else placements
-    mesh_coordinate(mesh)
-    ranks = mesh.mesh
-    if not bool((ranks == global_src).any()):
-        raise ValueError(f"global_src={global_src} is not in the mesh {ranks.tolist()}; name a global rank of the mesh")
-    if any(p.is_partial() for p in placements):
-        raise ValueError(f"scatter_tensor cannot place {tuple(placements)}: only Shard and Replicate")
+    _check_arguments(global_src, mesh, placements)
     is_src = dist.get_rank() == global_src
-    peers = [int(r) for r in ranks.flatten().tolist() if int(r) != global_src]
     problem = _problem(tensor, mesh) if is_src else 0
     if global_shape is None or dtype is None:
-        shape, dtype_ = _share_header(tensor, problem, global_src, peers, mesh, global_shape, dtype)
+        shape, dtype = _share_header(tensor, problem, global_src, mesh, global_shape, dtype)
     else:
-        shape, dtype_ = tuple(global_shape), dtype
-        if is_src and not problem and (tuple(tensor.shape) != shape or tensor.dtype != dtype_):  # type: ignore[union-attr]
+        shape = tuple(global_shape)
+        if is_src and not problem and _differs(tensor, shape, dtype):
             problem = _OTHER_META
     # What follows is computed from arguments that are equal on all ranks, so it raises on all or none. The source
     # reports its own problem with the shards.
-    if requires_grad and not (dtype_.is_floating_point or dtype_.is_complex):
-        raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype_}")
-    spec = ShardTensorSpec.make(mesh, placements, shape, dtype_, shard_sizes=shard_sizes)
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
+    spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
     local = _send_shards(None if problem else tensor, spec) if is_src else _receive_shard(spec, global_src)
     if local is None or problem:
         raise _error(problem, global_src)
     return mark_leaf(wrap(local, spec), requires_grad)
+
+
+def _check_arguments(src: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """What every rank can see by itself."""
+    mesh_coordinate(mesh)
+    ranks = mesh.mesh
+    if not bool((ranks == src).any()):
+        raise ValueError(f"global_src={src} is not in the mesh {ranks.tolist()}; name a global rank of the mesh")
+    if any(p.is_partial() for p in placements):
+        raise ValueError(f"scatter_tensor cannot place {tuple(placements)}: only Shard and Replicate")
 
 
 def _problem(tensor: object, mesh: DeviceMesh) -> int:
@@ -100,6 +104,12 @@ def _problem(tensor: object, mesh: DeviceMesh) -> int:
     if tensor.device.type != mesh.device_type:
         return _WRONG_DEVICE
     return _TOO_MANY_DIMS if tensor.ndim > MAX_NDIM else 0
+
+
+def _differs(tensor: Tensor | None, shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
+    """Whether the source's tensor is not what it was said to be; None: nothing was said."""
+    assert tensor is not None
+    return (shape is not None and tuple(shape) != tuple(tensor.shape)) or (dtype is not None and dtype != tensor.dtype)
 
 
 def _error(problem: int, src: int) -> Exception:
@@ -119,7 +129,6 @@ def _share_header(
     tensor: Tensor | None,
     problem: int,
     src: int,
-    peers: list[int],
     mesh: DeviceMesh,
     global_shape: Sequence[int] | None,
     dtype: torch.dtype | None,
@@ -131,14 +140,14 @@ def _share_header(
         header[0] = problem
         if not problem:
             assert tensor is not None
-            other_shape = global_shape is not None and tuple(global_shape) != tuple(tensor.shape)
-            if other_shape or (dtype is not None and dtype != tensor.dtype):
+            if _differs(tensor, global_shape, dtype):
                 header[0] = _OTHER_META
             header[1], header[2] = DTYPES.index(tensor.dtype), tensor.ndim
             header[3 : 3 + tensor.ndim] = torch.tensor(tensor.shape, dtype=torch.int64)
         header = header.to(mesh.device_type)
-        for peer in peers:
-            dist.send(header, peer)
+        for peer in mesh.mesh.flatten().tolist():
+            if peer != src:
+                dist.send(header, int(peer))
     else:
         header = header.to(mesh.device_type)
         dist.recv(header, src)

@@ -105,7 +105,7 @@ class ShardTensor(DTensor):
         if placements is None:
             placements = [Replicate()] * mesh.ndim
         spec = agree_on_local(local_tensor, mesh, placements, shard_sizes)
-        return conversions.from_local(ShardTensor, local_tensor, spec)
+        return conversions.from_local(ShardTensor, local_tensor, spec)  # type: ignore[no-any-return]
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
@@ -114,9 +114,9 @@ class ShardTensor(DTensor):
         Its gradient comes back as contributions, ``Partial()``, on every mesh dim where it is Replicate, see
         [Note: contributions] in parameters.py.
         """
-        return conversions.from_dtensor(ShardTensor, dtensor)
+        return conversions.from_dtensor(ShardTensor, dtensor)  # type: ignore[no-any-return]
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # type: ignore[override]
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's shard, copy or contribution as a plain tensor. Differentiable.
 
         Args:
@@ -136,7 +136,7 @@ class ShardTensor(DTensor):
             spec = spec.replace(placements=grad_placements)
         return conversions.to_local(self, spec) if differentiable else self._local_tensor
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # type: ignore[override]
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
 
         Args:
@@ -144,7 +144,7 @@ class ShardTensor(DTensor):
                 every rank computes alike.
         """
         whole = conversions.redistributed(self, self._spec.replicated())
-        return whole.to_local(grad_placements=grad_placements)
+        return whole.to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
 
     def redistribute(  # type: ignore[override]
         self,
@@ -173,7 +173,7 @@ class ShardTensor(DTensor):
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(f"redistribute to another mesh ({device_mesh}) is not possible; this is {self._spec}")
-        return conversions.redistributed(self, self._target_spec(placements, shard_sizes))
+        return conversions.redistributed(self, self._target_spec(placements, shard_sizes))  # type: ignore[no-any-return]
 
     def _target_spec(
         self, placements: Sequence[Placement] | None, shard_sizes: Mapping[int, Sequence[int]] | str | None
@@ -218,9 +218,9 @@ class ShardTensor(DTensor):
         return self._local_tensor.device
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         with DisableTorchFunction():
-            return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+            return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -245,7 +245,7 @@ class ShardTensor(DTensor):
                 return result
         if len(args) > 1 or kwargs or type(args[0]) in (list, tuple):
             args, kwargs = functions.promote_operands(cls, func, args, kwargs)
-        return DTensor.__torch_function__(func, types, args, kwargs)
+        return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
@@ -256,7 +256,7 @@ class ShardTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
-            return memo[id(self)]
+            return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             raise RuntimeError("only leaf ShardTensors support deepcopy, as with plain tensors; detach() it first")
         new = _leaf(copy.deepcopy(self._local_tensor, memo), self._spec, self.requires_grad)
@@ -299,7 +299,7 @@ class ShardTensor(DTensor):
                 "pass its clone()",
             )
         keep_static(self._local_tensor)
-        return super().__tensor_flatten__()
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):  # type: ignore[no-untyped-def]
@@ -309,7 +309,7 @@ class ShardTensor(DTensor):
         return new_wrapper(ShardTensor, inner_tensors["_local_tensor"], spec, requires_grad)
 
     def __coerce_tangent_metadata__(self) -> ShardTensor:
-        return conversions.redistributed(self, self._spec.for_gradient())
+        return conversions.redistributed(self, self._spec.for_gradient())  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(self, flatten_spec, expected_type=None):  # type: ignore[no-untyped-def]
         if expected_type is not None:
@@ -385,7 +385,7 @@ def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
         tensor.requires_grad_(requires_grad)
         if requires_grad and not before:
             spec = tensor._spec
-            tensor.register_hook(lambda grad: as_gradient(grad, spec))
+            tensor.register_hook(lambda grad: as_gradient(grad, spec))  # type: ignore[no-untyped-call]
     return tensor
 
 
@@ -411,7 +411,7 @@ def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param
     mesh_coordinate(spec.mesh)
     new = _leaf(local, spec, requires_grad)
     if is_parameter:
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     return new
 
 

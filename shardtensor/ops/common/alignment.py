@@ -288,6 +288,3 @@ def same_layout(t: Tensor, other: Tensor) -> Tensor:
 def replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """A plain tensor, equal on every rank and without a gradient, on the mesh of ``spec``."""
     return wrap(t, ShardTensorSpec.make(spec.mesh, spec.replicated().placements, t.shape, t.dtype))
-
-
-# -- former names, which other families still use ------------------------------------------------------------------

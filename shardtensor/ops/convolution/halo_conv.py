@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import refuse
-from ...exchange import plan_intervals
+from ...exchange import Pending, plan_intervals
 from ...geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
 from ...halo import Axis, Halo, Sides
 from ...spec import ShardTensorSpec
@@ -34,6 +34,8 @@ WORTH_OVERLAPPING = 1 << 16
 
 Pads = tuple[tuple[int, int], ...]
 Grads = list[Tensor | None]
+# Gradients of the halo on their way to its owners: of the first axis, and what has arrived from the others.
+_Returning = tuple[Pending | None, list[list[Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +148,7 @@ class HaloConvolution:
         need_x, need_w, need_b = needed
         from_sides: list[tuple[Part, Tensor]] = []
         side_grads = self._backward_of_sides(grad, weight, sides, (need_x, need_w), from_sides)
-        returned: list[list[Tensor]] = [[] for _ in self.sides]
-        pending = None
-        if need_x:
-            for i in reversed(range(len(self.sides))):
-                pending = self.halo.start_return(i, side_grads, x)
-                if i > 0:
-                    returned[i] = self.halo.finish_return(i, pending, side_grads)
+        returning = self._start_returns(side_grads, x) if need_x else None
         grad_x = grad_w = grad_b = None
         # One call of the kernel computes both gradients faster than two, unless the sum travels during the second.
         together = need_x and (sum_parameters is None or x.numel() < WORTH_OVERLAPPING)
@@ -165,19 +161,38 @@ class HaloConvolution:
             for part, contribution in from_sides:
                 part.kernel(grad_w).add_(contribution)
         finish = None if sum_parameters is None else sum_parameters([grad_w, grad_b])
-        if need_x:
-            if self.shard is None:
-                grad_x = torch.zeros_like(x)
-            elif grad_x is None:
-                grad_x, _, _ = self._differentiate(self.shard, grad, x, weight, (True, False, False))
-            assert grad_x is not None
-            if self.sides:
-                returned[0] = self.halo.finish_return(0, pending, side_grads)
-            for i in reversed(range(len(self.sides))):
-                self.halo.add_to_shard(i, grad_x, returned[i])
+        if returning is not None:
+            grad_x = self._gradient_of_shard(grad, x, weight) if grad_x is None else grad_x
+            self._add_returned(grad_x, returning, side_grads)
         if finish is not None:
             grad_w, grad_b = finish()
         return [grad_x, grad_w, grad_b]
+
+    def _gradient_of_shard(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of the shard, but for what other ranks computed with it."""
+        if self.shard is None:
+            return torch.zeros_like(x)
+        grad_x, _, _ = self._differentiate(self.shard, grad, x, weight, (True, False, False))
+        assert grad_x is not None
+        return grad_x
+
+    def _start_returns(self, side_grads: Sides, x: Tensor) -> _Returning:
+        """Send the halo's gradients to their owners, one axis after the other: see [Note: corners] in halo.py."""
+        returned: list[list[Tensor]] = [[] for _ in self.sides]
+        pending = None
+        for i in reversed(range(len(self.sides))):
+            pending = self.halo.start_return(i, side_grads, x)
+            if i > 0:
+                returned[i] = self.halo.finish_return(i, pending, side_grads)
+        return pending, returned
+
+    def _add_returned(self, grad_x: Tensor, returning: _Returning, side_grads: Sides) -> None:
+        """Add what :meth:`_start_returns` has under way to the gradient of the shard."""
+        pending, returned = returning
+        if self.sides:
+            returned[0] = self.halo.finish_return(0, pending, side_grads)
+        for i in reversed(range(len(self.sides))):
+            self.halo.add_to_shard(i, grad_x, returned[i])
 
     def _backward_of_sides(
         self, grad: Tensor, weight: Tensor, sides: Sides, needed: tuple[bool, bool], weights: list[tuple[Part, Tensor]]

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ... import planning
 from ...errors import refuse
-from ...operators import Arguments, Composed, Operand, Plan, operator
+from ...operators import Arguments, Composed, Operand, Plan, operator, planned
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
-from ..common.alignment import common_layout, common_mesh, fit, torch_judges
+from ..common.alignment import common_layout, common_mesh, fit
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
 from ..common.reduce import check_dtype, reduced_spec
 
@@ -195,23 +195,32 @@ def plan_addbmm(
 
 
 def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
-    """``input.addmm_(a, b)`` and its kin. Not by a plan, whose tensors may be others than the caller's."""
+    """``input.addmm_(a, b)`` and its kin. What is added has a plan; it is written by no plan, whose tensors may be
+    others than the caller's.
+    """
     function = getattr(torch, name)
+
+    @planned(name + "_", tensors="input a b", partial="input")
+    def plan_added(
+        call: Arguments, input: ShardTensorSpec, a: ShardTensorSpec, b: ShardTensorSpec, beta: Number, alpha: Number
+    ) -> Plan:
+        meta = call.returned(function, input, a, b, beta=beta, alpha=alpha)
+        if meta.shape != input.shape:  # addbmm_ of one device grows its tensor
+            reason = "it would change the shape of a tensor in place"
+            raise refuse(call.name, input, reason, "use the out-of-place form")
+        dtype = meta.dtype
+        return Composed(lambda input, a, b: _scaled(product(a, b), dtype, beta, alpha))
 
     @register(getattr(Tensor, name + "_"))
     def added_(
         input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1
-    ) -> ShardTensor | NotImplementedType:
+    ) -> Tensor | NotImplementedType:
         if common_mesh(name, [input, a, b]) is None:
             return NotImplemented
         if not isinstance(input, DTensor):
             reason = "a ShardTensor cannot be written into a plain tensor"
             raise refuse(name + "_", [input, a, b], reason, "use the out-of-place form")
-        dtype = torch_judges(function, input, a, b, beta=beta, alpha=alpha).dtype
-        result, beta = _scaled(product(a, b), dtype, beta, alpha)
-        if torch.broadcast_shapes(input.shape, result.shape) != input.shape:  # addbmm_ of one device grows its tensor
-            reason = "it would change the shape of a tensor in place"
-            raise refuse(name + "_", input, reason, "use the out-of-place form")
+        result, beta = plan_added(input, a, b, beta, alpha)
         if beta == 0:
             return input.copy_(result)
         return (input if beta == 1 else input.mul_(beta)).add_(result)

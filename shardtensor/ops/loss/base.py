@@ -15,7 +15,6 @@ from ..._compat import TensorMeta, nn_functions
 from ...operators import Arguments, Composed, Plan, operator
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
-from ...tensor import from_part
 from ..common.alignment import wide_dtype
 from .kernels import scalar_spec
 
@@ -27,23 +26,18 @@ def terms_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
     return spec.replace(meta=TensorMeta(spec.shape, contiguous_stride(spec.shape), dtype))
 
 
-def reduced(terms: Tensor, spec: ShardTensorSpec, reduction: str, divisor: Any) -> Any:
-    """The loss, from this rank's terms, which have the layout of ``spec``; ``divisor`` is what a mean divides by."""
+def outputs_spec(spec: ShardTensorSpec, reduction: str, dtype: torch.dtype) -> ShardTensorSpec:
+    """The spec of a loss whose terms have the layout of ``spec``."""
+    return terms_spec(spec, dtype) if reduction == "none" else scalar_spec(spec, dtype)
+
+
+def reduced(terms: Tensor, reduction: str, divisor: Any) -> Tensor:
+    """This rank's contribution to the loss, from its terms; ``divisor`` is what a mean divides by."""
     if reduction == "none":
-        return from_part(terms, terms_spec(spec, terms.dtype))
+        return terms
     # In float32 at least: a mean of half precision numbers must not overflow on its way.
     total = terms.sum(dtype=wide_dtype(terms.dtype))
-    return contribution(total, spec, terms.dtype, divisor if reduction == "mean" else None)
-
-
-def contribution(total: Tensor, spec: ShardTensorSpec, dtype: torch.dtype, divisor: Any) -> Any:
-    """The loss, from the sum of this rank's terms, which have the layout of ``spec``.
-
-    Args:
-        divisor: of a mean; None: it is a sum.
-    """
-    value = total if divisor is None else total / divisor
-    return from_part(value.to(dtype), scalar_spec(spec, dtype))
+    return (total / divisor if reduction == "mean" else total).to(terms.dtype)
 
 
 @contextmanager

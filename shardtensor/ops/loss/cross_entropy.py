@@ -1,37 +1,34 @@
 """Losses over classes: cross entropy, negative log likelihood, multi-class and multi-label margins.
 
 [Note: sharded classes] A target names one class, and the rank that holds its logit is the only one that contributes:
-on the others the target counts as ignored. So the terms (one number per row) are a Partial over the mesh dim that cuts
-the classes, and go into the loss's Partial scalar without being reduced on their own. What cross entropy sends is
-what a log-softmax over a sharded dim sends: two all-reduces of one number per row.
+on the others the target counts as ignored. So the terms (one number per row) are a Partial over the mesh dim that
+shards the classes, and go into the loss's Partial scalar without being reduced on their own. What cross entropy sends
+is what a log-softmax over a sharded dim sends: two all-reduces of one number per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...parameters import local_parameters
+from ...errors import refuse
+from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
+from ...plan import picked
+from ...planning import meta_of
 from ...redistribute import all_reduce, start_all_reduce
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import (
-    as_operand,
-    common_layout,
-    free_dims,
-    local_part,
-    redistributed,
-    torch_judges,
-    wide_dtype,
-)
-from .base import composed_loss, contribution, full_precision, reduced
+from ...strides import contiguous_stride
+from ...tensor import redistribute_to
+from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype
+from .base import full_precision, loss, outputs_spec, reduced
 from .kernels import scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
@@ -61,118 +58,218 @@ def _without_dim(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTens
     return ShardTensorSpec.of(spec.mesh, placements, meta, tuple(sizes))
 
 
-def _class_weights(name: str, weight: Any, common: ShardTensorSpec, classes: int) -> Tensor | None:
-    """The weights ``(C,)`` of the classes that this rank holds."""
-    m = common.sharded_dims().get(classes)
-    if isinstance(weight, ShardTensor) and weight._spec.sharded_dims():
-        w = as_operand(weight, common.mesh)
-        placements = [Shard(0) if i == m else Replicate() for i in range(common.mesh.ndim)]
-        sizes = tuple(size if i == m else None for i, size in enumerate(common.sizes))
-        return local_part(redistributed(name, w, w._spec.replace(placements=placements, sizes=sizes)), common)
-    (w,) = local_parameters(name, common, weight)
-    if m is not None and w is not None:
-        start, stop = common.interval(m)
-        w = w.narrow(0, start, stop - start)
-    return w
+# -- weights of the classes -------------------------------------------------------------------------------------------
 
 
-def _own_targets(t: Tensor, ignored: Tensor, classes: int, common: ShardTensorSpec) -> Tensor:
-    """The targets as indices into this rank's classes; :data:`_ELSEWHERE` if ignored, or where others hold the class.
+def _prepare_weights(call: Arguments, weight: Operand | None, common: ShardTensorSpec, classes: int) -> Any:
+    """Have weights ``(C,)`` prepared for an input with spec ``common``.
 
-    Targets that name no class at all stay what they are, so that torch's kernel raises its error.
+    Returns:
+        ``(start, length)`` of the classes that this rank holds, where the local work has to narrow the weights to them;
+        None where it has not.
     """
-    start, stop = common.interval(common.sharded_dims()[classes])
-    t = t.long()
-    others = (t >= 0) & (t < common.shape[classes]) & ((t < start) | (t >= stop))
-    return torch.where(others | ignored, _ELSEWHERE, t - start)
+    m = common.sharded_dims().get(classes)
+    if not isinstance(weight, ShardTensorSpec):
+        return None if m is None or weight is None else (common.interval(m)[0], common.local_shape()[classes])
+    if not weight.sharded_dims():
+        reason = "the parameter is sharded"
+        raise refuse(call.name, [common, weight], reason, "redistribute it to Replicate() before the call")
+    placements = [Shard(0) if i == m else Replicate() for i in range(common.mesh.ndim)]
+    sizes = tuple(size if i == m else None for i, size in enumerate(common.sizes))
+    source = weight.for_gradient()
+    target = source.replace(placements=placements, sizes=sizes)
+    refuse_gathering(call.name, [source], [target])
+    mesh = common.mesh
+    call.then_do("weight", lambda w: local_part(redistribute_to(as_operand(w, mesh), target), common))
+    return None
+
+
+class _FixedWeights(Plan):
+    """A loss whose weights, its last tensor, have no gradient. Whether one is wanted, plans do not depend on."""
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        weight = tensors[-1] if self.order is None else picked(tensors, self.order[-1])
+        if weight is not None and weight.requires_grad:
+            raise RuntimeError(f"{self.name}: the weights of the classes cannot be differentiated; detach them")
+        return super().__call__(tensors)
+
+
+class _LocalWithFixedWeights(_FixedWeights, LocalPlan):
+    """A :class:`LocalPlan` that is one."""
+
+
+class _ComposedWithFixedWeights(_FixedWeights, Composed):
+    """A :class:`Composed` that is one."""
+
+
+def _without_autocast(
+    call: Arguments, function: Callable[..., Tensor], given: Mapping[str, Any], reduction: str
+) -> Plan:
+    """The loss where autocast is on, whose rule for losses is float32: once more without it."""
+    names = [name for name in given if name in ("input", "target", "weight")]
+    options = {name: value for name, value in given.items() if name not in names}
+    name, device = function.__name__, call.device.type
+
+    def compute(*tensors: Any) -> Any:
+        with full_precision(device) as cast:
+            # By way of torch's module, whose functions are patched.
+            return getattr(F, name)(**dict(zip(names, map(cast, tensors))), **options, reduction=reduction)
+
+    return Composed(compute)
 
 
 # -- cross entropy and negative log likelihood ------------------------------------------------------------------------
 
 
-def _likelihood(function: Callable[..., Tensor], given: dict[str, Any], reduction: str) -> Any:
+def _plan_likelihood(
+    function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str
+) -> Plan:
     """Cross entropy (a log-softmax before the other) or negative log likelihood.
 
     ``given`` holds the input ``(C,)`` or ``(N, C, *spatial)``, sharded in any dims, the target (class indices, ``()``
     or ``(N, *spatial)``, or for cross entropy probabilities in the input's shape) and weights of the classes ``(C,)``.
     """
+    if call.autocast() is not None:
+        return _without_autocast(call, function, given, reduction)
     input, target, weight = given["input"], given["target"], given["weight"]
-    smoothing, ignore_index = given.get("label_smoothing", 0.0), given["ignore_index"]
-    name = function.__name__
-    mesh = input.device_mesh
-    meta = torch_judges(function, **given, reduction="none")
+    meta = meta_of(call.returned(function, **given, reduction="none"))
     soft = input.shape == target.shape and function is F.cross_entropy
-    if not soft and weight is not None and weight.requires_grad:
-        raise RuntimeError(f"{name}: the weights of the classes cannot be differentiated; detach them")
-    with full_precision(mesh.device_type) as cast:
-        x, t, weight = as_operand(cast(input), mesh), as_operand(cast(target), mesh), cast(weight)
-        classes = min(1, x.ndim - 1)
-        targets = t._spec if soft else _with_dim(t._spec, classes, x._spec)
-        common = common_layout([x._spec, targets], x._spec.tensor_meta)
-        m = common.sharded_dims().get(classes)
-        x, rows = redistributed(name, x, common), _without_dim(common, classes, meta)
-        if m is None and not soft:
-            t = redistributed(name, t, _without_dim(common, classes, t._spec.tensor_meta)).to_local()
-            w = _class_weights(name, weight, common, classes)
-            options = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
-            options.update(weight=w, ignore_index=ignore_index)
-            return _of_whole_rows(function, x.to_local(), t, options, reduction, rows)
-        terms_spec = rows.replace(placements=[Partial() if i == m else p for i, p in enumerate(rows.placements)])
-        logs = (torch.log_softmax(x, classes) if function is F.cross_entropy else x).to_local()
-        w = _class_weights(name, weight, common, classes)
-        weighted = logs if w is None else logs * w.view(-1, *[1] * (logs.ndim - classes - 1))
-        if soft:
-            t = redistributed(name, t, common).to_local() * (1 - smoothing) + smoothing / common.shape[classes]
-            return reduced(-(weighted * t).sum(classes), terms_spec, reduction, meta.shape.numel())
-        target_spec = rows.replace(meta=t._spec.tensor_meta)
-        # The targets (a number per row) are gathered if need be.
-        t = redistribute_to(t, target_spec).to_local()
-        ignored = t == ignore_index
-        t, ignore_index = _own_targets(t, ignored, classes, common), _ELSEWHERE
-        if logs.numel():
-            terms = F.nll_loss(logs, t, w, ignore_index=ignore_index, reduction="none")
-        else:
-            terms = _no_terms(F.nll_loss, logs, terms_spec)
-        if smoothing:
-            smooth = -weighted.sum(classes).masked_fill(ignored, 0)
-            terms = (1 - smoothing) * terms + smoothing / common.shape[classes] * smooth
-        divisor = _start_total_weight(t, w, ignore_index, terms_spec)() if reduction == "mean" else None
-        return reduced(terms, terms_spec, reduction, divisor)
+    classes = min(1, len(input.shape) - 1)
+    targets = target if soft else _with_dim(target, classes, input)
+    common = common_layout([input, targets], input.tensor_meta)
+    refuse_gathering(call.name, [input], [common])
+    call.redistribute("input", common)
+    if classes not in common.sharded_dims() and not soft:
+        rows = _without_dim(common, classes, meta)
+        target_spec = rows.replace(meta=target.tensor_meta)
+        refuse_gathering(call.name, [target], [target_spec])
+        call.redistribute("target", target_spec)
+        _prepare_weights(call, weight, common, classes)
+        options = {name: value for name, value in given.items() if name not in ("input", "target", "weight")}
+        compute = _loss_of_rows(function, options, rows, reduction)
+        return _LocalWithFixedWeights(compute, outputs_spec(rows, reduction, meta.dtype))
+    if soft:
+        refuse_gathering(call.name, [target], [common])
+        call.redistribute("target", common)
+    smoothing, ignore_index = given.get("label_smoothing", 0.0), given["ignore_index"]
+
+    def compute_logs(input: Tensor, target: Tensor, weight: Tensor | None) -> Any:
+        logs = torch.log_softmax(input, classes) if function is F.cross_entropy else input
+        return _of_logs[function](logs, target, weight, meta.dtype, soft, smoothing, ignore_index, reduction)
+
+    return Composed(compute_logs) if soft else _ComposedWithFixedWeights(compute_logs)
 
 
-def _of_whole_rows(
-    function: Callable[..., Tensor],
-    logits: Tensor,
-    t: Tensor,
-    options: dict[str, Any],
-    reduction: str,
-    rows: ShardTensorSpec,
-) -> Any:
+def _loss_of_rows(
+    function: Callable[..., Tensor], options: Mapping[str, Any], rows: ShardTensorSpec, reduction: str
+) -> Callable[..., Tensor]:
     """The loss where each rank has all classes, and targets are class indices: torch's own, of this rank's rows."""
-    pending = None
-    if reduction == "mean":
-        pending = _start_total_weight(t, options["weight"], options["ignore_index"], rows)
-    at_once = reduction != "none" and wide_dtype(logits.dtype) == logits.dtype
-    if not logits.numel():
-        terms = _no_terms(F.nll_loss, logits, rows)
-    else:
-        terms = function(logits, t, reduction="sum" if at_once else "none", **options)
-    divisor = None if pending is None else pending()
-    if at_once and logits.numel():
-        return contribution(terms, rows, terms.dtype, divisor)
-    return reduced(terms, rows, reduction, divisor)
+    groups, shape, ignore_index = _groups(rows), rows.local_shape(), options["ignore_index"]
+
+    def compute(logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        pending = _start_total_weight(target, weight, ignore_index, groups) if reduction == "mean" else None
+        at_once = reduction != "none" and wide_dtype(logits.dtype) == logits.dtype
+        if not logits.numel():
+            terms = _no_terms(F.nll_loss, logits, shape)
+        else:
+            terms = function(logits, target, weight=weight, reduction="sum" if at_once else "none", **options)
+        divisor = None if pending is None else pending()
+        if at_once and logits.numel():
+            return terms if divisor is None else (terms / divisor).to(terms.dtype)
+        return reduced(terms, reduction, divisor)
+
+    return compute
 
 
-def _no_terms(function: Callable[..., Tensor], logits: Tensor, spec: ShardTensorSpec) -> Tensor:
+def _plan_of_logs(
+    call: Arguments,
+    logs: ShardTensorSpec,
+    target: ShardTensorSpec,
+    weight: Operand | None,
+    dtype: torch.dtype,
+    soft: bool,
+    smoothing: float,
+    ignore_index: int,
+    reduction: str,
+) -> Plan:
+    """The loss of logarithms whose classes are sharded, or of targets that are probabilities. ``dtype`` is its own."""
+    classes = min(1, len(logs.shape) - 1)
+    m = logs.sharded_dims().get(classes)
+    shape = torch.Size([n for d, n in enumerate(logs.shape) if d != classes])
+    rows = _without_dim(logs, classes, TensorMeta(shape, contiguous_stride(shape), dtype))
+    terms = rows.replace(placements=[Partial() if i == m else p for i, p in enumerate(rows.placements)])
+    own_weights = _own_weights(_prepare_weights(call, weight, logs, classes))
+    share, count = smoothing / logs.shape[classes], shape.numel()
+
+    def soft_loss(logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        weighted = _weighted(logs, own_weights(weight), classes)
+        return reduced(-(weighted * (target * (1 - smoothing) + share)).sum(classes), reduction, count)
+
+    if soft:
+        return LocalPlan(soft_loss, outputs_spec(terms, reduction, dtype))
+    assert m is not None
+    # A number per row, gathered if need be.
+    call.tensors["target"] = rows.replace(meta=target.tensor_meta)
+    here, number = logs.interval(m), logs.shape[classes]
+    groups, own_shape = _groups(terms), terms.local_shape()
+
+    def loss(logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        w, ignored = own_weights(weight), target == ignore_index
+        t = _own_targets(target, ignored, here, number)
+        if logs.numel():
+            found = F.nll_loss(logs, t, w, ignore_index=_ELSEWHERE, reduction="none")
+        else:
+            found = _no_terms(F.nll_loss, logs, own_shape)
+        if smoothing:
+            smooth = -_weighted(logs, w, classes).sum(classes).masked_fill(ignored, 0)
+            found = (1 - smoothing) * found + share * smooth
+        divisor = _start_total_weight(t, w, _ELSEWHERE, groups)() if reduction == "mean" else None
+        return reduced(found, reduction, divisor)
+
+    return LocalPlan(loss, outputs_spec(terms, reduction, dtype))
+
+
+_of_logs: dict[Callable[..., Tensor], Callable[..., Any]] = {
+    function: planned(function.__name__, tensors="logs target", parameters="weight", sharded="weight")(_plan_of_logs)
+    for function in (F.cross_entropy, F.nll_loss)
+}
+
+
+def _own_weights(interval: tuple[int, int] | None) -> Callable[[Tensor | None], Tensor | None]:
+    """The weights of this rank's classes: all of them, or ``(start, length)``."""
+    return lambda w: w if w is None or interval is None else w.narrow(0, *interval)
+
+
+def _weighted(logs: Tensor, weight: Tensor | None, classes: int) -> Tensor:
+    return logs if weight is None else logs * weight.view(-1, *[1] * (logs.ndim - classes - 1))
+
+
+def _own_targets(t: Tensor, ignored: Tensor, here: tuple[int, int], number: int) -> Tensor:
+    """The targets as indices into this rank's classes; :data:`_ELSEWHERE` if ignored, or where others hold the class.
+
+    Targets that name none of the ``number`` classes stay what they are, so that torch's kernel raises its error.
+    """
+    start, stop = here
+    t = t.long()
+    others = (t >= 0) & (t < number) & ((t < start) | (t >= stop))
+    return torch.where(others | ignored, _ELSEWHERE, t - start)
+
+
+def _no_terms(function: Callable[..., Tensor], logits: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros from an empty shard, by way of torch's kernel: the graph has to be that of the other ranks, of which every
     order of derivatives communicates. Not all kernels take empty dims, but all take a batch of no rows.
     """
     target = logits.new_empty((0, 1) if function is F.multilabel_margin_loss else (0,), dtype=torch.long)
-    return function(logits.reshape(0, 1), target, reduction="none").sum().expand(spec.local_shape())
+    return function(logits.reshape(0, 1), target, reduction="none").sum().expand(shape)
+
+
+def _groups(terms: ShardTensorSpec) -> list[dist.ProcessGroup]:
+    """Over which a sum of terms is completed."""
+    return [terms.mesh.get_group(m) for m in scalar_spec(terms, terms.tensor_meta.dtype).partial_mesh_dims()]
 
 
 def _start_total_weight(
-    t: Tensor, weight: Tensor | None, ignore_index: int, spec: ShardTensorSpec
+    t: Tensor, weight: Tensor | None, ignore_index: int, groups: Sequence[dist.ProcessGroup]
 ) -> Callable[[], Tensor]:
     """The summed class weights of all targets that are not ignored (without weights: their number) are on their way to
     every rank; the function that is returned waits for them.
@@ -185,87 +282,95 @@ def _start_total_weight(
     else:
         of_target = weight[torch.where(valid, t, 0)]
         total = torch.where(valid, of_target, 0).sum(dtype=wide_dtype(weight.dtype))
-    groups = [spec.mesh.get_group(m) for m in scalar_spec(spec, total.dtype).partial_mesh_dims()]
     if not groups:
         return lambda: total
     first = start_all_reduce(total, groups[0], overwrite=True)
     return lambda: reduce(all_reduce, groups[1:], first())
 
 
-@composed_loss(F.cross_entropy, "cross_entropy_loss", tensors="input target", parameters="weight")
-def cross_entropy(given: dict[str, Any], reduction: str) -> Any:
+@loss(F.cross_entropy, "cross_entropy_loss", tensors="input target", parameters="weight")
+def plan_cross_entropy(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Of class indices, or of probabilities."""
-    return _likelihood(F.cross_entropy, given, reduction)
+    return _plan_likelihood(F.cross_entropy, call, given, reduction)
 
 
-@composed_loss(
-    F.nll_loss, "nll_loss", "nll_loss_nd", "nll_loss2d", tensors="input target", parameters="weight"
-)
-def nll_loss(given: dict[str, Any], reduction: str) -> Any:
+@loss(F.nll_loss, "nll_loss", "nll_loss_nd", "nll_loss2d", tensors="input target", parameters="weight")
+def plan_nll_loss(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Of logarithms of probabilities."""
-    return _likelihood(F.nll_loss, given, reduction)
+    return _plan_likelihood(F.nll_loss, call, given, reduction)
 
 
 # -- margins ----------------------------------------------------------------------------------------------------------
 
 
-def _margins(function: Callable[..., Tensor], given: dict[str, Any], reduction: str) -> Any:
-    """Margins between all classes of a row: it has to be whole, see [Note: whole rows] in sorting/sort.py."""
+def _plan_margins(function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
+    """Margins between all classes of a row, which must not be sharded: see [Note: whole rows] in sorting/sort.py."""
+    if call.autocast() is not None:
+        return _without_autocast(call, function, given, reduction)
     input, target, weight = given["input"], given["target"], given.get("weight")
-    name = function.__name__
-    mesh = input.device_mesh
-    meta = torch_judges(function, **given, reduction="none")
-    if weight is not None and weight.requires_grad:
-        raise RuntimeError(f"{name}: the weights of the classes cannot be differentiated; detach them")
-    with full_precision(mesh.device_type) as cast:
-        x, t = as_operand(cast(input), mesh), as_operand(target, mesh)
-        classes = x.ndim - 1
-        per_class = t.ndim == x.ndim
-        like_x = t._spec if per_class else _with_dim(t._spec, classes, x._spec)
-        common = free_dims(name, common_layout([x._spec, like_x], x._spec.tensor_meta), classes)
-        x, rows = redistribute_to(x, common), _without_dim(common, classes, meta)
-        target_spec = common if per_class else rows
-        t = redistribute_to(t, target_spec.replace(meta=t._spec.tensor_meta)).to_local()
-        if weight is not None:
-            given["weight"] = _class_weights(name, cast(weight), common, classes)
-        logits = x.to_local()
+    meta = meta_of(call.returned(function, **given, reduction="none"))
+    classes = len(input.shape) - 1
+    per_class = len(target.shape) == len(input.shape)
+    like_input = target if per_class else _with_dim(target, classes, input)
+    common = free_dims(call.name, common_layout([input, like_input], input.tensor_meta), classes)
+    rows = _without_dim(common, classes, meta)
+    call.tensors["input"] = common
+    # A number per row, or per class of it; gathered if need be.
+    call.tensors["target"] = (common if per_class else rows).replace(meta=target.tensor_meta)
+    _prepare_weights(call, weight, common, classes)
+    options = {name: value for name, value in given.items() if name not in ("input", "target", "weight")}
+    own_shape, count = rows.local_shape(), meta.shape.numel()
+
+    def compute(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+        weights = {} if weight is None else {"weight": weight}
         if logits.numel():
-            terms = function(**{**given, "input": logits, "target": t}, reduction="none")
+            terms = function(logits, target, **options, **weights, reduction="none")
         else:
-            terms = _no_terms(function, logits, rows)
-        return reduced(terms, rows, reduction, meta.shape.numel())
+            terms = _no_terms(function, logits, own_shape)
+        return reduced(terms, reduction, count)
+
+    plan = _LocalWithFixedWeights if "weight" in given else LocalPlan
+    return plan(compute, outputs_spec(rows, reduction, meta.dtype))
 
 
-@composed_loss(F.multi_margin_loss, "multi_margin_loss", tensors="input target", parameters="weight")
-def multi_margin(given: dict[str, Any], reduction: str) -> Any:
+@loss(F.multi_margin_loss, "multi_margin_loss", tensors="input target", parameters="weight")
+def plan_multi_margin(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Of one class per row."""
-    return _margins(F.multi_margin_loss, given, reduction)
+    return _plan_margins(F.multi_margin_loss, call, given, reduction)
 
 
-@composed_loss(F.multilabel_margin_loss, "multilabel_margin_loss", tensors="input target")
-def multilabel_margin(given: dict[str, Any], reduction: str) -> Any:
+@loss(F.multilabel_margin_loss, "multilabel_margin_loss", tensors="input target")
+def plan_multilabel_margin(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Of several classes per row."""
-    return _margins(F.multilabel_margin_loss, given, reduction)
+    return _plan_margins(F.multilabel_margin_loss, call, given, reduction)
 
 
-def linear_cross_entropy(given: dict[str, Any], reduction: str) -> Any:
+# -- with a linear layer ----------------------------------------------------------------------------------------------
+
+_OF_LINEAR = "linear_weight linear_bias weight"
+
+
+def plan_linear_cross_entropy(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Torch's reference: a linear layer, then ``cross_entropy``. ``options`` would save memory."""
-    x, w, target, bias = (given[k] for k in ("input", "linear_weight", "target", "linear_bias"))
-    torch_judges(F.linear_cross_entropy, **{**given, "options": None}, reduction=reduction)
-    classes = w.shape[:-1]
-    logits = F.linear(x, w.flatten(0, -2), None if bias is None else bias.flatten())
-    ignored = given["ignore_index"]
-    return F.cross_entropy(
-        logits if len(classes) == 1 else logits.unflatten(-1, classes),
-        target,
-        given["weight"],
-        ignore_index=-100 if ignored is None else ignored,
-        reduction=reduction,
-        label_smoothing=given["label_smoothing"],
-    )
+    call.returned(F.linear_cross_entropy, **{**given, "options": None}, reduction=reduction)
+    names = [name for name in given if name in ("input", "target", *_OF_LINEAR.split())]
+    ignored, smoothing = given["ignore_index"], given["label_smoothing"]
+
+    def compute(*tensors: Any) -> Any:
+        found = dict(zip(names, tensors, strict=True))
+        w, bias = found["linear_weight"], found["linear_bias"]
+        logits = F.linear(found["input"], w.flatten(0, -2), None if bias is None else bias.flatten())
+        return F.cross_entropy(
+            logits if w.ndim == 2 else logits.unflatten(-1, w.shape[:-1]),
+            found["target"],
+            found["weight"],
+            ignore_index=-100 if ignored is None else ignored,
+            reduction=reduction,
+            label_smoothing=smoothing,
+        )
+
+    return Composed(compute)
 
 
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.12
-    composed_loss(
-        F.linear_cross_entropy, tensors="input target", parameters="linear_weight linear_bias weight"
-    )(linear_cross_entropy)
+    loss(F.linear_cross_entropy, tensors="input target", parameters=_OF_LINEAR)(plan_linear_cross_entropy)

@@ -23,8 +23,8 @@ from ...planning import meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
-from .base import composed_loss, loss, terms_spec
-from .kernels import WITH_KERNEL, scalar_spec
+from .base import composed_loss, loss, outputs_spec
+from .kernels import WITH_KERNEL
 
 # Each with its tensor arguments.
 _ELEMENTWISE: dict[Callable[..., Tensor], str] = {
@@ -71,9 +71,8 @@ def _plan_elementwise(
         expanded = None if name.endswith("weight") else spec.own_shape
         call.prepare_locally(name, partial(_operand, target, spec, expanded))
     dtype = meta.dtype if call.autocast() is None else _dtype_under_autocast(call, function, specs, options)
-    outputs = terms_spec(spec, dtype) if reduction == "none" else scalar_spec(spec, dtype)
     compute = _local_loss(function, names, options, reduction, dtype, count)
-    return LocalPlan(compute, outputs)
+    return LocalPlan(compute, outputs_spec(spec, reduction, dtype))
 
 
 def _local_loss(

@@ -1,0 +1,149 @@
+"""The arguments of a call, by the names of the declaration of its operator, whatever the spelling.
+
+Tensors are bound by their place among the call's tensors, as the plan that is made is kept for other tensors, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._compat import OpOverload, OpOverloadPacket
+
+__all__ = ["Declaration", "argument_names", "declaration", "place_of", "placed"]
+
+# Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
+# which is None here, see ShardTensor.__torch_function__.
+_OF_KERNELS = frozenset({"cudnn_enable", "cudnn_enabled", "out"})
+
+
+# -- tensors, by their place -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Stands where a call has its ``index``-th tensor."""
+
+    index: int
+
+
+def placed(values: Sequence[Any], places: Iterator[int]) -> list[Any]:
+    """The values with places for tensors, in the order in which plan_key collects these."""
+
+    def with_places(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Place(next(places))
+        return type(value)(map(with_places, value)) if type(value) in (list, tuple) else value
+
+    return [with_places(value) for value in values]
+
+
+def place_of(value: Any) -> Any:
+    """The place of an argument among the call's tensors: a number, a tuple of them for a list; None: no tensor."""
+    if isinstance(value, Place):
+        return value.index
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Place) for item in value):
+        return tuple(map(place_of, value))
+    return None
+
+
+# -- arguments, by their name ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What :func:`shardtensor.operator` was given.
+
+    Attributes:
+        build: the function that makes plans.
+        tensors, parameters, partial, sharded: names of its arguments.
+        signature: of the operator, as ``build`` has it after the call.
+    """
+
+    build: Callable[..., Any]
+    tensors: tuple[str, ...]
+    parameters: tuple[str, ...]
+    partial: tuple[str, ...]
+    sharded: tuple[str, ...]
+    signature: inspect.Signature
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors, in the order of the declaration."""
+        return tuple(name for name in self.signature.parameters if name in (*self.tensors, *self.parameters))
+
+    def called(self, name: str) -> str:
+        """What the declaration calls an argument: the first one is often ``self`` for methods and operators."""
+        parameters = self.signature.parameters
+        return next(iter(parameters)) if name == "self" and name not in parameters else name
+
+    def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...] | None:
+        """The names of a spelling's positional arguments, in its own order; None: as in the declaration."""
+        if any(p.kind == p.VAR_POSITIONAL for p in self.signature.parameters.values()):
+            return None
+        forms = [tuple(map(self.called, names)) for names in argument_names(spelling)]
+        known = [names for names in forms if all(n in self.signature.parameters or n in _OF_KERNELS for n in names)]
+        if forms and not known:
+            raise TypeError(f"the plan of {spelling} lacks arguments of {spelling}, which has {forms}")
+        return max(known, key=len, default=None)
+
+    def bind(
+        self, name: str, own_names: Sequence[str] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> inspect.BoundArguments:
+        """The arguments of a call by the names of the declaration, defaults included; Python's own errors.
+
+        Args:
+            name: of the operator, for errors.
+            own_names: what :meth:`arguments_of` returned for its spelling.
+        """
+        if "out" in kwargs and kwargs["out"] is None:  # what is written out does not come here
+            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+        if own_names is None:
+            bound = self.signature.bind(*args, **{key: v for key, v in kwargs.items() if key not in _OF_KERNELS})
+        else:
+            if len(args) > len(own_names):
+                raise TypeError(f"{name}() takes {len(own_names)} arguments, but {len(args)} were given")
+            given = dict(zip(own_names, args))
+            for key, value in kwargs.items():
+                called = self.called(key)
+                if called in given:
+                    raise TypeError(f"{name}() got multiple values for argument {called!r}")
+                given[called] = value
+            bound = self.signature.bind(**{key: value for key, value in given.items() if key not in _OF_KERNELS})
+        bound.apply_defaults()
+        return bound
+
+
+def declaration(build: Callable[..., Any], tensors: str, parameters: str, partial: str, sharded: str) -> Declaration:
+    """What :func:`shardtensor.operator` was given, its names split. The function's first argument is the call."""
+    signature = inspect.signature(build)
+    own = signature.replace(parameters=list(signature.parameters.values())[1:])
+    tensor_names, parameter_names, partial_names, sharded_names = (
+        tuple(names.split()) for names in (tensors, parameters, partial, sharded)
+    )
+    return Declaration(build, tensor_names, parameter_names, partial_names, sharded_names, own)
+
+
+def argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:
+    """The names of a function's positional arguments, from its signature or its operator's schemas; none: unknown.
+
+    A function that is several overloads has several lists of names.
+    """
+    if isinstance(spelling, OpOverload):
+        return [tuple(a.name for a in spelling._schema.arguments)]
+    if isinstance(spelling, OpOverloadPacket):
+        schemas = [getattr(spelling, name)._schema for name in spelling.overloads()]  # type: ignore[no-untyped-call]
+        schemas = [schema for schema in schemas if not any(a.is_out for a in schema.arguments)] or schemas[:1]
+        return [tuple(a.name for a in schema.arguments if not a.kwarg_only) for schema in schemas]
+    with suppress(TypeError, ValueError):
+        parameters = inspect.signature(spelling).parameters
+        hidden = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
+        return [] if hidden else [tuple(parameters)]
+    packet = getattr(torch.ops.aten, getattr(spelling, "__name__", ""), None)
+    return [] if packet is None else argument_names(packet)
