@@ -61,9 +61,7 @@ def wrapper(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
     return new_wrapper(cls, local, spec)
 
 
-def run_operator(
-    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def run_operator(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an aten operator on ShardTensors (and plain tensors, which count as replicated)."""
     if torch.is_inference_mode_enabled() and returns_view(func) and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
@@ -182,9 +180,7 @@ class _Done:
     plan: AtenPlan | None = None
 
 
-def _make_plan(
-    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> AtenPlan | _Done:
+def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> AtenPlan | _Done:
     build = rule_of(func)
     if build is None:
         decomposed = func.decompose(*args, **kwargs)

@@ -156,5 +156,3 @@ def _sharded_like(pattern: ShardTensorSpec, result: ShardTensor) -> ShardTensor:
     sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}
     placements = [p if m in sizes else Replicate() for m, p in enumerate(pattern.placements)]
     return result.redistribute(placements=placements, shard_sizes=sizes)
-
-

@@ -30,6 +30,7 @@ Sizes = tuple[tuple[int, ...] | None, ...]
 # where there are local tensors to infer sizes from, theirs.
 ShardSizes = Mapping[int, Sequence[int]] | str | None
 
+
 class AxisLayout(NamedTuple):
     """What one mesh dim does to a tensor: the placement, and where that is a Shard, the size of each rank's shard.
 

@@ -254,5 +254,3 @@ def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 def _on_meta_device(a: Tensor) -> Tensor:
     with untraced():
         return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
-
-

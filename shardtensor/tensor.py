@@ -405,8 +405,6 @@ def _is_view(self: ShardTensor) -> Any:
     return False if tracing() else NotImplemented
 
 
-
-
 def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool) -> ShardTensor:
     mesh_coordinate(spec.mesh)
     new = _leaf(local, spec, requires_grad)

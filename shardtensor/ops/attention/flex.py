@@ -9,9 +9,7 @@ from ...spec import ShardTensorSpec
 
 
 @operator(flex_attention_checks_operands, tensors="query key value")
-def plan_flex_attention(
-    call: Arguments, query: ShardTensorSpec, key: ShardTensorSpec, value: ShardTensorSpec
-) -> Plan:
+def plan_flex_attention(call: Arguments, query: ShardTensorSpec, key: ShardTensorSpec, value: ShardTensorSpec) -> Plan:
     raise refuse(
         "flex_attention",
         [query, key, value],

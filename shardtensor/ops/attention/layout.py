@@ -141,9 +141,7 @@ def _check_targets(
             )
 
 
-def _wanted(
-    operands: Sequence[ShardTensorSpec | None], held: Sequence[ShardedDim | None]
-) -> list[ShardedDim | None]:
+def _wanted(operands: Sequence[ShardTensorSpec | None], held: Sequence[ShardedDim | None]) -> list[ShardedDim | None]:
     """What one mesh dim has to shard of query, key, value and mask, given what it shards now."""
     # The mask decides only where it alone is sharded.
     decide = [i for i in range(3) if held[i] is not None] or [3]

@@ -109,9 +109,7 @@ class Work:
         if not (self.exchanges or empty or shifted or dropout is not None):
             grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
             causal = self.shift is not None
-            return F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
-            )
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
         while mask is not None and mask.ndim < q.ndim:
             mask = mask.unsqueeze(0)
         missing = max(0, 4 - q.ndim)
@@ -241,9 +239,7 @@ class _Once(AutogradFunction):
         )
 
 
-def forward(
-    work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of the local queries."""
     dtype, q = q.dtype, q.to(wide_dtype(q.dtype))
     running = RunningSoftmax(q, v.shape[-1])

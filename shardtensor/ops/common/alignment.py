@@ -7,20 +7,18 @@ gathered is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..._compat import TensorMeta, untraced
+from ..._compat import TensorMeta
 from ...errors import different_meshes, refuse
 from ...geometry import chunk_sizes
 from ...layout import AxisLayout
-from ...planning import SCALARS, meta_of, spec_of
+from ...planning import spec_of
 from ...redistribute import redistribute_local
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, promote, redistribute_to, wrap
@@ -39,7 +37,6 @@ __all__ = [
     "refuse_gathering",
     "replicated",
     "same_layout",
-    "torch_judges",
     "wide_dtype",
 ]
 
@@ -173,47 +170,6 @@ def reduced_value(x: ShardTensor) -> tuple[Tensor, ShardTensorSpec]:
     spec = spec_of(x)
     target = spec.for_gradient()
     return redistribute_local(x._local_tensor, spec, target), target
-
-
-# -- what torch would return, for handlers that have no plan -------------------------------------------------------
-
-
-def torch_judges(function: Callable[..., Any], *args: Any, **kwargs: Any) -> TensorMeta:
-    """What a function of torch returns for these arguments on one device: its shape and, without autocast, its dtype.
-
-    Raises:
-        Exception: torch's own, for the global sizes, and so on every rank alike.
-    """
-    named = tuple((k, _description(v)) for k, v in kwargs.items()) if kwargs else ()
-    return _judged(function, tuple(map(_description, args)), named)
-
-
-def _description(a: Any) -> Any:
-    """An argument as torch's checks see it."""
-    if type(a) in SCALARS:
-        return a
-    if type(a) is ShardTensor:
-        meta, device = a._spec.tensor_meta, a._local_tensor.device
-    elif isinstance(a, Tensor):
-        meta, device = meta_of(a), a.device
-    else:
-        return tuple(a) if isinstance(a, list) else a
-    if torch.is_autocast_enabled(device.type) and meta.dtype.is_floating_point:
-        return TensorMeta(meta.shape, meta.stride, torch.float32)  # it would cast, but does not act on meta tensors
-    return meta
-
-
-@lru_cache(maxsize=4096)
-@untraced()
-def _judged(function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> TensorMeta:
-    def meta(a: Any) -> Any:
-        if not isinstance(a, TensorMeta):
-            return a
-        return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta")
-
-    with torch.no_grad():
-        result = function(*map(meta, args), **{k: meta(v) for k, v in kwargs})
-    return meta_of(result)
 
 
 # -- on tensors, above autograd and differentiable ----------------------------------------------------------------

@@ -82,9 +82,7 @@ def differentiable(x: Any) -> Any:
     return redistribute_to(x, x._spec.for_gradient())
 
 
-def plan_picking(
-    name: str, op: OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None
-) -> Composed:
+def plan_picking(name: str, op: OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None) -> Composed:
     """The plan of ``torch.<name>``, which picks elements along ``dim``: its aten operator, with a gradient.
 
     Args:

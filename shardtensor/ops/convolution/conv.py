@@ -170,9 +170,7 @@ for _n in (1, 2, 3):
 
 
 # Called by name, the operator goes through the same plans, so that its gradients are complete as well.
-@operator(
-    torch.convolution, _aten.convolution, _aten.convolution.default, tensors="input", parameters="weight bias"
-)
+@operator(torch.convolution, _aten.convolution, _aten.convolution.default, tensors="input", parameters="weight bias")
 def plan_convolution_of_any_dims(
     call: Arguments,
     input: ShardTensorSpec,

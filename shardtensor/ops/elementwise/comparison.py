@@ -15,9 +15,7 @@ _aten = torch.ops.aten
 
 
 @register(_aten.allclose.default)
-def _allclose(
-    a: ShardTensor, b: ShardTensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
-) -> bool:
+def _allclose(a: ShardTensor, b: ShardTensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     close = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
     return bool(item(run(_aten.all.default, (close,), {})))
 

@@ -165,9 +165,7 @@ def _foreach(call: AtenCall) -> AtenPlan:
     layouts: dict[Any, tuple[AxisLayout, ...]] = {}
     for path, spec in call.tensors.items():
         if spec.partial_mesh_dims() or layouts.setdefault(path[-1], spec.layout) != spec.layout:
-            raise call.refuse(
-                "the lists' tensors have different layouts", "redistribute them, or loop over the lists"
-            )
+            raise call.refuse("the lists' tensors have different layouts", "redistribute them, or loop over the lists")
     for a in call.args:
         for i, item in enumerate(a if isinstance(a, (list, tuple)) else ()):
             if isinstance(item, Tensor) and item.ndim and i in layouts:

@@ -79,9 +79,7 @@ def _sliced(x: Tensor, slices: list[tuple[int, int, int]]) -> Tensor:
 
 
 @operator(safe_softmax, _aten._safe_softmax, tensors="input")
-def plan_safe_softmax(
-    call: Arguments, input: ShardTensorSpec, dim: int, dtype: torch.dtype | None = None
-) -> Composed:
+def plan_safe_softmax(call: Arguments, input: ShardTensorSpec, dim: int, dtype: torch.dtype | None = None) -> Composed:
     """Rows of nothing but -inf give zeros."""
 
     def safe_softmax(x: Tensor) -> Tensor:

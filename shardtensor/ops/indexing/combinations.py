@@ -12,9 +12,7 @@ __all__: list[str] = []
 
 
 @operator(torch.combinations, tensors="input", partial="input")
-def _combinations(
-    call: Arguments, input: ShardTensorSpec, r: int = 2, with_replacement: bool = False
-) -> Composed:
+def _combinations(call: Arguments, input: ShardTensorSpec, r: int = 2, with_replacement: bool = False) -> Composed:
     if not input.sharded_dims() or len(input.shape) != 1:
         return NotImplemented
     n, device = input.shape[0], call.device

@@ -151,9 +151,7 @@ def _frequencies(indices: Tensor, table: Tensor) -> Tensor:
 @operator(_aten.embedding.default)
 def _embedding(call: AtenCall) -> AtenPlan:
     names = [f"index {j}" for j in range(len(call.args[1].shape))]
-    return labelled(
-        call, {(0,): [INDEXED, "row"], (1,): names}, [*names, "row"], indexed={(1,): 0}, picks=True
-    )
+    return labelled(call, {(0,): [INDEXED, "row"], (1,): names}, [*names, "row"], indexed={(1,): 0}, picks=True)
 
 
 @operator(_aten.embedding_dense_backward.default)

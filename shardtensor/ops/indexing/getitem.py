@@ -146,9 +146,7 @@ def _gathered_by(x: ShardTensor, entries: Sequence[Entry]) -> Tensor:
     return gathered(x, _indices(x, tensors))
 
 
-def _part(
-    x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool
-) -> tuple[list[Any], list[tuple[int, Any]]]:
+def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tuple[list[Any], list[tuple[int, Any]]]:
     """An index without its tensors, and for each of these the dim of the part on which it acts.
 
     Args:
@@ -297,9 +295,7 @@ def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTe
     return scatter
 
 
-@operator(
-    torch.masked_scatter, Tensor.masked_scatter, tensors="input mask source", partial="input mask source"
-)
+@operator(torch.masked_scatter, Tensor.masked_scatter, tensors="input mask source", partial="input mask source")
 def _masked_scatter(
     call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
 ) -> Composed:
@@ -326,9 +322,7 @@ def _sharded_mask(indices: Sequence[ShardTensorSpec | None], values: ShardTensor
     return dim if spec.tensor_meta.dtype in (torch.bool, torch.uint8) else None
 
 
-@operator(
-    torch.index_put, Tensor.index_put, tensors="input indices values", partial="input indices values"
-)
+@operator(torch.index_put, Tensor.index_put, tensors="input indices values", partial="input indices values")
 def _index_put(
     call: Arguments,
     input: ShardTensorSpec,
@@ -343,9 +337,7 @@ def _index_put(
     return Composed(lambda x, found, new: masked(x, dim, found[dim], new, accumulate))
 
 
-@operator(
-    torch.index_put_, Tensor.index_put_, tensors="input indices values", partial="input indices values"
-)
+@operator(torch.index_put_, Tensor.index_put_, tensors="input indices values", partial="input indices values")
 def _index_put_in_place(
     call: Arguments,
     input: ShardTensorSpec,

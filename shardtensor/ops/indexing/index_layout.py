@@ -118,8 +118,7 @@ class IndexLayout:
         return Axis(indexed=dim if reads else None)
 
     def _add_operand(self, axis: Axis, path: Path, m: int, along: Along) -> None:
-        """Let another operand, which is sharded along a label that the decision so far lacks, have it or be broadcast.
-        """
+        """Let another operand, which is sharded along a label that is not decided yet, have it or be broadcast."""
         label, taken = along[0], self.taken()
         # What is added to has to be complete on one rank and zero on the others: not so if it is plain.
         adds = self.accumulates and (self.first in self.call.tensors or label in self.roles[self.first])

@@ -69,9 +69,7 @@ def _gather_or_scatter(call: AtenCall) -> AtenPlan:
         return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
     adds = call.func in (_aten.scatter_add.default, _aten.scatter_add_.default)
     once = call.func in _REDUCES and (argument(call, 4, "reduce", "sum") == "mean" or not _includes_self(call))
-    return labelled(
-        call, roles, within, indexed={(2,): dim}, writes=True, accumulates=adds, in_blocks=not once
-    )
+    return labelled(call, roles, within, indexed={(2,): dim}, writes=True, accumulates=adds, in_blocks=not once)
 
 
 _REDUCES = (
@@ -213,9 +211,7 @@ def _index_put(call: AtenCall) -> AtenPlan:
     trailing = result[len(result) - len(values) :]
     roles[(2,)] = [label if n == lengths.get(label, n) else None for label, n in zip(trailing, values, strict=True)]
     accumulates = bool(call.args[3]) if len(call.args) > 3 else bool(call.kwargs.get("accumulate", False))
-    return labelled(
-        call, roles, within, indexed=_index_dims(call), writes=True, accumulates=accumulates, wraps=True
-    )
+    return labelled(call, roles, within, indexed=_index_dims(call), writes=True, accumulates=accumulates, wraps=True)
 
 
 def is_mask(index: object) -> bool:

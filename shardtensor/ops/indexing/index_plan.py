@@ -110,9 +110,7 @@ def _check_written(call: AtenCall, first: Path, targets: Mapping[Path, ShardTens
 class _Work:
     """What a rank does with its local tensors."""
 
-    def __init__(
-        self, layout: IndexLayout, indexed: Mapping[Path, int], wraps: bool, result: ShardTensorSpec
-    ) -> None:
+    def __init__(self, layout: IndexLayout, indexed: Mapping[Path, int], wraps: bool, result: ShardTensorSpec) -> None:
         self.func, self.roles, self.out, self.first = layout.call.func, layout.roles, list(layout.out), layout.first
         self.writes, self.wraps, self.result = layout.writes, wraps, result
         self.coordinate, self.mesh = result.coordinate, layout.mesh

@@ -121,9 +121,7 @@ def _without_autocast(
 # -- cross entropy and negative log likelihood ------------------------------------------------------------------------
 
 
-def _plan_likelihood(
-    function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str
-) -> Plan:
+def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Cross entropy (a log-softmax before the other) or negative log likelihood.
 
     ``given`` holds the input ``(C,)`` or ``(N, C, *spatial)``, sharded in any dims, the target (class indices, ``()``

@@ -48,4 +48,3 @@ def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
         if reduction == "mean":
             return (loss / lengths.clamp(min=1).to(loss.device, loss.dtype)).mean()
         return loss.sum() if reduction == "sum" else loss if batched else loss.squeeze(0)
-

@@ -266,9 +266,7 @@ def _additional_axes(keys: ShardTensorSpec) -> list[AxisLayout]:
     """The layout of additional keys and values: batch and heads sharded as the keys', otherwise replicated."""
     places = {0: 0, len(keys.shape) - 2: 2}
     return [
-        AxisLayout(Shard(places[p.dim]), sizes)
-        if isinstance(p, Shard) and p.dim in places
-        else AxisLayout(Replicate())
+        AxisLayout(Shard(places[p.dim]), sizes) if isinstance(p, Shard) and p.dim in places else AxisLayout(Replicate())
         for p, sizes in keys.layout
     ]
 

@@ -324,8 +324,6 @@ def plan_batch_norm_with_update(
 
 # Not declared, because its overloads have the running statistics or do not have them, in the middle.
 @register(batch_norm_legit, _aten._native_batch_norm_legit)
-def _native_batch_norm_legit(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-) -> tuple[Any, ...]:
+def _native_batch_norm_legit(input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> tuple[Any, ...]:
     statistics = rest if len(rest) == 5 else (None, None, *rest)
     return torch.native_batch_norm(input, weight, bias, *statistics)

@@ -38,7 +38,6 @@ def adaptive_window(n: int, out: int, o: int) -> Interval:
     return (o * n // out, -(-(o + 1) * n // out))
 
 
-
 def _adaptive_pool(
     call: Arguments, ndim: int, meta: Tensor, function: Callable[..., Pooled], indices: bool
 ) -> LocalPlan:

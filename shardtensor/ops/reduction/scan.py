@@ -153,9 +153,7 @@ class _LogCumulativeSumExp(AutogradFunction):
 
 
 @operator(torch.cumsum, Tensor.cumsum, tensors="input")
-def plan_cumsum(
-    call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None
-) -> Composed:
+def plan_cumsum(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Composed:
     """``torch.cumsum``."""
     if not input.shape:
         return NotImplemented
@@ -165,9 +163,7 @@ def plan_cumsum(
 
 
 @operator(torch.cumprod, Tensor.cumprod, tensors="input")
-def plan_cumprod(
-    call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None
-) -> Composed:
+def plan_cumprod(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Composed:
     """``torch.cumprod``."""
     if not input.shape:
         return NotImplemented

@@ -16,9 +16,7 @@ from ..common.reduce import check_dtype, count_along, mesh_dims_of, rank_reducti
 _aten = torch.ops.aten
 
 
-@operator(
-    _aten.var.correction, _aten.std.correction, _aten.var_mean.correction, _aten.std_mean.correction
-)
+@operator(_aten.var.correction, _aten.std.correction, _aten.var_mean.correction, _aten.std_mean.correction)
 def plan_var(call: AtenCall) -> AtenPlan:
     """The mean, all-reduce, the sum of squared distances from it, all-reduce."""
     spec = call.reduced()[(0,)]

@@ -159,9 +159,7 @@ def _join(call: AtenCall) -> AtenPlan:
         if len(joined) == len(targets):
             return call.plan(out, targets, call=lambda tensors, *_, **__: function(tensors, dim))
     parts = _own_parts(call, pattern, joined, None)
-    return call.plan(
-        out, targets, call=lambda tensors, *_, **__: function([part(tensors) for part in parts], dim)
-    )
+    return call.plan(out, targets, call=lambda tensors, *_, **__: function([part(tensors) for part in parts], dim))
 
 
 def _along_sharded(

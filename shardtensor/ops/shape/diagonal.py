@@ -157,9 +157,7 @@ def _triangle(call: AtenCall) -> AtenPlan:
 
 
 @operator(Tensor.fill_diagonal_, tensors="input", partial="input")
-def _fill_diagonal(
-    call: Arguments, input: ShardTensorSpec, fill_value: complex, wrap: bool = False
-) -> Composed:
+def _fill_diagonal(call: Arguments, input: ShardTensorSpec, fill_value: complex, wrap: bool = False) -> Composed:
     """An assignment to indices. Of a free diagonal torch's own operator does."""
     if not input.sharded_dims():
         return NotImplemented

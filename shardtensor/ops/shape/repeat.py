@@ -18,9 +18,7 @@ __all__: list[str] = []
 _aten = torch.ops.aten
 
 
-@operator(
-    torch.repeat_interleave, Tensor.repeat_interleave, tensors="input repeats", partial="input repeats"
-)
+@operator(torch.repeat_interleave, Tensor.repeat_interleave, tensors="input repeats", partial="input repeats")
 def _repeat_interleave(
     call: Arguments,
     input: ShardTensorSpec,

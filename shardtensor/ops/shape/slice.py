@@ -134,9 +134,7 @@ def _split(call: AtenCall) -> AtenPlan:
     return AtenPlan(outputs, call=lambda x, *_, **__: [x.narrow(dim, a, b - a) for a, b in bounds])
 
 
-@operator(
-    torch.tensor_split, Tensor.tensor_split, tensors="input tensor_indices_or_sections", partial="input"
-)
+@operator(torch.tensor_split, Tensor.tensor_split, tensors="input tensor_indices_or_sections", partial="input")
 def _tensor_split(
     call: Arguments,
     input: ShardTensorSpec,

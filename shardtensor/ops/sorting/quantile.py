@@ -144,9 +144,7 @@ def _declare_quantile(function: Callable[..., Tensor], method: Callable[..., Ten
         ignores = function is torch.nanquantile
         number = None if isinstance(q, ShardTensorSpec) else q
         return Composed(
-            lambda x, places: _quantile(
-                x, places if number is None else number, dim, keepdim, interpolation, ignores
-            )
+            lambda x, places: _quantile(x, places if number is None else number, dim, keepdim, interpolation, ignores)
         )
 
 

@@ -296,9 +296,7 @@ def _topk(
 
 
 @operator(torch.kthvalue, Tensor.kthvalue, tensors="input")
-def _kthvalue(
-    call: Arguments, input: ShardTensorSpec, k: int, dim: int = -1, keepdim: bool = False
-) -> Composed:
+def _kthvalue(call: Arguments, input: ShardTensorSpec, k: int, dim: int = -1, keepdim: bool = False) -> Composed:
     return _plan_on_rows(call, _aten.kthvalue.default, input, dim, keepdim, (k, dim, keepdim))
 
 
@@ -308,9 +306,7 @@ def _declare_along(
     """median, nanmedian and mode: with a dim they are alike."""
 
     @operator(function, method, tensors="input")
-    def plan(
-        call: Arguments, input: ShardTensorSpec, dim: int | None = default, keepdim: bool = False
-    ) -> Composed:
+    def plan(call: Arguments, input: ShardTensorSpec, dim: int | None = default, keepdim: bool = False) -> Composed:
         return NotImplemented if dim is None else _plan_on_rows(call, op, input, dim, keepdim, (dim, keepdim))
 
 

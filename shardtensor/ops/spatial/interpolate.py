@@ -246,9 +246,7 @@ def plan_interpolate(
     return _plan(call, spec, meta, dtype, resizes)
 
 
-def _plan(
-    call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dtype, resizes: dict[int, Resize]
-) -> Plan:
+def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dtype, resizes: dict[int, Resize]) -> Plan:
     """The plan for dims that are resampled; the kernel is given ``dtype``."""
     sizes, needs, mine = {}, {}, {}
     for d, resize in resizes.items():
