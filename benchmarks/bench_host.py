@@ -1,4 +1,4 @@
-"""Host time of operators and of training steps: ShardTensor against plain torch on the local shape, beside bars.
+"""Host time of operators and of training steps: ShardTensor against plain torch on the local shape, next to bars.
 
     python benchmarks/bench_host.py [--only NAME] [--rounds N] [--number N] [--json FILE]
     python benchmarks/bench_host.py --profile NAME [--sort total]

@@ -64,7 +64,7 @@ class AtenPlan:
             ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
-        view: the result stands for a view of the first argument (:func:`run` fills this in).
+        view: the result represents a view of the first argument (``dispatch.run_operator`` fills this in).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
     """
 
@@ -78,7 +78,7 @@ class AtenPlan:
 
 @dataclass(slots=True)
 class AtenCall:
-    """An aten call as a rule sees it: ShardTensors stand for their specs, plain tensors for meta tensors.
+    """An aten call as a rule sees it: specs in place of ShardTensors, meta tensors in place of plain ones.
 
     Attributes:
         func, args, kwargs: the call.

@@ -295,7 +295,7 @@ class ShardTensor(DTensor):
             raise refuse(
                 "torch.compile",
                 self,
-                "an input stands for a view but is a copy on this rank, and a graph could not keep both alike",
+                "an input represents a view but is a copy on this rank, and a graph could not keep both alike",
                 "pass its clone()",
             )
         keep_static(self._local_tensor)

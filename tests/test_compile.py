@@ -313,7 +313,7 @@ def check_views():
     double = compiled(lambda y: y.mul_(2))
     assert torch.equal(double(copied.clone()).full_tensor(), copied.full_tensor() * 2)
     refused = text_of(double, copied, again=True)
-    assert "stands for a view but is a copy" in refused and "Remedy: pass its clone()" in refused
+    assert "represents a view but is a copy" in refused and "Remedy: pass its clone()" in refused
 
 
 def test_inputs_that_are_views():

@@ -306,7 +306,7 @@ def test_torchs_own_errors_come_on_every_rank():
 
 
 def out_of_date():
-    """What stands for a view shows what is written to the viewed tensor, or is refused."""
+    """What represents a view shows what is written to the viewed tensor, or is refused."""
     whole = numbers(8, 4)
     x = shard(whole, shared_mesh(2), [Shard(0)], {0: (7, 1)})
     row = x[2]

@@ -1,4 +1,4 @@
-"""What sharded systems have been seen to get wrong, or to crash or hang on: each mistake once, against one device."""
+"""What sharded systems have been found to get wrong, or to crash or hang on: each mistake once, against one device."""
 
 from __future__ import annotations
 

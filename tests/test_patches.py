@@ -183,7 +183,7 @@ def test_torchs_errors_pass_through():
 
 
 def convolve(how):
-    """One convolution through every door, with and without patches."""
+    """One convolution through every entry point, with and without patches."""
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 3, padding=1).double()
     whole = torch.randn(1, 2, 8, 5, dtype=torch.float64)

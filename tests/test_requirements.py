@@ -832,7 +832,7 @@ def test_weights_and_buffers_are_made_equal_along_the_domain():
 
 
 def test_the_example_with_fsdp_passes_its_check():
-    """A program with FSDP2 and a domain, told of in the docs; random pixels stand for the globe's data."""
+    """A program with FSDP2 and a domain, told of in the docs; random pixels in place of the globe's data."""
     example = ROOT / "examples" / "fsdp_domain.py"
     assert example.name in (ROOT / "docs" / "parallel.md").read_text()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(example)]

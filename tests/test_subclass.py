@@ -1,4 +1,4 @@
-"""A ShardTensor stays one: through copies, casts, pickles, views, leaves, optimizers, and beside plain tensors."""
+"""A ShardTensor stays one: through copies, casts, pickles, views, leaves, optimizers, and next to plain tensors."""
 
 from __future__ import annotations
 

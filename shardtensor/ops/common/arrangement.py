@@ -48,7 +48,7 @@ class Form:
     """The dims of an operator's tensors by label.
 
     Attributes:
-        terms: for each operand the labels of its dims. None stands for a dim of length 1 that is broadcast.
+        terms: for each operand the labels of its dims. None is a dim of length 1 that is broadcast.
         out: the labels of the result's dims. A label that is missing here is summed over.
         whole: labels along which nothing may be sharded.
         by_parts: whether the result is put together from results of parts of an operand: side by side along the

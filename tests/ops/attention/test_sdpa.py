@@ -624,15 +624,15 @@ def test_every_rank_of_many():
     assert simulate_ranks(one_of_many, len(MANY)) == [(rows, len(MANY) - 1) for rows in MANY]
 
 
-# -- doors -------------------------------------------------------------------------------------------------------------
+# -- entry points -----------------------------------------------------------------------------------------------------
 
 
-def check_doors() -> None:
+def check_entry_points() -> None:
     torch.manual_seed(0)
     whole = data(1, 2, 7, 4)
     x = shard(whole, shared_mesh(2), ROWS, L)
     expected = sdpa(whole, whole, whole)
-    for door in (
+    for entry in (
         F.scaled_dot_product_attention,
         torch._C._nn.scaled_dot_product_attention,
         torch.ops.aten.scaled_dot_product_attention,
@@ -641,7 +641,7 @@ def check_doors() -> None:
     ):
         for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with context():
-                y = door(x, x, x)
+                y = entry(x, x, x)
                 assert y.shard_sizes == L
                 torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-10, atol=1e-12)
     # With torch functions disabled, as inside of composites, autograd's own formulas run over the shards.
@@ -655,8 +655,8 @@ def check_doors() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), leaf.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_doors():
-    run_distributed(check_doors, 2)
+def test_entry_points():
+    run_distributed(check_entry_points, 2)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

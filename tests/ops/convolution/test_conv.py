@@ -1,4 +1,4 @@
-"""Convolution against the unsharded one: values, gradients, messages, memory, errors, and every door to it."""
+"""Convolution against the unsharded one: values, gradients, messages, memory, errors, and every entry point to it."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_long_signals_with_wide_kernels(sizes, kernel):
     run_distributed(check, len(sizes), [((1, 4, sum(sizes)), arguments, len(sizes), [2], {0: sizes})])
 
 
-# -- every door ----------------------------------------------------------------------------------------------------
+# -- every entry point ------------------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -241,7 +241,7 @@ class Layer(nn.Module):
 
 
 def below_functions(x, w, b):
-    """Past every function-level door: autograd records aten.convolution itself."""
+    """Past every function-level entry point: autograd records aten.convolution itself."""
     if not isinstance(x, ShardTensor):
         return torch.convolution(x, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     mesh = x.device_mesh
@@ -255,7 +255,7 @@ def inference(x, w, b):
         return torch.ops.aten.conv2d.default(x, w, b, [1, 1], [1, 1])
 
 
-DOORS = {
+ENTRY_POINTS = {
     "F.conv2d": lambda x, w, b: F.conv2d(x, w, b, padding=1),
     "torch.conv2d": lambda x, w, b: torch.conv2d(x, w, b, padding=(1, 1)),
     "keywords": lambda x, w, b: F.conv2d(input=x, weight=w, bias=b, padding="same"),
@@ -269,20 +269,21 @@ DOORS = {
 }
 
 
-def through(door, patched=True):
+def through(entry, patched=True):
     torch.manual_seed(0)
     x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
     if not patched:
         shardtensor.patches.uninstall()
     try:
-        assert_matches_unsharded(Layer(DOORS[door]), x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)})
+        layer = Layer(ENTRY_POINTS[entry])
+        assert_matches_unsharded(layer, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)})
     finally:
         shardtensor.patches.install()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door_leads_to_the_same_convolution(door):
-    run_distributed(through, 2, door)
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+def test_every_entry_point_leads_to_the_same_convolution(entry):
+    run_distributed(through, 2, entry)
 
 
 def test_no_door_depends_on_the_patches():
@@ -296,7 +297,7 @@ def without_autograd():
     sharded = shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)})
     with torch.inference_mode():
         whole = F.conv2d(x, layer.weight, layer.bias, padding=1)
-        for call in (DOORS["F.conv2d"], DOORS["torch.conv2d"], DOORS["aten conv2d"], inference):
+        for call in (ENTRY_POINTS["F.conv2d"], ENTRY_POINTS["torch.conv2d"], ENTRY_POINTS["aten conv2d"], inference):
             torch.testing.assert_close(
                 call(sharded, layer.weight, layer.bias).full_tensor(), whole, rtol=1e-10, atol=1e-12
             )

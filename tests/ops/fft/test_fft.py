@@ -98,8 +98,8 @@ def communication():
 
 def test_what_is_sent():
     number = 16
-    for rank, (beside, along, signal) in enumerate(run_distributed(communication, 2)):
-        assert beside == (0, 0, 0)
+    for rank, (across, along, signal) in enumerate(run_distributed(communication, 2)):
+        assert across == (0, 0, 0)
         # Half of what a rank has, there; and back, half of what it then has.
         there, back = (4, 2)[rank] * 2 * number, (2, 4)[rank] * 2 * number
         assert along == (there + back, there + back, 0)

@@ -49,7 +49,7 @@ def cases():
     add("two indices", lambda x: x[:, j, j])
     add("three indices", lambda x: x[j[:, :1], j, j])
     add("indices apart", lambda x: x[j, :, j[0]])
-    add("beside a number", lambda x: x[2, i] * x[:, i, 3].sum(0)[:, None])
+    add("next to a number", lambda x: x[2, i] * x[:, i, 3].sum(0)[:, None])
     add("an index by ShardTensor", lambda x: x[:, (x[0, :, 0].detach() * 100).long() % 7])
     add("mask", lambda x: x[:, torch.arange(7) % 3 == 1])
     add("mask of two dims", lambda x: x[:, torch.arange(42).view(7, 6) % 5 == 1].exp())

@@ -539,7 +539,7 @@ def test_natten_kernels_run_on_slices():
 
 
 class DenseKernel:
-    """Stands for natten's kernels where there are none: takes what they take, and has gradients, in float64."""
+    """In place of natten's kernels where there are none: takes what they take, and has gradients, in float64."""
 
     def __init__(self):
         self.patched = natten.functional.neighborhood_attention_generic
