@@ -22,12 +22,14 @@ import torch
 
 from ._compat import OpOverload, OpOverloadPacket, decomposes
 from .context import Setting
+from .errors import refuse
 
 __all__ = [
     "FUNCTIONS",
     "META_FUNCTIONS",
     "OPERATORS",
     "RULES",
+    "Refusal",
     "Support",
     "declare",
     "declare_rule",
@@ -145,6 +147,26 @@ def registered() -> dict[Any, Handler]:
     return {**RULES, **OPERATORS, **FUNCTIONS}
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A handler that refuses whatever it is called with, for what no shards can do.
+
+    Attributes:
+        name: of the operator.
+        where: the module that refuses it.
+        reason, remedy: as the error says.
+    """
+
+    name: str
+    where: str
+    reason: str
+    remedy: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        operands = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        raise refuse(self.name, operands, self.reason, self.remedy)
+
+
 # -- what is supported -----------------------------------------------------------------------------------------------
 
 
@@ -185,6 +207,8 @@ def supports(func_or_op: Any) -> Support:
     handler = FUNCTIONS.get(func_or_op) or OPERATORS.get(func_or_op) or RULES.get(func_or_op)
     if handler is None and isinstance(func_or_op, OpOverload):
         handler = FUNCTIONS.get(func_or_op.overloadpacket)
+    if isinstance(handler, Refusal):
+        return Support(False, "refused", handler.where, f"{handler.reason}; {handler.remedy}")
     if handler is not None:
         return Support(True, "declared", handler.__module__)
     if isinstance(func_or_op, OpOverload):

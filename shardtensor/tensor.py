@@ -31,7 +31,7 @@ from .agreement import MAX_NDIM, agree_on_local
 from .copies import check_current
 from .errors import refuse
 from .layout import mesh_coordinate
-from .registry import FUNCTIONS, register
+from .registry import FUNCTIONS, Refusal, register
 from .spec import ShardTensorSpec
 
 __all__ = [
@@ -394,9 +394,9 @@ def _requires_grad_(self: ShardTensor, requires_grad: bool = True) -> Any:
     return mark_leaf(self, requires_grad) if isinstance(self, ShardTensor) else NotImplemented
 
 
-@register(Tensor.share_memory_)
-def _share_memory_(self: ShardTensor) -> Any:
-    raise refuse("share_memory_", self, "a ShardTensor has no storage of its own", "share its to_local()")
+register(Tensor.share_memory_)(
+    Refusal("share_memory_", __name__, "a ShardTensor has no storage of its own", "share its to_local()")
+)
 
 
 @register(Tensor._is_view)

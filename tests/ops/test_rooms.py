@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ OPERATORS = Path(shardtensor.ops.__file__).parent
 def room(handler) -> str:
     """The module of a handler or rule under ``shardtensor.ops``."""
     handler = getattr(handler, "func", handler)  # of a partial
-    return handler.__module__.removeprefix("shardtensor.ops.")
+    where = handler.where if isinstance(handler, registry.Refusal) else handler.__module__
+    return where.removeprefix("shardtensor.ops.")
 
 
 def rule_of(op):
@@ -89,6 +91,36 @@ DRAWN = {
     "torch.stft": "fft.stft",
     "torch.unsqueeze_copy": "shape.view_copy",
 }
+
+
+def swept() -> dict[str, set[str]]:
+    """What the sweep has found: ``{title in docs/operators.md: operators}``, by the names of torch's samples."""
+    page = (TESTS.parent.parent / "docs" / "operators.md").read_text()
+    parts = re.split(r"^### ", page, flags=re.M)[1:]
+    names = {part.split(" (")[0].split(",")[0]: set(re.findall(r"`([\w.]+)`", part)) for part in parts}
+    assert {"Right in every case", "Right or refused", "Refused in every case"} <= names.keys()
+    return names
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_supports_agrees_with_the_sweep(name):
+    home, _, base = name.rpartition(".")
+    answer, found = shardtensor.supports(getattr(HOMES[home], base)), swept()
+    sample = base.rstrip("_") if home in ("torch", "Tensor") else name
+    if sample in found["Refused in every case"] or base in ("apply_", "map_"):  # which torch has no samples of
+        assert answer.how == "refused" and answer.reason
+    else:
+        assert answer and (answer.how == "decomposed" or answer.where.removeprefix("shardtensor.ops.") in DRAWN[name])
+    if answer.how == "refused":
+        assert sample not in found["Right in every case"] | found["Right or refused"]
+
+
+def test_what_the_sweep_has_always_refused_is_not_supported():
+    for name in ("_chunk_cat", "as_strided", "as_strided_copy", "as_strided_scatter", "hash_tensor"):
+        assert name in swept()["Refused in every case"]
+        assert shardtensor.supports(getattr(torch.ops.aten, name)).how == "refused", name
+
+
 # Modules without a test file of their own: {the file that tests them: modules}.
 TESTED_WITH = {
     "attention/test_multihead.py": "attention/multihead_operators",

@@ -8,15 +8,11 @@ These functions have handlers, not plans: they refuse, or read data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
-from ...errors import refuse
 from ...redistribute import redistribute_local
-from ...registry import register
+from ...registry import Refusal, register
 from ...tensor import ShardTensor
 
 _aten = torch.ops.aten
@@ -26,20 +22,13 @@ __all__: list[str] = []
 _REMEDY = "take x.full_tensor(), which gathers, or this rank's shard, x.to_local()"
 
 
-def _refused(name: str, reason: str, remedy: str) -> Callable[..., Any]:
-    def handler(self: Tensor, *args: object, **kwargs: object) -> NoReturn:
-        raise refuse(name, self, reason, remedy)
-
-    return handler
-
-
 for _name in ("numpy", "tolist", "__array__"):
-    register(getattr(Tensor, _name))(_refused(_name, "no rank holds all values", _REMEDY))
+    register(getattr(Tensor, _name))(Refusal(_name, __name__, "no rank holds all values", _REMEDY))
 for _name in ("__dlpack__", "__dlpack_device__"):
-    register(getattr(Tensor, _name))(_refused(_name, "a ShardTensor has no memory of its own", _REMEDY))
+    register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _REMEDY))
 for _name in ("apply_", "map_", "map2_"):
     _remedy = "call it on x.to_local(), whose memory is the shard's"
-    register(getattr(Tensor, _name))(_refused(_name, "a ShardTensor has no memory of its own", _remedy))
+    register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _remedy))
 
 
 @register(Tensor.__format__)
