@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import tempfile
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -12,26 +13,43 @@ import pytest
 import torch
 
 import shardtensor
-from shardtensor import UnsupportedSharding
+from shardtensor import UnsupportedSharding, registry
 from shardtensor.testing import run_distributed
 
 GUIDE = Path(__file__).parent.parent / "docs" / "adding-an-operator.md"
 
 
 @cache
-def guide():
-    """Everything that the page's blocks define, in their order; once per process."""
+def run_guide():
+    """Everything that the page's blocks define, in their order, and the two entries; once per process."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.S)
     assert len(blocks) == 4
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write("\n".join(blocks))
         file.flush()
-        return runpy.run_path(file.name)
+        made = runpy.run_path(file.name)
+    entries = [made["second_difference"], torch.ops.guide.halve.default]
+    handlers = [shardtensor.registered()[entry] for entry in entries]
+    shardtensor.unregister(*entries)
+    return made, entries, handlers
+
+
+@contextmanager
+def guide():
+    """What the page defines, registered inside the block only: other tests in this process look at the table."""
+    made, (function, operator), (handler, rule) = run_guide()
+    registry.declare(function, handler)
+    registry.declare_rule(operator, rule)
+    try:
+        yield made
+    finally:
+        shardtensor.unregister(function, operator)
 
 
 def check(sizes):
     torch.manual_seed(0)
-    guide()["check"](sizes)
+    with guide() as made:
+        made["check"](sizes)
 
 
 @pytest.mark.parametrize("sizes", [(7,), (5, 3), (1, 6), (4, 0, 3), (1, 1, 1), (2, 17, 0, 1)], ids=str)
@@ -45,8 +63,9 @@ def refused():
     from shardtensor.testing import shard, shared_mesh
 
     x = shard(torch.zeros(0, 5), shared_mesh(2), [Shard(1)], {0: (2, 3)})
-    with pytest.raises(UnsupportedSharding, match=r"second_difference: the dim has no elements.*Remedy: leave"):
-        guide()["second_difference"](x)
+    text = r"second_difference: the dim has no elements.*Remedy: leave"
+    with guide() as made, pytest.raises(UnsupportedSharding, match=text):
+        made["second_difference"](x)
 
 
 def test_the_guides_refusal():
@@ -54,12 +73,10 @@ def test_the_guides_refusal():
 
 
 def test_what_is_declared_is_supported():
-    made = guide()
-    try:
+    with guide() as made:
         answer = shardtensor.supports(made["second_difference"])
         assert answer and answer.how == "declared"
         assert made["second_difference"] in shardtensor.registered()
         assert shardtensor.supports(torch.ops.guide.halve).how == "declared"
-    finally:  # other tests look at the table
-        shardtensor.unregister(made["second_difference"], torch.ops.guide.halve.default)
     assert made["second_difference"] not in shardtensor.registered()
+    assert not shardtensor.supports(torch.ops.guide.halve)
