@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import AutogradFunction, TensorMeta, alias, batch_norm_legit, batch_norm_legit_no_training
+from ..._compat import TensorMeta, batch_norm_legit, batch_norm_legit_no_training
 from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
+from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...redistribute import all_reduce, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ...strides import CHANNELS_LAST
 from ...tensor import ShardTensor, promote
+from .channel_norm import ChannelNorm
 from .geometry import Geometry, geometry_over, prepare_parameters, result_dtype
-from .sharded_norm import ShardedNorm
+from .local_norm import LocalBatchNorm, LocalGroupNorm
 from .statistics import moments_of
 
 _aten = torch.ops.aten
@@ -33,7 +33,7 @@ _PARAMETERS = {"parameters": "weight bias running_mean running_var", "sharded": 
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
-class ChannelNorm(ShardedNorm):
+class RunningNorm(ChannelNorm):
     """Batch norm (dim 0 is normalized) or instance norm with statistics of the input; updates the running ones."""
 
     def __init__(
@@ -50,8 +50,8 @@ class ChannelNorm(ShardedNorm):
         count = geometry.count
         self.unbiased = count / (count - 1) if count != 1 else float("nan")
         # Instance norm keeps the mean over the batch.
-        self.samples = None if 0 in geometry.dims else spec.shape[0]
-        self.batch_group = spec.mesh.get_group(sharded[0]) if self.samples is not None and 0 in sharded else None
+        self.batch = None if 0 in geometry.dims else spec.shape[0]
+        self.batch_group = spec.mesh.get_group(sharded[0]) if self.batch is not None and 0 in sharded else None
         self.channels = None
         if 1 in sharded:
             m = sharded[1]
@@ -59,12 +59,12 @@ class ChannelNorm(ShardedNorm):
             whole = spec.replicated().replace(meta=both)
             self.channels = whole.with_axes({m: AxisLayout(Shard(1), spec.sizes[m])})
 
-    def _note(self, mean: Tensor | None, var: Tensor, *buffers: Tensor | None) -> None:
+    def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
         if all(buffer is None for buffer in buffers):
             return
-        assert mean is not None
+        mean, var = moments.unbind()
         values: Sequence[Tensor] = mean, var * self.unbiased
-        if self.samples is not None or self.channels is not None:
+        if self.batch is not None or self.channels is not None:
             values = self._of_all_channels(torch.stack(values).reshape(2, *mean.shape[:2]))
         for buffer, value in zip(buffers, values, strict=True):
             if buffer is None:
@@ -77,87 +77,14 @@ class ChannelNorm(ShardedNorm):
 
     def _of_all_channels(self, new: Tensor) -> Sequence[Tensor]:
         """Mean and variance of each channel of the global tensor, from those ``(2, N or 1, C)`` of this shard's."""
-        if self.samples is not None:
-            new = new.sum(1, keepdim=True) / self.samples
+        if self.batch is not None:
+            new = new.sum(1, keepdim=True) / self.batch
             if self.batch_group is not None:
                 new = all_reduce(new, self.batch_group)
         new = new[:, 0]
         if self.channels is not None:
             new = redistribute_local(new, self.channels, self.channels.replicated())
         return new.unbind()
-
-
-class FixedNorm(ShardedNorm):
-    """Batch or instance norm with running statistics, where some shards are empty. Nothing is exchanged forward."""
-
-    saves = (0, 1, 3, 4)
-
-    def forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        geometry = self.geometry
-        w, b = self._affine(weight, 0), self._affine(bias, 1)
-        mean, rstd = self._running(*buffers)
-        y = (x.reshape(geometry.view) - mean) * rstd
-        y = y if w is None else y * w
-        return self._result(y if b is None else y + b), ()
-
-    def _running(self, *buffers: Tensor | None) -> tuple[Tensor, Tensor]:
-        geometry, dtype = self.geometry, self.statistics.dtype
-        mean, var = (geometry.own_part(t).to(dtype).reshape(geometry.affine) for t in buffers)  # type: ignore[union-attr]
-        return mean, (var + geometry.eps).rsqrt()
-
-    def backward(  # type: ignore[override]
-        self,
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-        x: Tensor,
-        weight: Tensor | None,
-        *buffers: Tensor | None,
-    ) -> list[Tensor | None]:
-        return super().backward(needed, grads, x, weight, *self._running(*buffers))
-
-    def _of_input(  # type: ignore[override]
-        self, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, *rest: Any
-    ) -> Tensor:
-        return grad * (rstd if w is None else rstd * w)
-
-
-class _PlainStrides(AutogradFunction):
-    """Identity with the usual strides along dims of length 1, for a tensor and for its gradient.
-
-    A shard may have dims of length 1 where the global tensor has none, and torch's CPU kernel of the gradient goes
-    wrong where one operand's strides there say channels-last and the other's do not.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:  # type: ignore[override]
-        return _with_usual_strides(t)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return _PlainStrides.apply(grad)
-
-
-def _with_usual_strides(t: Tensor) -> Tensor:
-    """An alias of ``t`` with the strides that a new tensor of its memory format has."""
-    for memory_format in (torch.contiguous_format, *([CHANNELS_LAST[t.ndim]] if t.ndim in CHANNELS_LAST else [])):
-        if t.is_contiguous(memory_format=memory_format):
-            usual = torch.empty(t.shape, device="meta").to(memory_format=memory_format)
-            return t.as_strided(t.shape, usual.stride())
-    return alias(t)
-
-
-def _local(
-    function: Callable[..., Tensor], geometry: Geometry, use_input: bool, momentum: float, parameters: Sequence[Any]
-) -> Callable[..., Tensor]:
-    own = geometry.own_parts(*parameters)
-
-    def run(x: Tensor, *tensors: Tensor | None) -> Tensor:
-        y = function(_PlainStrides.apply(x), *own(*tensors), use_input, momentum, geometry.eps, False)
-        return _PlainStrides.apply(y)
-
-    return run
 
 
 def _plan_channels(
@@ -180,16 +107,13 @@ def _plan_channels(
         spec,
         *parameters,
     )
-    fits = not geometry.has_empty_shards and not (use_input and geometry.merges)
     # torch's kernel would update the running statistics with what this rank alone has.
-    updates = use_input and any(s is not None for s in running) and bool(spec.sharded_dims())
-    if fits and not updates:
-        function = torch.batch_norm if 0 in geometry.dims else torch.instance_norm
-        local = _local(function, geometry, use_input, momentum, parameters)
-        return LocalPlan(local, geometry.output_spec(dtype))
-    if use_input:
-        return ChannelNorm(call, geometry, dtype, (weight, bias), momentum)
-    return FixedNorm(call, geometry, dtype, weight, bias)
+    updates = any(s is not None for s in running) and (bool(spec.sharded_dims()) or 0 not in geometry.dims)
+    if use_input and (geometry.merges or updates):
+        return RunningNorm(call, geometry, dtype, (weight, bias), momentum)
+    if use_input and 0 not in geometry.dims:
+        return LocalGroupNorm(call, geometry, dtype, weight, bias)
+    return LocalBatchNorm(call, geometry, dtype, parameters, use_input, momentum)
 
 
 # -- entry points ----------------------------------------------------------------------------------------------------

@@ -63,19 +63,6 @@ class Geometry:
         held = ((d - self.first, self.spec.interval(m)) for d, m in self.spec.sharded_dims().items())
         return tuple((d, start, stop - start) for d, (start, stop) in held if d >= 0)
 
-    @property
-    def has_empty_shards(self) -> bool:
-        """Whether any rank's shard is empty: some of torch's kernels fail then. All ranks use the same kernel, for
-        their second derivatives must communicate alike.
-        """
-        sizes = [self.spec.cut(m) for m in self.spec.sharded_dims().values()]
-        return 0 in self.spec.shape or any(0 in of_dim for of_dim in sizes)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether torch's own kernel can do it on every rank."""
-        return not self.merges and not self.has_empty_shards
-
     def own_part(self, parameter: Tensor | None) -> Tensor | None:
         """The part of a parameter (or running statistic) that belongs to this rank's shard. A view."""
         if parameter is not None:

@@ -13,19 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
+from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import wide_dtype
+from .channel_norm import ChannelNorm
 from .geometry import (
-    Geometry,
     geometry_of_groups,
     geometry_of_last_dims,
     prepare_parameters,
     result_dtype,
     with_unsharded_groups,
 )
-from .sharded_norm import ShardedNorm
+from .local_norm import LocalGroupNorm, LocalLayerNorm
+from .sharded_norm import RowNorm
 from .statistics import moments_of
 
 _aten = torch.ops.aten
@@ -50,19 +51,11 @@ def _declare_group_norm(function: Callable[..., Tensor]) -> None:
         geometry = geometry_of_groups("group_norm", x, num_groups, eps)
         prepare_parameters(call, geometry, weight=weight, bias=bias)
         dtype = result_dtype(call, lambda t, w, b: torch.group_norm(t, 1, w, b), x, weight, bias)
-        plan = (
-            LocalPlan(_local_group_norm(geometry, weight, bias), geometry.output_spec(dtype))
-            if geometry.is_local
-            else ShardedNorm(call, geometry, dtype, weight, bias)
-        )
+        kind = ChannelNorm if geometry.merges else LocalGroupNorm
+        plan = kind(call, geometry, dtype, weight, bias)
         if x is not input:
             call.then = plan.outputs.with_layout(input.layout)  # type: ignore[union-attr]
         return plan
-
-
-def _local_group_norm(geometry: Geometry, weight: Operand | None, bias: Operand | None) -> Callable[..., Tensor]:
-    groups, own = geometry.view[1], geometry.own_parts(weight, bias)
-    return lambda x, w, b: torch.group_norm(x, groups, *own(w, b), geometry.eps)
 
 
 for _function in (F.group_norm, torch.group_norm):
@@ -106,46 +99,6 @@ def plan_native_group_norm(
 # -- layer norm ------------------------------------------------------------------------------------------------------
 
 
-class LocalLayerNorm(Plan):
-    """Layer norm of rows that each rank holds entirely, with the complete weight and bias."""
-
-    saves = (0, 1, 2)
-    twice = True
-
-    def __init__(self, geometry: Geometry, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.shape, self.eps, self.outputs = shape, geometry.eps, geometry.output_spec(dtype)
-
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
-        return y, (mean, rstd)
-
-    def backward(
-        self,
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        rstd: Tensor,
-    ) -> list[Tensor | None]:
-        grad, given = grads[0], (x, weight, bias)
-        if grad is None:
-            return [None, None, None]
-        if grad.dtype != x.dtype:  # autocast's
-            x, weight, bias = (None if t is None else t.to(grad.dtype) for t in given)
-
-        def differentiate(*mask: bool) -> list[Tensor | None]:
-            found = _aten.native_layer_norm_backward.default(grad, x, self.shape, mean, rstd, weight, bias, mask)
-            return [None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True)]
-
-        if self.total is None:
-            return differentiate(*needed)
-        finish = self.total.start(differentiate(False, *needed[1:]))
-        grad_x = differentiate(True, False, False)[0] if needed[0] else None
-        return [grad_x, *finish()[1:]]
-
-
 @operator(F.layer_norm, torch.layer_norm, tensors="input", parameters="weight bias", sharded="weight bias")
 def plan_layer_norm(
     call: Arguments,
@@ -160,9 +113,8 @@ def plan_layer_norm(
     geometry = geometry_of_last_dims("layer_norm", input, len(shape), eps)
     prepare_parameters(call, geometry, weight=weight, bias=bias)
     dtype = result_dtype(call, lambda t, w, b: torch.layer_norm(t, (1,), w, b), input, weight, bias)
-    if geometry.is_local:
-        return LocalLayerNorm(geometry, shape, dtype)
-    return ShardedNorm(call, geometry, dtype, weight, bias)
+    kind = RowNorm if geometry.merges else LocalLayerNorm
+    return kind(call, geometry, dtype, weight, bias)
 
 
 @operator(
@@ -213,10 +165,7 @@ def plan_rms_norm(
     geometry = geometry_of_last_dims("rms_norm", input, len(shape), smallest, centered=False)
     prepare_parameters(call, geometry, weight=weight)
     dtype = result_dtype(call, lambda t, w: torch.rms_norm(t, (1,), w), input, weight)
-    if geometry.is_local:
-        own = geometry.own_parts(weight)
-        return LocalPlan(lambda x, w: torch.rms_norm(x, shape, *own(w), eps), geometry.output_spec(dtype))
-    return ShardedNorm(call, geometry, dtype, weight)
+    return RowNorm(call, geometry, dtype, weight)
 
 
 # -- local response norm ---------------------------------------------------------------------------------------------

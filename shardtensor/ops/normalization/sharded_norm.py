@@ -1,8 +1,8 @@
-"""The plan of normalizations whose ranks have to communicate: one for "normalize over a set of dims".
+"""The plans of normalizations whose ranks have to communicate: their common part, and that of layer and RMS norm.
 
-Elementwise operators on the centered shard, most of them in place: torch's kernels compute statistics of their own, and
-cannot be given others for less than this costs. The input is centered before it is scaled, as ``x * scale + shift``
-would lose a large mean's digits.
+Layer and RMS norm have a weight for each normalized element, so torch's kernels cannot be given the statistics of all
+ranks: elementwise operators on the centered shard, most of them in place. The input is centered before it is scaled, as
+``x * scale + shift`` would lose a large mean's digits.
 """
 
 from __future__ import annotations
@@ -14,83 +14,75 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction
-from ...operators import Arguments, Operand, Plan
+from ...operators import Arguments, Operand
 from ...redistribute import all_reduce
-from ...spec import ShardTensorSpec
 from .geometry import Geometry
+from .norm import Norm
 from .statistics import Statistics, centered
 
-__all__ = ["ShardedNorm"]
+__all__ = ["RowNorm", "ShardedNorm"]
 
 
-class ShardedNorm(Plan):
-    """Normalization of an input, then scaling by a weight and adding a bias.
-
-    Args:
-        dtype: of the result.
-        parameters: weight and bias; specs for those that are sharded.
-    """
+class ShardedNorm(Norm):
+    """Normalization with statistics of all ranks."""
 
     saves = (0, 1)
-    twice = True
 
     def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
-        self.geometry, self.dtype, self.outputs = geometry, dtype, geometry.output_spec(dtype)
+        super().__init__(call, geometry, dtype, *parameters)
         self.statistics = Statistics(geometry, call.device)
-        self.casts = call.autocast() is not None
-        # Sharded parameters arrive as this rank's part.
-        self.narrows = [bool(geometry.intervals) and not isinstance(p, ShardTensorSpec) for p in parameters]
-        self.metas = [p.tensor_meta if isinstance(p, ShardTensorSpec) else p for p in parameters]
-        # Sums go over the inner dims first, then, with the weight applied, over the other normalized ones.
-        self.inner = tuple(d for d in geometry.dims if geometry.affine[d] == 1)
-        self.others = tuple(d for d in geometry.dims if d not in self.inner)
-
-    # -- forward ---------------------------------------------------------------------------------------------------
-
-    def forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        if self.casts:
-            with torch.autocast(x.device.type, enabled=False):
-                return self._forward(x, weight, bias, *buffers)
-        return self._forward(x, weight, bias, *buffers)
 
     def _forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x, w, b = x.reshape(self.geometry.view), self._affine(weight, 0), self._affine(bias, 1)
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if torch.is_grad_enabled():
-            return self._result(self._differentiable(x, w, b)), ()
-        mean, var, free = self.statistics.of(x)
-        self._note(mean, var, *buffers)
-        rstd = var.add_(self.geometry.eps).rsqrt_()
-        return self._result(self._scaled(centered(x, mean, free), w, b, rstd)), (mean, rstd)
+            return self._differentiable(x, weight, bias), ()
+        moments, free = self.statistics.of(x.reshape(self.geometry.view))
+        self._note(moments, *buffers)
+        return self._normalized(x, moments, weight, bias, free)
 
-    def _scaled(self, y: Tensor, w: Tensor | None, b: Tensor | None, rstd: Tensor) -> Tensor:
-        """``y * rstd * w + b``, in place of ``y``."""
-        if w is None:
-            y.mul_(rstd)
-        elif self.inner:
-            y.mul_(rstd * w)
-        else:
-            y.mul_(rstd).mul_(w)
-        return y if b is None else y.add_(b)
+    def _normalized(
+        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The local result and what backward needs. ``free`` is memory for the result, if there is any."""
+        raise NotImplementedError
 
-    def _note(self, mean: Tensor | None, var: Tensor, *buffers: Tensor | None) -> None:
+    def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
         """Update running statistics, for a subclass that has them."""
 
     def _affine(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, to broadcast against the view."""
-        if parameter is None:
-            return None
-        mine = self.geometry.own_part(parameter) if self.narrows[i] else parameter
-        return mine.reshape(self.geometry.affine)
+        mine = self._own(parameter, i)
+        return None if mine is None else mine.reshape(self.geometry.affine)
 
-    def _result(self, y: Tensor) -> Tensor:
-        y = y if y.dtype == self.dtype else y.to(self.dtype)
-        return y.reshape(self.geometry.spec.own_shape)
+    # -- second derivatives ----------------------------------------------------------------------------------------
 
-    # -- backward --------------------------------------------------------------------------------------------------
+    def _differentiable(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The same in operators that autograd differentiates."""
+        w, b = self._affine(weight, 0), self._affine(bias, 1)
+        y = x.reshape(self.geometry.view).to(self.statistics.dtype)
+        y = y - self._average(y) if self.geometry.centered else y
+        y = y * (self._average(y * y) + self.geometry.eps).rsqrt()
+        y = y if w is None else y * w
+        return (y if b is None else y + b).to(self.dtype).reshape(x.shape)
+
+    def _average(self, t: Tensor) -> Tensor:
+        total = _SumOverRanks.apply(t.sum(self.geometry.dims, keepdim=True), self.statistics)
+        return total / max(self.geometry.count, 1)
+
+
+class RowNorm(ShardedNorm):
+    """Layer norm (or RMS norm, if not centered) over dims of which some are sharded."""
+
+    def _normalized(
+        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        w, b = self._affine(weight, 0), self._affine(bias, 1)
+        y = centered(x.reshape(self.geometry.view), moments[0] if self.geometry.centered else None, free)
+        y.mul_((moments[-1] + self.geometry.eps).rsqrt_())
+        y = y if w is None else y.mul_(w)
+        y = y if b is None else y.add_(b)
+        return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape), (moments,)
 
     def backward(
         self,
@@ -98,30 +90,25 @@ class ShardedNorm(Plan):
         grads: Sequence[Tensor | None],
         x: Tensor,
         weight: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor,
+        moments: Tensor,
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
         if grads[0] is None:
             return result
-        grad, x_view = grads[0].reshape(self.geometry.view), x.reshape(self.geometry.view)
-        grad = grad if grad.dtype == rstd.dtype else grad.to(rstd.dtype)
-        w = self._affine(weight, 0)
-        with_x, plain, free = centered(x_view, mean).mul_(grad), grad, None
-        if self.inner:
-            # Of the shard's size there is one new tensor, which becomes the gradient.
-            free, with_x = with_x, with_x.sum(self.inner, keepdim=True)
-            plain = plain.sum(self.inner, keepdim=True)
-        with_x = with_x * rstd
+        geometry = self.geometry
+        grad, x_view, w = grads[0].reshape(geometry.view), x.reshape(geometry.view), self._affine(weight, 0)
+        grad = grad if grad.dtype == moments.dtype else grad.to(moments.dtype)
+        mean, rstd = moments[0] if geometry.centered else None, (moments[-1] + geometry.eps).rsqrt_()
+        with_x = centered(x_view, mean).mul_(grad).mul_(rstd)
         if needed[1]:
-            result[1] = self._of_parameter(with_x, 0)
+            result[1] = self._of_parameter(with_x.sum_to_size(geometry.affine), 0)
         if self.metas[1:] and needed[2]:
-            result[2] = self._of_parameter(plain, 1)
+            result[2] = self._of_parameter(grad.sum_to_size(geometry.affine), 1)
         finish = None if self.total is None else self.total.start(result)
         local = None
         if needed[0]:
-            sums = [self._sum(t, w) for t in ((with_x,) if mean is None else (with_x, plain))]
-            local = self._of_input(grad, x_view, mean, rstd, w, sums, free)
+            sums = [self._sum(t, w) for t in ((with_x,) if mean is None else (with_x, grad))]
+            local = self._of_input(grad, x_view, mean, rstd, w, sums, with_x)
             local = (local if local.dtype == x.dtype else local.to(x.dtype)).reshape(x.shape)
         result = result if finish is None else finish()
         result[0] = local
@@ -135,13 +122,13 @@ class ShardedNorm(Plan):
         rstd: Tensor,
         w: Tensor | None,
         sums: list[Tensor],
-        free: Tensor | None,
+        free: Tensor,
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
 
         Args:
             sums: of ``w * grad * xhat``, and if centered of ``w * grad``, over the normalized dims of this shard.
-            free: memory for the result, if there is any.
+            free: memory for the result.
         """
         means = torch.stack(sums).div_(max(self.geometry.count, 1))
         for merge in self.statistics.merges:
@@ -150,39 +137,10 @@ class ShardedNorm(Plan):
         local = centered(x, mean, free).mul_(means[0].mul_(rstd).neg_())
         if mean is not None:
             local.sub_(means[1])
-        if self.inner:
-            return local.addcmul_(grad, rstd if w is None else rstd * w)
         return local.addcmul_(grad if w is None else grad * w, rstd)
 
     def _sum(self, t: Tensor, w: Tensor | None) -> Tensor:
-        t = t if w is None else t * w
-        return t.sum(self.others, keepdim=True) if self.others else t
-
-    def _of_parameter(self, contribution: Tensor, i: int) -> Tensor:
-        """The gradient of weight (0) or bias (1), from what sums to it; zeros for what other ranks hold."""
-        meta, geometry = self.metas[i], self.geometry
-        assert meta is not None
-        mine = contribution.sum_to_size(geometry.affine).to(meta.dtype)
-        shape = geometry.spec.own_shape[geometry.first : geometry.first + len(meta.shape)]
-        if not self.narrows[i]:
-            return mine.reshape(shape)
-        full = mine.new_zeros(meta.shape)
-        geometry.own_part(full).copy_(mine.reshape(shape))  # type: ignore[union-attr]
-        return full
-
-    # -- second derivatives ----------------------------------------------------------------------------------------
-
-    def _differentiable(self, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-        """The same in operators that autograd differentiates."""
-        y = x.to(self.statistics.dtype)
-        y = y - self._average(y) if self.geometry.centered else y
-        y = y * (self._average(y * y) + self.geometry.eps).rsqrt()
-        y = y if w is None else y * w
-        return y if b is None else y + b
-
-    def _average(self, t: Tensor) -> Tensor:
-        total = _SumOverRanks.apply(t.sum(self.geometry.dims, keepdim=True), self.statistics)
-        return total / max(self.geometry.count, 1)
+        return (t if w is None else t * w).sum(self.geometry.dims, keepdim=True)
 
 
 class _SumOverRanks(AutogradFunction):

@@ -28,41 +28,47 @@ from ...tensor import wrap
 from ..common.alignment import wide_dtype
 from .geometry import Geometry
 
-__all__ = ["Statistics", "centered", "moments_of"]
+__all__ = ["Merge", "Statistics", "centered", "moments_of"]
 
 # Elements of a shard up to which torch.var_mean, which is slow on CPUs, takes less time than several operators.
-_FEW = 1 << 13
+_FEW = 1 << 11
+# Elements of a row from which the kernel of layer norm takes less time.
+_ROW = 16
 
 
 class Statistics:
     """Mean and variance of one geometry's sets of elements, and what they can be computed with: made once."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        self.dims, self.centered = geometry.dims, geometry.centered
+        view, dims = geometry.view, geometry.dims
+        self.dims, self.centered = dims, geometry.centered
         self.dtype = wide_dtype(geometry.spec.tensor_meta.dtype)
-        self.shape = tuple(1 if d in geometry.dims else n for d, n in enumerate(geometry.view))
-        self.empty = 0 in geometry.view
-        self.in_passes = device.type == "cpu" and torch.Size(geometry.view).numel() > _FEW
-        ndim = len(geometry.view)
-        self.merges = [_Merge(geometry.spec.mesh, m, sizes, ndim, self.dtype, device) for m, sizes in geometry.merges]
+        self.shape = _reduced(view, dims)
+        self.empty = 0 in view
+        self.on_cpu, self.few = device.type == "cpu", torch.Size(view).numel() <= _FEW
+        # Rows: the last dims, as far as they are normalized over.
+        last = max((d + 1 for d in range(len(view)) if d not in dims), default=0)
+        self.row, self.row_shape = torch.Size(view[last:]).numel(), _reduced(view, range(last, len(view)))
+        # Dims that are reduced first where memory is in another order: not channels.
+        self.first = tuple(d for d in dims if geometry.affine[d] == 1) or dims
+        merges = geometry.merges
+        self.merges = [Merge(geometry.spec.mesh, m, sizes, len(view), self.dtype, device) for m, sizes in merges]
 
-    def of(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Mean (None if not centered) and biased variance (else mean square) of the global sets, in float32 at least.
+    def of(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Mean and biased variance (mean square alone if not centered) of the global sets, in float32 at least.
 
         Args:
             x: the local shard, in the geometry's view.
 
         Returns:
-            These two, with 1 for the normalized dims, and memory of the shape and layout of ``x`` that is free for
-            use; None where none was needed.
+            These two (or one) as one tensor, with 1 for the normalized dims; and memory of the shape and layout of
+            ``x`` that is free for use, None where none was needed.
         """
         moments, free = self._of_shard(x)
-        if self.merges:
-            packed = torch.stack(moments)
-            for merge in self.merges:
-                packed = merge(packed)
-            moments = packed.unbind()
-        return (moments[0] if self.centered else None), moments[-1], free
+        packed = torch.stack(moments)
+        for merge in self.merges:
+            packed = merge(packed)
+        return packed, free
 
     def _of_shard(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
         if self.empty:
@@ -70,16 +76,40 @@ class Statistics:
         if not self.centered:
             squares = x.square() if x.dtype == self.dtype else x.to(self.dtype).square_()
             return [squares.mean(self.dims, keepdim=True)], squares
-        if not self.in_passes or is_traced(x):
-            x = x if x.dtype == self.dtype else x.to(self.dtype)
-            var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
-            return [mean, var], None
-        mean = x.mean(self.dims, keepdim=True, dtype=self.dtype)
+        x = x if x.dtype == self.dtype else x.to(self.dtype)
+        if self.on_cpu and not is_traced(x):
+            if self.row >= _ROW and x.is_contiguous():
+                return self._of_rows(x), None
+            if not self.few:
+                return self._in_passes(x)
+        var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+        return [mean, var], None
+
+    def _of_rows(self, x: Tensor) -> Sequence[Tensor]:
+        # So small an eps that the reciprocal standard deviation gives any variance back, and is finite for zero.
+        smallest = torch.finfo(self.dtype).tiny
+        _, mean, rstd = torch.native_layer_norm(x.view(-1, self.row), (self.row,), None, None, smallest)
+        return self._joined(mean.view(self.row_shape), rstd.pow_(-2).view(self.row_shape))
+
+    def _in_passes(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        dims = self.first
+        mean = x.mean(dims, keepdim=True)
         deviations = centered(x, mean)
         # What rounding the mean has left; the second pass is of numbers around zero, so it is known exactly.
-        rest = deviations.mean(self.dims, keepdim=True)
-        var = deviations.square_().mean(self.dims, keepdim=True).addcmul_(rest, rest, value=-1).clamp_(min=0)
-        return [mean.add_(rest), var], deviations
+        rest = deviations.mean(dims, keepdim=True)
+        var = deviations.square_().mean(dims, keepdim=True).addcmul_(rest, rest, value=-1).clamp_(min=0)
+        return self._joined(mean.add_(rest), var), deviations
+
+    def _joined(self, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
+        """Mean and variance of sets of elements, from those of equally large parts of them."""
+        if mean.shape == self.shape:
+            return [mean, var]
+        of_means, mean = torch.var_mean(mean, self.dims, correction=0, keepdim=True)
+        return [mean, var.mean(self.dims, keepdim=True).add_(of_means)]
+
+
+def _reduced(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(1 if d in dims else n for d, n in enumerate(shape))
 
 
 def centered(x: Tensor, mean: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -91,7 +121,7 @@ def centered(x: Tensor, mean: Tensor | None, out: Tensor | None = None) -> Tenso
     return copy if mean is None else copy.sub_(mean)
 
 
-class _Merge:
+class Merge:
     """The ranks' moments along one mesh dim, gathered and merged."""
 
     def __init__(
@@ -157,7 +187,6 @@ def moments_of(
             at, step = dims[d]
             placements[m], sizes[m] = Shard(at), tuple(n // step for n in source.cut(m))
     with torch.no_grad():
-        mean, var, _ = Statistics(geometry, x.device).of(x.reshape(geometry.view))
-        assert mean is not None
+        mean, var = Statistics(geometry, x.device).of(x.reshape(geometry.view))[0].unbind()
         spec = ShardTensorSpec.make(source.mesh, placements, shape, mean.dtype, shard_sizes=sizes)
         return [wrap(t.reshape(spec.local_shape()), spec) for t in (mean, (var + geometry.eps).rsqrt())]

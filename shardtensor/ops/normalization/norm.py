@@ -1,0 +1,62 @@
+"""What the plans of all normalizations have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...operators import Arguments, Operand, Plan
+from ...spec import ShardTensorSpec
+from .geometry import Geometry
+
+__all__ = ["Norm"]
+
+
+class Norm(Plan):
+    """Normalization of an input, then scaling by a weight and adding a bias.
+
+    Args:
+        dtype: of the result.
+        parameters: weight and bias; specs for those that are sharded.
+    """
+
+    twice = True
+
+    def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
+        self.geometry, self.dtype, self.outputs = geometry, dtype, geometry.output_spec(dtype)
+        self.casts, self.empty = call.autocast() is not None, 0 in geometry.view
+        # Sharded parameters arrive as this rank's part.
+        self.narrows = [bool(geometry.intervals) and not isinstance(p, ShardTensorSpec) for p in parameters]
+        self.metas = [p.tensor_meta if isinstance(p, ShardTensorSpec) else p for p in parameters]
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self.casts:
+            with torch.autocast(x.device.type, enabled=False):
+                return self._forward(x, weight, bias, *buffers)
+        return self._forward(x, weight, bias, *buffers)
+
+    def _forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        raise NotImplementedError
+
+    def _own(self, parameter: Tensor | None, i: int) -> Tensor | None:
+        """The part of weight (0) or bias (1) that belongs to the shard."""
+        return self.geometry.own_part(parameter) if parameter is not None and self.narrows[i] else parameter
+
+    def _of_parameter(self, contribution: Tensor, i: int) -> Tensor:
+        """The gradient of weight (0) or bias (1), from what belongs to the shard; zeros for what other ranks hold."""
+        meta, geometry = self.metas[i], self.geometry
+        assert meta is not None
+        mine = contribution if contribution.dtype == meta.dtype else contribution.to(meta.dtype)
+        if not self.narrows[i]:
+            return mine if mine.ndim == 1 else mine.reshape(self._own_shape(len(meta.shape)))
+        full = mine.new_zeros(meta.shape)
+        geometry.own_part(full).copy_(mine.reshape(self._own_shape(len(meta.shape))))  # type: ignore[union-attr]
+        return full
+
+    def _own_shape(self, ndim: int) -> tuple[int, ...]:
+        first = self.geometry.first
+        return self.geometry.spec.own_shape[first : first + ndim]
