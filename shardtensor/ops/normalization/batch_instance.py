@@ -52,24 +52,23 @@ class RunningNorm(ChannelNorm):
         # Instance norm keeps the mean over the batch.
         self.batch = None if 0 in geometry.dims else spec.shape[0]
         self.batch_group = spec.mesh.get_group(sharded[0]) if self.batch is not None and 0 in sharded else None
-        self.channels = None
+        self.sharded_channels = None
         if 1 in sharded:
             m = sharded[1]
             both = TensorMeta(torch.Size((2, spec.shape[1])), (spec.shape[1], 1), self.statistics.dtype)
             whole = spec.replicated().replace(meta=both)
-            self.channels = whole.with_axes({m: AxisLayout(Shard(1), spec.sizes[m])})
+            self.sharded_channels = whole.with_axes({m: AxisLayout(Shard(1), spec.sizes[m])})
 
     def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
         if all(buffer is None for buffer in buffers):
             return
         mean, var = moments.unbind()
         values: Sequence[Tensor] = mean, var * self.unbiased
-        if self.batch is not None or self.channels is not None:
-            values = self._of_all_channels(torch.stack(values).reshape(2, *mean.shape[:2]))
+        if self.batch is not None or self.sharded_channels is not None:
+            values = self._of_all_channels(torch.stack(values).view(2, self.samples, self.per_sample))
         for buffer, value in zip(buffers, values, strict=True):
             if buffer is None:
                 continue
-            value = value.reshape(buffer.shape)
             if buffer.dtype == value.dtype:
                 buffer.lerp_(value, self.momentum)
             else:
@@ -82,8 +81,8 @@ class RunningNorm(ChannelNorm):
             if self.batch_group is not None:
                 new = all_reduce(new, self.batch_group)
         new = new[:, 0]
-        if self.channels is not None:
-            new = redistribute_local(new, self.channels, self.channels.replicated())
+        if self.sharded_channels is not None:
+            new = redistribute_local(new, self.sharded_channels, self.sharded_channels.replicated())
         return new.unbind()
 
 

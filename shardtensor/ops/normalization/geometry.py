@@ -71,12 +71,9 @@ class Geometry:
                     parameter = parameter.narrow(d, start, n)
         return parameter
 
-    def own_parts(self, *parameters: Operand | None) -> Callable[..., Sequence[Tensor | None]]:
-        """What narrows plain parameters to their :meth:`own_part`; sharded ones arrive narrowed."""
-        narrows = [isinstance(p, TensorMeta) for p in parameters]
-        if not self.intervals or not any(narrows):
-            return lambda *tensors: tensors
-        return lambda *tensors: [self.own_part(t) if n else t for t, n in zip(tensors, narrows, strict=True)]
+    def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of that part of a parameter of a shape."""
+        return self.spec.own_shape[self.first : self.first + len(shape)]
 
     def output_spec(self, dtype: torch.dtype) -> ShardTensorSpec:
         """The spec of a new tensor of this dtype in the input's layout and memory format."""

@@ -75,8 +75,8 @@ class LocalNorm(Norm):
 
     def _gradients(self, mask: Sequence[bool], dtype: torch.dtype, given: Sequence[Any]) -> list[Tensor | None]:
         if self.empty:
-            dx, shape = given[0], self._own_shape
-            found = [dx, *(None if m is None else dx.new_zeros(shape(len(m.shape))) for m in self.metas[:2])]
+            dx, shape = given[0], self.geometry.own_shape
+            found = [dx, *(None if m is None else dx.new_zeros(shape(m.shape)) for m in self.metas[:2])]
             found = [g if need else None for g, need in zip(found, mask, strict=True)]
         else:
             found = list(self._gradient(mask, *given))

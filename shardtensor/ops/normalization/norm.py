@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._compat import TensorMeta
 from ...operators import Arguments, Operand, Plan
 from ...spec import ShardTensorSpec
 from .geometry import Geometry
@@ -25,8 +26,8 @@ class Norm(Plan):
     def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
         self.geometry, self.dtype, self.outputs = geometry, dtype, geometry.output_spec(dtype)
         self.casts, self.empty = call.autocast() is not None, 0 in geometry.view
-        # Sharded parameters arrive as this rank's part.
-        self.narrows = [bool(geometry.intervals) and not isinstance(p, ShardTensorSpec) for p in parameters]
+        # Which of the parameters this rank uses a part of. Sharded ones arrive as that part.
+        self.narrows = [isinstance(p, TensorMeta) and geometry.own_shape(p.shape) != p.shape for p in parameters]
         self.metas = [p.tensor_meta if isinstance(p, ShardTensorSpec) else p for p in parameters]
 
     def forward(
@@ -52,11 +53,7 @@ class Norm(Plan):
         assert meta is not None
         mine = contribution if contribution.dtype == meta.dtype else contribution.to(meta.dtype)
         if not self.narrows[i]:
-            return mine if mine.ndim == 1 else mine.reshape(self._own_shape(len(meta.shape)))
+            return mine if mine.ndim == 1 else mine.reshape(geometry.own_shape(meta.shape))
         full = mine.new_zeros(meta.shape)
-        geometry.own_part(full).copy_(mine.reshape(self._own_shape(len(meta.shape))))  # type: ignore[union-attr]
+        geometry.own_part(full).copy_(mine.reshape(geometry.own_shape(meta.shape)))  # type: ignore[union-attr]
         return full
-
-    def _own_shape(self, ndim: int) -> tuple[int, ...]:
-        first = self.geometry.first
-        return self.geometry.spec.own_shape[first : first + ndim]

@@ -37,7 +37,7 @@ class ShardedNorm(Norm):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if torch.is_grad_enabled():
             return self._differentiable(x, weight, bias), ()
-        moments, free = self.statistics.of(x.reshape(self.geometry.view))
+        moments, free = self.statistics.of(x)
         self._note(moments, *buffers)
         return self._normalized(x, moments, weight, bias, free)
 
@@ -78,6 +78,7 @@ class RowNorm(ShardedNorm):
         self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         w, b = self._affine(weight, 0), self._affine(bias, 1)
+        moments = moments.view(len(moments), *self.statistics.shape)
         y = centered(x.reshape(self.geometry.view), moments[0] if self.geometry.centered else None, free)
         y.mul_((moments[-1] + self.geometry.eps).rsqrt_())
         y = y if w is None else y.mul_(w)

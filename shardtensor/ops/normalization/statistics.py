@@ -12,6 +12,7 @@ variances" (1979).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -44,68 +45,65 @@ class Statistics:
         self.dims, self.centered = dims, geometry.centered
         self.dtype = wide_dtype(geometry.spec.tensor_meta.dtype)
         self.shape = _reduced(view, dims)
-        self.empty = 0 in view
-        self.on_cpu, self.few = device.type == "cpu", torch.Size(view).numel() <= _FEW
+        self.sets, self.empty, self.smallest = math.prod(self.shape), 0 in view, torch.finfo(self.dtype).tiny
+        self.on_cpu, self.few = device.type == "cpu", math.prod(view) <= _FEW
         # Rows: the last dims, as far as they are normalized over.
         last = max((d + 1 for d in range(len(view)) if d not in dims), default=0)
-        self.row, self.row_shape = torch.Size(view[last:]).numel(), _reduced(view, range(last, len(view)))
+        self.row, self.row_shape = math.prod(view[last:]), _reduced(view, range(last, len(view)))
         # Dims that are reduced first where memory is in another order: not channels.
         self.first = tuple(d for d in dims if geometry.affine[d] == 1) or dims
-        merges = geometry.merges
-        self.merges = [Merge(geometry.spec.mesh, m, sizes, len(view), self.dtype, device) for m, sizes in merges]
+        self.view, self.in_rows = view, self.on_cpu and self.row >= _ROW
+        self.merges = [Merge(geometry.spec.mesh, m, sizes, self.dtype, device) for m, sizes in geometry.merges]
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and biased variance (mean square alone if not centered) of the global sets, in float32 at least.
+        """Mean and biased variance ``(2, sets)`` of the global sets of elements, in float32 at least.
 
-        Args:
-            x: the local shard, in the geometry's view.
-
-        Returns:
-            These two (or one) as one tensor, with 1 for the normalized dims; and memory of the shape and layout of
-            ``x`` that is free for use, None where none was needed.
+        Not centered, the mean square alone ``(1, sets)``. Also returns memory of the shape and layout of the view of
+        ``x``, the local shard, that is free for use; None where none was needed.
         """
         moments, free = self._of_shard(x)
-        packed = torch.stack(moments)
         for merge in self.merges:
-            packed = merge(packed)
-        return packed, free
+            moments = merge(moments)
+        return moments, free
 
-    def _of_shard(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+    def _of_shard(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.empty:
-            return [x.new_zeros(self.shape, dtype=self.dtype) for _ in range(1 + self.centered)], None
+            return x.new_zeros((1 + self.centered, self.sets), dtype=self.dtype), None
         if not self.centered:
+            x = x.reshape(self.view)
             squares = x.square() if x.dtype == self.dtype else x.to(self.dtype).square_()
-            return [squares.mean(self.dims, keepdim=True)], squares
+            return squares.mean(self.dims).view(1, -1), squares
         x = x if x.dtype == self.dtype else x.to(self.dtype)
-        if self.on_cpu and not is_traced(x):
-            if self.row >= _ROW and x.is_contiguous():
-                return self._of_rows(x), None
-            if not self.few:
-                return self._in_passes(x)
-        var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
-        return [mean, var], None
+        if self.in_rows and x.is_contiguous() and not is_traced(x):
+            return self._of_rows(x), None
+        x = x.reshape(self.view)
+        if self.on_cpu and not self.few and not is_traced(x):
+            return self._in_passes(x)
+        var, mean = torch.var_mean(x, self.dims, correction=0)
+        return torch.stack((mean, var)).view(2, -1), None
 
-    def _of_rows(self, x: Tensor) -> Sequence[Tensor]:
+    def _of_rows(self, x: Tensor) -> Tensor:
         # So small an eps that the reciprocal standard deviation gives any variance back, and is finite for zero.
-        smallest = torch.finfo(self.dtype).tiny
-        _, mean, rstd = torch.native_layer_norm(x.view(-1, self.row), (self.row,), None, None, smallest)
-        return self._joined(mean.view(self.row_shape), rstd.pow_(-2).view(self.row_shape))
+        _, mean, rstd = torch.native_layer_norm(x.view(-1, self.row), (self.row,), None, None, self.smallest)
+        moments = torch.stack((mean, rstd.pow_(-2)))
+        return self._joined(moments.view(2, *self.row_shape))
 
-    def _in_passes(self, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    def _in_passes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dims = self.first
         mean = x.mean(dims, keepdim=True)
         deviations = centered(x, mean)
         # What rounding the mean has left; the second pass is of numbers around zero, so it is known exactly.
         rest = deviations.mean(dims, keepdim=True)
         var = deviations.square_().mean(dims, keepdim=True).addcmul_(rest, rest, value=-1).clamp_(min=0)
-        return self._joined(mean.add_(rest), var), deviations
+        return self._joined(torch.stack((mean.add_(rest), var))), deviations
 
-    def _joined(self, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
-        """Mean and variance of sets of elements, from those of equally large parts of them."""
-        if mean.shape == self.shape:
-            return [mean, var]
-        of_means, mean = torch.var_mean(mean, self.dims, correction=0, keepdim=True)
-        return [mean, var.mean(self.dims, keepdim=True).add_(of_means)]
+    def _joined(self, moments: Tensor) -> Tensor:
+        """Mean and variance of sets of elements, from those of equally large parts of them, in the view's dims."""
+        if moments[0].numel() != self.sets:
+            mean, var = moments.unbind()
+            of_means, mean = torch.var_mean(mean, self.dims, correction=0)
+            moments = torch.stack((mean, var.mean(self.dims).add_(of_means)))
+        return moments.view(2, -1)
 
 
 def _reduced(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
@@ -129,7 +127,6 @@ class Merge:
         mesh: DeviceMesh,
         mesh_dim: int,
         sizes: Sequence[int],
-        ndim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -138,10 +135,10 @@ class Merge:
         self.partly = len(self.held) < len(sizes)
         self.shares = [sizes[rank] / sum(sizes) for rank in self.held]
         with torch.inference_mode(False), untraced():
-            self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, *[1] * ndim)
+            self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, 1)
 
     def __call__(self, moments: Tensor) -> Tensor:
-        """Means and variances ``(2, ...)`` of parts, or mean squares ``(1, ...)``, to those of all elements."""
+        """Means and variances ``(2, sets)`` of parts, or mean squares ``(1, sets)``, to those of all elements."""
         parts = all_gather(moments, self.group).unbind()
         if self.partly:
             parts = [parts[rank] for rank in self.held]
@@ -187,6 +184,6 @@ def moments_of(
             at, step = dims[d]
             placements[m], sizes[m] = Shard(at), tuple(n // step for n in source.cut(m))
     with torch.no_grad():
-        mean, var = Statistics(geometry, x.device).of(x.reshape(geometry.view))[0].unbind()
+        mean, var = Statistics(geometry, x.device).of(x)[0].unbind()
         spec = ShardTensorSpec.make(source.mesh, placements, shape, mean.dtype, shard_sizes=sizes)
         return [wrap(t.reshape(spec.local_shape()), spec) for t in (mean, (var + geometry.eps).rsqrt())]
