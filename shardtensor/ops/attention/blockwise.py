@@ -224,9 +224,7 @@ def attend_backward(
     if kernel.fused:
         bias = None if mask is None else _bias(mask, q.dtype)
         grad, q, k, v, out = map(_rows_in_memory, (grad, q, k, v, out))
-        dq, dk, dv = _flash_backward(
-            grad, q, k, v, out, lse, 0.0, square, attn_mask=bias, scale=kernel.scale
-        )
+        dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, square, attn_mask=bias, scale=kernel.scale)
         return dq, _from_heads(dk, shapes[0]), _from_heads(dv, shapes[1])
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (grad * out).sum(-1, keepdim=True)

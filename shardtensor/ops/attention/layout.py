@@ -7,7 +7,7 @@ For each mesh dim one of these kinds (dims counted from the end: -3 heads and be
 | batch | batch or heads | alike | alike | nothing |
 | rows | sequence | replicated | as the query | nothing |
 | keys | replicated | sequence | replicated | two all-reduces: a number per row, and the result |
-| both | sequence | sequence | as the query | keys and values: fetched at once or around a ring; or an all-to-all each way |
+| both | sequence | sequence | as the query | keys and values, fetched or around a ring; or all-to-alls |
 """
 
 from __future__ import annotations
@@ -305,10 +305,10 @@ def _by_heads(layout: Layout, m: int, mask: ShardTensorSpec | None) -> Layout | 
 # what counts is how many exchanges and kernels are started, by the host, and neither memory nor overlap matter.
 #
 # Otherwise the choice is by what a forward pass is estimated to take, in bytes: a transfer of n bytes takes n, and a
-# constant for each exchange; f floating-point operations count as f / rate bytes. In the ring, a step takes as long as its transfer
-# or as the slowest rank's computation, whichever is longer. With heads, the exchanges (of query, key, value; of the
-# result) stand before and after the computation, which is even but for the rounding of heads to ranks. The rates are
-# those of a core with the loopback network, and of a current GPU with links to its neighbours.
+# constant for each exchange; f floating-point operations count as f / rate bytes. In the ring, a step takes as long as
+# its transfer or as the slowest rank's computation, whichever is longer. With heads, the exchanges (of query, key,
+# value; of the result) stand before and after the computation, which is even but for the rounding of heads to ranks.
+# The rates are those of a core with the loopback network, and of a current GPU with links to its neighbours.
 _RATES = {"cpu": (50.0, 1 << 18)}
 _OTHER_RATES = (1000.0, 1 << 22)
 

@@ -29,6 +29,8 @@ from ..common.ring import Form, Trip
 from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, cast, finite, pieces
 from .layout import Layout
 
+_DIMS = 4  # that torch's kernels take
+
 __all__ = ["Work", "backward", "forward", "work_of"]
 
 
@@ -129,16 +131,17 @@ class Work:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """The result for the local queries; blocks of keys come from other ranks where the layout says so."""
+        missing = max(0, _DIMS - q.ndim)
+        if missing:
+            q, k, v = (t[(None,) * missing] for t in (q, k, v))
         empty = 0 in (q.numel(), k.numel(), v.numel())  # on which torch's kernels crash
-        if not (self.is_ours or empty or dropout is not None):
+        if self.is_ours or empty or dropout is not None:
+            out = _Attention.apply(q, k, v, mask, self, self.kernel(dropout))
+        else:
             k, v = self.fetched(k, v)
             grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
             causal = self.shift is not None
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
-        missing = max(0, 4 - q.ndim)
-        if missing:
-            q, k, v = (t[(None,) * missing] for t in (q, k, v))
-        out = _Attention.apply(q, k, v, mask, self, self.kernel(dropout))
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
         return out[(0,) * missing] if missing else out
 
     def kernel(self, dropout: Dropout | None = None) -> Kernel:
@@ -204,7 +207,7 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
     parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
     alone = not exchanges and len(parts[0]) == 1 and parts[0][0].rows is None and parts[0][0].columns is None
-    flash = query.mesh.device_type == "cpu" and len(query.shape) <= 4 and query.shape[-1] == value.shape[-1] > 0
+    flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS and query.shape[-1] == value.shape[-1] > 0
     return Work(name, layout, query, shift, scale, parts, exchanges, group, _fetch(layout), alone, flash)
 
 
@@ -213,7 +216,7 @@ def _fetch(layout: Layout) -> Fetch | None:
     m = layout.mesh_dim
     if layout.fetched is None or k is None or v is None or m is None:
         return None
-    *lead, own, features = k.local_shape()
+    *lead, own, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
     transfers = plan_intervals(intervals_of(k.cut(m)), layout.fetched, k.coordinate[m])
     return Fetch([Axis(0, m, transfers)], k.mesh, (own, *lead, features + v.shape[-1]))
 
