@@ -1,7 +1,7 @@
 """One rank's work in attention: its queries against all blocks of keys, forward and backward, on local tensors.
 
-Where keys are fetched, they come in one exchange before the first kernel, those of all ranks in the order of the
-sequence: the rest is as for keys that every rank has. Backward their gradients return to the owners, who add them.
+Where keys are fetched, they come in one exchange before the first kernel: the rest is as for keys that every rank has.
+Backward their gradients return to the owners, who add them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Work:
         parts: for each block of keys what has to be computed of it.
         exchanges: whether there are blocks on other ranks, so that results have to be put together.
         group: of the ranks that exchange something; None where nothing is exchanged.
-        fetch: of keys and values, next to each other, with the sequence as first dim; None where they are at hand.
+        fetch: of keys and values next to each other; None where they are at hand.
         alone: whether one call of a kernel gives the result.
         flash: whether torch's flash kernel takes the operands.
     """
@@ -154,11 +154,16 @@ class Work:
 
     def fetched(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         """The keys and values to compute with. Differentiable."""
-        return (k, v) if self.fetch is None else _apart(self.fetch(_together(k, v)), k, v)
+        if self.fetch is None:
+            return k, v
+        return self.fetch(torch.cat((k, v), -1)).split_with_sizes((k.shape[-1], v.shape[-1]), -1)
 
     def returned(self, of_k: Tensor, of_v: Tensor) -> Sequence[Tensor]:
         """The gradients of this rank's keys and values, out of the ranks' gradients of what they fetched."""
-        return (of_k, of_v) if self.fetch is None else _apart(self.fetch.backward(_together(of_k, of_v)), of_k, of_v)
+        if self.fetch is None:
+            return of_k, of_v
+        both = self.fetch.backward(torch.cat((of_k, of_v), -1))
+        return both.split_with_sizes((of_k.shape[-1], of_v.shape[-1]), -1)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -216,22 +221,9 @@ def _fetch(layout: Layout) -> Fetch | None:
     m = layout.mesh_dim
     if layout.fetched is None or k is None or v is None or m is None:
         return None
-    *lead, own, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
+    *rows, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
     transfers = plan_intervals(intervals_of(k.cut(m)), layout.fetched, k.coordinate[m])
-    return Fetch([Axis(0, m, transfers)], k.mesh, (own, *lead, features + v.shape[-1]))
-
-
-def _together(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values (or their gradients) next to each other, with the sequence as first dim.
-
-    So shards follow each other in memory, and what is fetched is what the kernel computes with.
-    """
-    return torch.cat((k.movedim(-2, 0), v.movedim(-2, 0)), -1)
-
-
-def _apart(both: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Inverse of :func:`_together` for tensors like ``k`` and ``v``, but for the length of the sequence."""
-    return both.movedim(0, -2).split_with_sizes((k.shape[-1], v.shape[-1]), -1)
+    return Fetch([Axis(len(rows) - 1, m, transfers)], k.mesh, (*rows, features + v.shape[-1]))
 
 
 def _parts(layout: Layout, index: int, shift: int | None) -> Iterator[Part]:
