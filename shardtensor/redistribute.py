@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ._compat import c10d_all_gather, c10d_all_reduce, process_group
+from ._compat import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, process_group
 from .debug import check_communication, debug_enabled
 from .exchange import Exchange, plan_intervals, start_swap
 from .geometry import Interval, intervals_of, length
@@ -35,6 +35,7 @@ __all__ = [
     "move_intervals",
     "redistribute_local",
     "start_all_reduce",
+    "start_sums",
     "swap_blocks",
 ]
 
@@ -173,6 +174,40 @@ def start_all_reduce(
         return _unordered(wire, local.dtype) if extreme else value if via is None else value.to(local.dtype)
 
     return finish
+
+
+def start_sums(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, overwrite: bool = False
+) -> Callable[[], list[Tensor]]:
+    """Start the sum over the ranks of each of several tensors of one dtype: one collective for all of them.
+
+    Args:
+        overwrite: they are not used elsewhere, so that they may become the sums.
+    """
+    dtype = tensors[0].dtype
+    if dtype not in _SUMMABLE or group.size() == 1 or is_traced(tensors[0]):
+        finish = start_all_reduce(torch.cat([t.detach().reshape(-1) for t in tensors]), group, overwrite=True)
+
+        def split() -> list[Tensor]:
+            pieces = finish().split_with_sizes([t.numel() for t in tensors])
+            return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+        return split
+    if debug_enabled():
+        counts = [sum(t.numel() for t in tensors)] * group.size()
+        check_communication("all_reduce sum", dtype, counts, counts, group, tensors[0].device)
+    # Every rank's numbers have to be in one order in memory, whatever the memory formats.
+    totals = [
+        t if overwrite and t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format)
+        for t in tensors
+    ]
+    summing = c10d_all_reduce_coalesced(totals, group)
+
+    def wait() -> list[Tensor]:
+        summing.wait()
+        return totals
+
+    return wait
 
 
 @graph_operator(

@@ -228,9 +228,13 @@ def order(layer) -> list[str]:
     _, x = image(requires_grad=False)
     x = (x.movedim(1, -1) if isinstance(layer, nn.Linear | nn.LayerNorm) else x).detach().requires_grad_()
     total = layer.double()(x).square().sum()
-    mode, started = Backward(), redistribute.c10d_all_reduce
+    mode = Backward()
+    started = {
+        name: partial(mode.all_reduce, getattr(redistribute, name))
+        for name in ("c10d_all_reduce", "c10d_all_reduce_coalesced")
+    }
     small = mock.patch.object(halo_conv, "WORTH_OVERLAPPING", 0)  # a small convolution computes all at once
-    with mode, small, mock.patch.object(redistribute, "c10d_all_reduce", partial(mode.all_reduce, started)):
+    with mode, small, mock.patch.multiple(redistribute, **started):
         total.backward()
     assert x.grad is not None and all(type(p.grad) is torch.Tensor for p in layer.parameters())
     return mode.events
