@@ -385,8 +385,14 @@ def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
         tensor.requires_grad_(requires_grad)
         if requires_grad and not before:
             spec = tensor._spec
-            tensor.register_hook(lambda grad: as_gradient(grad, spec))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda grad: _as_leaf_gradient(grad, spec))  # type: ignore[no-untyped-call]
     return tensor
+
+
+def _as_leaf_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
+    """A leaf's gradient, in memory of its own: it is added to and scaled in place, and autograd asks the spec only."""
+    grad = as_gradient(grad, spec)
+    return grad.clone() if grad is not None and 0 in grad._local_tensor.stride() else grad
 
 
 @register(Tensor.requires_grad_)

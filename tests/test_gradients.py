@@ -260,3 +260,16 @@ def test_parameters_gradients_are_summed_while_the_input_s_is_computed(layer, me
         last = len(events) - 1 - events[::-1].index("wait")
         assert any(meanwhile in event for event in events[first:last]), events
         assert events.count("start") == 1 + isinstance(layer, nn.GroupNorm | nn.BatchNorm2d)
+
+
+def accumulated() -> None:
+    _, x = image()
+    for _ in range(2):
+        x.sum().backward()
+    x.grad.mul_(3)
+    assert torch.equal(x.grad.full_tensor(), torch.full(x.shape, 6.0, dtype=x.dtype))
+
+
+def test_a_leaf_s_gradient_is_added_to_and_scaled_in_place():
+    """That of a sum is one number expanded, which torch would keep as it is where the strides look contiguous."""
+    run_distributed(accumulated, 2)
