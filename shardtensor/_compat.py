@@ -145,6 +145,7 @@ _ALL_TO_ALL = _asynchronous(dist.AllToAllOptions())
 _ALL_GATHER = _asynchronous(AllgatherOptions())
 _ALL_REDUCE_COALESCED = _asynchronous(AllreduceCoalescedOptions())
 _ALL_TO_ALL_METHOD = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+_ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 
 
 def c10d_all_to_all(
@@ -172,9 +173,10 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
     return _asynchronous(options)
 
 
-def c10d_all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """``dist.all_gather(..., async_op=True)``; complex numbers as pairs of real ones."""
-    return group.allgather([parts], [tensor], _ALL_GATHER)
+def c10d_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """``dist.all_gather_into_tensor(..., async_op=True)`` of contiguous tensors of real numbers."""
+    work: dist.Work = getattr(group, _ALL_GATHER_METHOD)(out, tensor, _ALL_GATHER)
+    return work
 
 
 class AutogradFunction(torch.autograd.Function):

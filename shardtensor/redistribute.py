@@ -258,9 +258,10 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
         counts = [local.numel()] * ranks
         check_communication("all_gather", local.dtype, counts, counts, group, local.device)
     gathered = local.new_empty((ranks, *local.shape))
-    parts = list((torch.view_as_real(gathered) if local.is_complex() else gathered).unbind(0))
-    local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
-    c10d_all_gather(parts, local.contiguous(), group).wait()
+    wire = gathered
+    if local.is_complex():
+        wire, local = torch.view_as_real(gathered), torch.view_as_real(local.resolve_conj())
+    c10d_all_gather(wire.view(-1), local.contiguous().view(-1), group).wait()
     return gathered
 
 
