@@ -213,7 +213,8 @@ def work(rank: int, store: str, names: Sequence[str], rounds: int, profiled: boo
 def line(row: dict[str, Any]) -> str:
     if "missing" in row:
         return f"{row['name']:24} left out: {row['missing']}"
-    times = "".join(f"{row['best'][kind] * 1e3:8.1f}{row['median'][kind] * 1e3:8.1f}" for kind in ("one", "half", "two"))
+    figures = [row[figure][kind] * 1e3 for kind in ("one", "half", "two") for figure in ("best", "median")]
+    times = "".join(f"{figure:8.1f}" for figure in figures)
     met = "met" if row["against half"] <= row["bar"] else "missed"
     sent = row["sent"]
     collectives = " ".join(f"{n} {kind}" for kind, n in sorted(sent["collectives"].items()))

@@ -22,13 +22,13 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -43,9 +43,8 @@ Case = Callable[[ShardTensor], Any]
 
 def near(x: ShardTensor, shift: int) -> Any:
     """To other sizes, whose boundaries are a row further."""
-    sizes = list(x.shard_sizes[0])
-    sizes[0], sizes[-1] = sizes[0] + shift, sizes[-1] - shift
-    return x.redistribute(shard_sizes={0: sizes})
+    between = x.shard_sizes[0][2:]
+    return x.redistribute(shard_sizes={0: (ROWS + shift, ROWS - shift, *between)})
 
 
 # Of an image (1, 4, rows, 8), whose rows are sharded.
@@ -110,7 +109,7 @@ def measure(world: tuple[int, ...], only: str) -> list[dict[str, Any]]:
                 start = time.thread_time()
                 case(x)
                 first = (time.thread_time() - start) * 1e3
-                best = repeated(lambda: case(x))
+                best = repeated(partial(case, x))
                 y = image(mesh, 16)
                 gc.collect()
                 tracemalloc.start()

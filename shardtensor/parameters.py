@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction, alias
+from .caches import cached
 from .redistribute import start_sums
 from .spec import ShardTensorSpec
 
 __all__ = ["GradientSum", "contributing", "start_sum"]
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
     """The mesh dims whose ranks each contribute to a parameter's gradient, and how that gradient is placed."""
     mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)

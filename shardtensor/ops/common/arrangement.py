@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
+from ...caches import cached
 from ...errors import UnsupportedSharding, refuse
 from ...geometry import Interval, chunk_sizes, intervals_of
 from ...layout import AxisLayout
@@ -198,7 +198,7 @@ def _narrowed(t: Tensor, dims: Sequence[int], interval: Interval) -> Tensor:
 # -- choosing -------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def arrange(op: Any, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangement:
     """The layouts that operands with these specs, none of them Partial, need for an operator of this form.
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
 from ...geometry import boundaries_of, chunk_sizes, intervals_of
+from ...halo import Fetch
 from ...layout import AxisLayout
-from ...redistribute import all_gather, move_intervals, redistribute_local
+from ...redistribute import all_gather, redistribute_local
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run, wrap
@@ -44,7 +45,7 @@ def _begins(x: Tensor, spec: ShardTensorSpec, dim: int) -> Tensor:
     if m is not None:
         own = intervals_of(spec.cut(m))
         need = [(max(0, a - 1), b) if b > a else (a, b) for a, b in own]
-        seen = move_intervals(x, dim, own, need, spec.coordinate[m], spec.mesh.get_group(m))
+        seen = Fetch.of(spec, {dim: need}).forward(x)
     seen = seen.movedim(dim, 0).flatten(1) if x.ndim > 1 else seen.unsqueeze(1)
     begins = (seen[1:] != seen[:-1]).any(1)
     if start == 0 and stop:
