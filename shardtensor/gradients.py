@@ -42,7 +42,7 @@ def _seed(output: Node, grad: Tensor | None) -> Tensor | None:
         if not meta.dtype.is_floating_point:
             raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {meta.dtype}")
         spec = output._spec.for_gradient()
-        return wrap(output._local_tensor.new_ones(spec.own_shape), spec)  # type: ignore[no-any-return]
+        return wrap(output._local_tensor.new_ones(spec.own_shape), spec)
     if not isinstance(grad, Tensor):
         raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
     if grad.shape != meta.shape:

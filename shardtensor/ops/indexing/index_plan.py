@@ -272,10 +272,11 @@ def check_range(index: Tensor, n: int, dim: int) -> None:
 _PLAIN_FORM = {"_unsafe_index_put": "index_put", "_index_put_impl_": "index_put_"}
 
 
-def _in_place(func: OpOverload) -> Any:
+def _in_place(func: OpOverload) -> OpOverload:
     """The form of an operator that writes into its first argument."""
     if is_inplace(func):
         return func
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, _PLAIN_FORM.get(name, name) + "_")
-    return getattr(packet, func._schema.overload_name or "default")
+    form: OpOverload = getattr(packet, func._schema.overload_name or "default")
+    return form
