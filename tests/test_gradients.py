@@ -228,9 +228,13 @@ def order(layer) -> list[str]:
     _, x = image(requires_grad=False)
     x = (x.movedim(1, -1) if isinstance(layer, nn.Linear | nn.LayerNorm) else x).detach().requires_grad_()
     total = layer.double()(x).square().sum()
-    mode, started = Backward(), redistribute.c10d_all_reduce
+    mode = Backward()
+    started = {
+        name: partial(mode.all_reduce, getattr(redistribute, name))
+        for name in ("c10d_all_reduce", "c10d_all_reduce_coalesced")
+    }
     small = mock.patch.object(halo_conv, "WORTH_OVERLAPPING", 0)  # a small convolution computes all at once
-    with mode, small, mock.patch.object(redistribute, "c10d_all_reduce", partial(mode.all_reduce, started)):
+    with mode, small, mock.patch.multiple(redistribute, **started):
         total.backward()
     assert x.grad is not None and all(type(p.grad) is torch.Tensor for p in layer.parameters())
     return mode.events
@@ -256,3 +260,16 @@ def test_parameters_gradients_are_summed_while_the_input_s_is_computed(layer, me
         last = len(events) - 1 - events[::-1].index("wait")
         assert any(meanwhile in event for event in events[first:last]), events
         assert events.count("start") == 1 + isinstance(layer, nn.GroupNorm | nn.BatchNorm2d)
+
+
+def accumulated() -> None:
+    _, x = image()
+    for _ in range(2):
+        x.sum().backward()
+    x.grad.mul_(3)
+    assert torch.equal(x.grad.full_tensor(), torch.full(x.shape, 6.0, dtype=x.dtype))
+
+
+def test_a_leaf_s_gradient_is_added_to_and_scaled_in_place():
+    """That of a sum is one number expanded, which torch would keep as it is where the strides look contiguous."""
+    run_distributed(accumulated, 2)

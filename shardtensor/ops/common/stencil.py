@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, constant_like, untraced
 from ...layout import AxisLayout
@@ -31,7 +31,7 @@ __all__ = [
 
 def keeping_sums(spec: ShardTensorSpec) -> ShardTensorSpec:
     """The spec with its Partials reduced, but for sums: a linear operator may be applied to the contributions."""
-    others = [m for m in spec.partial_mesh_dims() if spec.placements[m].reduce_op != "sum"]  # type: ignore[attr-defined]
+    others = [m for m, p in enumerate(spec.placements) if isinstance(p, Partial) and p.reduce_op != "sum"]
     return spec.with_axes({m: AxisLayout(Replicate()) for m in others})
 
 
