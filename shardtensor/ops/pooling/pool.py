@@ -222,11 +222,26 @@ def _windows(
 _nn, _aten = nn_functions, torch.ops.aten
 
 
+def _max_pool(n: int, *options: Any) -> Differentiated:
+    with_indices = getattr(_nn, f"max_pool{n}d_with_indices")
+    gradient = getattr(_aten, f"max_pool{n}d_with_indices_backward").default
+
+    def pool(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        values, indices = with_indices(t, *options)
+        return values, (indices,)
+
+    return Differentiated(pool, lambda grad, read, indices: gradient(grad, read, *options, indices))
+
+
+def _avg_pool(n: int, *options: Any) -> Differentiated:
+    average, gradient = getattr(_nn, f"avg_pool{n}d"), getattr(_aten, f"avg_pool{n}d_backward").default
+    return Differentiated(lambda t: (average(t, *options), ()), lambda grad, read: gradient(grad, read, *options))
+
+
 def _declare_max_pool(n: int) -> None:
     function = getattr(F, f"max_pool{n}d")
     plain = getattr(torch, f"max_pool{n}d")
     with_indices = getattr(torch if n == 1 else _nn, f"max_pool{n}d_with_indices")
-    backward: Any = None if n == 1 else getattr(_aten, f"max_pool{n}d_with_indices_backward").default
 
     def plan(
         call: Arguments,
@@ -243,20 +258,13 @@ def _declare_max_pool(n: int) -> None:
         meta = call.returned(function, input, kernel_size, step, padding, dilation, ceil_mode, indices)
         run, size, step, dilation = (with_indices if indices else plain), *_per_dim(n, kernel_size, step, dilation)
 
-        def kernel(pads: Sequence[int]) -> Kernel:
-            return lambda t: run(t, size, step, pads, dilation, ceil_mode)
-
-        def gradient(pads: Sequence[int]) -> Differentiated:
-            options = size, step, tuple(pads), dilation, ceil_mode
-
-            def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-                found, at = with_indices(t, *options)
-                return found, (at,)
-
-            return Differentiated(forward, lambda grad, read, at: backward(grad, read, *options, at))
-
-        windows = _windows(input, size, step, per_dim(padding, n), dilation, ceil_mode)
-        return _pool(call, meta, windows, kernel, None if indices or n == 1 else gradient)
+        return _pool(
+            call,
+            meta,
+            _windows(input, size, step, per_dim(padding, n), dilation, ceil_mode),
+            lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
+            None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
+        )
 
     @operator(plain, function, getattr(_aten, f"max_pool{n}d"), tensors="input")
     def plan_max_pool(
@@ -289,7 +297,6 @@ def _declare_max_pool(n: int) -> None:
 
 def _declare_avg_pool(n: int) -> None:
     function = getattr(F, f"avg_pool{n}d")
-    backward: Any = None if n == 1 else getattr(_aten, f"avg_pool{n}d_backward").default
 
     @operator(function, getattr(_aten, f"avg_pool{n}d"), tensors="input", partial="input")
     def plan_avg_pool(
@@ -308,19 +315,13 @@ def _declare_avg_pool(n: int) -> None:
         meta = call.returned(function, input, kernel_size, step, padding, *options)
         size, step = _per_dim(n, kernel_size, step)
         call.redistribute("input", keeping_sums(input))
-
-        def gradient(pads: Sequence[int]) -> Differentiated:
-            arguments = size, step, tuple(pads), ceil_mode, count_include_pad, divisor_override
-            return Differentiated(
-                lambda t: (function(t, *arguments), ()), lambda grad, read: backward(grad, read, *arguments)
-            )
-
+        last = ceil_mode, count_include_pad, divisor_override
         return _pool(
             call,
             meta,
             _windows(input, size, step, per_dim(padding, n), (1,) * n, ceil_mode),
             lambda pads: lambda t: function(t, size, step, pads, *options),
-            None if n == 1 else gradient,
+            None if n == 1 else lambda pads: _avg_pool(n, size, step, tuple(pads), *last),
             full_windows=n == 3,
         )
 
