@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from spatial_cases import convolving
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardtensor import redistribute
-from shardtensor.ops.convolution import halo_conv
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 
 CUT = {0: (5, 3)}
@@ -227,14 +227,14 @@ class Backward(TorchDispatchMode):
 def order(layer) -> list[str]:
     _, x = image(requires_grad=False)
     x = (x.movedim(1, -1) if isinstance(layer, nn.Linear | nn.LayerNorm) else x).detach().requires_grad_()
-    total = layer.double()(x).square().sum()
+    with convolving("by parts"):  # a small convolution computes all at once
+        total = layer.double()(x).square().sum()
     mode = Backward()
     started = {
         name: partial(mode.all_reduce, getattr(redistribute, name))
         for name in ("c10d_all_reduce", "c10d_all_reduce_coalesced")
     }
-    small = mock.patch.object(halo_conv, "WORTH_OVERLAPPING", 0)  # a small convolution computes all at once
-    with mode, small, mock.patch.multiple(redistribute, **started):
+    with mode, mock.patch.multiple(redistribute, **started):
         total.backward()
     assert x.grad is not None and all(type(p.grad) is torch.Tensor for p in layer.parameters())
     return mode.events
