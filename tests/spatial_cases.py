@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from shardtensor import caches
 from shardtensor.ops.convolution import halo_conv
-from shardtensor.planning import forget_plans
 from shardtensor.testing import assert_matches_unsharded
 
 WAYS = {"joined": 1 << 62, "by parts": 0, "by their size": halo_conv.WORTH_OVERLAPPING}
@@ -20,14 +20,10 @@ WAYS = {"joined": 1 << 62, "by parts": 0, "by their size": halo_conv.WORTH_OVERL
 def convolving(way):
     """Choose how shards are convolved, where both ways are right: as small or as large ones are."""
 
-    def forget():
-        forget_plans()
-        halo_conv.plan_convolution.cache_clear()
-
     with mock.patch.object(halo_conv, "WORTH_OVERLAPPING", WAYS[way]):
-        forget()
+        caches.forget()
         yield
-    forget()
+    caches.forget()
 
 
 def data(*shape, seed=0, dtype=torch.float64):

@@ -626,11 +626,13 @@ def test_every_operator_of_torch_is_right_when_gathered():
 @pytest.mark.parametrize(
     "function",
     [
+        lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1),
         lambda x: F.group_norm(x, 2),
         lambda x: F.cross_entropy(x.flatten(2), torch.zeros(1, 256, dtype=torch.long)),
+        lambda x: F.scaled_dot_product_attention(*[x.redistribute(placements=[Shard(2), Replicate()])] * 3),
         lambda x: x.redistribute(placements=[Shard(2), Replicate()]),
     ],
-    ids=["norm", "loss", "redistribute"],
+    ids=["convolution", "norm", "loss", "attention", "redistribute"],
 )
 def test_nothing_is_remembered_of_a_world_that_has_ended(function):
     """Meshes of both worlds are equal, but their process groups have other names."""

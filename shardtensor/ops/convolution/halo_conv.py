@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ...caches import cached
 from ...errors import refuse
 from ...exchange import Pending, plan_intervals
 from ...geometry import Interval, Window, intersect, intervals_of, map_boundaries
@@ -270,7 +270,7 @@ def _flat(sides: Sides) -> tuple[Tensor | None, ...]:
     return tuple(side for pair in sides for side in pair)
 
 
-@lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def plan_convolution(
     spec: ShardTensorSpec,
     weight: tuple[int, ...],
