@@ -5,9 +5,9 @@
 
 Each rank has its part of the queries, keys and values. Compared are: *local*, torch's kernel for the rank's queries and
 as many keys as the whole sequence has, which happen to be there (the same work, nothing sent); a *hand-written* ring
-(isend and irecv to the neighbours, overlapped, and the same kernel); and ShardTensors with both methods, *ring* and
-*heads*. With ``--causal``, "local" does what the last rank has to, with a mask. Printed: minimum and median over rounds
-of the slowest rank, and the ratio to "local".
+(isend and irecv to the neighbours, overlapped, and the same kernel); and ShardTensors with each method, *ring*,
+*heads* and *fetch*. With ``--causal``, "local" does what the last rank has to, with a mask. Printed: minimum and median
+over rounds of the slowest rank, and the ratio to "local".
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def main() -> None:
         "hand-written": (by_hand, mine, grad),
         "ring": (ours("ring"), spread, spread_grad),
         "heads": (ours("heads"), spread, spread_grad),
+        "fetch": (ours("fetch"), spread, spread_grad),
     }
     for backward in (False, True):
         times: dict[str, list[float]] = {kind: [] for kind in calls}

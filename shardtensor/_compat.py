@@ -21,6 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     _resolve_process_group,
 )
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -58,6 +59,7 @@ __all__ = [
     "batch_norm_legit_no_training",
     "c10d_all_gather",
     "c10d_all_reduce",
+    "c10d_all_reduce_coalesced",
     "c10d_all_to_all",
     "claim_dispatch",
     "constant_like",
@@ -118,13 +120,16 @@ def new_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: DTensorSpec, requ
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
 
 
+_alias = torch.ops.aten.alias.default._op
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor with the same memory, for an ``autograd.Function`` to return in place of what it was given.
 
     Unlike ``tensor.view_as(tensor)`` it keeps the strides of dims of length 1, by which torch's kernels tell a
     channels-last tensor of one sample from a contiguous one.
     """
-    aliased: torch.Tensor = torch.ops.aten.alias.default(tensor)
+    aliased: torch.Tensor = _alias(tensor)
     return aliased
 
 
@@ -138,7 +143,9 @@ def _asynchronous(options: Any) -> Any:
 # call the process group as they do, and like them return a handle to wait for.
 _ALL_TO_ALL = _asynchronous(dist.AllToAllOptions())
 _ALL_GATHER = _asynchronous(AllgatherOptions())
+_ALL_REDUCE_COALESCED = _asynchronous(AllreduceCoalescedOptions())
 _ALL_TO_ALL_METHOD = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+_ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 
 
 def c10d_all_to_all(
@@ -154,6 +161,11 @@ def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: di
     return group.allreduce([tensor], _all_reduce_options(op))
 
 
+def c10d_all_reduce_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Sums of several contiguous tensors of one dtype, each in place, in one collective."""
+    return group.allreduce_coalesced(tensors, _ALL_REDUCE_COALESCED)
+
+
 @cache
 def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
     options = dist.AllreduceOptions()
@@ -161,9 +173,10 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
     return _asynchronous(options)
 
 
-def c10d_all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """``dist.all_gather(..., async_op=True)``; complex numbers as pairs of real ones."""
-    return group.allgather([parts], [tensor], _ALL_GATHER)
+def c10d_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """``dist.all_gather_into_tensor(..., async_op=True)`` of contiguous tensors of real numbers."""
+    work: dist.Work = getattr(group, _ALL_GATHER_METHOD)(out, tensor, _ALL_GATHER)
+    return work
 
 
 class AutogradFunction(torch.autograd.Function):

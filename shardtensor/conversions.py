@@ -10,7 +10,7 @@ gradients are put into the layout of the tensor they belong to.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,16 +26,20 @@ from .spec import ShardTensorSpec
 
 __all__ = ["as_gradient", "from_dtensor", "from_local", "from_part", "promote", "redistributed", "to_local"]
 
+D = TypeVar("D", bound=DTensor)
 
-def from_part(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
+
+def from_part(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     """What was computed from local parts as this rank's part of a ShardTensor."""
-    differentiable = local.requires_grad and torch.is_grad_enabled()
-    return _FromLocal.apply(cls, local, spec, None) if differentiable else _wrapped(cls, local, spec)
+    if local.requires_grad and torch.is_grad_enabled():
+        return from_local(cls, local, spec)
+    return _wrapped(cls, local, spec)
 
 
-def from_local(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
+def from_local(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     """A local tensor of the caller's as this rank's part of a ShardTensor, which shares its memory."""
-    return _FromLocal.apply(cls, local, spec, None)
+    made: D = _FromLocal.apply(cls, local, spec, None)
+    return made
 
 
 def to_local(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
@@ -44,13 +48,15 @@ def to_local(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
     return local
 
 
-def from_dtensor(cls: type[DTensor], dtensor: DTensor) -> Any:
+def from_dtensor(cls: type[D], dtensor: DTensor) -> D:
     """A DTensor as a ShardTensor; its gradient comes back as contributions."""
     if isinstance(dtensor, cls):
         return dtensor
     spec = spec_of(dtensor)
     grad_spec = spec.for_contributions()
-    return _FromLocal.apply(cls, dtensor.to_local(grad_placements=grad_spec.placements), spec, grad_spec)
+    local = dtensor.to_local(grad_placements=grad_spec.placements)
+    made: D = _FromLocal.apply(cls, local, spec, grad_spec)
+    return made
 
 
 def redistributed(tensor: Any, target: ShardTensorSpec) -> Any:
@@ -60,13 +66,14 @@ def redistributed(tensor: Any, target: ShardTensorSpec) -> Any:
     return tensor if tensor._spec.lies_like(target) else _Redistribute.apply(tensor, target)
 
 
-def promote(cls: type[DTensor], plain: Tensor, mesh: DeviceMesh) -> Any:
+def promote(cls: type[D], plain: Tensor, mesh: DeviceMesh) -> D:
     """A plain tensor, equal on every rank, as a replicated ShardTensor on ``mesh``."""
     if plain.device.type != mesh.device_type:
         raise ValueError(f"a plain tensor on {plain.device} meets a ShardTensor on a mesh of {mesh.device_type}")
     meta = TensorMeta(plain.shape, plain.stride(), plain.dtype)
     spec = ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta, (None,) * mesh.ndim)
-    return _Promote.apply(cls, plain, spec)
+    made: D = _Promote.apply(cls, plain, spec)
+    return made
 
 
 def as_gradient(cls: type[DTensor], grad: Any, spec: ShardTensorSpec) -> Any:
@@ -83,7 +90,7 @@ def _laid_out(cls: type[DTensor], grad: Any, target: ShardTensorSpec) -> Any:
     return _Redistribute.apply(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
 
 
-def _wrapped(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
+def _wrapped(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     if local.stride() != spec.stride and spec.is_replicate():
         spec = spec.replace(meta=meta_of(local))  # a whole tensor's views depend on its true strides
     return wrapper(cls, local, spec)

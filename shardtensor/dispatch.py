@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,12 +46,14 @@ __all__ = ["run_operator", "wrapper"]
 
 _aten = torch.ops.aten
 
+D = TypeVar("D", bound=DTensor)
+
 # A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.
 # So whole tensors, too, go by their rule.
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
-def wrapper(cls: type[DTensor], local: Tensor, spec: ShardTensorSpec) -> Any:
+def wrapper(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     """A tensor of ``cls`` around ``local``, which must have the shape that the spec says."""
     if local.shape != spec.own_shape:
         raise RuntimeError(

@@ -156,19 +156,18 @@ class Exchange:
         return self._start(packed)
 
     def _start(self, packed: Tensor) -> Pending:
-        if is_traced(packed):
-            received = _exchange(packed, self._send_counts, self._recv_counts, self._group_name)
-            return Pending([], received, self._recv_shapes, self._recv_sizes, packed)
+        sends, recvs = self._send_counts, self._recv_counts
+        if type(packed) is not Tensor and is_traced(packed):
+            received = _exchange(packed, sends, recvs, self._group_name)
+            return Pending((), received, self._recv_shapes, self._recv_sizes, packed)
         dtype, group = packed.dtype, process_group(self._group_name)
         if debug_enabled():
-            check_communication("exchange", dtype, self._send_counts, self._recv_counts, group, packed.device)
+            check_communication("exchange", dtype, sends, recvs, group, packed.device)
         received = packed.new_empty(self._received)
         if dtype in _TRANSFERABLE:
-            works = _transfer(packed, received, self._send_counts, self._recv_counts, group)
+            works = _transfer(packed, received, sends, recvs, group)
         else:
-            send_bytes, recv_bytes = (
-                [n * dtype.itemsize for n in counts] for counts in (self._send_counts, self._recv_counts)
-            )
+            send_bytes, recv_bytes = ([n * dtype.itemsize for n in counts] for counts in (sends, recvs))
             works = _transfer(packed.view(torch.uint8), received.view(torch.uint8), send_bytes, recv_bytes, group)
         return Pending(works, received, self._recv_shapes, self._recv_sizes, packed)
 
@@ -194,7 +193,7 @@ class Pending:
         for work in self._works:
             work.wait()
         if len(self._shapes) == 1:
-            return [self._received.view(self._shapes[0])]
+            return [self._received.view(*self._shapes[0])]
         parts = self._received.split_with_sizes(self._sizes) if self._sizes else ()
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 

@@ -126,11 +126,9 @@ class Window:
     def outputs(self) -> int:
         """Global length of the output dim; 0 or less when the kernel is larger than the padded input."""
         room = self.size + self.before + self.after - self.extent
-        if room < 0:
-            return 0
         if not self.ceil_mode:
-            return room // self.stride + 1
-        count = -(-room // self.stride) + 1
+            return max(0, room // self.stride + 1)
+        count = max(0, -(-room // self.stride) + 1)
         # The last window has to start inside the input or its left padding (torch's rule for pooling).
         return count - 1 if (count - 1) * self.stride >= self.size + self.before else count
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from ._compat import AutogradFunction, alias, gradient_seeds, run_engine
 from .registry import register
-from .tensor import ShardTensor
+from .tensor import ShardTensor, wrap
 
 # What torch's functions take as roots and inputs of a graph, one or several.
 Node = Tensor | GradientEdge
@@ -41,7 +41,8 @@ def _seed(output: Node, grad: Tensor | None) -> Tensor | None:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         if not meta.dtype.is_floating_point:
             raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {meta.dtype}")
-        return torch.ones_like(output.detach())
+        spec = output._spec.for_gradient()
+        return wrap(output._local_tensor.new_ones(spec.own_shape), spec)
     if not isinstance(grad, Tensor):
         raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
     if grad.shape != meta.shape:

@@ -10,8 +10,9 @@ Two levels, one plan (``exchange.plan_intervals``):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from ._compat import AutogradFunction
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 from .geometry import Interval, intersect, intervals_of, length
 from .spec import ShardTensorSpec
-from .strides import stride_like
+from .strides import CHANNELS_LAST, stride_like
 
-__all__ = ["Axis", "Fetch", "Halo", "Sides"]
+__all__ = ["Axis", "Fetch", "Halo", "Outgoing", "Sides"]
 
 Narrow = tuple[int, int, int]  # (dim, start, length)
 
@@ -65,6 +66,7 @@ class Fetch:
     Args:
         axes: the sharded dims, in the order in which they are fetched.
         shape: of the shard.
+        zeros: how many to put before and after what is needed along the last axis.
 
     Attributes:
         shape: of the result.
@@ -72,13 +74,13 @@ class Fetch:
 
     __slots__ = ("_steps", "shape")
 
-    def __init__(self, axes: Sequence[Axis], mesh: DeviceMesh, shape: Sequence[int]) -> None:
+    def __init__(self, axes: Sequence[Axis], mesh: DeviceMesh, shape: Sequence[int], zeros: Interval = (0, 0)) -> None:
         steps: list[_FetchedDim] = []
         for axis in axes:
-            transfers = axis.transfers
-            if transfers.active or transfers.own != transfers.need:
-                steps.append(_FetchedDim(shape, axis.dim, transfers, mesh.get_group(axis.mesh_dim)))
-            shape = _resized(shape, axis.dim, length(transfers.need))
+            transfers, around = axis.transfers, zeros if axis is axes[-1] else (0, 0)
+            if transfers.active or transfers.own != transfers.need or any(around):
+                steps.append(_FetchedDim(shape, axis.dim, transfers, around, mesh.get_group(axis.mesh_dim)))
+            shape = _resized(shape, axis.dim, around[0] + length(transfers.need) + around[1])
         self._steps, self.shape = tuple(steps), tuple(shape)
 
     @classmethod
@@ -112,19 +114,27 @@ class Fetch:
 
     def backward(self, grad: Tensor) -> Tensor:
         """The adjoint, not differentiable: the shard's gradient, out of the ranks' gradients of what they needed."""
-        for step in reversed(self._steps):
+        return self.start_backward(grad)()
+
+    def start_backward(self, grad: Tensor) -> Callable[[], Tensor]:
+        """Start :meth:`backward`; the function that is returned waits for the last exchange, and gives the result."""
+        if not self._steps:
+            return lambda: grad
+        for step in self._steps[:0:-1]:
             grad = step.give_back(grad)
-        return grad
+        first = self._steps[0]
+        return partial(first.finish, grad, first.start_back(grad))
 
 
 class _FetchedDim:
     """One dim of a :class:`Fetch`."""
 
-    __slots__ = ("_back", "_dim", "_kept", "_order", "_out", "_own_shape", "_received", "_sent", "_shape")
-
-    def __init__(self, shape: Sequence[int], dim: int, transfers: Transfers, group: dist.ProcessGroup) -> None:
-        own, need = transfers.own, transfers.need
+    def __init__(
+        self, shape: Sequence[int], dim: int, transfers: Transfers, zeros: Interval, group: dist.ProcessGroup
+    ) -> None:
+        own, need = transfers.own, (transfers.need[0] - zeros[0], transfers.need[1] + zeros[1])
         self._dim = dim
+        self._zeros = [_resized(shape, dim, n) if n else None for n in zeros]
         self._own_shape, self._shape = tuple(shape), _resized(shape, dim, length(need))
         # Where the pieces are: those that are sent, in the shard; those that are received, in what is needed.
         self._sent = [_place(dim, own, part) for _, part in transfers.sends]
@@ -137,6 +147,7 @@ class _FetchedDim:
         kept = intersect(own, need)
         # What the shard itself has of it: where in the shard, and where in what is needed.
         self._kept = (_place(dim, own, kept), _place(dim, need, kept)) if length(kept) else None
+        self._keeps_all = length(kept) > 0 and kept == own
         # The received pieces (by number) and the shard's own (None), by their indices in the global tensor.
         starts: list[tuple[int, int | None]] = [(part[0], i) for i, (_, part) in enumerate(transfers.recvs)]
         if self._kept is not None:
@@ -152,24 +163,36 @@ class _FetchedDim:
         """What this rank needs, in the shard's memory format."""
         received: Sequence[Tensor] = ()
         if self._out is not None:
-            received = self._out.start([local.narrow(*place) for place in self._sent], local).wait()
+            received = self._out.start([_piece(local, place) for place in self._sent], local).wait()
+        own = local if self._keeps_all or self._kept is None else local.narrow(*self._kept[0])
+        pieces = [own if i is None else received[i] for i in self._order]
+        before, after = self._zeros
+        if before is not None:
+            pieces.insert(0, local.new_zeros(*before))
+        if after is not None:
+            pieces.append(local.new_zeros(*after))
+        if not pieces:
+            return local.new_empty(self._shape)
         if local.is_contiguous():
-            result = local.new_empty(self._shape)
-        else:
-            stride = stride_like(local, self._shape)
-            result = torch.empty_strided(self._shape, stride, dtype=local.dtype, device=local.device)
-        if not self._order:
-            return result
-        pieces = [local.narrow(*self._kept[0]) if i is None else received[i] for i in self._order]  # type: ignore[index]
-        return torch.cat(pieces, dim=self._dim, out=result)
+            return torch.cat(pieces, self._dim)
+        stride = stride_like(local, self._shape)
+        result = torch.empty_strided(self._shape, stride, dtype=local.dtype, device=local.device)
+        return torch.cat(pieces, self._dim, out=result)
 
     def give_back(self, grad: Tensor) -> Tensor:
         """The shard's gradient: its own part, and what the others return of theirs, in the order of ranks."""
-        pending = None
-        if self._back is not None:
-            pending = self._back.start([grad.narrow(*place) for place in self._received], grad)
-        if self._kept is not None and self._kept[0][2] == self._own_shape[self._dim]:
-            total = grad.narrow(*self._kept[1]).clone(memory_format=torch.contiguous_format)
+        return self.finish(grad, self.start_back(grad))
+
+    def start_back(self, grad: Tensor) -> Pending | None:
+        """Send the other ranks their parts of the gradient."""
+        if self._back is None:
+            return None
+        return self._back.start([_piece(grad, place) for place in self._received], grad)
+
+    def finish(self, grad: Tensor, pending: Pending | None) -> Tensor:
+        """Wait for what the others return, and add it to the shard's own part of the gradient."""
+        if self._kept is not None and self._keeps_all:
+            total = _copied(grad, self._kept[1])
         else:
             total = grad.new_zeros(self._own_shape)
             if self._kept is not None:
@@ -219,8 +242,8 @@ def _narrowed(t: Tensor, places: Sequence[Narrow]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """How a piece for a peer is put together: a part of the shard, between parts of the halo along earlier axes.
+class Outgoing:
+    """How a piece, such as for a peer, is put together: a part of the shard, between parts of the halo on earlier axes.
 
     Attributes:
         shard: the shard's part.
@@ -267,7 +290,7 @@ class _Exchanged:
 
     out: Exchange
     back: Exchange
-    outgoing: tuple[_Outgoing, ...]
+    outgoing: tuple[Outgoing, ...]
     sources: tuple[tuple[int, ...], tuple[int, ...]]
     returns: tuple[tuple[int, Narrow], ...]
     targets: tuple[tuple[Narrow, ...], ...]
@@ -376,14 +399,15 @@ class Halo:
         return _Exchanged(
             out=Exchange(sent, got, group),
             back=Exchange(got, sent, group),
-            outgoing=tuple(self._outgoing(i, part) for _, part in transfers.sends),
+            outgoing=tuple(self.outgoing(i, part) for _, part in transfers.sends),
             sources=tuple(tuple(at for _, at in sorted(found)) for found in overlapping),  # type: ignore[arg-type]
             returns=tuple(returns),
             targets=tuple((_place(axis.dim, own, part), *main) for _, part in transfers.sends),
             lengths=tuple((length(a.sides[0]), length(a.main), length(a.sides[1])) for a in earlier),
         )
 
-    def _outgoing(self, i: int, part: Interval) -> _Outgoing:
+    def outgoing(self, i: int, part: Interval) -> Outgoing:
+        """How a part of the shard along axis ``i`` is put together with the halo along the axes before it."""
         here = _place(self.axes[i].dim, self.axes[i].transfers.own, part)
         earlier = self.axes[:i]
         layers = []
@@ -391,7 +415,7 @@ class Halo:
             # Of a side of axis j: the part along axis i, and what is read along the axes between them.
             between = [_place(a.dim, a.transfers.own, a.main) for a in earlier[j + 1 :]]
             layers.append((axis.dim, ((here, *between),) * 2))
-        return _Outgoing((here, *(_place(a.dim, a.transfers.own, a.main) for a in earlier)), tuple(layers))
+        return Outgoing((here, *(_place(a.dim, a.transfers.own, a.main) for a in earlier)), tuple(layers))
 
     def _piece_shape(self, i: int, part: Interval) -> list[int]:
         """Shape of a piece along axis ``i``: what is needed along earlier axes, the shard along later ones."""
@@ -400,6 +424,20 @@ class Halo:
         for earlier in self.axes[:i]:
             result[earlier.dim] = length(earlier.transfers.need)
         return result
+
+
+def _copied(t: Tensor, place: Narrow) -> Tensor:
+    """A part of a tensor in memory of its own: row-major, or channels-last where the tensor is."""
+    if t.is_contiguous():
+        return torch.narrow_copy(t, *place)
+    last = CHANNELS_LAST.get(t.ndim)
+    fmt = last if last is not None and t.is_contiguous(memory_format=last) else torch.contiguous_format
+    return t.narrow(*place).clone(memory_format=fmt)
+
+
+def _piece(t: Tensor, place: Narrow) -> Tensor:
+    """A part of a tensor, to be sent: packed already where that is one call."""
+    return torch.narrow_copy(t, *place) if t.is_contiguous() else t.narrow(*place)
 
 
 def _place(dim: int, held: Interval, part: Interval) -> Narrow:

@@ -13,7 +13,7 @@ of ``context.py``: :func:`shardtensor.allow_gather`, the method of attention, th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from .registry import declare, declare_rule
 from .tensor import ShardTensor, redistribute_to
 
 __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
+
+Build = TypeVar("Build", bound=Callable[..., Any])
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def operator(
     partial: str = "",
     sharded: str = "",
     meta: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Build], Build]:
     """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
 
     Above autograd (``tensors`` are named) it is called with an :class:`Arguments` and then the operator's own
@@ -203,7 +205,7 @@ def operator(
         >>> shardtensor.unregister(halved)
     """
 
-    def decorate(build: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(build: Build) -> Build:
         if not tensors:
             for spelling in spellings:
                 declare_rule(spelling, build, meta)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction, alias
-from .redistribute import all_reduce, start_all_reduce
+from .caches import cached
+from .redistribute import start_sums
 from .spec import ShardTensorSpec
 
 __all__ = ["GradientSum", "contributing", "start_sum"]
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
     """The mesh dims whose ranks each contribute to a parameter's gradient, and how that gradient is placed."""
     mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)
@@ -77,15 +77,19 @@ class GradientSum:
                 result[i] = p
         return result
 
-    def start(self, grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
-        """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them."""
-        mine = [i for i, g in enumerate(grads) if g is not None and self.needed[i]]
+    def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
+        """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.
+
+        Args:
+            overwrite: the gradients are new tensors, which nothing else refers to.
+        """
+        result = list(grads)
+        mine = [i for i, needed in enumerate(self.needed) if needed and grads[i] is not None]
         if not self.mesh_dims or not mine:
-            return lambda: list(grads)
-        finish = start_sum([grads[i] for i in mine], self.mesh, self.mesh_dims)
+            return lambda: result
+        finish = start_sum([grads[i] for i in mine], self.mesh, self.mesh_dims, overwrite=overwrite)
 
         def wait() -> list[Tensor | None]:
-            result = list(grads)
             for i, total in zip(mine, finish(), strict=True):
                 result[i] = total
             return result
@@ -94,33 +98,36 @@ class GradientSum:
 
 
 def start_sum(
-    tensors: Sequence[Tensor | None], mesh: DeviceMesh, mesh_dims: Sequence[int]
+    tensors: Sequence[Tensor | None], mesh: DeviceMesh, mesh_dims: Sequence[int], *, overwrite: bool = False
 ) -> Callable[[], list[Tensor | None]]:
     """Each tensor summed over the mesh dims: one all-reduce per mesh dim and dtype for all of them together.
 
     The first is under way when this returns; the function that is returned waits, and gives the sums. Which of the
     tensors are None must be the same on every rank; it follows from the graph, which is.
+
+    Args:
+        overwrite: the tensors are new ones, which nothing else refers to.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         if t is not None:
             by_dtype.setdefault(t.dtype, []).append(i)
-    under_way = []
-    for members in by_dtype.values():
-        flat = torch.cat([tensors[i].reshape(-1) for i in members])  # type: ignore[union-attr]
-        flat = flat.detach() if flat.requires_grad else flat
-        under_way.append((members, start_all_reduce(flat, mesh.get_group(mesh_dims[0]), overwrite=True)))
+    first = mesh.get_group(mesh_dims[0])
+    under_way = [
+        (members, start_sums([tensors[i] for i in members], first, overwrite=overwrite))  # type: ignore[misc]
+        for members in by_dtype.values()
+    ]
 
     def finish() -> list[Tensor | None]:
         result = list(tensors)
         for members, pending in under_way:
-            flat = pending()
+            totals = pending()
             for m in mesh_dims[1:]:
-                flat = all_reduce(flat, mesh.get_group(m))
-            parts: list[Tensor] = [tensors[i] for i in members]  # type: ignore[misc]
-            for i, t, piece in zip(members, parts, flat.split_with_sizes([t.numel() for t in parts]), strict=True):
-                total = piece if t.ndim == 1 else piece.view(t.shape)
-                result[i] = _Total.apply(t, total) if t.requires_grad and torch.is_grad_enabled() else total
+                totals = start_sums(totals, mesh.get_group(m), overwrite=True)()
+            for i, total in zip(members, totals, strict=True):
+                t = tensors[i]
+                differentiable = torch.is_grad_enabled() and t is not None and t.requires_grad
+                result[i] = _Total.apply(t, total) if differentiable else total
         return result
 
     return finish

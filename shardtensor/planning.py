@@ -11,7 +11,6 @@ not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ._compat import OpOverload, TensorMeta, tree_map, untraced
+from .caches import check_world, forgets
 from .context import gather_allowed
 from .errors import UnsupportedSharding, refuse
 from .registry import META_FUNCTIONS
@@ -39,7 +38,6 @@ __all__ = [
     "as_specs",
     "cached_plan",
     "distributed_operands",
-    "forget_plans",
     "is_inplace",
     "keep_plan",
     "meta_of",
@@ -141,18 +139,12 @@ def argument(call: AtenCall, index: int, name: str, default: Any) -> Any:
 
 _plans: dict[Any, Any] = {}
 MAX_PLANS = 8192
-
-
-_world: Any = None
+forgets(_plans.clear)
 
 
 def cached_plan(key: Sequence[Any]) -> Any:
     """The plan that was kept under a key, if any."""
-    global _world
-    world = dist.group.WORLD
-    if world is not _world:  # plans hold process groups, which are gone with the world that they were made in
-        forget_plans()
-        _world = world
+    check_world()
     try:
         return _plans.get(tuple(key))
     except TypeError:  # an argument that cannot be hashed: no caching
@@ -166,16 +158,6 @@ def keep_plan(key: Sequence[Any], plan: Any) -> None:
         while len(_plans) >= MAX_PLANS:
             _plans.pop(next(iter(_plans)), None)
         _plans[tuple(key)] = plan
-
-
-def forget_plans() -> None:
-    """Empty the cache."""
-    global _world
-    _plans.clear()
-    _world = None
-
-
-atexit.register(forget_plans)  # process groups are to go before the interpreter does
 
 
 # -- what plans are made from -----------------------------------------------------------------------------------------

@@ -13,28 +13,30 @@ tensor come first, so that later ones send less.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ._compat import c10d_all_gather, c10d_all_reduce, process_group
+from ._compat import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, process_group
+from .caches import cached
 from .debug import check_communication, debug_enabled
-from .exchange import Exchange, plan_intervals, start_swap
+from .exchange import start_swap
 from .geometry import Interval, intervals_of, length
+from .halo import Fetch
 from .layout import AxisLayout
 from .spec import ShardTensorSpec
-from .strides import stride_like
 from .tracing import graph_operator, is_traced
 
 __all__ = [
     "all_gather",
     "all_reduce",
-    "move_intervals",
     "redistribute_local",
+    "reduce_scatter",
     "start_all_reduce",
+    "start_sums",
     "swap_blocks",
 ]
 
@@ -53,17 +55,23 @@ _SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float
 
 def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
     """This rank's local tensor under ``dst``, given the one under ``src``. Collective over mesh dims that change."""
+    for step in _steps(src, dst):
+        local = step(local)
+    return local
+
+
+@cached(maxsize=4096)
+def _steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """What is done with a local tensor, one mesh dim after the other: all that is known before there is data."""
     if src.mesh != dst.mesh:
         raise ValueError(f"cannot redistribute from mesh {src.mesh} to {dst.mesh}; only the same mesh is possible")
-    current = src
-    while True:
-        step = _next_step(current, dst)
-        if step is None:
-            return local
+    steps = []
+    while (step := _next_step(src, dst)) is not None:
         mesh_dim, axis = step
-        target = current.with_axes({mesh_dim: axis})
-        local = _step(local, current, target, mesh_dim)
-        current = target
+        target = src.with_axes({mesh_dim: axis})
+        steps.append(_step(src, target, mesh_dim))
+        src = target
+    return tuple(steps)
 
 
 def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLayout] | None:
@@ -92,32 +100,36 @@ def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLay
     return differing[0], AxisLayout(Replicate())
 
 
-def _step(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Tensor:
+def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tensor], Tensor]:
     """One cell of the table above: the specs differ on mesh dim ``m`` only."""
     old, new = src.placements[m], dst.placements[m]
     rank, ranks = src.coordinate[m], src.mesh.size(m)
     group = src.mesh.get_group(m)
     if isinstance(old, Shard):
-        own = intervals_of(src.cut(m))
-        if isinstance(new, Shard) and new.dim != old.dim:
-            blocks = intervals_of(dst.cut(m))
-            return swap_blocks([local], old.dim, [own], new.dim, [blocks], rank, group)[0]
         full: Interval = (0, src.shape[old.dim])
+        if isinstance(new, Shard) and new.dim != old.dim:
+            own, blocks = [intervals_of(src.cut(m))], [intervals_of(dst.cut(m))]
+            before, after = old.dim, new.dim
+            return lambda local: swap_blocks([local], before, own, after, blocks, rank, group)[0]
         if isinstance(new, Partial):
-            return _own_among_zeros(local, old.dim, own[rank], full[1], new)
+            return partial(_own_among_zeros, old.dim, src.interval(m), full[1], new)
         need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else (full,) * ranks
-        return move_intervals(local, old.dim, own, need, rank, group)
+        return Fetch.of(src, {old.dim: need}).forward
     if isinstance(old, Partial):
         if isinstance(new, Shard):
-            return reduce_scatter(local, old, new.dim, intervals_of(dst.cut(m)), rank, group)
-        reduced = all_reduce(local, group, old.reduce_op)
-        return _replicate_to_partial(reduced, new, rank) if isinstance(new, Partial) else reduced
+            return partial(reduce_scatter, old, new.dim, intervals_of(dst.cut(m)), rank, group)
+        reduced = partial(all_reduce, group=group, op=old.reduce_op)
+        if not isinstance(new, Partial):
+            return reduced
+        other = new
+        return lambda local: _replicate_to_partial(other, rank, reduced(local))
     if isinstance(new, Shard):
         start, stop = dst.interval(m)
+        dim = new.dim
         # A copy, so that the shard does not keep the memory of the replicated tensor alive.
-        return local.narrow(new.dim, start, stop - start).clone(memory_format=torch.preserve_format)
+        return lambda local: local.narrow(dim, start, stop - start).clone(memory_format=torch.preserve_format)
     assert isinstance(new, Partial)
-    return _replicate_to_partial(local, new, rank)
+    return partial(_replicate_to_partial, new, rank)
 
 
 # -- collectives --------------------------------------------------------------------------------------------
@@ -175,6 +187,40 @@ def start_all_reduce(
     return finish
 
 
+def start_sums(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, overwrite: bool = False
+) -> Callable[[], list[Tensor]]:
+    """Start the sum over the ranks of each of several tensors of one dtype: one collective for all of them.
+
+    Args:
+        overwrite: they are not used elsewhere, so that they may become the sums.
+    """
+    dtype = tensors[0].dtype
+    if dtype not in _SUMMABLE or group.size() == 1 or is_traced(tensors[0]):
+        finish = start_all_reduce(torch.cat([t.detach().reshape(-1) for t in tensors]), group, overwrite=True)
+
+        def split() -> list[Tensor]:
+            pieces = finish().split_with_sizes([t.numel() for t in tensors])
+            return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+        return split
+    if debug_enabled():
+        counts = [sum(t.numel() for t in tensors)] * group.size()
+        check_communication("all_reduce sum", dtype, counts, counts, group, tensors[0].device)
+    # Every rank's numbers have to be in one order in memory, whatever the memory formats.
+    totals = [
+        t if overwrite and t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format)
+        for t in tensors
+    ]
+    summing = c10d_all_reduce_coalesced(totals, group)
+
+    def wait() -> list[Tensor]:
+        summing.wait()
+        return totals
+
+    return wait
+
+
 @graph_operator(
     "all_reduce(Tensor local, str op, str group) -> Tensor",
     lambda local, op, group: torch.empty_like(local, memory_format=torch.contiguous_format),
@@ -223,9 +269,10 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
         counts = [local.numel()] * ranks
         check_communication("all_gather", local.dtype, counts, counts, group, local.device)
     gathered = local.new_empty((ranks, *local.shape))
-    parts = list((torch.view_as_real(gathered) if local.is_complex() else gathered).unbind(0))
-    local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
-    c10d_all_gather(parts, local.contiguous(), group).wait()
+    wire = gathered
+    if local.is_complex():
+        wire, local = torch.view_as_real(gathered), torch.view_as_real(local.resolve_conj())
+    c10d_all_gather(wire.view(-1), local.contiguous().view(-1), group).wait()
     return gathered
 
 
@@ -239,42 +286,6 @@ def _all_gather(local: Tensor, ranks: int, group: str) -> Tensor:
 
 
 # -- exchanges ----------------------------------------------------------------------------------------------
-
-
-def move_intervals(
-    local: Tensor,
-    dim: int,
-    own: Sequence[Interval],
-    need: Sequence[Interval],
-    rank: int,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """The interval ``need[rank]`` of tensor dim ``dim``, of which each rank ``s`` holds ``own[s]``. Collective.
-
-    The owned intervals may be in any order, must not overlap, and must cover what is needed.
-    """
-    plan = plan_intervals(tuple(own), tuple(need), rank)
-    if plan.own == plan.need and not plan.active:
-        return local
-    start, stop = max(plan.own[0], plan.need[0]), min(plan.own[1], plan.need[1])
-    kept = [(start, local.narrow(dim, start - plan.own[0], stop - start))] if stop > start else []
-    if plan.active:
-        sends = [(peer, _resized(local, dim, b - a)) for peer, (a, b) in plan.sends]
-        recvs = [(peer, _resized(local, dim, b - a)) for peer, (a, b) in plan.recvs]
-        pieces = [local.narrow(dim, a - plan.own[0], b - a) for _, (a, b) in plan.sends]
-        received = Exchange(sends, recvs, group).start(pieces, local).wait()
-        kept += [(a, piece) for (_, (a, _)), piece in zip(plan.recvs, received, strict=True)]
-    kept.sort(key=lambda item: item[0])
-    if not kept:
-        return local.new_empty(_resized(local, dim, 0))
-    pieces = [piece for _, piece in kept]
-    return torch.cat(pieces, dim=dim, out=_empty_like(local, dim, sum(piece.shape[dim] for piece in pieces)))
-
-
-def _empty_like(local: Tensor, dim: int, size: int) -> Tensor:
-    """An uninitialized tensor like ``local`` with another length of ``dim``, in its memory format."""
-    shape = _resized(local, dim, size)
-    return torch.empty_strided(shape, stride_like(local, shape), dtype=local.dtype, device=local.device)
 
 
 def swap_blocks(
@@ -311,7 +322,7 @@ def swap_blocks(
 
 
 def reduce_scatter(
-    local: Tensor, partial: Partial, dim: int, blocks: Sequence[Interval], rank: int, group: dist.ProcessGroup
+    partial: Partial, dim: int, blocks: Sequence[Interval], rank: int, group: dist.ProcessGroup, local: Tensor
 ) -> Tensor:
     """The slice ``blocks[rank]`` of the reduced value. Contributions are reduced in rank order, so runs repeat exactly.
 
@@ -330,7 +341,7 @@ def reduce_scatter(
 # -- to Partial, without communication ------------------------------------------------------------------------
 
 
-def _own_among_zeros(local: Tensor, dim: int, own: Interval, total: int, partial: Partial) -> Tensor:
+def _own_among_zeros(dim: int, own: Interval, total: int, partial: Partial, local: Tensor) -> Tensor:
     # Zero is the neutral element of a sum only.
     if partial.reduce_op != "sum":
         raise ValueError(f"cannot redistribute a Shard to {partial}; only to Partial('sum')")
@@ -339,7 +350,7 @@ def _own_among_zeros(local: Tensor, dim: int, own: Interval, total: int, partial
     return out
 
 
-def _replicate_to_partial(local: Tensor, partial: Partial, rank: int) -> Tensor:
+def _replicate_to_partial(partial: Partial, rank: int, local: Tensor) -> Tensor:
     op = partial.reduce_op
     if op in ("max", "min") or rank == 0:  # the extreme of equal values is the value
         return local

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,6 +25,7 @@ from .context import Setting
 from .errors import refuse
 
 __all__ = [
+    "DECLINED",
     "FUNCTIONS",
     "META_FUNCTIONS",
     "OPERATORS",
@@ -42,6 +43,10 @@ __all__ = [
 ]
 
 Handler = Callable[..., Any]
+
+# NotImplemented, for functions with annotations. These leave it out, as those of Python's binary operators do; but mypy
+# takes the name itself for Any, and asks for Any.
+DECLINED: NoReturn = NotImplemented
 
 FUNCTIONS: dict[Callable[..., Any], Handler] = {}
 OPERATORS: dict[OpOverload, Handler] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import DTensorSpec, TensorMeta
+from .caches import cached
 from .context import settings
 from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
@@ -331,7 +332,7 @@ class _Guard(ShardTensorSpec):
         self.settings = settings()
 
 
-@lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def _known(
     identity: int,
     mesh: DeviceMesh,

@@ -105,7 +105,7 @@ class ShardTensor(DTensor):
         if placements is None:
             placements = [Replicate()] * mesh.ndim
         spec = agree_on_local(local_tensor, mesh, placements, shard_sizes)
-        return conversions.from_local(ShardTensor, local_tensor, spec)  # type: ignore[no-any-return]
+        return conversions.from_local(ShardTensor, local_tensor, spec)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
@@ -114,7 +114,7 @@ class ShardTensor(DTensor):
         Its gradient comes back as contributions, ``Partial()``, on every mesh dim where it is Replicate, see
         [Note: contributions] in parameters.py.
         """
-        return conversions.from_dtensor(ShardTensor, dtensor)  # type: ignore[no-any-return]
+        return conversions.from_dtensor(ShardTensor, dtensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's shard, copy or contribution as a plain tensor. Differentiable.
@@ -328,7 +328,7 @@ claim_dispatch(ShardTensor)
 # -- the conversions, for ShardTensors --------------------------------------------------------------------------------
 
 
-def wrap(local: Tensor, spec: ShardTensorSpec) -> Any:
+def wrap(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """A ShardTensor around ``local``, which must have the shape that the spec says. Not differentiable."""
     return dispatch.wrapper(ShardTensor, local, spec)
 
@@ -338,12 +338,12 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return dispatch.run_operator(ShardTensor, func, args, kwargs)
 
 
-def from_part(local: Tensor, spec: ShardTensorSpec) -> Any:
+def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
     return conversions.from_part(ShardTensor, local, spec)
 
 
-def to_part(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
+def to_part(tensor: ShardTensor, grad_spec: ShardTensorSpec) -> Tensor:
     """The local tensor of a ShardTensor. Differentiable; ``grad_spec`` is the layout in which its gradient arrives."""
     if tensor._viewed is not None:
         check_current("to_local", tensor)
@@ -351,12 +351,12 @@ def to_part(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
     return conversions.to_local(tensor, grad_spec) if differentiable else tensor._local_tensor
 
 
-def redistribute_to(tensor: Any, target: ShardTensorSpec) -> Any:
-    """``tensor`` in the layout of ``target``, differentiably; itself where it has that already."""
-    return conversions.redistributed(tensor, target)
+def redistribute_to(tensor: Tensor, target: ShardTensorSpec) -> ShardTensor:
+    """``tensor``, a ShardTensor, in the layout of ``target``, differentiably; itself where it has that already."""
+    return conversions.redistributed(tensor, target)  # type: ignore[no-any-return]
 
 
-def promote(plain: Tensor, mesh: DeviceMesh) -> Any:
+def promote(plain: Tensor, mesh: DeviceMesh) -> ShardTensor:
     """A plain tensor, equal on every rank, as a replicated ShardTensor on ``mesh``. Differentiable."""
     return conversions.promote(ShardTensor, plain, mesh)
 
@@ -385,8 +385,14 @@ def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
         tensor.requires_grad_(requires_grad)
         if requires_grad and not before:
             spec = tensor._spec
-            tensor.register_hook(lambda grad: as_gradient(grad, spec))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda grad: _as_leaf_gradient(grad, spec))  # type: ignore[no-untyped-call]
     return tensor
+
+
+def _as_leaf_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
+    """A leaf's gradient, in memory of its own: it is added to and scaled in place, and autograd asks the spec only."""
+    grad = as_gradient(grad, spec)
+    return grad.clone() if grad is not None and 0 in grad._local_tensor.stride() else grad
 
 
 @register(Tensor.requires_grad_)

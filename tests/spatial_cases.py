@@ -1,13 +1,29 @@
-"""Shared by the tests of pooling, padding and resampling: many cases in one call of a pool."""
+"""Shared by the tests of convolution, pooling, padding and resampling: many cases in one call of a pool."""
 
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from shardtensor import caches
+from shardtensor.ops.convolution import halo_conv
 from shardtensor.testing import assert_matches_unsharded
+
+WAYS = {"joined": 1 << 62, "by parts": 0, "by their size": halo_conv.WORTH_OVERLAPPING}
+
+
+@contextmanager
+def convolving(way):
+    """Choose how shards are convolved, where both ways are right: as small or as large ones are."""
+
+    with mock.patch.object(halo_conv, "WORTH_OVERLAPPING", WAYS[way]):
+        caches.forget()
+        yield
+    caches.forget()
 
 
 def data(*shape, seed=0, dtype=torch.float64):

@@ -10,11 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from operator_sweep import database
 from operator_sweep.worker import Randomness, loss_of, whole
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor
-from shardtensor import ShardTensor, UnsupportedSharding, context, planning, registry
+from shardtensor import ShardTensor, UnsupportedSharding, caches, context, planning, registry
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -23,6 +24,7 @@ from shardtensor.testing import (
     shard,
     shared_mesh,
 )
+from shardtensor.testing._compat import init_fake_process_group
 
 aten = torch.ops.aten
 
@@ -209,7 +211,7 @@ def unexercised():
     """Rules that no case above reaches."""
     used = set()
     originals = dict(registry.RULES)
-    planning.forget_plans()
+    caches.forget()
 
     def recording(op, build):
         def record(call):
@@ -236,7 +238,7 @@ def unexercised():
         assert x.prod().item() == pytest.approx(x.full_tensor().prod().item())
     finally:
         registry.RULES.update(originals)
-        planning.forget_plans()
+        caches.forget()
     tested = {op for op in originals if originals[op].__module__ in MODULES or str(op) in MORE}
     return sorted(map(str, tested - used))
 
@@ -385,7 +387,7 @@ def test_gathering_has_to_be_allowed_and_gives_the_right_answer():
 
 def cached():
     x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)})
-    planning.forget_plans()
+    caches.forget()
     x * 2
     first = len(planning._plans)
     x * 3.0
@@ -423,7 +425,7 @@ def test_a_plan_holds_for_one_default_dtype():
 def forgetful():
     """Rank 0 forgets all plans but two, rank 1 none."""
     keeps = 2 if dist.get_rank() == 0 else 10**6
-    planning.forget_plans()
+    caches.forget()
     before, planning.MAX_PLANS = planning.MAX_PLANS, keeps
     torch.manual_seed(0)
     whole = torch.randn(12, 4, dtype=torch.float64)
@@ -619,3 +621,29 @@ def test_every_operator_of_torch_is_right_when_gathered():
     for problems, right, refused in run_distributed(sweep, 2, 2, 0, "forward", 1, gather=True, timeout=500):
         assert not problems, "\n".join(problems)
         assert right > 10 * refused
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1),
+        lambda x: F.group_norm(x, 2),
+        lambda x: F.cross_entropy(x.flatten(2), torch.zeros(1, 256, dtype=torch.long)),
+        lambda x: F.scaled_dot_product_attention(*[x.redistribute(placements=[Shard(2), Replicate()])] * 3),
+        lambda x: x.redistribute(placements=[Shard(2), Replicate()]),
+    ],
+    ids=["convolution", "norm", "loss", "attention", "redistribute"],
+)
+def test_nothing_is_remembered_of_a_world_that_has_ended(function):
+    """Meshes of both worlds are equal, but their process groups have other names."""
+    for earlier_groups in (3, 0):
+        init_fake_process_group(3, 4)
+        try:
+            for _ in range(earlier_groups):
+                dist.new_group([0, 1])
+            mesh = init_device_mesh("cpu", (2, 2))
+            sizes = {0: (8, 8), 1: (8, 8)}
+            x = ShardTensor.from_local(torch.randn(1, 4, 8, 8), mesh, [Shard(2), Shard(3)], shard_sizes=sizes)
+            function(x.requires_grad_()).sum().backward()
+        finally:
+            dist.destroy_process_group()

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from spatial_cases import convolving
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardtensor import redistribute
-from shardtensor.ops.convolution import halo_conv
 from shardtensor.ops.normalization import local_norm
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -228,11 +228,15 @@ class Backward(TorchDispatchMode):
 def order(layer) -> list[str]:
     _, x = image(requires_grad=False)
     x = (x.movedim(1, -1) if isinstance(layer, nn.Linear | nn.LayerNorm) else x).detach().requires_grad_()
-    total = layer.double()(x).square().sum()
-    mode, started = Backward(), redistribute.c10d_all_reduce
-    # What is small is computed all at once.
-    small = [mock.patch.object(module, "WORTH_OVERLAPPING", 0) for module in (halo_conv, local_norm)]
-    with mode, small[0], small[1], mock.patch.object(redistribute, "c10d_all_reduce", partial(mode.all_reduce, started)):
+    with convolving("by parts"):  # a small convolution computes all at once
+        total = layer.double()(x).square().sum()
+    mode = Backward()
+    started = {
+        name: partial(mode.all_reduce, getattr(redistribute, name))
+        for name in ("c10d_all_reduce", "c10d_all_reduce_coalesced")
+    }
+    small = mock.patch.object(local_norm, "WORTH_OVERLAPPING", 0)  # and a small layer norm
+    with mode, small, mock.patch.multiple(redistribute, **started):
         total.backward()
     assert x.grad is not None and all(type(p.grad) is torch.Tensor for p in layer.parameters())
     return mode.events
@@ -245,8 +249,6 @@ def order(layer) -> list[str]:
         (nn.ConvTranspose2d(4, 4, 2, stride=2), "convolution_backward"),
         (nn.Linear(4, 4), "mm"),
         (nn.LayerNorm(4), "native_layer_norm_backward"),
-        (nn.GroupNorm(2, 4), "sub"),
-        (nn.BatchNorm2d(4), "sub"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -257,3 +259,22 @@ def test_parameters_gradients_are_summed_while_the_input_s_is_computed(layer, me
         last = len(events) - 1 - events[::-1].index("wait")
         assert any(meanwhile in event for event in events[first:last]), events
         assert events.count("start") == 1
+
+
+@pytest.mark.parametrize("layer", [nn.GroupNorm(2, 4), nn.BatchNorm2d(4)], ids=lambda layer: type(layer).__name__)
+def test_sums_of_parameters_and_of_statistics_are_one_message(layer):
+    for events in run_distributed(order, 2, layer):
+        assert events.count("start") == 1
+
+
+def accumulated() -> None:
+    _, x = image()
+    for _ in range(2):
+        x.sum().backward()
+    x.grad.mul_(3)
+    assert torch.equal(x.grad.full_tensor(), torch.full(x.shape, 6.0, dtype=x.dtype))
+
+
+def test_a_leaf_s_gradient_is_added_to_and_scaled_in_place():
+    """That of a sum is one number expanded, which torch would keep as it is where the strides look contiguous."""
+    run_distributed(accumulated, 2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from spatial_cases import convolving
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
@@ -22,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import shardtensor.ops.convolution.halo_conv as halo_conv
 from shardtensor import ShardTensor, UnsupportedSharding, redistribute
+from shardtensor.ops.convolution import parts
 from shardtensor.parallel import contribute_gradients, parallelize, synchronize, tensor_parallel, verify
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -541,13 +542,13 @@ def order_of_events(kind):
     mesh, events = shared_mesh(2), []
     layer = (nn.Conv2d(2, 4, 3, padding=1) if kind == "convolution" else nn.Linear(6, 4)).double()
     x = shard(problem()[1], mesh, [Shard(2)], {0: CUTS[2]}, requires_grad=True)
-    y = layer(x).square().sum()
+    with convolving("by parts"):
+        y = layer(x).square().sum()
     with pytest.MonkeyPatch.context() as patch:
         reduce = recorded(events, "sum started", redistribute.c10d_all_reduce)
         patch.setattr(redistribute, "c10d_all_reduce", lambda *args: Work(events, reduce(*args)))
-        patch.setattr(halo_conv, "WORTH_OVERLAPPING", 0)
-        kernel = recorded(events, convolutions_kernel, halo_conv._convolution_backward)
-        patch.setattr(halo_conv, "_convolution_backward", kernel)
+        kernel = recorded(events, convolutions_kernel, parts._convolution_backward)
+        patch.setattr(parts, "_convolution_backward", kernel)
         patch.setattr(torch, "mm", recorded(events, product, torch.mm))
         y.backward()
     seen = [e for e in events if e != "halo's"]

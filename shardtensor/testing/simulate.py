@@ -45,6 +45,6 @@ def simulate_ranks(
 def _forget_the_last_rank() -> None:
     """Clear the caches whose entries are valid for one rank only: the meshes of two simulated ranks are equal."""
     clear_dtensor_caches()
-    planning = sys.modules.get("shardtensor.planning")
-    if planning is not None:
-        planning.forget_plans()
+    caches = sys.modules.get("shardtensor.caches")
+    if caches is not None:
+        caches.forget()

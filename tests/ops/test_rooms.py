@@ -127,7 +127,7 @@ TESTED_WITH = {
     "attention/test_sdpa.py": "attention/blockwise attention/flex attention/layout attention/online_softmax",
     "common/test_contraction.py": "common/arrangement common/part_by_part common/ring linalg/einsum",
     "common/test_distributed_sort.py": "sorting/quantile",
-    "convolution/test_conv.py": "convolution/halo_conv",
+    "convolution/test_conv.py": "convolution/halo_conv convolution/parts",
     "elementwise/test_random.py": "elementwise/dropout",
     "elementwise/test_softmax.py": "reduction/logsumexp",
     "indexing/test_gather.py": "indexing/combinations indexing/embedding indexing/take sorting/searchsorted",

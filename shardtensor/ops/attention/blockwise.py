@@ -23,9 +23,10 @@ from torch import Tensor
 from ...geometry import Interval
 from ...tracing import graph_operator, is_traced
 
-__all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "pieces"]
+__all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "cast", "finite", "pieces"]
 
-_aten = torch.ops.aten
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _INF = float("inf")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that torch's kernels take
 TILE = 1 << 22  # scores that exist at a time where they are made explicitly
@@ -127,7 +128,14 @@ def finite(lse: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Kernel, square: bool, at: tuple[int, ...]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kernel: Kernel,
+    square: bool,
+    at: tuple[int, ...],
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Result and lse of one block.
 
@@ -137,15 +145,19 @@ def attend(
         mask: broadcastable to (..., heads, rows, columns), bool or floating-point.
         square: a key is seen by the rows from its own on.
         at: the block's place, for dropout.
+        alone: there is no other block, so the fused kernel's result is what it is on one device. For a row that sees
+            nothing its lse is zero.
     """
     k, v = _like_queries(k, q), _like_queries(v, q)
-    if is_traced(q) and kernel.fused:
+    if is_traced(q) and kernel.fused and not alone:
         return _attend_in_graph(q, k, v, mask, kernel.scale, square)
     if kernel.fused:
         bias = None if mask is None else _bias(mask, q.dtype)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(_rows_in_memory, (q, k, v)), is_causal=square, attn_mask=bias, scale=kernel.scale
+        out, lse = _flash(
+            _rows_in_memory(q), _rows_in_memory(k), _rows_in_memory(v), 0.0, square, attn_mask=bias, scale=kernel.scale
         )
+        if alone:
+            return out, lse
         if bias is not None:  # for a row that sees nothing, the kernel gives zero
             lse = torch.where((bias == -_INF).all(-1), -_INF, lse)
         return _checked(out, lse, q, k, mask, kernel, square)
@@ -211,9 +223,8 @@ def attend_backward(
     k, v = _like_queries(k, q), _like_queries(v, q)
     if kernel.fused:
         bias = None if mask is None else _bias(mask, q.dtype)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_rows_in_memory, (grad, q, k, v, out)), lse, 0.0, square, attn_mask=bias, scale=kernel.scale
-        )
+        grad, q, k, v, out = map(_rows_in_memory, (grad, q, k, v, out))
+        dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, square, attn_mask=bias, scale=kernel.scale)
         return dq, _from_heads(dk, shapes[0]), _from_heads(dv, shapes[1])
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (grad * out).sum(-1, keepdim=True)
@@ -260,9 +271,14 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(step, rows - start)
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, which takes the host a microsecond also where it does nothing."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def _like_queries(t: Tensor, q: Tensor) -> Tensor:
     """Keys or values in the queries' dtype, with one head for each of theirs: grouped queries share some."""
-    t = t.to(q.dtype)
+    t = cast(t, q.dtype)
     if t.ndim < 3 or t.shape[-3] == q.shape[-3]:
         return t
     return t.repeat_interleave(q.shape[-3] // t.shape[-3], -3)
@@ -273,8 +289,9 @@ def _from_heads(grad: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = mask.unsqueeze(0) if mask.ndim == 3 else mask  # the kernel takes two or four dims
     if mask.dtype != torch.bool:
-        return mask.to(dtype)
+        return cast(mask, dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -_INF)
 
 

@@ -7,7 +7,7 @@ For each mesh dim one of these kinds (dims counted from the end: -3 heads and be
 | batch | batch or heads | alike | alike | nothing |
 | rows | sequence | replicated | as the query | nothing |
 | keys | replicated | sequence | replicated | two all-reduces: a number per row, and the result |
-| both | sequence | sequence | as the query | keys and values around a ring, or an all-to-all each way |
+| both | sequence | sequence | as the query | keys and values, fetched or around a ring; or all-to-alls |
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
+from ...caches import cached
 from ...errors import refuse
 from ...geometry import Interval, intervals_of, length
 from ...layout import AxisLayout
@@ -49,11 +49,13 @@ class Layout:
         out: of the result, per mesh dim.
         split: mesh dims whose ranks do different work.
         rows: the queries that this rank has.
-        columns: the keys of each block: this rank's alone, or every rank's if they are sent around the ring.
+        columns: the keys of each block: those that this rank has or fetches, or every rank's if they are sent around
+            the ring.
         mask_start: the key to which the first column of this rank's mask belongs.
         mask_travels: the mask is sharded like the keys, has one row for all queries, and is sent along with them.
         mesh_dim: the one along which the kind is "keys" or "both".
         ring: set where keys are sent around.
+        fetched: set where they are fetched: the keys that each rank along the mesh dim needs, its own ones included.
         head_sizes: set where the heads are sharded instead: shard sizes of query, key and value along them.
     """
 
@@ -66,10 +68,11 @@ class Layout:
     mask_travels: bool = False
     mesh_dim: int | None = None
     ring: Ring | None = None
+    fetched: tuple[Interval, ...] | None = None
     head_sizes: tuple[tuple[int, ...], ...] | None = None
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def layout_of(
     name: str,
     query: ShardTensorSpec,
@@ -84,7 +87,7 @@ def layout_of(
     Args:
         mask: of at least two dims.
         shift: which keys a query sees, see :func:`~.blockwise.pieces`.
-        method: "auto", "ring" or "heads".
+        method: "auto", "ring", "heads" or "fetch".
 
     Raises:
         UnsupportedSharding: sharded features, or two mesh dims that would have to shard the same dim.
@@ -220,15 +223,18 @@ def _with(spec: ShardTensorSpec, dims: Sequence[ShardedDim | None]) -> ShardTens
     return spec.with_layout([_axis(sharded, len(spec.shape)) for sharded in dims])
 
 
-# -- kind "both": ring or heads -----------------------------------------------------------------------------------
+# -- kind "both": fetch, ring or heads ----------------------------------------------------------------------------
 
 
 def _exchanging(layout: Layout, m: int, shift: int | None, method: str, mask: ShardTensorSpec | None) -> Layout:
     """The layout for the method that is taken along mesh dim ``m``."""
-    heads = None if method == "ring" else _by_heads(layout, m, mask)
-    if heads is None or (method == "auto" and not _heads_are_faster(heads, m, shift)):
-        return _by_ring(layout, m, shift)
-    return heads
+    found = None
+    if method == "fetch" or (method == "auto" and _is_small(layout)):
+        found = _by_fetch(layout, m, shift)
+    elif method != "ring":
+        found = _by_heads(layout, m, mask)
+        found = None if found and method == "auto" and not _heads_are_faster(found, m, shift) else found
+    return found or _by_ring(layout, m, shift)
 
 
 def _by_ring(layout: Layout, m: int, shift: int | None) -> Layout:
@@ -247,6 +253,22 @@ def _by_ring(layout: Layout, m: int, shift: int | None) -> Layout:
         mask_travels=of_bias is not None and of_bias.dim == -1,
         ring=ring_of(q.coordinate[m], q.mesh.size(m), needs),
     )
+
+
+def _by_fetch(layout: Layout, m: int, shift: int | None) -> Layout | None:
+    """Each rank fetches all keys that its queries see.
+
+    None where keys and values do not fit next to each other, or a part of the mask would have to come with them.
+    """
+    q, k, v, bias = layout.targets
+    assert q is not None and k is not None and v is not None
+    of_bias = None if bias is None else _sharded_dim(bias, m)
+    if k.shape[:-1] != v.shape[:-1] or (of_bias is not None and of_bias.dim == -1):
+        return None
+    keys = (0, k.shape[_SEQUENCE])
+    seen = [pieces(rows, keys, shift) for rows in intervals_of(q.cut(m))]
+    fetched = tuple((0, max((columns[1] for _, columns, _ in found), default=0)) for found in seen)
+    return replace(layout, columns=(fetched[q.coordinate[m]],), fetched=fetched)
 
 
 def _by_heads(layout: Layout, m: int, mask: ShardTensorSpec | None) -> Layout | None:
@@ -279,13 +301,26 @@ def _by_heads(layout: Layout, m: int, mask: ShardTensorSpec | None) -> Layout | 
     )
 
 
-# [Note: choice] What a forward pass is estimated to take, in bytes: a transfer of n bytes takes n, and a constant for
-# each exchange; f floating-point operations count as f / rate bytes. In the ring, a step takes as long as its transfer
-# or as the slowest rank's computation, whichever is longer. With heads, the exchanges (of query, key, value; of the
-# result) stand before and after the computation, which is even but for the rounding of heads to ranks. The rates are
-# those of a core with the loopback network, and of a current GPU with links to its neighbours.
+# [Note: choice] Small keys and values are fetched: all of them together take no longer than the constant below. Then
+# what counts is how many exchanges and kernels are started, by the host, and neither memory nor overlap matter.
+#
+# Otherwise the choice is by what a forward pass is estimated to take, in bytes: a transfer of n bytes takes n, and a
+# constant for each exchange; f floating-point operations count as f / rate bytes. In the ring, a step takes as long as
+# its transfer or as the slowest rank's computation, whichever is longer. With heads, the exchanges (of query, key,
+# value; of the result) stand before and after the computation, which is even but for the rounding of heads to ranks.
+# The rates are those of a core with the loopback network, and of a current GPU with links to its neighbours.
 _RATES = {"cpu": (50.0, 1 << 18)}
 _OTHER_RATES = (1000.0, 1 << 22)
+
+
+def _is_small(layout: Layout) -> bool:
+    _, k, v, _ = layout.targets
+    assert k is not None and v is not None
+    _, constant = _RATES.get(k.mesh.device_type, _OTHER_RATES)
+    sequence, held = len(k.shape) + _SEQUENCE, k.sharded_dims()
+    # By the largest shard of the other dims, so that ranks with others decide alike.
+    lead = [max(k.cut(held[d])) if d in held and d != sequence else n for d, n in enumerate(k.shape[:-1])]
+    return math.prod(lead) * (k.shape[-1] + v.shape[-1]) * k.tensor_meta.dtype.itemsize <= constant
 
 
 def _heads_are_faster(layout: Layout, m: int, shift: int | None) -> bool:

@@ -8,7 +8,7 @@ multihead_operators.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +19,10 @@ from torch.distributed.tensor import Shard
 from ..._compat import TensorMeta
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
-from ...parameters import GradientSum
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
-from ...tensor import from_part
-from ..linalg.linear import local_linear
-from .blockwise import DTYPES
+from .blockwise import DTYPES, cast
 from .multihead_operators import MultiheadOptions, by_heads, multihead_by_operators, multihead_output
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 
@@ -116,29 +113,63 @@ def multi_head_attention(
 class MultiheadPlan(LocalPlan):
     """Projections, attention by heads and the output's projection, all on local tensors.
 
+    Self-attention is one step with a gradient of its own where the attention in it is; all else is local work that
+    autograd differentiates.
+
     Args:
         attention: of the projected tensors, ``(batch, heads, sequence, features)``.
         heads: how many.
         outputs: the result's spec.
     """
 
+    saves = (0, 4, 7)
+    twice = True
+    outputs: ShardTensorSpec
+
     def __init__(self, attention: AttentionPlan, heads: int, outputs: ShardTensorSpec) -> None:
         super().__init__(self.attend, outputs)
         self.attention, self.heads = attention, heads
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        result = self.attend(*self.local_tensors(tensors))
-        return from_part(result, self.outputs)  # type: ignore[arg-type]
+        _, key, value, *_, in_weight, _, _, _ = tensors
+        one_step = key is None and value is None and in_weight is not None and self.attention.is_one_step()
+        return Plan.run(self, tensors) if one_step else super().run(tensors)
 
-    @cached_property
-    def _sums(self) -> dict[str, GradientSum | None]:
-        """The sums of the gradients of each projection's ``(input, weight, bias)``."""
-        if self.total is None:
-            return dict.fromkeys(("in", "q", "k", "v", "out"))
-        _, _, _, bias, out_weight, out_bias, _, *weights = self.total.needed
-        of = {"out": (False, out_weight, out_bias)}
-        of |= {name: (False, plain, bias) for name, plain in zip(("in", "q", "k", "v"), weights, strict=False)}
-        return {name: GradientSum(self.total.mesh, self.total.mesh_dims, needed) for name, needed in of.items()}
+    # -- self-attention ---------------------------------------------------------------------------------------------
+
+    def forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Of the tensors that :meth:`attend` gets."""
+        if torch.is_grad_enabled():  # to be differentiated twice
+            return self.attend(*tensors), ()
+        query, _, _, bias, out_weight, out_bias, _, in_weight, *_ = tensors
+        q, k, v = self._by_heads(F.linear(query, in_weight, bias))
+        attended, kept = self.attention.forward(q, k, v, None)
+        return F.linear(_merged(attended), out_weight, out_bias), (q, *kept)
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Any) -> Sequence[Tensor | None]:
+        """The sum of all weights' gradients travels while the query's is computed."""
+        found: list[Tensor | None] = [None] * len(needed)
+        if grads[0] is None:
+            return found
+        query, out_weight, in_weight, q, *kept = saved
+        grad, attended = grads[0].flatten(0, 1), kept[2]
+        found[4], found[5] = _of_parameters(grad, _merged(attended), needed[4:6], out_weight)
+        of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
+        of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], q, None, *kept)
+        packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
+        found[7], found[3] = _of_parameters(packed, query, (needed[7], needed[3]), in_weight)
+        finish = None if self.total is None else self.total.start(found)
+        of_query = torch.mm(packed, cast(in_weight, packed.dtype)).view(query.shape) if needed[0] else None
+        found = found if finish is None else finish()
+        found[0] = None if of_query is None else cast(of_query, query.dtype)
+        return found
+
+    def _by_heads(self, packed: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values of each head, out of what they were projected to in one product."""
+        apart = (*packed.shape[:2], 3, self.heads, packed.shape[2] // (3 * self.heads))
+        return packed.reshape(apart).permute(2, 1, 3, 0, 4).unbind(0)
+
+    # -- all other kinds --------------------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -154,36 +185,45 @@ class MultiheadPlan(LocalPlan):
     ) -> Tensor:
         """``(sequence, batch, features)`` of this rank's queries. ``key`` None: the query; ``value`` None: the key."""
         if in_weight is not None and key is None and value is None:
-            packed = local_linear(query, in_weight, bias, self._sums["in"])
-            apart = (*packed.shape[:2], 3, self.heads, packed.shape[2] // (3 * self.heads))
-            q, k, v = packed.reshape(apart).permute(2, 1, 3, 0, 4).unbind(0)
+            q, k, v = self._by_heads(F.linear(query, in_weight, bias))
         else:
-            q, k, v = (by_heads(t, self.heads) for t in self._projected(query, key, value, in_weight, weights, bias))
+            q, k, v = (by_heads(t, self.heads) for t in _projected(query, key, value, in_weight, weights, bias))
         attended = self.attention.attend(q, k, v)  # the mask says no more than is_causal
-        return local_linear(attended.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias, self._sums["out"])
+        return F.linear(_merged(attended), out_weight, out_bias)
 
-    def _projected(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        in_weight: Tensor | None,
-        weights: Sequence[Tensor | None],
-        bias: Tensor | None,
-    ) -> Sequence[Tensor]:
-        """Queries, keys and values, the latter two in one product where they come from the same tensor."""
-        size, sums = query.shape[-1], self._sums
-        if in_weight is not None and key is not None and value is None:
-            of_q, of_kv = in_weight.split([size, 2 * size])
-            q_bias, kv_bias = (None, None) if bias is None else bias.split([size, 2 * size])
-            q, kv = local_linear(query, of_q, q_bias, sums["in"]), local_linear(key, of_kv, kv_bias, sums["in"])
-            return q, *kv.chunk(2, dim=-1)
-        key = query if key is None else key
-        inputs = query, key, key if value is None else value
-        biases = (None,) * 3 if bias is None else bias.chunk(3)
-        names = ("q", "k", "v") if in_weight is None else ("in",) * 3
-        of_each = weights if in_weight is None else in_weight.chunk(3)
-        return [local_linear(t, w, b, sums[n]) for t, w, b, n in zip(inputs, of_each, biases, names, strict=True)]  # type: ignore[arg-type]
+
+def _projected(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    in_weight: Tensor | None,
+    weights: Sequence[Tensor | None],
+    bias: Tensor | None,
+) -> Sequence[Tensor]:
+    """Queries, keys and values, the latter two in one product where they come from the same tensor."""
+    if in_weight is not None and key is not None and value is None:
+        parts = [query.shape[-1], 2 * query.shape[-1]]
+        of_q, of_kv = in_weight.split(parts)
+        q_bias, kv_bias = (None, None) if bias is None else bias.split(parts)
+        return F.linear(query, of_q, q_bias), *F.linear(key, of_kv, kv_bias).chunk(2, dim=-1)
+    key = query if key is None else key
+    inputs = query, key, key if value is None else value
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    of_each = weights if in_weight is None else in_weight.chunk(3)
+    return [F.linear(t, w, b) for t, w, b in zip(inputs, of_each, biases, strict=True)]  # type: ignore[arg-type]
+
+
+def _merged(attended: Tensor) -> Tensor:
+    """(batch, heads, sequence, features of a head) as (sequence, batch, features)."""
+    return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def _of_parameters(
+    grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias of a projection of ``x``; ``grad`` has rows."""
+    of_weight = cast(torch.mm(grad.t(), cast(x.flatten(0, 1), grad.dtype)), weight.dtype) if needed[0] else None
+    return of_weight, cast(grad.sum(0), weight.dtype) if needed[1] else None
 
 
 @planned(

@@ -1,11 +1,14 @@
-"""One rank's work in attention: its queries against all blocks of keys, forward and backward, on local tensors."""
+"""One rank's work in attention: its queries against all blocks of keys, forward and backward, on local tensors.
+
+Where keys are fetched, they come in one exchange before the first kernel: the rest is as for keys that every rank has.
+Backward their gradients return to the owners, who add them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,14 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import AutogradFunction, alias
+from ...caches import cached
 from ...errors import refuse
+from ...exchange import plan_intervals
 from ...geometry import Interval, intervals_of, length
+from ...halo import Axis, Fetch
 from ...redistribute import all_reduce, swap_blocks
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from ..common.ring import Form, Trip
-from .blockwise import DTYPES, Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
+from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, cast, finite, pieces
 from .layout import Layout
+
+_DIMS = 4  # that torch's kernels take
 
 __all__ = ["Work", "backward", "forward", "work_of"]
 
@@ -70,8 +78,11 @@ class Work:
         shift: which keys a query sees, see :func:`~.blockwise.pieces`.
         scale: of the scores.
         parts: for each block of keys what has to be computed of it.
-        exchanges: whether other ranks' keys count, too.
+        exchanges: whether there are blocks on other ranks, so that results have to be put together.
         group: of the ranks that exchange something; None where nothing is exchanged.
+        fetch: of keys and values next to each other; None where they are at hand.
+        alone: whether one call of a kernel gives the result.
+        flash: whether torch's flash kernel takes the operands.
     """
 
     name: str
@@ -82,7 +93,23 @@ class Work:
     parts: tuple[tuple[Part, ...], ...]
     exchanges: bool
     group: dist.ProcessGroup | None
+    fetch: Fetch | None
+    alone: bool
+    flash: bool
     _trips: dict[Any, Trip] = field(default_factory=dict, compare=False)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it takes more than torch's own function on the keys that are at hand, or fetched.
+
+        torch's is not taken after a fetch either if it is the flash kernel: without autograd in between, fetching and
+        computing is one step.
+        """
+        return self.exchanges or self._shifted or (self.fetch is not None and self.kernel().fused)
+
+    @property
+    def _shifted(self) -> bool:
+        return self.shift is not None and self.layout.rows[0] + self.shift != 0
 
     def by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Shard the heads instead of the sequence, compute, and shard the sequence again."""
@@ -104,33 +131,39 @@ class Work:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """The result for the local queries; blocks of keys come from other ranks where the layout says so."""
-        empty = 0 in (q.numel(), k.numel(), v.numel())  # on which torch's kernels crash
-        shifted = self.shift is not None and self.layout.rows[0] + self.shift != 0
-        if not (self.exchanges or empty or shifted or dropout is not None):
-            grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
-            causal = self.shift is not None
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
-        while mask is not None and mask.ndim < q.ndim:
-            mask = mask.unsqueeze(0)
-        missing = max(0, 4 - q.ndim)
+        missing = max(0, _DIMS - q.ndim)
         if missing:
             q, k, v = (t[(None,) * missing] for t in (q, k, v))
-            mask = None if mask is None else mask[(None,) * missing]
-        out = _Attention.apply(q, k, v, mask, self, self.kernel(q, k, v, mask, dropout))
+        empty = 0 in (q.numel(), k.numel(), v.numel())  # on which torch's kernels crash
+        if self.is_ours or empty or dropout is not None:
+            out = _Attention.apply(q, k, v, mask, self, self.kernel(dropout))
+        else:
+            k, v = self.fetched(k, v)
+            grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
+            causal = self.shift is not None
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
         return out[(0,) * missing] if missing else out
 
-    def kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None = None) -> Kernel:
+    def kernel(self, dropout: Dropout | None = None) -> Kernel:
         """Flash where torch has it and gives the log-sum-exp, for the CPU; explicit scores elsewhere."""
-        fused = (
-            q.device.type == "cpu"
-            and q.ndim == 4
-            and q.dtype in DTYPES
-            and q.shape[-1] == v.shape[-1] > 0
-            and dropout is None
-            and torch.backends.cuda.flash_sdp_enabled()  # the switch of every device, in spite of its name
-            and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
-        )
+        # The switch of every device, in spite of its name.
+        fused = self.flash and dropout is None and torch.backends.cuda.flash_sdp_enabled()
         return Kernel(self.scale, fused, dropout)
+
+    # -- keys and values that are fetched ---------------------------------------------------------------------------
+
+    def fetched(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """The keys and values to compute with. Differentiable."""
+        if self.fetch is None:
+            return k, v
+        return self.fetch(torch.cat((k, v), -1)).split_with_sizes((k.shape[-1], v.shape[-1]), -1)
+
+    def returned(self, of_k: Tensor, of_v: Tensor) -> Sequence[Tensor]:
+        """The gradients of this rank's keys and values, out of the ranks' gradients of what they fetched."""
+        if self.fetch is None:
+            return of_k, of_v
+        both = self.fetch.backward(torch.cat((of_k, of_v), -1))
+        return both.split_with_sizes((of_k.shape[-1], of_v.shape[-1]), -1)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -169,15 +202,28 @@ class Work:
         return () if 0 in q.shape[:-1] else self.parts[index]  # no batch or heads here, on which torch's kernel crashes
 
 
-@lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     """The work of one rank, from specs alone."""
-    query, m = layout.targets[0], layout.mesh_dim
-    assert query is not None
+    query, _, value, _ = layout.targets
+    m = layout.mesh_dim
+    assert query is not None and value is not None
     group = None if m is None else query.mesh.get_group(m)
-    exchanges = m is not None and layout.head_sizes is None
+    exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
     parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
-    return Work(name, layout, query, shift, scale, parts, exchanges, group)
+    alone = not exchanges and len(parts[0]) == 1 and parts[0][0].rows is None and parts[0][0].columns is None
+    flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS and query.shape[-1] == value.shape[-1] > 0
+    return Work(name, layout, query, shift, scale, parts, exchanges, group, _fetch(layout), alone, flash)
+
+
+def _fetch(layout: Layout) -> Fetch | None:
+    _, k, v, _ = layout.targets
+    m = layout.mesh_dim
+    if layout.fetched is None or k is None or v is None or m is None:
+        return None
+    *rows, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
+    transfers = plan_intervals(intervals_of(k.cut(m)), layout.fetched, k.coordinate[m])
+    return Fetch([Axis(len(rows) - 1, m, transfers)], k.mesh, (*rows, features + v.shape[-1]))
 
 
 def _parts(layout: Layout, index: int, shift: int | None) -> Iterator[Part]:
@@ -202,22 +248,19 @@ class _Attention(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, work: Work, kernel: Kernel) -> Any:  # type: ignore[override]
-        with _no_autocast(q.device.type):
-            out, lse = forward(work, kernel, q, k, v, mask)
+        out, kept = forward(work, kernel, q, k, v, mask)
         ctx.work, ctx.kernel = work, kernel
-        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.save_for_backward(q, k, v, mask, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         needed = ctx.needs_input_grad
-        q, k, v, mask, out, lse = ctx.saved_tensors
+        q, k, v, mask, *kept = ctx.saved_tensors
         with torch.no_grad(), _no_autocast(grad.device.type):
-            grads = backward(
-                ctx.work, ctx.kernel, grad, q, k, v, mask, out, lse, keys_needed=any(needed[1:3]), mask_needed=needed[3]
-            )
+            grads = backward(ctx.work, ctx.kernel, needed, grad, q, mask, *kept)
         if torch.is_grad_enabled():
-            grads = _Once.apply(ctx.work, q, k, v, *grads)
+            grads = _Once.apply(ctx.work, q, k, v, mask, *grads)
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
 
 
@@ -225,7 +268,7 @@ class _Once(AutogradFunction):
     """First derivatives that refuse to be differentiated, which torch's own attention on the CPU does as well."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, q: Tensor, k: Tensor, v: Tensor, *grads: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: Any, *grads: Any) -> Any:  # type: ignore[override]
         ctx.work = work
         return tuple(None if g is None else alias(g) for g in grads)
 
@@ -239,9 +282,32 @@ class _Once(AutogradFunction):
         )
 
 
-def forward(work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp of the local queries."""
-    dtype, q = q.dtype, q.to(wide_dtype(q.dtype))
+def forward(
+    work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The result for the local queries, and what :func:`backward` needs besides them and the mask.
+
+    That is keys, values, the result, and the ``finite(lse)``.
+    """
+    with _no_autocast(q.device.type):
+        k, v = work.fetched(k, v)
+        wide = cast(q, wide_dtype(q.dtype))
+        parts = work.parts_for(0, q)
+        if work.alone and parts:
+            of_mask = parts[0].of_mask(mask)
+            out, lse = attend(wide, k, v, of_mask, kernel, parts[0].square, parts[0].at, alone=True)
+            lse = lse if kernel.fused else finite(lse)
+        else:
+            out, lse = _by_blocks(work, kernel, wide, k, v, mask)
+            lse = finite(lse)
+        out = cast(out, q.dtype)
+        return out, (k, v, out, lse)
+
+
+def _by_blocks(
+    work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp, put together of those of blocks."""
     running = RunningSoftmax(q, v.shape[-1])
     for index, block in work.blocks(k, v, mask):
         of_block = block[2] if len(block) > 2 else mask
@@ -252,7 +318,7 @@ def forward(work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: T
     out, lse = running.result()
     if work.exchanges and work.layout.ring is None:
         out, lse = _over_ranks(out, lse, work.group)
-    return out.to(dtype), lse
+    return out, lse
 
 
 def _over_ranks(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -268,24 +334,30 @@ def _over_ranks(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> tu
 def backward(
     work: Work,
     kernel: Kernel,
+    needed: Sequence[bool],
     grad: Tensor,
     q: Tensor,
+    mask: Tensor | None,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    *,
-    keys_needed: bool,
-    mask_needed: bool,
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v and mask; those that are not needed may be left out."""
-    dtypes = [None if t is None else t.dtype for t in (q, k, v, mask)]
+    """Gradients of q, k, v and mask; those that are not ``needed`` may be left out.
+
+    Args:
+        grad: of the result.
+        k, v, out, lse: what :func:`forward` returned.
+    """
     wide = wide_dtype(q.dtype)
-    gradients = _Gradients(work, kernel, grad.to(wide), q.to(wide), mask, out.to(wide), finite(lse), mask_needed)
+    keys_needed, mask_needed = needed[1] or needed[2], mask is not None and needed[3]
+    if mask_needed and kernel.fused:  # which does not give the gradient of a mask
+        kernel = Kernel(kernel.scale, fused=False)
+    gradients = _Gradients(work, kernel, cast(grad, wide), cast(q, wide), mask, cast(out, wide), lse, mask_needed)
     travels = work.layout.mask_travels
     if work.layout.ring is None:
         sums: Sequence[Tensor] = gradients.contribute(0, (k, v))
+        sums = work.returned(sums[0], sums[1]) if keys_needed else sums
     elif keys_needed or (mask_needed and travels):
         own = work.sent(k, v, mask)
         to_return = 3 if mask_needed and travels else 2
@@ -295,7 +367,7 @@ def backward(
             sums = gradients.contribute(index, block)
     of_mask = sums[2] if travels and mask_needed else gradients.of_mask
     grads = [gradients.of_queries(), sums[0], sums[1], of_mask]
-    return [None if g is None else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+    return [None if t is None or g is None else cast(g, t.dtype) for g, t in zip(grads, (q, k, v, mask), strict=True)]
 
 
 class _Gradients:

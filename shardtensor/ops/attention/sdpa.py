@@ -1,9 +1,9 @@
 """``scaled_dot_product_attention`` with the sequence, the batch or the heads sharded; see layout.py.
 
-Where queries and keys are both sharded along the sequence, there are two methods. *ring*: blocks of keys and values
+Where queries and keys are both sharded along the sequence, there are three methods. *ring*: blocks of keys and values
 are sent around a ring of ranks, each of which computes with them as they come, see [Note: ring] in common/ring.py.
-*heads*: an all-to-all shards the heads instead of the sequence, and another one reshards the result. [Note: choice] in
-layout.py says which is taken.
+*heads*: an all-to-all shards the heads instead of the sequence, and another one reshards the result. *fetch*: each rank
+fetches all keys and values that its queries see. [Note: choice] in layout.py says which is taken.
 
 Sources: H. Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889; S. A.
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (heads).
@@ -56,7 +56,9 @@ def attention_method(name: str) -> Iterator[None]:
     Args:
         name: "ring": keys and values are sent around a ring of ranks, in blocks. "heads": an all-to-all shards the
             heads instead of the sequence; where the heads or the mask of a call do not allow it, the ring is taken.
-            "auto" (default): what is estimated to be faster, see docs/attention.md.
+            "fetch": each rank gets all keys and values that its queries see in one exchange, and holds them until
+            backward; where the mask of a call does not allow it, the ring is taken. "auto" (default): "fetch" where
+            keys and values are small, and otherwise what is estimated to be faster, see docs/attention.md.
 
     Raises:
         ValueError: another name.
@@ -66,14 +68,14 @@ def attention_method(name: str) -> Iterator[None]:
         >>> with shardtensor.attention_method("ring"):
         ...     pass  # y = model(x)
     """
-    if name not in ("auto", "ring", "heads"):
-        raise ValueError(f"attention method {name!r}: choose 'auto', 'ring' or 'heads'")
+    if name not in ("auto", "ring", "heads", "fetch"):
+        raise ValueError(f"attention method {name!r}: choose 'auto', 'ring', 'heads' or 'fetch'")
     with _method.set_to(name):
         yield
 
 
 class AttentionPlan(LocalPlan):
-    """Attention on local tensors.
+    """Attention on local tensors: one step with a gradient of its own, or local work that autograd differentiates.
 
     Args:
         work: this rank's.
@@ -81,6 +83,9 @@ class AttentionPlan(LocalPlan):
         options: of torch's function.
         gradients: see :class:`~shardtensor.operators.LocalPlan`.
     """
+
+    saves = (0, 3)
+    twice = True
 
     def __init__(
         self,
@@ -92,6 +97,25 @@ class AttentionPlan(LocalPlan):
     ) -> None:
         super().__init__(self.attend, outputs, gradients)
         self.work, self.by_torch, self.options = work, by_torch, options
+        shared = any(spec is not None for spec in gradients)
+        self._in_pieces = by_torch or shared or options.dropout_p > 0 or len(work.query.shape) < 4
+
+    def is_one_step(self) -> bool:
+        """Whether :meth:`forward` and :meth:`backward` do it: not where torch's own function does."""
+        return not self._in_pieces and self.work.layout.head_sizes is None and self.work.is_ours
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        return Plan.run(self, tensors) if self.is_one_step() else super().run(tensors)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if torch.is_grad_enabled():  # to be differentiated twice: refused, in words of its own
+            return self.attend(q, k, v, mask), ()
+        return forward(self.work, self.work.kernel(), q, k, v, mask)
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Any) -> Sequence[Tensor | None]:
+        if grads[0] is None:
+            return (None,) * 4
+        return backward(self.work, self.work.kernel(), needed, grads[0], *saved)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of this rank's queries. Differentiable."""
@@ -261,7 +285,7 @@ def _prepared(
         for t, target in zip(given, layout.targets, strict=True)
     ]
     work = work_of(NAME, layout, shift, query.shape[-1] ** -0.5 if scale is None else scale)
-    return work, work.kernel(*local), local
+    return work, work.kernel(), local
 
 
 def _result_spec(work: Work, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
@@ -282,7 +306,7 @@ def _flash(
     if dropout_p:
         return NotImplemented
     work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
-    out, lse = forward(work, kernel, *local)
+    out, (*_, lse) = forward(work, kernel, *local)
     shape = (*query.shape[:-1], value.shape[-1])
     return tuple(wrap(t, _result_spec(work, s, t.dtype)) for t, s in ((out, shape), (lse, shape[:-1])))
 
@@ -307,7 +331,9 @@ def _flash_backward(
         redistributed(NAME, as_operand(t, mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
-    grads = backward(work, kernel, results[0], *local, *results[1:], keys_needed=True, mask_needed=False)
+    q, k, v, mask = local
+    needed = (True, True, True, False)
+    grads = backward(work, kernel, needed, results[0], q, mask, k, v, *results[1:])
     wrapped = []
     for grad, target in zip(grads, work.layout.targets[:3]):
         assert target is not None and grad is not None

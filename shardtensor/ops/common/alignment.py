@@ -25,6 +25,7 @@ from ...tensor import ShardTensor, promote, redistribute_to, wrap
 
 __all__ = [
     "as_operand",
+    "broadcast_shape",
     "common_layout",
     "common_mesh",
     "fit",
@@ -62,15 +63,16 @@ def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTe
     taken: set[int] = set()
     for m in range(specs[0].mesh.ndim):
         shards = [
-            AxisLayout(Shard(dim), spec.sizes[m])
-            for spec in specs
-            if (dim := _dim_on(spec, m, shape)) is not None and dim not in taken
+            (dim, spec.sizes[m]) for spec in specs if (dim := _dim_on(spec, m, shape)) is not None and dim not in taken
         ]
-        common = (axis for axis in shards if all(_can_have(spec, m, axis.placement.dim, shape) for spec in specs))
-        partial = next((p for spec in specs if (p := spec.placements[m]).is_partial()), Replicate())
-        axis = next(common, shards[0] if shards else AxisLayout(partial))
-        taken.update([axis.placement.dim] if isinstance(axis.placement, Shard) else [])
-        layout.append(axis)
+        if shards:
+            common = (shard for shard in shards if all(_can_have(spec, m, shard[0], shape) for spec in specs))
+            dim, sizes = next(common, shards[0])
+            taken.add(dim)
+            layout.append(AxisLayout(Shard(dim), sizes))
+        else:
+            partial = next((p for spec in specs if (p := spec.placements[m]).is_partial()), Replicate())
+            layout.append(AxisLayout(partial))
     return specs[0].with_layout(layout, meta)
 
 
@@ -87,6 +89,12 @@ def _can_have(spec: ShardTensorSpec, m: int, dim: int, shape: torch.Size) -> boo
     """Whether an operand that is sharded on mesh dim ``m`` can be so along the dim ``dim`` of ``shape``."""
     own = dim - (len(shape) - len(spec.shape))
     return _dim_on(spec, m, shape) is None or (own >= 0 and spec.shape[own] == shape[dim])
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
+    """``torch.broadcast_shapes``, which has no annotations."""
+    shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return shape
 
 
 def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
@@ -165,7 +173,7 @@ def leading(op: str, spec: ShardTensorSpec) -> ShardTensorSpec:
 # -- on tensors, below autograd ------------------------------------------------------------------------------------
 
 
-def reduced_value(x: ShardTensor) -> tuple[Tensor, ShardTensorSpec]:
+def reduced_value(x: DTensor) -> tuple[Tensor, ShardTensorSpec]:
     """The local part of a ShardTensor with any Partial reduced, and the spec that it then has."""
     spec = spec_of(x)
     target = spec.for_gradient()
@@ -234,9 +242,11 @@ def is_sharded(*tensors: object) -> bool:
     return any(isinstance(t, ShardTensor) and bool(t._spec.sharded_dims()) for t in tensors)
 
 
-def same_layout(t: Tensor, other: Tensor) -> Tensor:
+def same_layout(t: Tensor, other: Tensor | None) -> Tensor:
     """``t`` sharded as ``other``, whose dims are its first ones; as it is where one of them is not sharded."""
-    if not isinstance(t, ShardTensor) or not is_sharded(t) or not is_sharded(other):
+    if not isinstance(t, ShardTensor) or not isinstance(other, ShardTensor):
+        return t
+    if not is_sharded(t) or not is_sharded(other):
         return t
     return redistribute_to(t, t._spec.with_layout(other._spec.for_gradient().layout))
 

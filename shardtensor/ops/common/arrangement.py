@@ -21,20 +21,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
+from ...caches import cached
 from ...errors import UnsupportedSharding, refuse
 from ...geometry import Interval, chunk_sizes, intervals_of
 from ...layout import AxisLayout
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
-from ...tensor import ShardTensor, redistribute_to, to_part
+from ...tensor import redistribute_to, to_part
 from .part_by_part import Tour, part_by_part
 
 __all__ = ["Arrangement", "Form", "Label", "Labels", "arrange"]
@@ -144,7 +143,7 @@ class Arrangement:
                 result += [(d, start, stop - start) for d in others]
         return result
 
-    def local(self, i: int, tensor: ShardTensor) -> Tensor:
+    def local(self, i: int, tensor: Tensor) -> Tensor:
         """The local part of operand ``i``, redistributed to its target. Differentiable."""
         local = to_part(redistribute_to(tensor, self.targets[i]), self.gradient(i))
         for place in self.diagonal(i):
@@ -198,8 +197,8 @@ def _narrowed(t: Tensor, dims: Sequence[int], interval: Interval) -> Tensor:
 # -- choosing -------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
-def arrange(op: Any, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangement:
+@cached(maxsize=4096)
+def arrange(op: object, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangement:
     """The layouts that operands with these specs, none of them Partial, need for an operator of this form.
 
     Raises:
@@ -364,7 +363,7 @@ def _target(
 
 
 def _refusal(
-    op: Any, form: Form, specs: Sequence[ShardTensorSpec], held: dict[int, ShardedLabel], m: int
+    op: object, form: Form, specs: Sequence[ShardTensorSpec], held: dict[int, ShardedLabel], m: int
 ) -> UnsupportedSharding:
     for i, sharded in held.items():
         if sharded.label in form.whole:

@@ -106,7 +106,7 @@ def _outputs(mesh: DeviceMesh, results: Sequence[Result], axes: Sequence[_Axis])
 
 def _run(
     function: Callable[..., Any], tensors: Sequence[ShardTensor], outputs: Sequence[ShardTensorSpec], takes_empty: bool
-) -> Any:
+) -> tuple[ShardTensor, ...]:
     """The results, from this rank's parts of ``tensors``, which are redistributed already."""
     local = [local_part(t, outputs[0]) for t in tensors]
     if not takes_empty and any(0 in spec.local_shape() for spec in outputs):
@@ -116,8 +116,7 @@ def _run(
     else:
         result = function(*local)
         found = result if isinstance(result, (tuple, list)) else (result,)
-    wrapped = [from_part(t, spec.with_dtype(t.dtype)) for t, spec in zip(found, outputs, strict=True)]
-    return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+    return tuple(from_part(t, spec.with_dtype(t.dtype)) for t, spec in zip(found, outputs, strict=True))
 
 
 def plan_by_batch(
@@ -138,7 +137,12 @@ def plan_by_batch(
     for name, names in operands.items():
         call.redistribute(name, _laid_out(call.tensors[name], names, axes))
     outputs = _outputs(call.mesh, results, axes)
-    return Composed(lambda *tensors: _run(function, tensors, outputs, takes_empty))
+
+    def run(*tensors: ShardTensor) -> ShardTensor | tuple[ShardTensor, ...]:
+        found = _run(function, tensors, outputs, takes_empty)
+        return found[0] if len(found) == 1 else found
+
+    return Composed(run)
 
 
 def by_batch(
@@ -147,8 +151,8 @@ def by_batch(
     operands: Sequence[tuple[Tensor, Names]],
     results: Sequence[tuple[Sequence[int], Names]],
     takes_empty: bool = False,
-) -> Any:
-    """The same for operands that are at hand, at least one of them a ShardTensor; ``op`` is named in errors."""
+) -> tuple[ShardTensor, ...]:
+    """The results for operands that are at hand, at least one of them a ShardTensor; ``op`` is named in errors."""
     mesh = common_mesh(op, [t for t, _ in operands])
     assert mesh is not None
     tensors, names = [as_operand(t, mesh) for t, _ in operands], [row for _, row in operands]

@@ -180,7 +180,7 @@ class Route:
         flat = t.flatten(0, 1)
         merged = torch.empty_like(flat)
         merged[self._merge] = flat
-        pieces = merged.split([row[self._rank] for row in self._totals])
+        pieces = merged.split_with_sizes([row[self._rank] for row in self._totals])
         result = t.new_empty(*self._order.shape, *t.shape[2:])
         for r, piece in enumerate(self._swap(pieces, self._totals[self._rank])):
             result[self._goes_to == r] = piece

@@ -49,14 +49,15 @@ def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *oth
 
     Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
     """
-    return _PartByPart.apply(function, tour, part, *others)  # type: ignore[no-any-return]
+    result: Tensor = _PartByPart.apply(function, tour, part, *others)
+    return result
 
 
 class _PartByPart(AutogradFunction):
     """See [Note: part by part]."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
         ctx.function, ctx.tour = function, tour
         kind = part.device.type
         ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -75,7 +76,7 @@ class _PartByPart(AutogradFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         part, *others = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         tour: Tour = ctx.tour
@@ -96,7 +97,7 @@ class _PartByPart(AutogradFunction):
                     sums[i] = found[id(leaf)] if before is None else before + found[id(leaf)]
             return [_plain(found[id(leaves[0])]).clone()] if needs[0] else []
 
-        home: Any = None
+        home: Tensor | None = None
         if needs[0]:
             (home,) = _trip(tour, part).travel_and_return([_plain(part)], contribute)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..._compat import AutogradFunction, OpOverload
 from ...gradients import once_differentiable
 from ...operators import Composed
 from ...redistribute import all_gather
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, run, wrap
 from .reduce import reduced_dims
@@ -19,7 +20,8 @@ from .reduce import reduced_dims
 _aten = torch.ops.aten
 
 
-def plain_tuple(func: Any) -> Any:
+def plain_tuple(func: Callable[..., Sequence[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``func`` with a tuple for its result, which is a tuple with names."""
     return lambda *args, **kwargs: tuple(func(*args, **kwargs))
 
 
@@ -27,7 +29,9 @@ class Selected(AutogradFunction):
     """``(values, indices)`` of an operator that picks elements along ``dim``; each gets its value's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, op: Any, dim: int, removed: bool, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(
+        ctx: Any, x: ShardTensor, op: OpOverload, dim: int, removed: bool, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         values, indices = run(op, (x, *args), kwargs)
         ctx.spec, ctx.dim, ctx.removed, ctx.out = x._spec, dim, removed, values._spec
         ctx.cumulative = op in (_aten.cummax.default, _aten.cummin.default)
@@ -38,7 +42,7 @@ class Selected(AutogradFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:
         if grad is None:
             return (None,) * 6
         spec, dim = ctx.spec, ctx.dim
@@ -75,7 +79,7 @@ def _scattered(values: Tensor, index: Tensor, spec: ShardTensorSpec, dim: int, s
     return result
 
 
-def differentiable(x: Any) -> Any:
+def differentiable(x: object) -> ShardTensor | None:
     """The ShardTensor with any Partial reduced, if it is one to differentiate; None otherwise."""
     if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim:
         return None
@@ -89,10 +93,10 @@ def plan_picking(name: str, op: OpOverload, spec: ShardTensorSpec, dim: int, kee
         keepdim: None where the dim stays in any case.
     """
     if not spec.shape:
-        return NotImplemented
+        return DECLINED
     (along,) = reduced_dims(dim, len(spec.shape))
-    args = (dim,) if keepdim is None else (dim, keepdim)
-    result = getattr(torch.return_types, name)
+    args: tuple[Any, ...] = (dim,) if keepdim is None else (dim, keepdim)
+    result: Callable[..., Sequence[Tensor]] = getattr(torch.return_types, name)
 
     def pick(x: ShardTensor) -> Sequence[Tensor]:
         if torch.is_grad_enabled() and x.requires_grad:

@@ -124,7 +124,7 @@ def rank_reduction(spec: ShardTensorSpec, mesh_dims: Sequence[int]) -> Callable[
     return reduce
 
 
-def maximum_over(x: Tensor, dims: Sequence[int]) -> Tensor:
+def maximum_over(x: Tensor, dims: list[int] | tuple[int, ...]) -> Tensor:
     """The maxima over ``dims``, which stay with length 1; -inf where there is nothing."""
     if 0 in (x.shape[d] for d in dims):
         return x.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], float("-inf"))

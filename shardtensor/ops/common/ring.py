@@ -19,12 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...caches import cached
 from ...exchange import Exchange, Pending
 
 __all__ = ["Form", "Ring", "Trip", "ring_of", "trip"]
@@ -189,7 +189,7 @@ def _from_bytes(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     return aligned.view(dtype).view(shape)
 
 
-@lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def trip(
     ring: Ring,
     forms: tuple[tuple[Form, ...], ...],

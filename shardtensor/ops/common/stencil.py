@@ -8,30 +8,38 @@ other (so that corners come along), and a plain torch kernel does the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, constant_like, untraced
+from ...halo import Fetch
 from ...layout import AxisLayout
-from ...operators import Arguments
+from ...operators import Arguments, Plan
 from ...spec import ShardTensorSpec
+from ...strides import stride_like
 
 __all__ = [
     "Constant",
+    "Differentiated",
+    "StencilPlan",
+    "Wanted",
     "keeping_sums",
+    "nothing",
     "per_dim",
     "resized",
     "result_dtype",
     "scaled_boundary",
+    "taken",
 ]
 
 
 def keeping_sums(spec: ShardTensorSpec) -> ShardTensorSpec:
     """The spec with its Partials reduced, but for sums: a linear operator may be applied to the contributions."""
-    others = [m for m in spec.partial_mesh_dims() if spec.placements[m].reduce_op != "sum"]  # type: ignore[attr-defined]
+    others = [m for m, p in enumerate(spec.placements) if isinstance(p, Partial) and p.reduce_op != "sum"]
     return spec.with_axes({m: AxisLayout(Replicate()) for m in others})
 
 
@@ -57,6 +65,85 @@ def resized(
     for dim, new in sizes.items():
         layout[sharded[dim]] = layout[sharded[dim]]._replace(sizes=new)
     return spec.with_layout(layout, TensorMeta(meta.shape, meta.stride(), dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiated:
+    """A function of a local tensor, and its gradient by one of torch's kernels.
+
+    Attributes:
+        forward: returns its value, which autograd could differentiate, too, and what else the gradient needs.
+        backward: the argument's gradient, out of that of the value, a tensor in the argument's shape and memory format
+            (but of any values), and what ``forward`` returned besides.
+    """
+
+    forward: Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[..., Tensor]
+
+
+# Of a function's outputs along a dim: how many come before the wanted ones, how many are wanted, how many there are.
+Wanted = tuple[int, int, int]
+
+
+def nothing(shape: Sequence[int], out_shape: Sequence[int]) -> Differentiated:
+    """A function between tensors without elements, of these shapes."""
+    return Differentiated(lambda t: (t.reshape(out_shape), ()), lambda grad, _: grad.reshape(shape))
+
+
+def taken(
+    function: Differentiated, wanted: Mapping[int, Wanted], shape: Sequence[int], out_shape: Sequence[int]
+) -> Differentiated:
+    """A function with only the wanted outputs, which may be none: kernels refuse empty dims.
+
+    Args:
+        wanted: by dim, where not all are.
+        shape, out_shape: of the argument and of the wanted outputs.
+    """
+    if 0 in out_shape:
+        return nothing(shape, out_shape)
+    if not wanted:
+        return function
+    places = [(d, drop, count) for d, (drop, count, _) in wanted.items()]
+    around = {d: (drop, total - drop - count) for d, (drop, count, total) in wanted.items()}
+    unwanted = [n for d in reversed(range(len(out_shape))) for n in around.get(d, (0, 0))]
+
+    def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        result, kept = function.forward(t)
+        for place in places:
+            result = result.narrow(*place)
+        return result, kept
+
+    def backward(grad: Tensor, *others: Tensor) -> Tensor:
+        return function.backward(torch.constant_pad_nd(grad, unwanted), *others)
+
+    return Differentiated(forward, backward)
+
+
+class StencilPlan(Plan):
+    """Fetch what this rank's outputs read, and call a function with it. The input is saved for second derivatives.
+
+    Neither the input nor the result is Partial.
+    """
+
+    saves = (0,)
+    twice = True
+
+    def __init__(self, fetch: Fetch, function: Differentiated, outputs: ShardTensorSpec) -> None:
+        self.fetch, self.function, self.outputs, self._fetches = fetch, function, outputs, bool(fetch)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self.function.forward(self.fetch(x) if self._fetches else x)
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, *kept: Tensor) -> list[Any]:
+        grad = grads[0]
+        if grad is None:
+            return [None]
+        if not self._fetches:
+            return [self.function.backward(grad, x, *kept)]
+        shape = self.fetch.shape
+        stride = stride_like(x, shape)
+        read = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+        return [self.fetch.backward(self.function.backward(grad, read, *kept))]
 
 
 class Constant:

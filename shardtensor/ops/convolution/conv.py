@@ -21,7 +21,7 @@ from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import as_gradient, wrap
 from ..common.alignment import free_dims
-from .halo_conv import HaloConvolution, Pads, Sides, plan_convolution
+from .halo_conv import Convolution, Pads, plan_convolution
 
 _aten = torch.ops.aten
 
@@ -32,27 +32,17 @@ class ConvolutionPlan(Plan):
     The result is never sharded in its channels.
     """
 
-    saves = (0, 1)
-
-    def __init__(self, work: HaloConvolution) -> None:
-        self.work, self.outputs = work, work.out_spec
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        y, sides = self.work.forward(x, weight, bias)
-        return y, tuple(side for pair in sides for side in pair)
+    def __init__(self, work: Convolution) -> None:
+        self.work, self.outputs, self.saves = work, work.out_spec, work.saves
+        self.forward = work.forward  # type: ignore[method-assign]
 
     def backward(
-        self, needed: Sequence[bool], grads: Sequence[Any], x: Tensor, weight: Tensor, *kept: Tensor | None
-    ) -> Any:
-        if grads[0] is None:
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        grad = grads[0]
+        if grad is None:
             return [None, None, None]
-        sides: Sides = [list(kept[i : i + 2]) for i in range(0, len(kept), 2)]
-        return self.work.backward(needed, grads[0], x, weight, sides, None if self.total is None else self._sum)
-
-    def _sum(self, grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
-        assert self.total is not None
-        finish = self.total.start([None, *grads])
-        return lambda: finish()[1:]
+        return self.work.backward(needed, grad, None if self.total is None else self.total.start, *saved)
 
 
 # -- entry points above autograd --------------------------------------------------------------------------------------
@@ -277,12 +267,10 @@ def _aten_convolution_backward(
         return NotImplemented
     _refuse_transposed(transposed, input, weight)
     spec, work, x, w, _ = _operands(input, weight, None, stride, padding, dilation, groups)
-    sides = work.halo.nothing()
-    for i in range(len(work.halo.axes)):
-        work.halo.finish(i, work.halo.start(i, x, sides), sides)
+    saved = [(x, w)[i] for i in work.saves]
     with torch.no_grad():
         local = as_gradient(grad, work.out_spec)._local_tensor
-        gx, gw, gb = work.backward(output_mask, local, x, w, sides)
+        gx, gw, gb = work.backward(output_mask, local, None, *saved, *work.fetched(x))
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
 
     def parameter(g: Tensor | None) -> Any:

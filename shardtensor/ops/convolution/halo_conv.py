@@ -1,11 +1,15 @@
-"""Convolution by parts: what one rank does, worked out from specs, and its local work.
+"""Convolution on one rank: what it does, worked out from specs, and its local work.
+
+Small shards are put together with their halo, and convolved by one call of the kernel: to call it takes longer than to
+copy them. Large ones are not copied:
 
 [Note: convolution by parts] What a rank's outputs read is tiled by its own shard and its halo (see "corners" in
-halo.py). Convolution is linear, so its output is the sum of the convolutions of these parts, each among zeros. The
-shard's own part is an ordinary convolution with zero padding, which runs while the halo travels; the part of a side of
-the halo touches only the outputs near the boundary and is added to them. No enlarged copy of the shard is made, and
-the backward pass saves the shard and the halo only. In the backward pass the halo's gradients are computed and sent
-first, and travel during the shard's own part.
+halo.py). The shard is convolved among zeros, while the halo travels; then the outputs that read a side of the halo are
+computed anew, from that side and the edge of the shard next to it. The backward pass saves the shard and the halo
+only. As convolution is linear, the gradients are sums over these parts, each among zeros: those of the halo are
+computed and sent first, and travel during the shard's own.
+
+Both ways send the same messages in the same order, so each rank may take either.
 
 [Note: owner computes] The rank that owns the input under the kernel's middle tap computes an output
 (``Window.boundary``).
@@ -13,168 +17,217 @@ first, and travel during the shard's own part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ...caches import cached
 from ...errors import refuse
 from ...exchange import Pending, plan_intervals
-from ...geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
-from ...halo import Axis, Halo, Sides
+from ...geometry import Interval, Window, intersect, intervals_of, map_boundaries
+from ...halo import Axis, Fetch, Halo, Outgoing, Sides
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
+from .parts import Geometry, Kernel, Part
 
-_convolution_backward = torch.ops.aten.convolution_backward.default
+__all__ = ["Convolution", "ConvolutionByParts", "JoinedConvolution", "Pads", "plan_convolution", "stride_of"]
 
-# Elements of a shard from which on its gradient takes longer than to start a collective.
+# Elements of a shard from which on it takes longer to copy it, or to compute its gradient, than to call some kernels.
 WORTH_OVERLAPPING = 1 << 16
 
 Pads = tuple[tuple[int, int], ...]
 Grads = list[Tensor | None]
+# Starts the sum over the ranks of the gradients of (input,) weight and bias; what it returns waits for it.
+StartSum = Callable[[Sequence[Tensor | None]], Callable[[], list[Tensor | None]]]
 # Gradients of the halo on their way to its owners: of the first axis, and what has arrived from the others.
 _Returning = tuple[Pending | None, list[list[Tensor]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The convolution of one part of what is read (the shard, or a side of the halo), among zeros.
+class Convolution:
+    """One convolution on one rank: its local work.
 
     Attributes:
-        shape: of the part.
-        crop: ``(dim, start, length)`` narrowings of the part to what is read.
-        inner: zeros on both ends of each spatial dim that the kernel adds itself.
-        outer: zeros (negative: crops) that have to be added around the part, as ``F.pad`` takes them; empty for none.
-        outputs: ``(dim, start, length)`` of the outputs that it contributes to; None for all.
-        taps: ``(dim, start, length)`` of the kernel's taps that reach it; None for all.
+        out_spec: of the result.
+        out_shape: of this rank's shard of it.
+        saves: which of input and weight (0 and 1) the backward pass needs.
     """
 
-    shape: tuple[int, ...]
-    crop: tuple[tuple[int, int, int], ...]
-    inner: tuple[int, ...]
-    outer: tuple[int, ...]
-    outputs: tuple[int, int, int] | None
-    taps: tuple[int, int, int] | None = None
+    out_spec: ShardTensorSpec
+    out_shape: tuple[int, ...]
+    saves: tuple[int, ...]
 
-    def cropped(self, part: Tensor) -> Tensor:
-        """What the kernel is given."""
-        for crop in self.crop:
-            part = part.narrow(*crop)
-        return torch.constant_pad_nd(part, self.outer) if self.outer else part
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """This rank's outputs, and what of other ranks the backward pass needs."""
+        raise NotImplementedError
 
-    def uncropped(self, grad: Tensor) -> Tensor:
-        """The adjoint of :meth:`cropped`."""
-        if self.outer:
-            grad = torch.constant_pad_nd(grad, [-n for n in self.outer])
-        if not self.crop:
-            return grad
-        whole = grad.new_zeros(self.shape)
-        view = whole
-        for crop in self.crop:
-            view = view.narrow(*crop)
-        view.copy_(grad)
-        return whole
+    def fetched(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        """What :meth:`forward` returns besides the outputs."""
+        raise NotImplementedError
 
-    def kernel(self, weight: Tensor) -> Tensor:
-        """The taps of a weight that reach the part, a view."""
-        return weight if self.taps is None else weight.narrow(*self.taps)
+    def backward(
+        self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, *saved: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        """Gradients of the shard, the weight and the bias; without ``start_sum`` this rank's contributions to these.
 
-    def region(self, y: Tensor) -> Tensor:
-        """The outputs that it contributes to, a view."""
-        return y if self.outputs is None else y.narrow(*self.outputs)
+        Args:
+            saved: those of input and weight that :attr:`saves` names, then what :meth:`fetched` returns.
+        """
+        raise NotImplementedError
+
+    def _without_input(self, like: Tensor, bias: Tensor | None) -> Tensor:
+        """The outputs of a rank that reads nothing."""
+        y = like.new_zeros(self.out_shape)
+        return y if bias is None else y.add_(bias.view(-1, *[1] * (y.ndim - 2)))
+
+
+def _sum_of_bias(grad: Tensor) -> Tensor:
+    return grad.sum(dim=[0, *range(2, grad.ndim)])
 
 
 @dataclass(frozen=True, slots=True)
-class HaloConvolution:
-    """One convolution on one rank: its geometry and its local work.
+class JoinedConvolution(Convolution):
+    """Shard and halo in one tensor, and one call of the kernel.
+
+    Attributes:
+        fetch: what puts them together.
+        part: both; None where there is nothing to compute.
+        overlaps: whether the sum of the parameters' gradients travels while the input's is computed. Otherwise one call
+            of the kernel computes all, which is faster.
+    """
+
+    out_spec: ShardTensorSpec
+    out_shape: tuple[int, ...]
+    fetch: Fetch
+    part: Part | None
+    overlaps: bool
+    saves: tuple[int, ...]
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        kept = self.fetched(x)
+        read = kept[0] if kept else x
+        y = self._without_input(x, bias) if self.part is None else self.part.convolve(read, weight, bias)
+        return y, kept
+
+    def fetched(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.fetch.forward(x),) if self.fetch else ()
+
+    def backward(
+        self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, *saved: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        read, weight = saved if 0 in self.saves else saved[::-1]
+        assert read is not None and weight is not None
+        apart = self.overlaps and needed[0] and start_sum is not None
+        grads = self._gradients((needed[0] and not apart, needed[1], needed[2]), grad, read, weight)
+        returning = self.fetch.start_backward(grads[0]) if self.fetch and grads[0] is not None else None
+        finish = None if start_sum is None else start_sum(grads)
+        if apart:
+            grad_x = self._gradients((True, False, False), grad, read, weight)[0]
+        else:
+            grad_x = grads[0] if returning is None else returning()
+        _, grad_w, grad_b = grads if finish is None else finish()
+        return grad_x, grad_w, grad_b
+
+    def _gradients(self, needed: Sequence[bool], grad: Tensor, read: Tensor, weight: Tensor) -> Sequence[Tensor | None]:
+        if self.part is not None:
+            return self.part.differentiate(grad, read, weight, needed)
+        need_x, need_w, need_b = needed
+        return (
+            torch.zeros_like(read) if need_x else None,
+            torch.zeros_like(weight) if need_w else None,
+            _sum_of_bias(grad) if need_b else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """The outputs that read one side of the halo.
+
+    Attributes:
+        edge: the part of the shard next to it that they read.
+        part: both in one.
+        dim, before: along which dim, and whether the halo comes before the shard.
+    """
+
+    edge: Outgoing
+    part: Part
+    dim: int
+    before: bool
+
+    def compute(self, y: Tensor, side: Tensor, x: Tensor, sides: Sides, weight: Tensor, bias: Tensor | None) -> None:
+        """Overwrite these outputs in ``y``."""
+        edge = self.edge.assemble(x, sides)
+        read = torch.cat((side, edge) if self.before else (edge, side), self.dim)
+        self.part.region(y).copy_(self.part.convolve(read, weight, bias))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionByParts(Convolution):
+    """The shard while the halo travels, and then the borders. See [Note: convolution by parts].
 
     Attributes:
         halo: what is exchanged.
-        shard: the shard's own part; None where it has no outputs or reads nothing.
-        sides: per axis the parts of the halo before and after the shard; None where there is nothing to compute.
-        out_spec: of the result.
-        out_shape: of this rank's shard of it.
-        arguments: stride and dilation.
-        groups: of channels.
+        shard: the shard among zeros.
+        borders: per axis those before and after the shard; None where there is nothing to compute.
+        sides: per axis the sides of the halo before and after the shard, among zeros; None likewise.
     """
 
-    halo: Halo
-    shard: Part | None
-    sides: tuple[tuple[Part | None, Part | None], ...]
     out_spec: ShardTensorSpec
     out_shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    halo: Halo
+    shard: Part
+    borders: tuple[tuple[Border | None, Border | None], ...]
+    sides: tuple[tuple[Part | None, Part | None], ...]
+    saves: tuple[int, ...] = (0, 1)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sides]:
-        """This rank's outputs, and the halo for the backward pass."""
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         halo, sides = self.halo, self.halo.nothing()
-        pending = halo.start(0, x, sides) if self.sides else None
-        if self.shard is None:
-            y = x.new_zeros(self.out_shape)
-            if bias is not None:
-                y += bias.view(-1, *[1] * len(self.stride))
-        else:
-            y = self._convolve(self.shard, x, weight, bias)
-        for i, parts in enumerate(self.sides):
+        pending = halo.start(0, x, sides)
+        y = self.shard.convolve(x, weight, bias)
+        for i, borders in enumerate(self.borders):
             halo.finish(i, pending, sides)
-            if i + 1 < len(self.sides):
+            if i + 1 < len(self.borders):
                 pending = halo.start(i + 1, x, sides)
-            for side, part in zip(sides[i], parts, strict=True):
-                if side is not None and part is not None:
-                    part.region(y).add_(self._convolve(part, side, weight, None))
-        return y, sides
+            for side, border in zip(sides[i], borders, strict=True):
+                if side is not None and border is not None:
+                    border.compute(y, side, x, sides, weight, bias)
+        return y, _flat(sides)
+
+    def fetched(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        sides = self.halo.nothing()
+        for i in range(len(self.sides)):
+            self.halo.finish(i, self.halo.start(i, x, sides), sides)
+        return _flat(sides)
 
     def backward(
-        self,
-        needed: Sequence[bool],
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        sides: Sides,
-        sum_parameters: Callable[[Grads], Callable[[], Grads]] | None = None,
-    ) -> Grads:
-        """Gradients of the shard, the weight and the bias; this rank's contributions to the latter two.
-
-        First what travels: the halo's gradients, then the sum of the parameters'. The shard's is computed meanwhile.
-
-        Args:
-            sum_parameters: starts the sum of gradients of weight and bias over the ranks; the function that it returns
-                waits for it.
-        """
+        self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, *saved: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        """First what travels: the halo's gradients, then the sum of the parameters'; meanwhile the shard's."""
+        x, weight, *kept = saved
+        assert x is not None and weight is not None
         need_x, need_w, need_b = needed
+        sides = [kept[i : i + 2] for i in range(0, len(kept), 2)]
         from_sides: list[tuple[Part, Tensor]] = []
         side_grads = self._backward_of_sides(grad, weight, sides, (need_x, need_w), from_sides)
         returning = self._start_returns(side_grads, x) if need_x else None
         grad_x = grad_w = grad_b = None
-        # One call of the kernel computes both gradients faster than two, unless the sum travels during the second.
-        together = need_x and (sum_parameters is None or x.numel() < WORTH_OVERLAPPING)
-        if self.shard is not None and (need_w or need_b):
-            grad_x, grad_w, grad_b = self._differentiate(self.shard, grad, x, weight, (together, need_w, need_b))
-        elif need_b:
-            grad_b = grad.sum(dim=[0, *range(2, grad.ndim)])
-        if need_w:
-            grad_w = torch.zeros_like(weight) if grad_w is None else grad_w
-            for part, contribution in from_sides:
-                part.kernel(grad_w).add_(contribution)
-        finish = None if sum_parameters is None else sum_parameters([grad_w, grad_b])
+        together = need_x and start_sum is None  # faster, but nothing would travel meanwhile
+        if need_w or need_b:
+            grad_x, grad_w, grad_b = self.shard.differentiate(grad, x, weight, (together, need_w, need_b))
+        for part, contribution in from_sides:
+            assert grad_w is not None
+            part.reached(grad_w).add_(contribution)
+        finish = None if start_sum is None else start_sum([None, grad_w, grad_b])
         if returning is not None:
-            grad_x = self._gradient_of_shard(grad, x, weight) if grad_x is None else grad_x
+            if grad_x is None:
+                grad_x = self.shard.differentiate(grad, x, weight, (True, False, False))[0]
+            assert grad_x is not None
             self._add_returned(grad_x, returning, side_grads)
         if finish is not None:
-            grad_w, grad_b = finish()
-        return [grad_x, grad_w, grad_b]
-
-    def _gradient_of_shard(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of the shard, but for what other ranks computed with it."""
-        if self.shard is None:
-            return torch.zeros_like(x)
-        grad_x, _, _ = self._differentiate(self.shard, grad, x, weight, (True, False, False))
-        assert grad_x is not None
-        return grad_x
+            _, grad_w, grad_b = finish()
+        return grad_x, grad_w, grad_b
 
     def _start_returns(self, side_grads: Sides, x: Tensor) -> _Returning:
         """Send the halo's gradients to their owners, one axis after the other: see [Note: corners] in halo.py."""
@@ -189,8 +242,7 @@ class HaloConvolution:
     def _add_returned(self, grad_x: Tensor, returning: _Returning, side_grads: Sides) -> None:
         """Add what :meth:`_start_returns` has under way to the gradient of the shard."""
         pending, returned = returning
-        if self.sides:
-            returned[0] = self.halo.finish_return(0, pending, side_grads)
+        returned[0] = self.halo.finish_return(0, pending, side_grads)
         for i in reversed(range(len(self.sides))):
             self.halo.add_to_shard(i, grad_x, returned[i])
 
@@ -208,26 +260,17 @@ class HaloConvolution:
                     result[i][k] = torch.zeros_like(side) if need_x else None
                     continue
                 region = part.region(grad)
-                result[i][k], grad_w, _ = self._differentiate(part, region, side, weight, (need_x, need_w, False))
+                result[i][k], grad_w, _ = part.differentiate(region, side, weight, (need_x, need_w, False))
                 if grad_w is not None:
                     weights.append((part, grad_w))
         return result
 
-    def _convolve(self, part: Part, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        arguments = self.stride, part.inner, self.dilation, False, [0] * len(self.stride), self.groups
-        return torch.convolution(part.cropped(x), part.kernel(weight), bias, *arguments)
 
-    def _differentiate(
-        self, part: Part, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of a part (in its full shape), the weight and the bias."""
-        bias, zeros = [weight.shape[0]], [0] * len(self.stride)
-        arguments = bias, self.stride, part.inner, self.dilation, False, zeros, self.groups, list(mask)
-        grad_part, grad_w, grad_b = _convolution_backward(grad, part.cropped(x), part.kernel(weight), *arguments)
-        return None if grad_part is None else part.uncropped(grad_part), grad_w, grad_b
+def _flat(sides: Sides) -> tuple[Tensor | None, ...]:
+    return tuple(side for pair in sides for side in pair)
 
 
-@lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def plan_convolution(
     spec: ShardTensorSpec,
     weight: tuple[int, ...],
@@ -235,7 +278,7 @@ def plan_convolution(
     pads: Pads,
     dilation: tuple[int, ...],
     groups: int,
-) -> HaloConvolution:
+) -> Convolution:
     """Everything about a convolution that follows from specs and arguments; errors here are raised on all ranks."""
     name = f"conv{len(stride)}d"
     shape = spec.shape
@@ -274,100 +317,30 @@ def plan_convolution(
         tuple(sizes),
     )
     out_shape = out_spec.local_shape()
-    halo = Halo(axes, spec.mesh, spec.local_shape())
-    geometry = _Geometry(spec.local_shape(), out_shape, windows, axes, reads, outs)
-    return HaloConvolution(
-        halo=halo,
-        shard=geometry.part(None, None),
-        sides=tuple((geometry.part(a, 0), geometry.part(a, 1)) for a in axes),
-        out_spec=out_spec,
-        out_shape=out_shape,
-        stride=stride,
-        dilation=dilation,
-        groups=groups,
-    )
+    kernel = Kernel(weight, stride, dilation, groups)
+    return _on_this_rank(spec, out_spec, Geometry(kernel, spec.local_shape(), out_shape, windows, axes, reads, outs))
 
 
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """What the parts of one rank's convolution follow from.
+def _on_this_rank(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Geometry) -> Convolution:
+    """By parts where that pays, and outputs read no more than one side of the halo."""
+    axes, shape = geometry.axes, geometry.shape
+    large = math.prod(shape) >= WORTH_OVERLAPPING
+    shard = geometry.shard()
+    if not large or not any(axis.transfers.active for axis in axes) or shard is None or not geometry.divides():
+        part, zeros = geometry.joined()
+        fetch = Fetch(axes, spec.mesh, shape, zeros)
+        saves = (1,) if fetch else (0, 1)
+        # The gradient of a halo is sent before the parameters', see ConvolutionByParts.
+        return JoinedConvolution(out_spec, geometry.out_shape, fetch, part, large and not fetch, saves)
+    halo = Halo(axes, spec.mesh, shape)
 
-    Attributes:
-        shape, out_shape: of the shard and of its outputs.
-        windows: of the spatial dims.
-        axes: the sharded spatial dims.
-        reads, outs: ``{dim: interval}`` of the inputs that are read (beyond the global ends, too) and of the outputs.
-    """
+    def border(i: int, k: int) -> Border | None:
+        found = geometry.border(i, k)
+        return None if found is None else Border(halo.outgoing(i, found[0]), found[1], axes[i].dim, k == 0)
 
-    shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    windows: Sequence[Window]
-    axes: Sequence[Axis]
-    reads: dict[int, Interval]
-    outs: dict[int, Interval]
-
-    def part(self, of: Axis | None, k: int | None) -> Part | None:
-        """The part of the shard (``of`` None) or of side ``k`` of an axis; None where there is nothing to compute."""
-        inside = {axis.dim: axis for axis in self.axes}
-        shape, crop, pads = list(self.shape), [], []
-        outputs, taps, counts = None, None, list(self.out_shape[2:])
-        for d, window in enumerate(self.windows, start=2):
-            axis = inside.get(d)
-            if axis is None:
-                pads.append((window.before, window.after))
-                continue
-            read = self.reads[d]
-            if axis is of:
-                assert k is not None
-                here = axis.sides[k]
-                touched = window.touching(here, self.outs[d])
-                if not length(here) or not length(touched):
-                    return None
-                read, shape[d] = window.reads(touched), length(here)
-                outputs, counts[d - 2] = (d, touched[0] - self.outs[d][0], length(touched)), length(touched)
-                if length(touched) == 1:  # the usual halo of one: no zeros, but the taps that reach it
-                    first, stop = _taps(window, read[0], here)
-                    if first == stop:  # a dilated window that steps over it
-                        return None
-                    taps = (d, first, stop - first)
-                    read = (read[0] + first * window.dilation, read[0] + (stop - 1) * window.dilation + 1)
-            elif of is not None and self.axes.index(axis) < self.axes.index(of):
-                here = axis.transfers.need
-                shape[d] = length(here)
-            else:
-                here = axis.main
-                if here != axis.transfers.own:
-                    crop.append((d, here[0] - axis.transfers.own[0], length(here)))
-            pads.append((here[0] - read[0], read[1] - here[1]))
-        read_shape = list(shape)
-        for d, _, n in crop:
-            read_shape[d] = n
-        if 0 in read_shape or 0 in self.out_shape:
-            return None
-        return Part(tuple(shape), tuple(crop), *self._padding(read_shape, pads, counts, taps), outputs, taps)
-
-    def _padding(
-        self, shape: Sequence[int], pads: Sequence[Interval], outputs: Sequence[int], taps: tuple[int, ...] | None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Zeros that the kernel adds itself, symmetrically, and zeros (or crops) that have to be added around."""
-        inner, outer = [], []
-        for i, (before, after) in enumerate(pads):
-            window = self.windows[i]
-            extent = window.extent
-            if taps is not None and taps[0] == 2 + i:
-                extent = (taps[2] - 1) * window.dilation + 1
-            room = shape[2 + i] + 2 * before - extent
-            fits = before >= 0 and room // window.stride + 1 == outputs[i]
-            inner.append(before if fits else 0)
-            outer.append((0, 0) if fits else (before, after))
-        flat = tuple(n for pair in reversed(outer) for n in pair)
-        return tuple(inner), flat if any(flat) else ()
-
-
-def _taps(window: Window, start: int, part: Interval) -> Interval:
-    """Which taps of a window that starts at ``start`` reach into ``part``."""
-    first = max(0, -(-(part[0] - start) // window.dilation))
-    return first, max(first, min(window.kernel, -(-(part[1] - start) // window.dilation)))
+    borders = tuple((border(i, 0), border(i, 1)) for i in range(len(axes)))
+    sides = tuple((geometry.side(i, 0), geometry.side(i, 1)) for i in range(len(axes)))
+    return ConvolutionByParts(out_spec, geometry.out_shape, halo, shard, borders, sides)
 
 
 def stride_of(spec: ShardTensorSpec, shape: Sequence[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import OpOverload
 from ...layout import AxisLayout
@@ -124,10 +124,7 @@ def _written_to_partial(
 def _keeps_partial(call: AtenCall) -> bool:
     """Whether Partial operands may stay: the operator is linear, and all its operands are Partial alike."""
     first = call.specs[0]
-    if not first.partial_mesh_dims() or any(
-        p.is_partial() and p.reduce_op != "sum"
-        for p in first.placements  # type: ignore[attr-defined]
-    ):
+    if not first.partial_mesh_dims() or any(isinstance(p, Partial) and p.reduce_op != "sum" for p in first.placements):
         return False
     tensors = [a for a in call.args if isinstance(a, (Tensor, ShardTensorSpec))]
     if call.func in _LINEAR:

@@ -32,7 +32,7 @@ from ...debug import debug_enabled
 from ...errors import refuse
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, meta_of
-from ...registry import RULES, register
+from ...registry import DECLINED, RULES, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
 from ...tracing import graph_operator, is_traced
@@ -151,7 +151,7 @@ def _with_generator(func: OpOverload) -> Callable[..., Any]:
         elif at is not None and len(args) > at:
             generator, args = args[at], (*args[:at], None, *args[at + 1 :])
         if generator is None:
-            return NotImplemented
+            return DECLINED
         with _generator(generator):
             return run(func, args, kwargs)
 
@@ -169,14 +169,16 @@ def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[
     """A shard at ``place`` of the size of ``like``, as the in-place method ``how`` draws it."""
     drawn = int(torch.randint(2**62, (), device="cpu"))
     empty = torch.empty_like(like, memory_format=torch.contiguous_format)
-    return getattr(empty, how)(*parameters, generator=_generator_of(drawn, tuple(place), like.device))
+    drawn_shard: Tensor = getattr(empty, how)(*parameters, generator=_generator_of(drawn, tuple(place), like.device))
+    return drawn_shard
 
 
 def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
     """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
     if is_traced(x) and is_sharded(spec) and _given is None:
         return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
-    return getattr(x, how)(*parameters, generator=_own_generator(spec, x.device))
+    filled: Tensor = getattr(x, how)(*parameters, generator=_own_generator(spec, x.device))
+    return filled
 
 
 # -- element by element: the operator itself, from the shard's own generator ---------------------------------------
@@ -207,7 +209,7 @@ def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -
 def plan_draw(call: AtenCall) -> AtenPlan:
     """Elementwise, from the shard's own generator."""
     plan = pointwise_plan(call)
-    inner = plan.call or call.func
+    inner: Callable[..., Tensor] = plan.call or call.func
     out = plan.outputs
     at = _index_of_generator(call.func)
     name = call.func._schema.name.removeprefix("aten::")
@@ -246,7 +248,7 @@ _LIKE = [
     getattr(packet, overload)
     for packet in (_aten.rand_like, _aten.randn_like, _aten.randint_like)
     for overload in ("default", "low_dtype", "generator", "low_generator_dtype")
-    if overload in packet.overloads()
+    if overload in packet.overloads()  # type: ignore[no-untyped-call]
 ]
 
 
@@ -272,7 +274,8 @@ def plan_multinomial(call: AtenCall) -> AtenPlan:
     given = call.reduced()[(0,)]
     spec = free_dims("multinomial", given, len(given.shape) - 1)
     out = carry(call, spec, call.meta, {d: d for d in range(len(spec.shape) - 1)})
-    func, rest = call.func, call.args[1:]
+    func: Callable[..., Tensor] = call.func
+    rest = call.args[1:]
     shape = out.local_shape()
     empty = 0 in shape
 
@@ -291,13 +294,13 @@ def plan_dirichlet(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     out = spec.replace(meta=meta_of(call.meta))
     over = mesh_dims_of(spec, [len(spec.shape) - 1])
-    func = call.func
+    func: Callable[..., Tensor] = call.func
 
     def drawn(x: Tensor, *_: object) -> Tensor:
         generator = _own_generator(out, x.device)
         if not over:
             return func(x, generator)
-        gamma = _aten._standard_gamma.default(x, generator)
+        gamma: Tensor = _aten._standard_gamma.default(x, generator)
         return gamma / reduce_over(gamma.sum(-1, keepdim=True), spec, over, "sum")
 
     return call.plan(out, {(0,): spec}, call=drawn)

@@ -180,7 +180,7 @@ def _ring(
     m = spec.sharded_dims()[dim]
     length = n or (2 * (spec.shape[dim] - 1) if transform.from_half else spec.shape[dim])
     used = length // 2 + 1 if transform.from_half else length
-    scale = {transform.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
+    scale: float = {transform.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
     intervals = intervals_of(spec.cut(m))
     mine = out.interval(m)
     tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, intervals)
@@ -223,7 +223,8 @@ def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> T
     room = inputs + outputs - 1
     spectrum = torch.fft.fft(part * wave(start, inputs), room) * torch.fft.fft(distances, room)
     # Cyclic with this length: only sums that are not asked for wrap around.
-    return torch.fft.ifft(spectrum)[..., inputs - 1 :] * wave(out[0], outputs)
+    sums: Tensor = torch.fft.ifft(spectrum)[..., inputs - 1 :]
+    return sums * wave(out[0], outputs)
 
 
 # -- entry points -----------------------------------------------------------------------------------------------------

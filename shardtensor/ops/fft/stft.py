@@ -97,10 +97,9 @@ def plan_istft(
     start = n_fft // 2 if center else 0
 
     def windows(x: Tensor) -> Tensor:
-        if halved and not return_complex:
-            return torch.fft.irfft(x, n_fft, dim=-2, norm=norm)
-        frames = torch.fft.ifft(x, n_fft, dim=-2, norm=norm)
-        return frames if return_complex else frames.real
+        half = halved and not return_complex
+        frames: Tensor = (torch.fft.irfft if half else torch.fft.ifft)(x, n_fft, dim=-2, norm=norm)
+        return frames if half or return_complex else frames.real
 
     def istft(x: Tensor, window: Tensor | None) -> Tensor:
         window = _padded(window, n_fft if win_length is None else win_length, n_fft, x)

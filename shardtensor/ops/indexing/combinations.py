@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...operators import Arguments, Composed, operator
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from .gather import gathered
 
@@ -14,7 +15,7 @@ __all__: list[str] = []
 @operator(torch.combinations, tensors="input", partial="input")
 def _combinations(call: Arguments, input: ShardTensorSpec, r: int = 2, with_replacement: bool = False) -> Composed:
     if not input.sharded_dims() or len(input.shape) != 1:
-        return NotImplemented
+        return DECLINED
     n, device = input.shape[0], call.device
 
     def combine(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
 from ..common.alignment import replicated, same_layout
@@ -42,7 +43,7 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Composed:
     if not any_sharded(input, weight, offsets, per_sample_weights):
-        return NotImplemented
+        return DECLINED
     if max_norm is not None:
         raise call.refuse("max_norm writes to the table", "renormalize it beforehand")
     call.returned(
@@ -111,7 +112,7 @@ def _embedding_above_autograd(
     """Of a table whose rows are sharded, or with gradients that depend on how often a row is asked for."""
     by_row = len(weight.shape) == 2 and indexes_a_shard(weight, [0])
     if len(weight.shape) != 2 or not (by_row or (scale_grad_by_freq and any_sharded(input, weight))):
-        return NotImplemented
+        return DECLINED
     if max_norm is not None:
         raise call.refuse("max_norm writes to the table", "renormalize the table beforehand")
     n = weight.shape[0]
@@ -132,17 +133,19 @@ def _embedding_above_autograd(
 
 
 def _rows(table: ShardTensor, indices: Sequence[Tensor]) -> Tensor:
-    return run(_aten.embedding.default, (table, *indices), {})
+    rows: Tensor = run(_aten.embedding.default, (table, *indices), {})
+    return rows
 
 
 def _add_to_rows(zeros: ShardTensor, indices: Sequence[Tensor], grad: Tensor) -> Tensor:
-    return _aten.index_put.default(zeros, list(indices), grad, True)
+    sums: Tensor = _aten.index_put.default(zeros, list(indices), grad, True)
+    return sums
 
 
 def _frequencies(indices: Tensor, table: Tensor) -> Tensor:
     """For each index how often there is the like, with a last dim of length 1."""
     spec = next(t for t in (table, indices) if isinstance(t, ShardTensor))._spec
-    counts = replicated(torch.zeros(table.shape[0], dtype=torch.int64, device=table.device), spec)
+    counts: Tensor = replicated(torch.zeros(table.shape[0], dtype=torch.int64, device=table.device), spec)
     flat = indices.reshape(-1)
     counts = torch.index_add(counts, 0, flat, torch.ones_like(flat, dtype=torch.int64))
     return gathered(counts, [indices]).unsqueeze(-1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction
 from ...operators import Arguments, Composed, operator
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run, wrap
 from ..shape.view import dim_of
@@ -28,7 +29,7 @@ class Read(AutogradFunction):
     """``read(x, indices)``, whose gradient is ``write(zeros, indices, gradient)``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: ShardTensor, read: Callable[..., Tensor], write: Callable[..., Tensor], *indices: Tensor
     ) -> Tensor:
         ctx.save_for_backward(*indices)
@@ -36,7 +37,7 @@ class Read(AutogradFunction):
         return read(x, indices)
 
     @staticmethod
-    def backward(ctx: Any, grad: ShardTensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: ShardTensor) -> Any:
         zeros = wrap(torch.zeros(ctx.spec.local_shape(), dtype=grad.dtype, device=grad.device), ctx.spec)
         return ctx.write(zeros, ctx.saved_tensors, grad), None, None, *(None for _ in ctx.saved_tensors)
 
@@ -62,18 +63,20 @@ def gathered(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """``x[indices]``, one index or None for each of the first dims of ``x``; negative ones count from the end."""
     used = [index is not None for index in indices]
     if not isinstance(x, ShardTensor) or not indexes_a_shard(x._spec, [d for d, here in enumerate(used) if here]):
-        return _aten.index.Tensor(x, list(indices))
+        found: Tensor = _aten.index.Tensor(x, list(indices))
+        return found
 
     def placed(found: Sequence[Tensor]) -> list[Tensor | None]:
         rest = iter(found)
         return [next(rest) if here else None for here in used]
 
-    return Read.apply(
+    result: Tensor = Read.apply(
         x,
         lambda t, found: run(_aten.index.Tensor, (t, placed(found)), {}),
         lambda zeros, found, grad: _aten.index_put.default(zeros, placed(found), grad, True),
         *(index for index in indices if index is not None),
     )
+    return result
 
 
 @operator(torch.gather, Tensor.gather, tensors="input index", partial="input index")
@@ -91,13 +94,15 @@ def _gather(
         return Composed(lambda x, places: torch.gather(x.reshape(-1), dim, places.reshape(-1)).reshape(shape))
     d = dim_of(input, dim)
     if d is None or not indexes_a_shard(input, [d]):
-        return NotImplemented
+        return DECLINED
 
     def read(t: ShardTensor, found: Sequence[Tensor]) -> Tensor:
-        return run(_aten.gather.default, (t, d, *found), {})
+        entries: Tensor = run(_aten.gather.default, (t, d, *found), {})
+        return entries
 
     def write(zeros: ShardTensor, found: Sequence[Tensor], grad: ShardTensor) -> Tensor:
-        return torch.scatter_add(zeros, d, *found, grad)
+        (place,) = found
+        return torch.scatter_add(zeros, d, place, grad)
 
     return Composed(lambda x, places: Read.apply(x, read, write, places))
 
@@ -106,14 +111,16 @@ def _gather(
 def _index_select(call: Arguments, input: ShardTensorSpec, dim: int, index: ShardTensorSpec) -> Composed:
     d = dim_of(input, dim)
     if d is None or not indexes_a_shard(input, [d]):
-        return NotImplemented
+        return DECLINED
     number = not index.shape
 
     def read(t: ShardTensor, found: Sequence[Tensor]) -> Tensor:
-        return run(_aten.index_select.default, (t, d, *found), {})
+        entries: Tensor = run(_aten.index_select.default, (t, d, *found), {})
+        return entries
 
     def write(zeros: ShardTensor, found: Sequence[Tensor], grad: ShardTensor) -> Tensor:
-        return torch.index_add(zeros, d, *found, grad)
+        (place,) = found
+        return torch.index_add(zeros, d, place, grad)
 
     return Composed(lambda x, places: Read.apply(x, read, write, places.reshape(1) if number else places))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator as python_operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from ...copies import mark_copied
 from ...errors import refuse
 from ...operators import Arguments, Composed, operator
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import as_operand, is_sharded, same_layout
+from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
 from .gather import any_sharded, flat_cumsum, gathered, refuse_plain_target
 from .index_operators import is_mask
 from .masked_select import check_mask, selected
@@ -66,7 +66,7 @@ def _entries(x: Tensor, index: object) -> list[Entry] | None:
 
 def _dims_of(item: object) -> int:
     """How many dims an entry acts on that acts on some."""
-    return item.ndim if isinstance(item, Tensor) and is_mask(item) else 1
+    return item.ndim if is_mask(item) else 1
 
 
 def _with_tensors(index: object, device: torch.device) -> object:
@@ -114,36 +114,38 @@ def _concerns_shards(x: ShardTensor, entries: Sequence[Entry] | None) -> bool:
     return False
 
 
-def _is_sharded_mask(item: object) -> bool:
+def _is_sharded_mask(item: object) -> TypeGuard[ShardTensor]:
     return is_mask(item) and is_sharded(item)
 
 
 @register(Tensor.__getitem__)
 def _getitem(self: Tensor, index: object) -> Tensor:
     masks = [item for item in _items(index) if _is_sharded_mask(item)]
-    if not masks and (not isinstance(self, ShardTensor) or _is_view(index) or not self._spec.sharded_dims()):
-        return NotImplemented
-    x = as_operand(self, masks[0].device_mesh) if masks else self
+    if masks:
+        x = as_operand(self, masks[0].device_mesh)
+    elif isinstance(self, ShardTensor) and not _is_view(index) and self._spec.sharded_dims():
+        x = self
+    else:
+        return DECLINED
     entries = _entries(x, _with_tensors(index, x.device))
     if entries is None or not (masks or _concerns_shards(x, entries)):
-        return NotImplemented
+        return DECLINED
     if any(isinstance(item, Tensor) for item, _ in entries):
         return _gathered_by(x, entries)
     items, numbers = _part(x, entries, numbers_stay=True)
-    x = x[tuple(items)]
+    part = x[tuple(items)]
     for dim, _ in reversed(numbers):
-        x = torch.select(x, dim, 0)
-    return x
+        part = torch.select(part, dim, 0)
+    return part
 
 
 def _gathered_by(x: ShardTensor, entries: Sequence[Entry]) -> Tensor:
     """``x[index]`` with tensors in the index."""
     items, tensors = _part(x, entries, numbers_stay=False)
-    if any(item != slice(None) for item in items):
-        x = x[tuple(items)]
+    part = x[tuple(items)] if any(item != slice(None) for item in items) else x
     if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
-        return selected(x, *tensors[0])
-    return gathered(x, _indices(x, tensors))
+        return selected(part, *tensors[0])
+    return gathered(part, _indices(part, tensors))
 
 
 def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tuple[list[Any], list[tuple[int, Any]]]:
@@ -165,7 +167,7 @@ def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tu
             at += n
         elif _is_integer(item):
             if numbers_stay and dim in sharded:
-                place = _entry(x, dim, item)  # type: ignore[arg-type]
+                place = _entry(x, dim, item)
                 tensors.append((at, place))
                 items.append(slice(place, place + 1))
                 at += 1
@@ -195,12 +197,12 @@ def _indices(x: Tensor, tensors: Sequence[tuple[int, Tensor]]) -> list[Tensor | 
 
 
 @register(Tensor.__setitem__)
-def _setitem(self: Tensor, index: object, value: Any) -> None:
+def _setitem(self: Tensor, index: object, value: Any) -> object:
     if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
-        return NotImplemented
+        return DECLINED
     entries = _entries(self, _with_tensors(index, self.device))
     if entries is None or not _concerns_shards(self, entries):
-        return NotImplemented
+        return DECLINED
     items, chosen = _part(self, entries, numbers_stay=True)
     part = self[tuple(items)]
     if not isinstance(value, Tensor):
@@ -279,7 +281,7 @@ def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTe
             f"masked_scatter: expected self and source to have same dtypes and a bool mask, but got {dtypes[0]}, "
             f"{dtypes[1]} and {dtypes[2]}"
         )
-    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    shape = broadcast_shape(input.shape, mask.shape)
 
     def scatter(x: Tensor, where: Tensor, values: Tensor) -> Tensor:
         x, where = x.expand(shape), where.expand(shape)
@@ -299,7 +301,7 @@ def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTe
 def _masked_scatter(
     call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
 ) -> Composed:
-    return Composed(_scattered_by(input, mask, source)) if any_sharded(input, mask, source) else NotImplemented
+    return Composed(_scattered_by(input, mask, source)) if any_sharded(input, mask, source) else DECLINED
 
 
 @operator(Tensor.masked_scatter_, tensors="input mask source", partial="input mask source")
@@ -307,7 +309,7 @@ def _masked_scatter_in_place(
     call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
 ) -> Composed:
     if not any_sharded(input, mask, source):
-        return NotImplemented
+        return DECLINED
     refuse_plain_target(call, "input")
     scatter = _scattered_by(input, mask, source)
     return Composed(lambda x, where, values: x.copy_(scatter(x, where, values)))
@@ -333,7 +335,7 @@ def _index_put(
     """Of one mask that is sharded; other indices go below autograd."""
     dim = _sharded_mask(indices, call.tensors.get("values"))
     if dim is None:
-        return NotImplemented
+        return DECLINED
     return Composed(lambda x, found, new: masked(x, dim, found[dim], new, accumulate))
 
 
@@ -347,7 +349,7 @@ def _index_put_in_place(
 ) -> Composed:
     dim = _sharded_mask(indices, call.tensors.get("values"))
     if dim is None:
-        return NotImplemented
+        return DECLINED
     refuse_plain_target(call, "input")
     return Composed(lambda x, found, new: x.copy_(masked(x, dim, found[dim], new, accumulate)))
 
@@ -366,8 +368,8 @@ def _register_in_place(name: str) -> None:
     @register(getattr(Tensor, name))
     def _(self: Tensor, *args: object, **kwargs: object) -> Tensor:
         source = getattr(self, "_entry_of", None)
-        if source is None:
-            return NotImplemented
+        if source is None or not isinstance(self, ShardTensor):
+            return DECLINED
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, *args)):
             raise refuse(
                 name,

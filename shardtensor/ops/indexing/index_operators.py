@@ -6,7 +6,7 @@ What the operands' dims have to do with each other is said by labels; index_plan
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..._compat import OpOverload
 from ...errors import refuse
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
 from ..common.alignment import is_sharded, replicated
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 Indices = Sequence["Tensor | None"]
 
 
-def _tensors(items: Iterable[tuple[Path, Any, Labels]]) -> dict[Path, Labels]:
+def _tensors(items: Iterable[tuple[Path, object, Labels]]) -> dict[Path, Labels]:
     return {path: labels for path, value, labels in items if isinstance(value, (Tensor, ShardTensorSpec))}
 
 
@@ -131,11 +131,11 @@ def _step_by_step(
     """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
     sharded = [t for t in (x, index, source) if isinstance(t, DTensor) and spec_of(t).sharded_dims()]
     if len(sharded) < 2 or not isinstance(x, DTensor) or (reduce != "mean" and include_self):
-        return NotImplemented
+        return DECLINED
     scatters = op._schema.name.startswith("aten::scatter")
     add = torch.scatter_add if scatters else torch.index_add
     touched = (torch.scatter if scatters else torch.index_fill)(torch.zeros_like(x, dtype=torch.bool), dim, index, True)
-    start = x
+    start: Tensor = x
     if not include_self:
         kind = {"sum": "sum", "mean": "sum", "prod": "product", "amax": "max", "amin": "min"}[reduce]
         start = x.masked_fill(touched, neutral_element(kind, x.dtype))
@@ -152,7 +152,7 @@ def _register_reduce(op: OpOverload) -> None:
     @register(op)
     def _(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
         result = _step_by_step(op, x, dim, index, source, reduce, include_self)
-        if result is NotImplemented or not is_inplace(op):
+        if result is DECLINED or not is_inplace(op):
             return result
         return x.copy_(result)
 
@@ -214,7 +214,7 @@ def _index_put(call: AtenCall) -> AtenPlan:
     return labelled(call, roles, within, indexed=_index_dims(call), writes=True, accumulates=accumulates, wraps=True)
 
 
-def is_mask(index: object) -> bool:
+def is_mask(index: object) -> TypeGuard[Tensor]:
     """Whether an index selects by truth values; bytes are such, too."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
@@ -243,23 +243,27 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
 @register(_aten.index.Tensor)
 def _index_by_mask(x: Tensor, indices: Indices) -> Tensor:
     if not any(is_mask(index) for index in indices):
-        return NotImplemented
-    return run(_aten.index.Tensor, (x, numbers(_aten.index.Tensor, x, indices)), {})
+        return DECLINED
+    chosen: Tensor = run(_aten.index.Tensor, (x, numbers(_aten.index.Tensor, x, indices)), {})
+    return chosen
 
 
 def _put_by_mask(op: OpOverload, x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> Tensor:
     if not any(is_mask(index) for index in indices):
-        return NotImplemented
+        return DECLINED
     if isinstance(x, ShardTensor) and len(indices) == 1 and values.numel() == 1 and not accumulate:
         # One value wherever the mask says so: elementwise, with a mask that may be sharded.
         mask = indices[0]
+        assert mask is not None
         if mask.shape != x.shape[: mask.ndim]:
             raise IndexError(f"the mask of shape {tuple(mask.shape)} does not fit the tensor of {tuple(x.shape)}")
         for _ in range(x.ndim - mask.ndim):
             mask = mask.unsqueeze(-1)
         fill = _aten.masked_fill_.Tensor if is_inplace(op) else _aten.masked_fill.Tensor
-        return fill(x, mask.bool(), values.reshape(()))
-    return run(op, (x, numbers(op, x, indices), values, accumulate), {})
+        filled: Tensor = fill(x, mask.bool(), values.reshape(()))
+        return filled
+    written: Tensor = run(op, (x, numbers(op, x, indices), values, accumulate), {})
+    return written
 
 
 def _register_put(op: OpOverload) -> None:
@@ -283,15 +287,18 @@ def _clamped(x: Tensor, indices: Indices) -> list[Tensor | None]:
 @register(_aten._unsafe_masked_index.default)
 def _masked_index(x: Tensor, mask: Tensor, indices: Indices, fill: complex) -> Tensor:
     if not x.numel():
-        return NotImplemented
-    return _aten.index.Tensor(x, _clamped(x, indices)).masked_fill(mask.logical_not(), fill)
+        return DECLINED
+    chosen: Tensor = _aten.index.Tensor(x, _clamped(x, indices))
+    return chosen.masked_fill(mask.logical_not(), fill)
 
 
 @register(_aten._unsafe_masked_index_put_accumulate.default)
 def _masked_index_put(x: Tensor, mask: Tensor, indices: Indices, values: Tensor) -> Tensor:
     if not x.numel():
-        return NotImplemented
-    return _aten.index_put.default(x, _clamped(x, indices), values.masked_fill(mask.logical_not(), 0), True)
+        return DECLINED
+    values = values.masked_fill(mask.logical_not(), 0)
+    written: Tensor = _aten.index_put.default(x, _clamped(x, indices), values, True)
+    return written
 
 
 # Whether the value requires grad is nothing that plans know.
@@ -300,9 +307,9 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | complex)
     """With a value that requires grad, whose gradient by torch's formula looks for the index's different numbers."""
     d = dim_of(input, dim)
     if d is None or not is_sharded(index) or not isinstance(value, Tensor) or not value.requires_grad:
-        return NotImplemented
+        return DECLINED
     n = input.shape[d]
-    mask = replicated(torch.zeros(n, dtype=torch.bool, device=index.device), index._spec)
+    mask = replicated(torch.zeros(n, dtype=torch.bool, device=index.device), spec_of(index))
     filled = torch.index_fill(mask, 0, index, True).reshape([n if k == d else 1 for k in range(input.ndim)])
     return torch.where(filled, value, input)
 
@@ -310,4 +317,4 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | complex)
 @register(Tensor.index_fill_)
 def _index_fill_in_place(input: Tensor, dim: int, index: Tensor, value: Tensor | complex) -> Tensor:
     result = _index_fill(input, dim, index, value)
-    return result if result is NotImplemented else input.copy_(result)
+    return result if result is DECLINED else input.copy_(result)

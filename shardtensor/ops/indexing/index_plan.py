@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import OpOverload
+from ...exchange import plan_intervals
 from ...geometry import Interval, intervals_of
+from ...halo import Axis, Fetch
 from ...planning import AtenCall, AtenPlan, Path, is_inplace, meta_of
-from ...redistribute import move_intervals, reduce_scatter
+from ...redistribute import reduce_scatter
 from ...spec import ShardTensorSpec
 from ...tracing import is_traced
 from .index_layout import IndexLayout, Labels, clipped, operand
@@ -197,7 +199,8 @@ class _Work:
                     continue
                 d, value = list(labels).index(label), operand(values, path)
                 if (path, m) in self.held:
-                    block = move_intervals(value, d, self.held[path, m], [(a, b)] * ranks, rank, group)
+                    transfers = plan_intervals(tuple(self.held[path, m]), ((a, b),) * ranks, rank)
+                    block = Fetch([Axis(d, m, transfers)], self.mesh, value.shape).forward(value)
                 else:
                     block = value.narrow(d, a, b - a)
                 _put(part, path, block)
@@ -206,7 +209,7 @@ class _Work:
                 if indexed:
                     d = self.out.index(label)
                     owners = [(0, b - a) if r == s else (0, 0) for r in range(ranks)]
-                    piece = reduce_scatter(piece, Partial(), d, owners, rank, group)
+                    piece = reduce_scatter(Partial(), d, owners, rank, group, piece)
                 pieces.append(piece)
         if self.writes:
             return None
@@ -269,10 +272,11 @@ def check_range(index: Tensor, n: int, dim: int) -> None:
 _PLAIN_FORM = {"_unsafe_index_put": "index_put", "_index_put_impl_": "index_put_"}
 
 
-def _in_place(func: OpOverload) -> Any:
+def _in_place(func: OpOverload) -> OpOverload:
     """The form of an operator that writes into its first argument."""
     if is_inplace(func):
         return func
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, _PLAIN_FORM.get(name, name) + "_")
-    return getattr(packet, func._schema.overload_name or "default")
+    form: OpOverload = getattr(packet, func._schema.overload_name or "default")
+    return form

@@ -16,12 +16,21 @@ from ..._compat import TensorMeta
 from ...errors import refuse
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
+from ...planning import spec_of
 from ...redistribute import all_gather, redistribute_local
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ...tensor import ShardTensor, from_part, redistribute_to, wrap
-from ..common.alignment import as_operand, common_mesh, is_sharded, leading, redistributed, reduced_value
+from ..common.alignment import (
+    as_operand,
+    broadcast_shape,
+    common_mesh,
+    is_sharded,
+    leading,
+    redistributed,
+    reduced_value,
+)
 from .gather import any_sharded
 
 __all__ = ["check_mask", "selected"]
@@ -97,13 +106,13 @@ def selected(x: Tensor, dim: int, mask: Tensor) -> ShardTensor:
 @operator(torch.masked_select, Tensor.masked_select, tensors="input mask", partial="input mask")
 def _masked_select(call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec) -> Composed:
     if not any_sharded(input, mask):
-        return NotImplemented
+        return DECLINED
     dtype = mask.tensor_meta.dtype
     if dtype != torch.bool:
         raise RuntimeError(f"masked_select: expected BoolTensor for mask, but got {dtype}")
-    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    shape = broadcast_shape(input.shape, mask.shape)
 
-    def select(x: ShardTensor, where: ShardTensor) -> ShardTensor:
+    def select(x: Tensor, where: Tensor) -> ShardTensor:
         x, where = x.expand(shape), where.expand(shape)
         if not shape:
             x, where = x.unsqueeze(0), where.unsqueeze(0)
@@ -112,10 +121,11 @@ def _masked_select(call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpe
     return Composed(select)
 
 
-def _laid_out_like(mask: ShardTensor, x: ShardTensor) -> ShardTensor:
+def _laid_out_like(mask: Tensor, x: Tensor) -> ShardTensor:
     """A replicated mask, sharded as ``x`` is."""
-    mask = as_operand(mask, x._spec.mesh)
-    return redistribute_to(mask, x._spec.for_gradient().replace(meta=mask._spec.tensor_meta))
+    spec = spec_of(x)
+    mask = as_operand(mask, spec.mesh)
+    return redistribute_to(mask, spec.for_gradient().replace(meta=mask._spec.tensor_meta))
 
 
 # The shape of the result depends on data, so there is no plan.
@@ -123,7 +133,7 @@ def _laid_out_like(mask: ShardTensor, x: ShardTensor) -> ShardTensor:
 def _nonzero(x: ShardTensor) -> ShardTensor:
     """The places of elements that are not zero, each with its owner."""
     if not x._spec.sharded_dims():
-        return NotImplemented
+        return DECLINED
     local, spec = reduced_value(x)
     lead = leading("nonzero", spec)
     local = redistribute_local(local, spec, lead)
@@ -142,7 +152,7 @@ def _nonzero(x: ShardTensor) -> ShardTensor:
 @operator(torch.nonzero_static, Tensor.nonzero_static, tensors="input", partial="input")
 def _nonzero_static(call: Arguments, input: ShardTensorSpec, *, size: int, fill_value: int = -1) -> Composed:
     if not input.sharded_dims():
-        return NotImplemented
+        return DECLINED
     if size < 0:
         raise RuntimeError("nonzero_static: 'size' must be an non-negative integer")
 

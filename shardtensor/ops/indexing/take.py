@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ...operators import Arguments, Composed, operator
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
+from ..common.alignment import broadcast_shape
 from ..shape.view import dim_of
 from .gather import any_sharded, gathered, refuse_plain_target
 
@@ -37,7 +39,7 @@ def _coordinates(index: Tensor, shape: Sequence[int]) -> list[Tensor]:
 @operator(torch.take, Tensor.take, tensors="input index", partial="input index")
 def _take(call: Arguments, input: ShardTensorSpec, index: ShardTensorSpec) -> Composed:
     if not any_sharded(input, index):
-        return NotImplemented
+        return DECLINED
     if index.tensor_meta.dtype != torch.int64:
         raise RuntimeError(f"take(): Expected a long tensor for index, but got {index.tensor_meta.dtype}")
     shape = input.shape or (1,)
@@ -52,7 +54,7 @@ def _put_by(
     write: Callable[..., Tensor], input: ShardTensorSpec, index: ShardTensorSpec, source: ShardTensorSpec, adds: bool
 ) -> Composed:
     if not any_sharded(input, index, source) or not input.shape:
-        return NotImplemented
+        return DECLINED
     dtypes = [spec.tensor_meta.dtype for spec in (input, index, source)]
     if dtypes[1] != torch.int64 or index.shape.numel() != source.shape.numel() or dtypes[2] != dtypes[0]:
         raise RuntimeError(
@@ -94,14 +96,14 @@ def _take_along_dim(
     call: Arguments, input: ShardTensorSpec, indices: ShardTensorSpec, dim: int | None = None
 ) -> Composed:
     if not any_sharded(input, indices) or (len(input.shape) != len(indices.shape) and dim is not None):
-        return NotImplemented
+        return DECLINED
     if dim is None:
         return Composed(lambda x, places: torch.take(x, places.reshape(-1)))
     d = dim_of(input, dim)
     if d is None:
-        return NotImplemented
+        return DECLINED
     # Along the other dims, they are broadcast.
-    shape = torch.broadcast_shapes(*([1 if k == d else n for k, n in enumerate(s.shape)] for s in (input, indices)))
+    shape = broadcast_shape(*([1 if k == d else n for k, n in enumerate(s.shape)] for s in (input, indices)))
     wide = [[s.shape[d] if k == d else n for k, n in enumerate(shape)] for s in (input, indices)]
 
     def take(x: Tensor, places: Tensor) -> Tensor:

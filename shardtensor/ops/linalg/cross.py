@@ -15,7 +15,8 @@ def _plan(call: Arguments, a: ShardTensorSpec, b: ShardTensorSpec, dim: int) -> 
     form = Form((left, right), out, whole=frozenset([dim % len(out) - len(out)]), by_parts=False)
 
     def local(x: Tensor, y: Tensor) -> Tensor:
-        return torch.linalg.cross(x, y, dim=dim)
+        product: Tensor = torch.linalg.cross(x, y, dim=dim)
+        return product
 
     return plan_contraction(call, call.name.replace("linalg_", "linalg."), local, form, "input", "other")
 
@@ -34,7 +35,5 @@ def plan_cross(
     call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, dim: int | None = None
 ) -> ContractionPlan:
     """``torch.cross``; by default along the first dim of length 3."""
-    call.returned(torch.cross, input, other, dim)
-    if dim is None:
-        dim = list(torch.broadcast_shapes(input.shape, other.shape)).index(3)
-    return _plan(call, input, other, dim)
+    meta = call.returned(torch.cross, input, other, dim)
+    return _plan(call, input, other, list(meta.shape).index(3) if dim is None else dim)

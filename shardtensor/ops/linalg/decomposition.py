@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...operators import Arguments, Composed, Plan, operator
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to
 from ..common.contraction import Arrangement, Form, Label, arrange, batch_labels
@@ -28,7 +29,6 @@ from ..common.reduce import reduce_over
 # The dims behind the batch dims, of the operands and of the results: a capital letter is a dim that may be sharded.
 # Operands that are not named, such as tolerances, are one number for each matrix, and so are such results.
 Terms = tuple[tuple[str, ...], tuple[str, ...]]
-Matrices = Tensor | ShardTensor
 
 ONE: Terms = ("mn",), ()
 
@@ -51,7 +51,7 @@ def plan_by_matrix(
     specs = [args[i] for i in places] + [named[key] for key in keys]
     cores = [*terms[0], *[""] * (len(specs) - len(terms[0]))]
     if any(len(spec.shape) < len(core) for spec, core in zip(specs, cores)):
-        return NotImplemented  # torch says what is wrong
+        return DECLINED  # torch says what is wrong
     leads, lead = batch_labels(*(s.shape[: len(s.shape) - len(core)] for s, core in zip(specs, cores, strict=True)))
     form = Form(
         tuple((*labels, *core) for labels, core in zip(leads, cores, strict=True)),
@@ -64,7 +64,7 @@ def plan_by_matrix(
     first = specs[0]
     back = None if first.placements == how.targets[0].placements else first
 
-    def run(*tensors: Matrices | None) -> Any:
+    def run(*tensors: Tensor | None) -> Any:
         locals_ = [how.local(i, t) for i, t in enumerate(t for t in tensors if t is not None)]
         local_args, local_kwargs = list(args), dict(named)
         for i, local in zip(places, locals_):
@@ -121,8 +121,10 @@ def _result(y: Tensor, how: Arrangement, lead: Sequence[Label], labels: Sequence
 # -- declarations -----------------------------------------------------------------------------------------------------
 
 # Arguments that are tensors, or may be.
-_TENSORS = ("input", "input2", "input3", "A", "B", "b", "LU", "LU_data", "LU_pivots", "LD", "pivots", "tau")
-_TENSORS += ("tol", "rcond", "atol", "rtol")  # where these are not numbers
+_TENSORS = (
+    *("input", "input2", "input3", "A", "B", "b", "LU", "LU_data", "LU_pivots", "LD", "pivots", "tau"),
+    *("tol", "rcond", "atol", "rtol"),  # where these are not numbers
+)
 
 
 def _declare(spellings: str, arguments: Callable[..., Terms]) -> None:
@@ -213,8 +215,8 @@ _declare("lu_solve", lambda input, LU_data, LU_pivots: (("nK", "nn", "n"), ("nK"
 # -- those that are put together of others ----------------------------------------------------------------------------
 
 
-def _solution(b: Tensor, A: Tensor, **options: bool) -> Tensor:
-    return torch.triangular_solve(b, A, **options).solution
+def _solution(b: Tensor, A: Tensor, upper: bool, transpose: bool, unitriangular: bool) -> Tensor:
+    return torch.triangular_solve(b, A, upper, transpose, unitriangular).solution
 
 
 @operator(torch.triangular_solve, Tensor.triangular_solve, tensors="input A")
@@ -229,8 +231,8 @@ def plan_triangular_solve(
     """The matrix is copied to the results from the operand: a rank that computes only some columns has all of it."""
     options = {"upper": upper, "transpose": transpose, "unitriangular": unitriangular}
     solve = plan_by_matrix(call, _solution, (("nK", "nn"), ("nK",)), (input, A), options)
-    if solve is NotImplemented:
-        return solve
+    if solve is DECLINED:
+        return DECLINED
 
     def run(b: ShardTensor, matrix: ShardTensor) -> Any:
         x = solve.run((b, matrix))
@@ -245,7 +247,7 @@ def plan_matrix_power(call: Arguments, input: ShardTensorSpec, n: int) -> Plan:
     """A sharded matrix is multiplied with itself, but not inverted."""
     ndim = len(input.shape)
     if n >= 0 and {ndim - 1, ndim - 2} & set(input.sharded_dims()):
-        return NotImplemented
+        return DECLINED
     return plan_by_matrix(call, torch.linalg.matrix_power, ONE, (input, n))
 
 
@@ -253,16 +255,17 @@ def plan_matrix_power(call: Arguments, input: ShardTensorSpec, n: int) -> Plan:
 def plan_cond(call: Arguments, input: ShardTensorSpec, p: float | str | None = None) -> Plan:
     """By its parts: torch's own leaves the graph on a rank without matrices."""
     if len(input.shape) < 2:
-        return NotImplemented
+        return DECLINED
 
     def of_singular_values(matrix: Tensor) -> Tensor:
-        values = torch.linalg.svdvals(matrix)
+        values: Tensor = torch.linalg.svdvals(matrix)
         largest, smallest = values[..., 0], values[..., -1]
         return smallest / largest if p == -2 else largest / smallest
 
     def of_inverse(matrix: Tensor) -> Tensor:
         inverse, info = torch.linalg.inv_ex(matrix)
-        norm = torch.linalg.matrix_norm(inverse, p).masked_fill(info != 0, float("inf"))
-        return torch.linalg.matrix_norm(matrix, p) * norm
+        norm: Tensor = torch.linalg.matrix_norm(inverse, p)
+        own: Tensor = torch.linalg.matrix_norm(matrix, p)
+        return own * norm.masked_fill(info != 0, float("inf"))
 
     return Composed(of_singular_values if p in (None, 2, -2) else of_inverse)

@@ -65,6 +65,7 @@ def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Compose
 
     def distances(x: ShardTensor) -> ShardTensor:
         square = torch.cdist(x, x, p, "donot_use_mm_for_euclid_dist")
+        assert isinstance(square, ShardTensor)
         spec = square._spec
         m = spec.sharded_dims().get(0)
         first, stop = (0, n) if m is None else spec.interval(m)

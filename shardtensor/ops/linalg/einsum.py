@@ -13,6 +13,8 @@ from torch import Tensor
 from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding
 from ...operators import Arguments, Composed, Plan, operator
+from ...planning import spec_of
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import free_dims
@@ -24,7 +26,7 @@ def plan_einsum(call: Arguments, equation: str, *operands: ShardTensorSpec) -> P
     """All operands at once where the shards allow it, otherwise two at a time, from the left."""
     specs = operands
     if not isinstance(equation, str):  # dims by number; torch calls again with letters
-        return NotImplemented
+        return DECLINED
     call.returned(torch.einsum, equation, *specs)
     terms, out = letters(equation, [len(spec.shape) for spec in specs])
     spelled = ",".join(terms) + "->" + out
@@ -79,7 +81,7 @@ def _einsum_form(terms: Sequence[str], out: str, shapes: Sequence[torch.Size]) -
     return Form(labels, out)
 
 
-def _two_at_a_time(terms: Sequence[str], out: str, operands: Sequence[ShardTensor]) -> ShardTensor:
+def _two_at_a_time(terms: Sequence[str], out: str, operands: Sequence[Tensor]) -> Tensor:
     (a, b), rest = terms[:2], terms[2:]
     kept = "".join(dict.fromkeys(c for c in a + b if c in out or any(c in term for term in rest)))
     first = torch.einsum(f"{a},{b}->{kept}", *operands[:2])
@@ -97,7 +99,7 @@ def plan_tensordot(
     if isinstance(dims, TensorMeta):
         return Composed(lambda a, b, dims: torch.tensordot(a, b, dims.tolist()))
     if not isinstance(b, ShardTensorSpec):
-        return NotImplemented
+        return DECLINED
     if isinstance(dims, int):
         call.returned(torch.tensordot, a, b, dims)
         of_a, of_b = tuple(range(len(a.shape) - dims, len(a.shape))), tuple(range(dims))
@@ -136,14 +138,14 @@ def plan_kron(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec) -
     inner_dims = [2 * d + 1 for d, n in enumerate(shapes[0]) if n != 1]
     shape = [m * n for m, n in zip(*shapes, strict=True)]
 
-    def run(input: ShardTensor, other: ShardTensor) -> ShardTensor:
+    def run(input: Tensor, other: Tensor) -> Tensor:
         y = torch.einsum(equation, input.reshape(shapes[0]), other.reshape(shapes[1]))
         return _with_free(y, inner_dims).reshape(shape)
 
     return Composed(run)
 
 
-def _with_free(t: ShardTensor, dims: Sequence[int]) -> ShardTensor:
+def _with_free(t: Tensor, dims: Sequence[int]) -> ShardTensor:
     """``t`` with none of ``dims`` sharded; refused where no other dim can be."""
-    spec = t._spec.for_gradient()
+    spec = spec_of(t).for_gradient()
     return redistribute_to(t, free_dims("kron", spec, *dims))

@@ -96,7 +96,7 @@ def _gradients(
     if needed[2] and bias is not None:
         grad_b = rows.sum(0) if bias.shape == columns.shape[:1] else rows.sum(0).sum_to_size(bias.shape)
         grad_b = grad_b if grad_b.dtype == bias.dtype else grad_b.to(bias.dtype)
-    finish = None if total is None else total.start([None, grad_w, grad_b])
+    finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
     if needed[0]:
         grad_x = torch.mm(rows, _like(columns, rows)).view(x.shape)
         grad_x = grad_x if grad_x.dtype == x.dtype else grad_x.to(x.dtype)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import NotImplementedType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ... import planning
+from ..._compat import OpOverload
 from ...errors import refuse
 from ...operators import Arguments, Composed, Operand, Plan, operator, planned
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, run
+from ...tensor import run
 from ..common.alignment import common_layout, common_mesh, fit
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
 from ..common.reduce import check_dtype, reduced_spec
@@ -40,11 +39,11 @@ def _matmul_form(a: torch.Size, b: torch.Size) -> Form:
 
 
 def _plan_product(
-    call: Arguments, function: Callable[..., Tensor], form: Form | None, input: Operand, other: Any, name: str
+    call: Arguments, function: Callable[..., Tensor], form: Form | None, input: Operand, other: object, name: str
 ) -> Plan:
     """The plan of a product of two tensors; NotImplemented where ``other`` is none."""
     if not isinstance(other, ShardTensorSpec):
-        return NotImplemented
+        return DECLINED
     call.returned(function, input, other)
     form = form or _matmul_form(input.shape, other.shape)
     return plan_contraction(call, function.__name__, function, form, "input", name)
@@ -70,14 +69,14 @@ _OUTER = Form(("i", "j"), "ij")
 def plan_mm(
     call: Arguments, input: ShardTensorSpec, mat2: ShardTensorSpec, out_dtype: torch.dtype | None = None
 ) -> Plan:
-    return _plan_product(call, torch.mm, _MM, input, mat2, "mat2") if out_dtype is None else NotImplemented
+    return _plan_product(call, torch.mm, _MM, input, mat2, "mat2") if out_dtype is None else DECLINED
 
 
 @operator(torch.bmm, Tensor.bmm, tensors="input mat2")
 def plan_bmm(
     call: Arguments, input: ShardTensorSpec, mat2: ShardTensorSpec, out_dtype: torch.dtype | None = None
 ) -> Plan:
-    return _plan_product(call, torch.bmm, _BMM, input, mat2, "mat2") if out_dtype is None else NotImplemented
+    return _plan_product(call, torch.bmm, _BMM, input, mat2, "mat2") if out_dtype is None else DECLINED
 
 
 @operator(torch.mv, Tensor.mv, tensors="input vec")
@@ -100,7 +99,7 @@ def _sum_of_products(batch1: Tensor, batch2: Tensor) -> Tensor:
     return torch.einsum("bik,bkj->ij", batch1, batch2)
 
 
-def _scaled(result: Any, dtype: torch.dtype, beta: Number, alpha: Number) -> tuple[Any, Number]:
+def _scaled(result: Tensor, dtype: torch.dtype, beta: Number, alpha: Number) -> tuple[Tensor, Number]:
     """``(alpha * result, beta)``, the factors as numbers of the result's kind, which torch makes of them."""
     if not torch.is_autocast_enabled(result.device.type):
         result = result.to(dtype)
@@ -120,7 +119,7 @@ def _plan_added(
     """The plan of ``beta * input + alpha * product(a, b)``."""
     dtype = call.returned(function, *operands, beta=beta, alpha=alpha).dtype
 
-    def added(input: ShardTensor, a: ShardTensor, b: ShardTensor) -> ShardTensor:
+    def added(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
         result, factor = _scaled(product(a, b), dtype, beta, alpha)
         if factor == 0:
             return result  # what input holds, NaN even, does not matter then
@@ -212,11 +211,9 @@ def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
         return Composed(lambda input, a, b: _scaled(product(a, b), dtype, beta, alpha))
 
     @register(getattr(Tensor, name + "_"))
-    def added_(
-        input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1
-    ) -> Tensor | NotImplementedType:
+    def added_(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
         if common_mesh(name, [input, a, b]) is None:
-            return NotImplemented
+            return DECLINED
         if not isinstance(input, DTensor):
             reason = "a ShardTensor cannot be written into a plain tensor"
             raise refuse(name + "_", [input, a, b], reason, "use the out-of-place form")
@@ -226,14 +223,15 @@ def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
         return (input if beta == 1 else input.mul_(beta)).add_(result)
 
 
-for _name, _of in {
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "addmm": torch.mm,
     "addmv": torch.mv,
     "addr": torch.outer,
     "baddbmm": torch.bmm,
     "addbmm": _sum_of_products,
-}.items():
-    _register_in_place(_name, _of)
+}
+for _name, _product in _PRODUCTS.items():
+    _register_in_place(_name, _product)
 
 
 # -- below autograd: what torch's own formulas call ---------------------------------------------------------------
@@ -271,31 +269,34 @@ def plan_product(call: planning.AtenCall) -> planning.AtenPlan:
 
 
 @register(_aten.addmm.default)
-def _addmm_below(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _addmm_below(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
     return _added_below(input, _product_below(_aten.mm.default, a, b), beta, alpha)
 
 
 @register(_aten.baddbmm.default)
-def _baddbmm_below(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _baddbmm_below(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
     return _added_below(input, _product_below(_aten.bmm.default, a, b), beta, alpha)
 
 
 @register(_aten.mv.default)
-def _mv_below(a: Any, b: Any) -> Any:
+def _mv_below(a: Tensor, b: Tensor) -> Tensor:
     column = run(_aten.unsqueeze.default, (b, 1), {}) if isinstance(b, DTensor) else b.unsqueeze(1)
-    return run(_aten.squeeze.dim, (_product_below(_aten.mm.default, a, column), 1), {})
+    product: Tensor = run(_aten.squeeze.dim, (_product_below(_aten.mm.default, a, column), 1), {})
+    return product
 
 
-def _product_below(op: Any, a: Any, b: Any) -> Any:
-    return run(op, (a, b), {}) if isinstance(a, DTensor) or isinstance(b, DTensor) else op(a, b)
+def _product_below(op: OpOverload, a: Tensor, b: Tensor) -> Tensor:
+    product: Tensor = run(op, (a, b), {}) if isinstance(a, DTensor) or isinstance(b, DTensor) else op(a, b)
+    return product
 
 
-def _added_below(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
+def _added_below(input: Tensor, product: Tensor, beta: Number, alpha: Number) -> Tensor:
     if alpha != 1:
         product = product * alpha
     if beta == 0 and isinstance(product, DTensor):
         return product  # what input holds, NaN even, does not matter then
-    return run(_aten.add.Tensor, (product, input), {"alpha": beta})
+    total: Tensor = run(_aten.add.Tensor, (product, input), {"alpha": beta})
+    return total
 
 
 @operator(_aten.dot.default, _aten.vdot.default)
@@ -306,7 +307,8 @@ def plan_dot(call: planning.AtenCall) -> planning.AtenPlan:
     base = common_layout(list(reduced.values()), first.tensor_meta)
     out = reduced_spec(base, call.meta, [0], False, "sum")
     bounds = [base.interval(m) for m in base.sharded_dims().values()]
-    func, plain = call.func, [i for i in (0, 1) if (i,) not in reduced]
+    func: Callable[..., Tensor] = call.func
+    plain = [i for i in (0, 1) if (i,) not in reduced]
 
     def compute(*vectors: Tensor) -> Tensor:
         parts = list(vectors)

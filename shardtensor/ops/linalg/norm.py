@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...operators import Arguments, Composed, Plan, operator
 from ...planning import AtenCall, AtenPlan, argument
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
 from ..common.alignment import wide_dtype
@@ -73,13 +73,14 @@ def _local_norm(
 
 @register(_aten.dist.default)
 def _dist(a: ShardTensor, b: ShardTensor, p: float = 2) -> ShardTensor:
-    return run(_aten.linalg_vector_norm.default, (run(_aten.sub.Tensor, (a, b), {}), p), {})
+    distance: ShardTensor = run(_aten.linalg_vector_norm.default, (run(_aten.sub.Tensor, (a, b), {}), p), {})
+    return distance
 
 
 @register(_aten.renorm.default)
-def _renorm(x: ShardTensor, p: float, dim: int, maxnorm: float) -> ShardTensor:
+def _renorm(x: ShardTensor, p: float, dim: int, maxnorm: float) -> Tensor:
     if x._spec.is_replicate():
-        return NotImplemented
+        return DECLINED
     (kept,) = reduced_dims(dim, x.ndim)
     others = [d for d in range(x.ndim) if d != kept]
     if not others:
@@ -87,7 +88,8 @@ def _renorm(x: ShardTensor, p: float, dim: int, maxnorm: float) -> ShardTensor:
     norm = run(_aten.linalg_vector_norm.default, (x, p, others, True), {})
     one = run(_aten.ones_like.default, (norm,), {})
     scale = run(_aten.div.Tensor, (run(_aten.mul.Scalar, (one, maxnorm), {}), norm + 1e-7), {})
-    return x * run(_aten.where.self, (norm > maxnorm, scale, one), {})
+    factors: ShardTensor = run(_aten.where.self, (norm > maxnorm, scale, one), {})
+    return x * factors
 
 
 # -- of matrices, above autograd --------------------------------------------------------------------------------------
@@ -104,16 +106,16 @@ def _plan_spectral(
     """The nuclear norm, or the largest or smallest singular value, of matrices in two dims; others: NotImplemented."""
     ndim, dims = len(spec.shape), list(dim)
     if order not in ("nuc", 2, -2) or len(dims) != 2:
-        return NotImplemented
+        return DECLINED
     if any(not -ndim <= d < ndim for d in dims) or dims[0] % ndim == dims[1] % ndim:
-        return NotImplemented  # torch says what is wrong
+        return DECLINED  # torch says what is wrong
     dims = [d % ndim for d in dims]
     if dims == [ndim - 2, ndim - 1] and not keepdim and dtype is None:
         return plan_by_matrix(call, torch.linalg.matrix_norm, ONE, (spec, order))
 
     def norm(x: Tensor) -> Tensor:
         x = x if dtype is None else x.to(dtype)
-        result = torch.linalg.matrix_norm(x.movedim(dims, (-2, -1)), order)
+        result: Tensor = torch.linalg.matrix_norm(x.movedim(dims, (-2, -1)), order)
         for d in sorted(dims) if keepdim else ():
             result = result.unsqueeze(d)
         return result
@@ -147,7 +149,7 @@ def plan_norm(
 ) -> Plan:
     """``torch.linalg.norm``, of matrices where ``dim`` names two dims or the tensor has two."""
     if ord is None or isinstance(dim, int):
-        return NotImplemented
+        return DECLINED
     return _plan_spectral(
         call, input, ord, (0, 1) if dim is None and len(input.shape) == 2 else dim or (), keepdim, dtype
     )
@@ -164,6 +166,6 @@ def plan_older_norm(
 ) -> Plan:
     """``torch.norm``: the nuclear one."""
     if p != "nuc" or isinstance(dim, int):
-        return NotImplemented
+        return DECLINED
     dims = reduced_dims(dim, len(input.shape)) if dim is None else dim
     return _plan_spectral(call, input, p, dims, keepdim, dtype)

@@ -18,7 +18,7 @@ from ...strides import contiguous_stride
 from ..common.alignment import wide_dtype
 from .kernels import scalar_spec
 
-_REDUCTIONS = ("none", "mean", "sum")
+REDUCTIONS = ("none", "mean", "sum")
 
 
 def terms_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
@@ -107,8 +107,8 @@ def _reduction(function: Callable[..., Tensor], given: dict[str, Any]) -> str:
     if (average, reduce) != (None, None):  # deprecated
         return "none" if reduce is False else "sum" if average is False else "mean"
     if type(reduction) is int:
-        return _REDUCTIONS[reduction]
-    if reduction not in _REDUCTIONS and (function, reduction) != (F.kl_div, "batchmean"):
+        return REDUCTIONS[reduction]
+    if reduction not in REDUCTIONS and (function, reduction) != (F.kl_div, "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
     return reduction
 

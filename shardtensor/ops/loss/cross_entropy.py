@@ -9,7 +9,7 @@ is what a log-softmax over a sharded dim sends: two all-reduces of one number pe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
+from ...caches import cached
 from ...errors import refuse
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
 from ...plan import picked
@@ -38,14 +39,14 @@ _ELSEWHERE = -(2**62)
 # -- layouts --------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def _with_dim(spec: ShardTensorSpec, dim: int, pattern: ShardTensorSpec) -> ShardTensorSpec:
     """The spec with one more dim in front of ``dim``, to have the shape of ``pattern``."""
     placements = [Shard(p.dim + (p.dim >= dim)) if isinstance(p, Shard) else p for p in spec.placements]
     return ShardTensorSpec.of(spec.mesh, placements, pattern.tensor_meta, spec.sizes)
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def _without_dim(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSpec:
     """The spec without ``dim``; replicated where that was sharded."""
     placements: list[Any] = []

@@ -44,7 +44,7 @@ def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
             (inputs, ["batch"]),
             (lengths, ["batch"]),
         ]
-        loss = by_batch("ctc_loss", loss_of, operands, [(lengths.shape, ["batch"])])
+        (loss,) = by_batch("ctc_loss", loss_of, operands, [(lengths.shape, ["batch"])])
         if reduction == "mean":
             return (loss / lengths.clamp(min=1).to(loss.device, loss.dtype)).mean()
         return loss.sum() if reduction == "sum" else loss if batched else loss.squeeze(0)

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import DisableTorchFunction, untraced
+from ..._compat import DisableTorchFunction, nn_functions, untraced
 from ...operators import Arguments, Composed, LocalPlan, Plan
 from ...planning import meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
-from .base import composed_loss, loss, outputs_spec
+from .base import REDUCTIONS, composed_loss, loss, outputs_spec
 from .kernels import WITH_KERNEL
 
 # Each with its tensor arguments.
@@ -53,8 +53,10 @@ def _plan_elementwise(
     specs = {name: given[name] for name in names if given.get(name) is not None}
     options = {name: value for name, value in given.items() if name not in names}
     if function in WITH_KERNEL and len(specs) == 2 and given.get("beta") != 0 and len(set(specs.values())) == 1:
-        # There is nothing to do above autograd, and torch's own formulas serve derivatives of any order.
-        return Composed(partial(_below_autograd, function, names, options, reduction))
+        # There is nothing to do above autograd, and torch's own formulas serve derivatives of any order. Its function
+        # of Python would broadcast the operands, which are alike.
+        kernel = getattr(nn_functions, function.__name__)
+        return Composed(partial(_below_autograd, kernel, options, REDUCTIONS.index(reduction)))
     if "weight" in specs and reduction == "mean" and function in (F.mse_loss, F.l1_loss):
         return Composed(partial(_weighted_mean, function, names, options))
     if reduction == "batchmean":
@@ -115,11 +117,9 @@ def _dtype_under_autocast(
         return function(**ones, **options, reduction="none").dtype
 
 
-def _below_autograd(
-    function: Callable[..., Tensor], names: Sequence[str], options: Mapping[str, Any], reduction: str, *tensors: Any
-) -> Any:
+def _below_autograd(kernel: Callable[..., Tensor], options: Mapping[str, Any], reduction: int, *tensors: Any) -> Any:
     with DisableTorchFunction():
-        return function(**dict(zip(names, tensors, strict=False)), **options, reduction=reduction)
+        return kernel(tensors[0], tensors[1], reduction=reduction, **options)
 
 
 def _weighted_mean(

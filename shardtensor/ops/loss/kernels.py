@@ -6,7 +6,6 @@ Each rank adds up the terms of its shard and divides by the *global* count: the 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, kernel
+from ...caches import cached
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, argument
 from ...spec import ShardTensorSpec
@@ -32,7 +32,7 @@ _NAMES = [function.__name__ for function in WITH_KERNEL]
 _NONE, _MEAN, _SUM = range(3)
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
     """The spec of the sum over all elements of a tensor with ``spec``."""
     placements = [Replicate() if p.is_replicate() else Partial() for p in spec.placements]

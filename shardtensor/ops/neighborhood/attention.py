@@ -97,6 +97,8 @@ class NeighborhoodPlan(LocalPlan):
         outputs: of the attention, and of the log-sum-exp if it is returned.
     """
 
+    outputs: tuple[ShardTensorSpec, ...]
+
     def __init__(
         self,
         dims: tuple[Dim, ...],
@@ -325,11 +327,12 @@ def plan_attention(
             "natten does not say how a causal mask lies on sequences of different lengths",
             "call torch.nn.functional.scaled_dot_product_attention with a mask",
         )
-    grouped = query.shape[2] != key.shape[2]
-    options = {"is_causal": is_causal, "scale": scale or query.shape[-1] ** -0.5, "enable_gqa": grouped}
+    grouped, factor = query.shape[2] != key.shape[2], scale or query.shape[-1] ** -0.5
 
     def attend(*tensors: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in tensors), **options).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in tensors)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=factor, enable_gqa=grouped)
+        return attended.transpose(1, 2)
 
     return Composed(attend)
 

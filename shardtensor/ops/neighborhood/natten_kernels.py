@@ -98,9 +98,9 @@ def attention_by_natten(
     head_dim = query.shape[-1]
     margins = [(queries[0] - keys[0], keys[1] - queries[1]) for _, queries, keys in dims]
     padded = F.pad(query, [0, 0, 0, 0, *(side for margin in reversed(margins) for side in margin)])
-    key, value = key_value.split([head_dim, key_value.shape[-1] - head_dim], -1)
+    key, value = key_value.split_with_sizes([head_dim, key_value.shape[-1] - head_dim], -1)
     if additional is not None:
-        extra_keys, extra_values = additional.split([head_dim, additional.shape[-1] - head_dim], -1)
+        extra_keys, extra_values = additional.split_with_sizes([head_dim, additional.shape[-1] - head_dim], -1)
         arguments = arguments | {"additional_keys": extra_keys, "additional_values": extra_values}
     result = neighborhood_attention_generic(padded, key, value, return_lse=return_lse, **arguments)
     results = (result[0], result[1].unsqueeze(-1)) if return_lse else (result,)

@@ -67,10 +67,10 @@ def tiled_attention(
     boxes = [query]
     for i, (order, widths) in enumerate(zip(plan.order, plan.widths), 1):
         ordered = boxes if order is None else [box.index_select(i, constant_like(order, box)) for box in boxes]
-        boxes = [part for box in ordered for part in box.split(widths, i)]
+        boxes = [part for box in ordered for part in box.split_with_sizes(widths, i)]
     keys = constant_like(plan.keys, query)
     # All copies at once: their gradients are added up in one go, too.
-    gathered = everything.flatten(0, 1).index_select(0, keys).split([kind.keys for kind in plan.kinds])
+    gathered = everything.flatten(0, 1).index_select(0, keys).split_with_sizes([kind.keys for kind in plan.kinds])
     results = [_attend(*of_kind, scale, return_lse) for of_kind in zip(boxes, gathered, plan.kinds)]
     return tuple(_joined(parts, plan) for parts in zip(*results))
 
@@ -126,7 +126,7 @@ def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.devi
         keys.append(at)
         kinds.append(
             _Kind(
-                tiles=tuple(of_dim.count for of_dim in of_kind),
+                tiles=tuple(of_dim.number for of_dim in of_kind),
                 length=tuple(len(of_dim.mask) for of_dim in of_kind),
                 keys=at.numel(),
                 mask=None if mask.all() else mask.to(device),
@@ -147,13 +147,13 @@ class _KindOfDim(NamedTuple):
     """Tiles of one dim that look alike.
 
     Attributes:
-        count: of the tiles.
+        number: of the tiles.
         queries: the places of all their queries among this rank's.
         keys: ``(tiles, keys of a tile)``, the places of their keys among those at hand.
         mask: ``(queries of a tile, keys of a tile)``, True where the query sees the key.
     """
 
-    count: int
+    number: int
     queries: Tensor
     keys: Tensor
     mask: Tensor
@@ -163,7 +163,7 @@ def _tiles_of(dim: Dim, most: int) -> list[_KindOfDim]:
     """The tiles of one dim, of at most ``most`` queries, by kind."""
     return [
         _KindOfDim(
-            count=len(tiles),
+            number=len(tiles),
             queries=_places([t.query for t in tiles], len(tiles[0].windows), dim, dim.queries).flatten(),
             keys=_places([t.key for t in tiles], tiles[0].keys, dim, dim.keys),
             mask=_mask(tiles[0]),
@@ -221,7 +221,8 @@ def _attend(query: Tensor, key_value: Tensor, kind: _Kind, scale: float, return_
     tiles_first = [0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1, 2 * n + 2]
     tiles = query.reshape(batch, *split, heads, head_dim).permute(tiles_first)
     q = tiles.reshape(-1, math.prod(kind.length), heads, head_dim)
-    k, v = key_value.view(len(q), -1, *key_value.shape[1:]).split([head_dim, key_value.shape[-1] - head_dim], -1)
+    widths = [head_dim, key_value.shape[-1] - head_dim]
+    k, v = key_value.view(len(q), -1, *key_value.shape[1:]).split_with_sizes(widths, -1)
     attention = _with_lse if return_lse else _without_lse
     mask = None if kind.mask is None else constant_like(kind.mask, q)
     results = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._compat import kernel
 from ...operators import Arguments, Operand
 from ...parameters import start_sum
-from ...redistribute import start_all_reduce
+from ...redistribute import start_sums
 from .geometry import Geometry
 from .sharded_norm import ShardedNorm
 from .statistics import centered
@@ -136,22 +136,23 @@ class ChannelNorm(ShardedNorm):
         wanted = [i for i in (0, 1) if needed[i + 1]]
         summed = [i for i in wanted if self.total is not None and self.total.needed[i + 1]]
         if len(summed) == 2 and self.samples == 1:  # they tell the sets' sums, too
-            sums = self._over_ranks(local)
+            (sums,) = self._over_ranks([local])
             return self._of_sets(sums, w), [self._of_parameter(t, i) for i, t in enumerate(sums.unbind())]
         of_parameters = local.view(2, self.samples, self.per_sample).sum(1) if wanted else local
-        pieces = [self._of_sets(local, w).view(-1) if needed[0] else local[:0, 0], *(of_parameters[i] for i in summed)]
-        sums, *totals = self._over_ranks(torch.cat(pieces)).split_with_sizes([t.numel() for t in pieces])
-        found = dict(zip(summed, totals, strict=True))
+        sums = [self._of_sets(local, w)] if needed[0] else []
+        sums = self._over_ranks([*sums, *(of_parameters[i] for i in summed)])
+        totals = sums.pop(0) if needed[0] else local
+        found = dict(zip(summed, sums, strict=True))
         gradients = [self._of_parameter(found.get(i, of_parameters[i]), i) if i in wanted else None for i in (0, 1)]
-        return sums.view(2, -1), gradients
+        return totals, gradients
 
     def _of_sets(self, sums: Tensor, w: Tensor | None) -> Tensor:
         sums = sums if w is None else sums * w
         return sums if self.per_set == 1 else sums.view(2, self.sets, self.per_set).sum(-1)
 
-    def _over_ranks(self, sums: Tensor) -> Tensor:
-        for merge in self.statistics.merges if sums.numel() else ():
-            sums = start_all_reduce(sums, merge.group, overwrite=True)()
+    def _over_ranks(self, sums: list[Tensor]) -> list[Tensor]:
+        for merge in self.statistics.merges if any(t.numel() for t in sums) else ():
+            sums = start_sums(sums, merge.group, overwrite=True)()
         return sums
 
     def _start_rest(self, grads: list[Tensor | None]) -> Callable[[], list[Tensor | None]] | None:

@@ -68,7 +68,7 @@ class LocalNorm(Norm):
         # One call of the kernel takes less time than two, unless the sum travels during the second.
         together = needed[0] and (self.total is None or not self.divides or x.numel() < WORTH_OVERLAPPING)
         result[:3] = self._gradients((together, *needed[1:3]), x.dtype, given)
-        finish = None if self.total is None else self.total.start(result)
+        finish = None if self.total is None else self.total.start(result, overwrite=True)
         if needed[0] and not together:
             result[0] = self._gradients((True, False, False), x.dtype, given)[0]
         return result if finish is None else [result[0], *finish()[1:]]

@@ -156,7 +156,7 @@ def _best_of_ranks(
 
     def candidates(t: ShardTensor) -> Tensor:
         gathered = redistribute_to(t, target.replace(meta=t._spec.tensor_meta)).to_local()
-        return gathered.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims))
+        return gathered.movedim(list(dims), list(range(-len(dims), 0))).flatten(-len(dims))
 
     best, index = candidates(values), candidates(places)
     if best.numel() == 0:

@@ -23,7 +23,17 @@ from ...halo import Fetch, Narrow
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import register
 from ...spec import ShardTensorSpec
-from ..common.stencil import Constant, keeping_sums, per_dim, resized, result_dtype
+from ..common.stencil import (
+    Constant,
+    Differentiated,
+    StencilPlan,
+    Wanted,
+    keeping_sums,
+    per_dim,
+    resized,
+    result_dtype,
+    taken,
+)
 
 __all__ = ["GlobalIndices", "Numbers", "Pooled", "local_plan", "pool_reads", "values_of"]
 
@@ -98,6 +108,7 @@ def _pool(
     meta: Pooled,
     windows: Sequence[Window],
     kernel: Callable[[Sequence[int]], Kernel],
+    gradient: Callable[[Sequence[int]], Differentiated] | None = None,
     *,
     full_windows: bool = False,
 ) -> Plan:
@@ -107,6 +118,7 @@ def _pool(
         meta: what torch returns for the global tensor.
         windows: one per spatial dim.
         kernel: gives the kernel with these paddings.
+        gradient: gives the kernel of values with these paddings and its gradient, where that is a kernel of torch's.
         full_windows: the kernel refuses inputs shorter than the window, even if padded.
     """
     spec = call.tensors["input"]
@@ -114,7 +126,7 @@ def _pool(
     sizes: dict[int, tuple[int, ...]] = {}
     needs: dict[int, list[Interval]] = {}
     paddings, origin = [w.before for w in windows], [0] * len(windows)
-    wanted: list[Narrow] = []
+    wanted: dict[int, Wanted] = {}
     for d, m in spec.sharded_dims().items():
         if d < first:
             continue
@@ -126,13 +138,17 @@ def _pool(
         origin[d - first], paddings[d - first] = need[0], padding
         given = Window(length(need), w.kernel, w.stride, w.dilation, padding, padding, w.ceil_mode)
         if drop or given.outputs != sizes[d][rank]:
-            wanted.append((d, drop, sizes[d][rank]))
+            wanted[d] = drop, sizes[d][rank], given.outputs
     fetch = Fetch.of(spec, needs)
-    taps = [w.extent for w in windows]
     unpadded = kernel([0] * len(windows))
-    dtype = result_dtype(call, spec.tensor_meta.dtype, lambda t: values_of(unpadded(t)), [1] * first + taps)
+    shape = [1] * first + [w.extent for w in windows]
+    dtype = result_dtype(call, spec.tensor_meta.dtype, lambda t: values_of(unpadded(t)), shape)
+    if gradient is not None and dtype == spec.tensor_meta.dtype and not spec.partial_mesh_dims():
+        out = resized(spec, values_of(meta), dtype, sizes)
+        return StencilPlan(fetch, taken(gradient(paddings), wanted, fetch.shape, out.local_shape()), out)
     indices = GlobalIndices(fetch.shape[first:], origin, spec.shape[first:]) if isinstance(meta, tuple) else None
-    return local_plan(spec, fetch, dtype, kernel(paddings), wanted, indices, values_of(meta), sizes)
+    places = [(d, drop, count) for d, (drop, count, _) in wanted.items()]
+    return local_plan(spec, fetch, dtype, kernel(paddings), places, indices, values_of(meta), sizes)
 
 
 def local_plan(
@@ -206,6 +222,22 @@ def _windows(
 _nn, _aten = nn_functions, torch.ops.aten
 
 
+def _max_pool(n: int, *options: Any) -> Differentiated:
+    with_indices = getattr(_nn, f"max_pool{n}d_with_indices")
+    gradient = getattr(_aten, f"max_pool{n}d_with_indices_backward").default
+
+    def pool(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        values, indices = with_indices(t, *options)
+        return values, (indices,)
+
+    return Differentiated(pool, lambda grad, read, indices: gradient(grad, read, *options, indices))
+
+
+def _avg_pool(n: int, *options: Any) -> Differentiated:
+    average, gradient = getattr(_nn, f"avg_pool{n}d"), getattr(_aten, f"avg_pool{n}d_backward").default
+    return Differentiated(lambda t: (average(t, *options), ()), lambda grad, read: gradient(grad, read, *options))
+
+
 def _declare_max_pool(n: int) -> None:
     function = getattr(F, f"max_pool{n}d")
     plain = getattr(torch, f"max_pool{n}d")
@@ -225,11 +257,13 @@ def _declare_max_pool(n: int) -> None:
         assert step is not None
         meta = call.returned(function, input, kernel_size, step, padding, dilation, ceil_mode, indices)
         run, size, step, dilation = (with_indices if indices else plain), *_per_dim(n, kernel_size, step, dilation)
+
         return _pool(
             call,
             meta,
             _windows(input, size, step, per_dim(padding, n), dilation, ceil_mode),
             lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
+            None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
         )
 
     @operator(plain, function, getattr(_aten, f"max_pool{n}d"), tensors="input")
@@ -281,11 +315,13 @@ def _declare_avg_pool(n: int) -> None:
         meta = call.returned(function, input, kernel_size, step, padding, *options)
         size, step = _per_dim(n, kernel_size, step)
         call.redistribute("input", keeping_sums(input))
+        last = ceil_mode, count_include_pad, divisor_override
         return _pool(
             call,
             meta,
             _windows(input, size, step, per_dim(padding, n), (1,) * n, ceil_mode),
             lambda pads: lambda t: function(t, size, step, pads, *options),
+            None if n == 1 else lambda pads: _avg_pool(n, size, step, tuple(pads), *last),
             full_windows=n == 3,
         )
 

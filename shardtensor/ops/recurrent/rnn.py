@@ -84,7 +84,7 @@ def _declare_layers(function: Callable[..., tuple[Tensor, ...]]) -> None:
 
 
 def _each(states: States) -> list[ShardTensor]:
-    return list(states) if isinstance(states, (list, tuple)) else [states]  # type: ignore[list-item]
+    return [states] if isinstance(states, ShardTensor) else list(states)
 
 
 def _like(one: bool, states: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ def _laid_along(out: ShardTensor, input: ShardTensor, time: int) -> ShardTensor:
 
 def _one_by_one(
     function: Callable[..., tuple[Tensor, ...]],
-    input: ShardTensor,
+    input: Tensor,
     states: Sequence[ShardTensor],
     params: Sequence[ShardTensor],
     has_biases: bool,
@@ -152,12 +152,13 @@ def _declare_cell(function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
                 return function(x, _like(one, others[: len(given)]), *others[len(given) :])
 
             operands = [*((t, rows) for t in (x, *given)), *((w, (None,) * w.ndim) for w in parameters)]
-            return by_batch(call.name, cell, operands, [(shape, rows) for shape in shapes], takes_empty=True)
+            reached = by_batch(call.name, cell, operands, [(shape, rows) for shape in shapes], takes_empty=True)
+            return reached[0] if len(reached) == 1 else reached
 
         return Composed(run)
 
 
 for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _declare_layers(_function)
-for _function in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell):
-    _declare_cell(_function)
+for _cell in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell):
+    _declare_cell(_cell)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...operators import Arguments, Composed, Operand, operator
 from ...planning import AtenCall, AtenPlan, argument
 from ...redistribute import all_reduce
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ..common.pick import plain_tuple, plan_picking
@@ -148,7 +149,7 @@ def _declare(name: str) -> None:
     ) -> Composed:
         """Along a dim. Of all elements, and of two tensors, the aten operators have plans."""
         if not isinstance(dim, int) or other is not None:
-            return NotImplemented
+            return DECLINED
         return plan_picking(name, op, input, dim, keepdim)
 
 

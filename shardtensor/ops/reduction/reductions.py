@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import planning
 from ...operators import Arguments, LocalPlan, Plan, operator
 from ...planning import AtenCall, argument
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from ..common.reduce import (
@@ -215,7 +216,7 @@ def plan_prod(
 ) -> Plan:
     """``torch.prod``."""
     if not input.shape:
-        return NotImplemented
+        return DECLINED
     dims = reduced_dims(dim, len(input.shape))
     dtype = kernel_dtype(call, torch.prod, input, dtype=dtype)
     along = () if dim is None else (dims[0], keepdim)

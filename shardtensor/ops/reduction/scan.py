@@ -18,6 +18,7 @@ from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, meta_of
 from ...redistribute import all_gather
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, wrap
 from ..common.alignment import wide_dtype
@@ -76,7 +77,7 @@ def plan_scan(call: AtenCall) -> AtenPlan:
     return call.plan(out, {(0,): spec}, call=lambda x, *_, **__: _scanned(x, spec, dim, kind, dtype, False))
 
 
-def _scan(x: ShardTensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> Any:
+def _scan(x: ShardTensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
     spec = x._spec
     out = spec.with_dtype(dtype)
     return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)
@@ -86,12 +87,12 @@ class _CumulativeSum(AutogradFunction):
     """Its gradient is a cumulative sum from the other end; torch's own formula would flip the shards over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dim: int, dtype: torch.dtype, reverse: bool) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: ShardTensor, dim: int, dtype: torch.dtype, reverse: bool) -> Any:
         ctx.spec, ctx.dim, ctx.reverse = x._spec, dim, reverse
         return _scan(x, dim, "sum", dtype, reverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         grad = as_gradient(grad, ctx.spec)
         dtype = ctx.spec.tensor_meta.dtype
         return _CumulativeSum.apply(grad, ctx.dim, dtype, not ctx.reverse), None, None, None
@@ -101,7 +102,7 @@ class _CumulativeProduct(AutogradFunction):
     """Exact with zeros: behind the first zero of a row nothing has a gradient, at it the others' products count."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dim: int, dtype: torch.dtype) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: ShardTensor, dim: int, dtype: torch.dtype) -> Any:
         out = _scan(x, dim, "product", dtype)
         ctx.spec, ctx.dim, ctx.dtype = x._spec, dim, dtype
         ctx.save_for_backward(x, out)
@@ -109,11 +110,11 @@ class _CumulativeProduct(AutogradFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         x, out = ctx.saved_tensors
         grad, x, dim, dtype = as_gradient(grad, ctx.spec), x.to(ctx.dtype), ctx.dim, ctx.dtype
 
-        def from_the_end(t: Any) -> Any:
+        def from_the_end(t: ShardTensor) -> ShardTensor:
             return _scan(t, dim, "sum", dtype, reverse=True)
 
         zero = x == 0
@@ -130,7 +131,7 @@ class _LogCumulativeSumExp(AutogradFunction):
     """The gradient is a scan from the other end, too, of positive and negative parts in logarithms."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dim: int) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: ShardTensor, dim: int) -> Any:
         out = _scan(x, dim, "logsumexp", x.dtype)
         ctx.spec, ctx.dim = x._spec, dim
         ctx.save_for_backward(x, out)
@@ -138,16 +139,17 @@ class _LogCumulativeSumExp(AutogradFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         x, out = ctx.saved_tensors
         grad = as_gradient(grad, ctx.spec)
 
         lowest = torch.finfo(x.dtype).min
 
-        def part(positive: Any) -> Any:
+        def part(positive: ShardTensor) -> Tensor:
             # As torch has it, down to the NaN where a result is -inf.
             exponent = positive.log().clamp(min=lowest) - out
-            return (_scan(exponent, ctx.dim, "logsumexp", x.dtype, reverse=True) + x).exp()
+            total: Tensor = _scan(exponent, ctx.dim, "logsumexp", x.dtype, reverse=True) + x
+            return total.exp()
 
         return part(grad.clamp(min=0)) - part((-grad).clamp(min=0)), None
 
@@ -156,7 +158,7 @@ class _LogCumulativeSumExp(AutogradFunction):
 def plan_cumsum(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Composed:
     """``torch.cumsum``."""
     if not input.shape:
-        return NotImplemented
+        return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
     dtype = kernel_dtype(call, torch.cumsum, input, along, dtype=dtype)
     return Composed(lambda x: _CumulativeSum.apply(x, along, dtype, False))
@@ -166,7 +168,7 @@ def plan_cumsum(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: tor
 def plan_cumprod(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Composed:
     """``torch.cumprod``."""
     if not input.shape:
-        return NotImplemented
+        return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
     dtype = kernel_dtype(call, torch.cumprod, input, along, dtype=dtype)
     return Composed(lambda x: _CumulativeProduct.apply(x, along, dtype))
@@ -176,7 +178,7 @@ def plan_cumprod(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: to
 def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
     """``torch.logcumsumexp``; that of complex numbers is differentiated by torch's formula."""
     if not input.shape or not input.tensor_meta.dtype.is_floating_point:
-        return NotImplemented
+        return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
     return Composed(lambda x: _LogCumulativeSumExp.apply(x, along))
 

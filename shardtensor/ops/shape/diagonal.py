@@ -18,6 +18,7 @@ from ...geometry import intersect, map_boundaries
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, argument, meta_of
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from .slice import boundary_of_slice, sizes_before_slice
 from .slice_sources import record_source, source_of
@@ -127,7 +128,7 @@ def _diag_embed(call: AtenCall) -> AtenPlan:
 def _block_diag(call: Arguments, *tensors: ShardTensorSpec) -> Composed:
     shapes = [t.shape for t in tensors]
     if any(len(shape) > 2 for shape in shapes):
-        return NotImplemented
+        return DECLINED
     dtype = call.returned(torch.block_diag, *tensors).dtype
     widths = [shape[-1] if shape else 1 for shape in shapes]
 
@@ -160,7 +161,7 @@ def _triangle(call: AtenCall) -> AtenPlan:
 def _fill_diagonal(call: Arguments, input: ShardTensorSpec, fill_value: complex, wrap: bool = False) -> Composed:
     """An assignment to indices. Of a free diagonal torch's own operator does."""
     if not input.sharded_dims():
-        return NotImplemented
+        return DECLINED
     call.returned(Tensor.fill_diagonal_, input, fill_value, wrap)
     shape, (rows, columns) = input.shape, (input.shape[0], input.shape[-1])
 
@@ -171,6 +172,7 @@ def _fill_diagonal(call: Arguments, input: ShardTensorSpec, fill_value: complex,
         else:
             places = [torch.arange(rows)] * len(shape)
         value = torch.tensor(fill_value, dtype=x.dtype, device=x.device)
-        return _aten.index_put_.default(x, [place.to(x.device) for place in places], value)
+        filled: Tensor = _aten.index_put_.default(x, [place.to(x.device) for place in places], value)
+        return filled
 
     return Composed(fill)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...geometry import Interval, intersect, intervals_of, length
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, argument, meta_of
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
 from .cat import Assembly
@@ -81,10 +81,10 @@ def _roll(call: AtenCall) -> AtenPlan:
 
 
 @register(_aten.roll.default)
-def _roll_flattened(x: ShardTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> ShardTensor:
+def _roll_flattened(x: ShardTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     """Without dims, in the order of the elements: no plan of its own, but other operators in a row."""
     if dims or len(shifts) != 1 or not x._spec.sharded_dims():
-        return NotImplemented
+        return DECLINED
     return x.reshape(-1).roll(shifts, 0).reshape(x.shape)
 
 

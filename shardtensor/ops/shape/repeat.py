@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
 from .view import carry, dim_of
@@ -30,18 +32,17 @@ def _repeat_interleave(
     """A number of repeats stays with the owners; numbers for each entry are an index."""
     d = 0 if dim is None else dim_of(input, dim)
     if not input.sharded_dims() or repeats is None or d is None:
-        return NotImplemented
-    counts = call.tensors.get("repeats")
-    if counts is not None and not counts.is_replicate():
+        return DECLINED
+    if not isinstance(repeats, ShardTensorSpec):
+        return Composed(lambda x, _: _each_repeated(x.reshape(-1) if dim is None else x, d, repeats))
+    if not repeats.is_replicate():
         raise call.refuse(
             "how long the result is depends on the values of sharded repeats",
             "redistribute the repeats to Replicate()",
         )
 
-    def repeat(x: ShardTensor, places: ShardTensor | None) -> Tensor:
+    def repeat(x: Tensor, places: ShardTensor) -> Tensor:
         x = x.reshape(-1) if dim is None else x
-        if places is None:
-            return _each_repeated(x, d, repeats)
         values = places.to_local()
         if values.numel() == 1:
             return _each_repeated(x, d, int(values))
@@ -61,9 +62,11 @@ def _each_repeated(x: Tensor, d: int, repeats: int) -> Tensor:
 
 def _counts(values: Sequence[int | Sequence[int]], given: Sequence[int] | None) -> list[int] | None:
     """The numbers of a call with ``(2, 3)``, ``((2, 3),)`` or by keyword; None where one of them is a tensor."""
-    if given is None:
-        given = values[0] if len(values) == 1 and isinstance(values[0], Sequence) else values  # type: ignore[assignment]
-    return [int(n) for n in given] if all(hasattr(n, "__index__") for n in given) else None
+    entries: Sequence[object] = values if given is None else given
+    if given is None and len(values) == 1 and isinstance(values[0], Sequence):
+        entries = values[0]
+    numbers = [int(n) for n in entries if isinstance(n, SupportsIndex)]
+    return numbers if len(numbers) == len(entries) else None
 
 
 @operator(Tensor.repeat, tensors="input", partial="input")
@@ -73,14 +76,14 @@ def _repeat_above_autograd(
     """A sharded dim is joined to itself; the others are repeated in place."""
     counts = _counts(values, repeats)
     if counts is None or len(counts) < len(input.shape) or min(counts, default=0) < 0:
-        return NotImplemented
+        return DECLINED
     new = len(counts) - len(input.shape)
     joined = {d: counts[d + new] for d in input.sharded_dims() if counts[d + new] != 1}
     if not joined:
-        return NotImplemented
+        return DECLINED
     rest = [1 if d - new in joined else n for d, n in enumerate(counts)]
 
-    def repeat(x: ShardTensor) -> Tensor:
+    def repeat(x: Tensor) -> Tensor:
         for d, n in joined.items():
             x = torch.cat([x] * n, d) if n else x.narrow(d, 0, 0)
         return x.repeat(rest) if any(n != 1 for n in rest) or new else x
@@ -94,7 +97,7 @@ def _tile(
 ) -> Composed:
     counts = _counts(values, dims)
     if counts is None:
-        return NotImplemented
+        return DECLINED
     counts = [1] * (len(input.shape) - len(counts)) + counts
     return Composed(lambda x: x.repeat(counts))
 

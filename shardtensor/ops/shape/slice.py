@@ -19,8 +19,9 @@ from ...geometry import Interval, map_boundaries, sizes_of
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...tensor import redistribute_to
 from .slice_sources import record_source, source_of
 from .view import carry, moved_off, wrap_dim
 
@@ -144,7 +145,7 @@ def _tensor_split(
     """Only for indices in a ShardTensor: their values are read, so every rank must have them all."""
     indices = call.tensors.get("tensor_indices_or_sections")
     if indices is None:
-        return NotImplemented
+        return DECLINED
     if not indices.is_replicate():
         raise call.refuse("the indices are not replicated", "pass a plain tensor or a list")
     return Composed(lambda x, places: torch.tensor_split(x, places.to_local().tolist(), dim))
@@ -168,7 +169,7 @@ def _is_sharded(spec: ShardTensorSpec, dim: object) -> bool:
 def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, index: int) -> Composed:
     """As the slice of length 1, whose gradient gets the layout of the input."""
     if not _is_sharded(input, dim) or not isinstance(index, int):
-        return NotImplemented
+        return DECLINED
     dim = wrap_dim(dim, len(input.shape))
     n = input.shape[dim]
     if not -n <= index < n:
@@ -178,10 +179,10 @@ def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, in
     shape = torch.Size(1 if d == dim else n for d, n in enumerate(meta.shape))
     target = _summed(input, dim).replace(meta=meta._replace(shape=shape))
 
-    def entry(x: ShardTensor) -> ShardTensor:
+    def entry(x: Tensor) -> Tensor:
         part = redistribute_to(torch.narrow(x, dim, index, 1), target)
         result = mark_copied(part.squeeze(dim), x)
-        result._entry_of = x, dim, index  # for what is to be written there, see getitem.py
+        result._entry_of = x, dim, index  # type: ignore[attr-defined]  # for writing there, see getitem.py
         return result
 
     return Composed(entry)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
-from ...registry import register
+from ...registry import DECLINED, register
 from ...tensor import ShardTensor, run
 
 __all__: list[str] = []
@@ -65,19 +65,19 @@ for _name in _VIEWS:
 
 
 @register(_aten.slice_scatter.default)
-def _slice_scatter(x: Tensor, src: Tensor, *args: int | None, **kwargs: int | None) -> ShardTensor:
+def _slice_scatter(x: Tensor, src: Tensor, *args: int | None, **kwargs: int | None) -> Tensor:
     if not isinstance(x, ShardTensor):
-        return NotImplemented
+        return DECLINED
     # Partial is reduced first: what is written into a part of it would have to be shared out, too.
-    result = run(_aten.clone.default, (x.redistribute(placements=x._spec.for_gradient().placements),), {})
+    result: Tensor = run(_aten.clone.default, (x.redistribute(placements=x._spec.for_gradient().placements),), {})
     _aten.slice.Tensor(result, *args, **kwargs).copy_(src)
     return result
 
 
 @register(_aten.diagonal_scatter.default)
-def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
+def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     if not isinstance(x, ShardTensor):
-        return NotImplemented
+        return DECLINED
     place = torch.zeros(x.shape, device="meta").diagonal(offset, dim1, dim2)
     if src.shape != place.shape:
         raise RuntimeError(f"a diagonal of shape {tuple(place.shape)} was expected, not of {tuple(src.shape)}")
@@ -88,8 +88,9 @@ def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, di
 
 
 @register(_aten.select_scatter.default)
-def _select_scatter(x: Tensor, src: Tensor, dim: int, index: int) -> ShardTensor:
+def _select_scatter(x: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     if not isinstance(x, ShardTensor):
-        return NotImplemented
+        return DECLINED
     torch.empty(x.shape, device="meta").select(dim, index)  # torch's own errors
-    return _aten.slice_scatter.default(x, src.unsqueeze(dim % x.ndim), dim, index, index + 1 or None)
+    scattered: Tensor = _aten.slice_scatter.default(x, src.unsqueeze(dim % x.ndim), dim, index, index + 1 or None)
+    return scattered

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, spec_of
 from ...redistribute import redistribute_local
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, wrap
 from ..common.alignment import free_dims, redistributed, reduced_value
@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 Range = Sequence[float] | None
 
 
-def _free_coordinates(x: Tensor) -> tuple[Tensor, ShardTensorSpec]:
+def _free_coordinates(x: DTensor) -> tuple[Tensor, ShardTensorSpec]:
     """The local part of points, whose coordinates are along the last dim."""
     spec = spec_of(x)
     target = free_dims("histogramdd", spec.for_gradient(), x.ndim - 1)
@@ -36,7 +36,9 @@ def _free_coordinates(x: Tensor) -> tuple[Tensor, ShardTensorSpec]:
 
 def _plain(op: str, t: Tensor) -> Tensor:
     """A small operand that every rank has."""
-    return redistributed(op, t, spec_of(t).replicated())._local_tensor if isinstance(t, DTensor) else t
+    if not isinstance(t, DTensor):
+        return t
+    return redistributed(op, ShardTensor.from_dtensor(t), spec_of(t).replicated())._local_tensor
 
 
 def _weights(op: str, weight: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
@@ -45,7 +47,7 @@ def _weights(op: str, weight: Tensor | None, spec: ShardTensorSpec) -> Tensor | 
         return None
     if isinstance(weight, DTensor):
         target = spec_of(weight).with_layout(spec.layout)
-        return redistributed(op, weight, target)._local_tensor
+        return redistributed(op, ShardTensor.from_dtensor(weight), target)._local_tensor
     for d, m in spec.sharded_dims().items():
         start, stop = spec.interval(m)
         weight = weight.narrow(d, start, stop - start)
@@ -82,9 +84,9 @@ def _replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 
 @register(_aten.histc.default)
-def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> ShardTensor:
+def _histc(x: ShardTensor, bins: int = 100, min: float = 0, max: float = 0) -> ShardTensor:
     if min != max or spec_of(x).is_replicate():
-        return NotImplemented
+        return DECLINED
     torch.histc(torch.ones(1, dtype=x.dtype, device=x.device), bins)  # torch's own errors
     local, spec = reduced_value(x)
     real = local if local.is_floating_point() else local.double()
@@ -101,7 +103,7 @@ def _histogram(
     x: Tensor, bins: int = 100, *, range: Range = None, weight: Tensor | None = None, density: bool = False
 ) -> tuple[ShardTensor, ShardTensor]:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = reduced_value(x)
     weight = _weights("histogram", weight, spec)
     seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
@@ -115,7 +117,7 @@ def _histogram_of_bins(
     x: Tensor, bins: Tensor, *, weight: Tensor | None = None, density: bool = False
 ) -> tuple[ShardTensor, ShardTensor]:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = reduced_value(x)
     edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
     counts = torch.histogram(local, edges, weight=weight).hist
@@ -132,10 +134,10 @@ def _edges(x: Tensor, spec: ShardTensorSpec, bins: Sequence[int], range: Range) 
 
 @register(_aten._histogramdd_bin_edges.default)
 def _bin_edges(
-    x: Tensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
+    x: ShardTensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
 ) -> list[ShardTensor]:
     if spec_of(x).is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = _free_coordinates(x)
     return [_replicated(t, spec) for t in _edges(local, spec, bins, range)]
 
@@ -145,7 +147,7 @@ def _from_counts(
     x: Tensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
 ) -> ShardTensor:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = _free_coordinates(x)
     edges, weight = _edges(local, spec, bins, range), _weights("histogramdd", weight, spec)
     ends = [float(t[i]) for t in edges for i in (0, -1)]
@@ -158,7 +160,7 @@ def _from_tensors(
     x: Tensor, bins: Sequence[Tensor], *, weight: Tensor | None = None, density: bool = False
 ) -> ShardTensor:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = _free_coordinates(x)
     edges, weight = [_plain("histogramdd", t) for t in bins], _weights("histogramdd", weight, spec)
     counts = _aten._histogramdd_from_bin_tensors.default(local, edges, weight=weight)
@@ -173,8 +175,8 @@ def _histc_plan(call: AtenCall) -> AtenPlan:
 @register(_aten.bincount.default)
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> ShardTensor:
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
-    if not hasattr(x, "_spec") or x._spec.is_replicate():
-        return NotImplemented
+    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
+        return DECLINED
     local, spec = reduced_value(x)
     torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
     over = list(spec.sharded_dims().values())
@@ -185,9 +187,9 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> S
     if weights is not None:
         if tuple(weights.shape) != tuple(spec.shape):
             raise RuntimeError("weights should be 1-d and have the same length as input")
-        if hasattr(weights, "_spec"):
+        if isinstance(weights, DTensor):
             like = spec.with_dtype(weights.dtype)
-            weights = redistributed("bincount", weights, like)._local_tensor
+            weights = redistributed("bincount", ShardTensor.from_dtensor(weights), like)._local_tensor
         else:
             for m in over:
                 start, stop = spec.interval(m)

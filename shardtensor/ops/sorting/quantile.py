@@ -16,7 +16,8 @@ from torch import Tensor
 from ..._compat import AutogradFunction
 from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, meta_of
+from ...planning import AtenCall, AtenPlan, meta_of, spec_of
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ..common.distributed_sort import find_places, sort_keys
@@ -62,7 +63,7 @@ class _AtPlaces(AutogradFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, places: ShardTensor, dims: list[int]) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: ShardTensor, places: ShardTensor, dims: list[int]) -> Any:
         spec = x._spec
         groups = [spec.mesh.get_group(m) for m in mesh_dims_of(spec, dims)]
         ends = list(range(-len(dims), 0))
@@ -79,7 +80,7 @@ class _AtPlaces(AutogradFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         order, before, here = ctx.saved_tensors
         given = as_gradient(grad, ctx.out)._local_tensor
         given = given.reshape(len(given), -1).T
@@ -103,7 +104,7 @@ def _quantile(
     if not x.numel():
         raise RuntimeError("quantile() input tensor must be non-empty")
     dims = reduced_dims(dim, x.ndim)
-    x = redistribute_to(x, x._spec.for_gradient())
+    x = _reduced(x)
     count = math.prod(x.shape[d] for d in dims)
     missing = _reduced(x.detach().isnan().sum(dims, keepdim=True) if dims else x.detach().isnan().to(torch.int64))
     steps = points.reshape(-1, *[1] * x.ndim)
@@ -124,8 +125,8 @@ def _quantile(
     return result if points.ndim else result.squeeze(0)
 
 
-def _reduced(x: ShardTensor) -> ShardTensor:
-    return redistribute_to(x, x._spec.for_gradient())
+def _reduced(x: Tensor) -> ShardTensor:
+    return redistribute_to(x, spec_of(x).for_gradient())
 
 
 def _declare_quantile(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
@@ -140,7 +141,7 @@ def _declare_quantile(function: Callable[..., Tensor], method: Callable[..., Ten
         interpolation: str = "linear",
     ) -> Composed:
         if input.is_replicate():
-            return NotImplemented
+            return DECLINED
         ignores = function is torch.nanquantile
         number = None if isinstance(q, ShardTensorSpec) else q
         return Composed(

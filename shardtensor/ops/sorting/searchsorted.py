@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..._compat import OpOverload
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Path
-from ...registry import register
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
 from ..indexing.index_layout import INDEXED, Labels
@@ -51,7 +51,7 @@ def _searchsorted(call: AtenCall) -> AtenPlan:
 def _by_sorter(op: OpOverload, sequence: Tensor, values: Tensor | float, **kwargs: Any) -> Tensor:
     sorter = kwargs.pop("sorter", None)
     if sorter is None:
-        return NotImplemented
+        return DECLINED
     torch.searchsorted(  # torch's own errors
         torch.empty(sequence.shape, dtype=sequence.dtype, device="meta"),
         torch.empty(values.shape, device="meta") if isinstance(values, Tensor) else values,
@@ -61,9 +61,9 @@ def _by_sorter(op: OpOverload, sequence: Tensor, values: Tensor | float, **kwarg
         ordered = sequence.gather(-1, sorter)
     else:
         ordered = run(_aten.gather.default, (sequence, -1, sorter), {})
-    if not isinstance(ordered, DTensor) and not isinstance(values, DTensor):
-        return op(ordered, values, **kwargs)
-    return run(op, (ordered, values), kwargs)
+    plain = not isinstance(ordered, DTensor) and not isinstance(values, DTensor)
+    places: Tensor = op(ordered, values, **kwargs) if plain else run(op, (ordered, values), kwargs)
+    return places
 
 
 # The order of the table depends on data: the sorter's elements are gathered first.

@@ -24,6 +24,7 @@ from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, argument, meta_of
 from ...redistribute import all_gather, all_reduce, redistribute_local
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ..common.alignment import free_dims
@@ -199,7 +200,7 @@ def _kth_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-_ACROSS: dict[Any, Callable[[AtenCall, ShardTensorSpec, int], AtenPlan]] = {
+_ACROSS: dict[OpOverload, Callable[[AtenCall, ShardTensorSpec, int], AtenPlan]] = {
     _aten.sort.default: _sort_across,
     _aten.sort.stable: _sort_across,
     _aten.topk.default: _topk_across,
@@ -213,7 +214,7 @@ class _SortedAcross(AutogradFunction):
     """Rows sorted where they are sharded; gradients go back to where the elements came from."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dim: int, descending: bool) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: ShardTensor, dim: int, descending: bool) -> Any:
         ctx.spec, ctx.rows = x._spec, _RowsAcross(x._local_tensor, x._spec, dim, descending)
         ctx.set_materialize_grads(False)
         values = wrap(ctx.rows.values, x._spec)
@@ -223,7 +224,7 @@ class _SortedAcross(AutogradFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Any, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:
         if grad is None:
             return None, None, None
         return wrap(ctx.rows.back(as_gradient(grad, ctx.spec)._local_tensor), ctx.spec), None, None
@@ -248,11 +249,11 @@ def _plan_on_rows(
         keepdim: None where the dim stays in any case.
     """
     if not spec.shape or not isinstance(dim, int):
-        return NotImplemented
+        return DECLINED
     options = dict(options or {})
     call.returned(op, spec, *args, **options)
     (dim,) = reduced_dims(dim, len(spec.shape))
-    names = getattr(torch.return_types, call.name)
+    names: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = getattr(torch.return_types, call.name)
     room = _with_free_rows(op, spec, dim)
     k = args[0] if op == _aten.topk.default else None
     if room is None and (op in _SORTS or (isinstance(k, int) and not _is_few(spec, dim, k))):
@@ -307,7 +308,7 @@ def _declare_along(
 
     @operator(function, method, tensors="input")
     def plan(call: Arguments, input: ShardTensorSpec, dim: int | None = default, keepdim: bool = False) -> Composed:
-        return NotImplemented if dim is None else _plan_on_rows(call, op, input, dim, keepdim, (dim, keepdim))
+        return DECLINED if dim is None else _plan_on_rows(call, op, input, dim, keepdim, (dim, keepdim))
 
 
 _declare_along(torch.median, Tensor.median, _aten.median.dim, None)

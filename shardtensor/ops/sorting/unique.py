@@ -15,9 +15,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
 from ...geometry import boundaries_of, chunk_sizes, intervals_of
+from ...halo import Fetch
 from ...layout import AxisLayout
-from ...redistribute import all_gather, move_intervals, redistribute_local
-from ...registry import register
+from ...redistribute import all_gather, redistribute_local
+from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run, wrap
 from ..common.alignment import leading, reduced_value
@@ -44,7 +45,7 @@ def _begins(x: Tensor, spec: ShardTensorSpec, dim: int) -> Tensor:
     if m is not None:
         own = intervals_of(spec.cut(m))
         need = [(max(0, a - 1), b) if b > a else (a, b) for a, b in own]
-        seen = move_intervals(x, dim, own, need, spec.coordinate[m], spec.mesh.get_group(m))
+        seen = Fetch.of(spec, {dim: need}).forward(x)
     seen = seen.movedim(dim, 0).flatten(1) if x.ndim > 1 else seen.unsqueeze(1)
     begins = (seen[1:] != seen[:-1]).any(1)
     if start == 0 and stop:
@@ -109,7 +110,7 @@ def _unique_consecutive(
     x: ShardTensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x._spec.is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = reduced_value(x)
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
@@ -132,13 +133,15 @@ def _unique(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
     if x._spec.is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = reduced_value(x)
     if len(spec.sharded_dims()) > 1:
         raise refuse("unique", [spec], "it is sharded on several mesh dims", "shard it on one mesh dim only")
     m, sizes = _line_of(spec)
     if m is None or sizes is None:
-        return run(_aten._unique2.default, (wrap(local, spec), sorted, return_inverse, return_counts), {})
+        args = (wrap(local, spec), sorted, return_inverse, return_counts)
+        found: tuple[Tensor, Tensor, Tensor] = run(_aten._unique2.default, args, {})
+        return found
     rows = Sorted(local.reshape(1, -1), sizes, sizes, False, spec.mesh.get_group(m))
     line = _line_spec(spec, m, spec.shape.numel(), sizes, x.dtype)
     values, inverse, counts = _runs(rows.values.flatten(), line, 0)
@@ -150,7 +153,8 @@ def _unique(
 
 def _slice_order(slices: Tensor) -> Tensor:
     """The positions of slices ``(slices, columns)`` in order."""
-    return torch.unique(sort_keys(slices), dim=0, return_inverse=True)[1].argsort(stable=True)
+    places: Tensor = torch.unique(sort_keys(slices), dim=0, return_inverse=True)[1]
+    return places.argsort(stable=True)
 
 
 @register(_aten.unique_dim.default)
@@ -159,7 +163,7 @@ def _unique_slices(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like :func:`_unique`, for slices along ``dim``, which have to be complete: that dim is the one to be sharded."""
     if x._spec.is_replicate():
-        return NotImplemented
+        return DECLINED
     local, spec = reduced_value(x)
     dim = reduced_dims(dim, x.ndim)[0]
     if spec.shape[dim] == 1 and spec.shape.numel():
@@ -175,7 +179,9 @@ def _unique_slices(
         target = target.with_axes({m: AxisLayout(Shard(dim), chunk_sizes(spec.shape[dim], ranks))})
     local = redistribute_local(local, spec, target)
     if target.is_replicate():
-        return run(_aten.unique_dim.default, (wrap(local, target), dim, sorted, return_inverse, return_counts), {})
+        args = (wrap(local, target), dim, sorted, return_inverse, return_counts)
+        found: tuple[Tensor, Tensor, Tensor] = run(_aten.unique_dim.default, args, {})
+        return found
     m = target.sharded_dims()[dim]
     sizes, group = target.cut(m), target.mesh.get_group(m)
     slices = local.movedim(dim, 0)

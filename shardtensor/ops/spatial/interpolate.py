@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,19 +22,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import untraced
+from ..._compat import nn_functions, untraced
 from ...geometry import Interval, intervals_of, length, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import FUNCTIONS, register
 from ...spec import ShardTensorSpec
 from ...strides import CHANNELS_LAST
-from ..common.stencil import Constant, keeping_sums, per_dim, resized, result_dtype, scaled_boundary
+from ..common.stencil import (
+    Constant,
+    Differentiated,
+    StencilPlan,
+    keeping_sums,
+    nothing,
+    per_dim,
+    resized,
+    result_dtype,
+    scaled_boundary,
+    taken,
+)
 
 __all__ = ["Resize", "Taps", "WeightedSum", "as_local"]
 
 # Half the spread of the taps of each mode, in units of the larger of 1 and the step between outputs.
 _REACH = {"nearest": 1, "nearest-exact": 1, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2, "lanczos": 3}
+
+# The operators of torch by which F.interpolate does it: mode, number of dims, antialiasing.
+_MODES = {
+    **{f"upsample_nearest{n}d": ("nearest", n, False) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": ("nearest-exact", n, False) for n in (1, 2, 3)},
+    "upsample_linear1d": ("linear", 1, False),
+    "upsample_bilinear2d": ("bilinear", 2, False),
+    "upsample_bicubic2d": ("bicubic", 2, False),
+    "upsample_trilinear3d": ("trilinear", 3, False),
+    "_upsample_bilinear2d_aa": ("bilinear", 2, True),
+    "_upsample_bicubic2d_aa": ("bicubic", 2, True),
+}
+_OPERATORS = {mode: name for name, mode in _MODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,16 @@ class WeightedSum:
             for index, weight in zip(self.index, self.weight, strict=True)
         )
         return functools.reduce(torch.add, terms)
+
+    def adjoint(self, grad: Tensor, dim: int, n: int) -> Tensor:
+        """The gradient of ``n`` inputs along ``dim``, out of that of the outputs."""
+        result = grad.new_zeros([n if d == dim else length for d, length in enumerate(grad.shape)])
+        if len(self.index) == 1:
+            return result.index_add_(dim, self.index[0].like(grad), grad)
+        shape = [-1, *[1] * (grad.ndim - dim - 1)]
+        for index, weight in zip(self.index, self.weight, strict=True):
+            result.index_add_(dim, index.like(grad), grad * weight.like(grad).view(shape))
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,84 +292,108 @@ def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dty
             needs[d] = [resize.taps().reads(interval) for interval in outs]
             mine[d] = needs[d][spec.coordinate[m]], outs[spec.coordinate[m]]
     fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)
-    kernel = _kernel(fetch.shape, out.local_shape(), resizes, mine, dtype, call.device)
-    fetches, casts = bool(fetch), dtype != spec.tensor_meta.dtype
+    function = _function(fetch.shape, out.local_shape(), resizes, mine, dtype, call.device)
     # Resampled dim after dim, or taken out of a larger result, it may have lost its memory format.
     last = CHANNELS_LAST.get(meta.ndim)
-    if last is not None and (meta.is_contiguous() or not meta.is_contiguous(memory_format=last)):
-        last = None
+    if last is not None and not meta.is_contiguous() and meta.is_contiguous(memory_format=last):
+        function = _in_memory_format(last, function)
+    casts = dtype != spec.tensor_meta.dtype
+    if not casts and not spec.partial_mesh_dims():
+        return StencilPlan(fetch, function, out)
 
     def resample(local: Tensor) -> Tensor:
-        if fetches:
-            local = fetch(local)
-        result = kernel(local.to(dtype) if casts else local)
-        return result if last is None else result.contiguous(memory_format=last)
+        local = fetch(local)
+        return function.forward(local.to(dtype) if casts else local)[0]
 
     return LocalPlan(resample, out)
 
 
-def _kernel(
+def _in_memory_format(memory_format: torch.memory_format, function: Differentiated) -> Differentiated:
+    return replace(function, forward=lambda t: (function.forward(t)[0].contiguous(memory_format=memory_format), ()))
+
+
+def _function(
     shape: Sequence[int],
     out_shape: Sequence[int],
     resizes: dict[int, Resize],
     mine: dict[int, tuple[Interval, Interval]],
     dtype: torch.dtype,
     device: torch.device,
-) -> Callable[[Tensor], Tensor]:
+) -> Differentiated:
     """What resamples a tensor of ``shape``, which is of ``dtype``.
 
     Args:
         mine: per dim, the global input interval that the tensor holds and the outputs wanted.
     """
     if 0 in shape:
-        return lambda local: local.reshape(out_shape)
+        return nothing(shape, out_shape)
     parts = {d: as_local(resizes[d], *mine[d]) for d in mine}
-    found = [part for part in parts.values() if part is not None]
+    found = {d: part for d, part in parts.items() if part is not None}
     if len(found) < len(parts):
-        return _dim_by_dim(resizes, mine, dtype, device)
+        return _dim_by_dim(shape, resizes, mine, dtype, device)
     # One call of torch's kernel, which is several times faster than dim after dim.
-    first, scales = found[0][0], [part.scale for part, _ in found]
-    size = [part.out for part, _ in found] if None in scales else None
-    scale_factor = scales if size is None else None
-    wanted = [
-        (d, drop, length(mine[d][1]))
-        for d, (part, drop) in zip(mine, found, strict=True)
+    wanted = {
+        d: (drop, length(mine[d][1]), part.out)
+        for d, (part, drop) in found.items()
         if (drop, length(mine[d][1])) != (0, part.out)
-    ]
+    }
+    return taken(_by_torch(shape, [part for part, _ in found.values()]), wanted, shape, out_shape)
 
-    def resample(local: Tensor) -> Tensor:
-        result = F.interpolate(
-            local,
-            size,
-            scale_factor,  # type: ignore[arg-type]
-            first.mode,
-            first.align_corners,
-            antialias=first.antialias,
-        )
-        for place in wanted:
-            result = result.narrow(*place)
-        return result
 
-    return resample
+def _by_torch(shape: Sequence[int], parts: Sequence[Resize]) -> Differentiated:
+    first, scales, out = parts[0], [part.scale for part in parts], [part.out for part in parts]
+    name = _OPERATORS.get((first.mode, first.ndim, first.antialias))
+    if name is None or torch.are_deterministic_algorithms_enabled():
+        return _composed(first, scales, out)
+    kernel, gradient = getattr(nn_functions, name), getattr(torch.ops.aten, f"{name}_backward").default
+    corners = () if first.mode in ("nearest", "nearest-exact") else (bool(first.align_corners),)
+    scales = [None] * len(out) if None in scales else scales
+    return Differentiated(
+        lambda t: (kernel(t, out, *corners, *scales), ()),
+        lambda grad, _: gradient(grad, out, list(shape), *corners, *scales),
+    )
+
+
+def _composed(first: Resize, scales: Sequence[float | None], out: Sequence[int]) -> Differentiated:
+    """By torch's function, which chooses among operators; its gradient by autograd, whatever values it resamples."""
+    size, scale_factor = (out, None) if None in scales else (None, scales)
+
+    def resample(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        mode, corners = first.mode, first.align_corners
+        return F.interpolate(t, size, scale_factor, mode, corners, antialias=first.antialias), ()  # type: ignore[arg-type]
+
+    def gradient(grad: Tensor, read: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = read.detach().requires_grad_()
+            result, _ = resample(leaf)
+        return torch.autograd.grad(result, leaf, grad)[0]
+
+    return Differentiated(resample, gradient)
 
 
 def _dim_by_dim(
+    shape: Sequence[int],
     resizes: dict[int, Resize],
     mine: dict[int, tuple[Interval, Interval]],
     dtype: torch.dtype,
     device: torch.device,
-) -> Callable[[Tensor], Tensor]:
+) -> Differentiated:
     steps = []
     for d, (part, out) in mine.items():
         compute = dtype if resizes[d].mode in ("nearest", "nearest-exact") else resizes[d].dtype
         steps.append((d, compute, resizes[d].taps().of(out, part[0], compute, device)))
 
-    def resample(local: Tensor) -> Tensor:
+    def resample(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         for d, compute, weighted in steps:
-            local = weighted(local.to(compute), d)
-        return local.to(dtype)
+            t = weighted(t.to(compute), d)
+        return t.to(dtype), ()
 
-    return resample
+    def gradient(grad: Tensor, _: Tensor) -> Tensor:
+        for d, compute, weighted in reversed(steps):
+            grad = weighted.adjoint(grad.to(compute), d, shape[d])
+        return grad.to(dtype)
+
+    return Differentiated(resample, gradient)
 
 
 # -- called by the operators' names ------------------------------------------------------------------------------------
@@ -373,15 +431,5 @@ def _declare(name: str, mode: str, n: int, antialias: bool) -> None:
     register(packet.default)(FUNCTIONS[packet])
 
 
-_MODES = {
-    **{f"upsample_nearest{n}d": ("nearest", n, False) for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": ("nearest-exact", n, False) for n in (1, 2, 3)},
-    "upsample_linear1d": ("linear", 1, False),
-    "upsample_bilinear2d": ("bilinear", 2, False),
-    "upsample_bicubic2d": ("bicubic", 2, False),
-    "upsample_trilinear3d": ("trilinear", 3, False),
-    "_upsample_bilinear2d_aa": ("bilinear", 2, True),
-    "_upsample_bicubic2d_aa": ("bicubic", 2, True),
-}
 for _name, _mode in _MODES.items():
     _declare(_name, *_mode)

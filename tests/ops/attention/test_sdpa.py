@@ -26,6 +26,7 @@ from shardtensor.testing import (
     simulate_ranks,
 )
 
+METHODS = ("ring", "heads", "fetch")
 WHOLE = [Replicate()]
 ROWS = [Shard(-2)]
 COLUMNS = [Shard(-1)]
@@ -97,6 +98,7 @@ def check_grid(world: int, length: int, seed: int, method: str) -> None:
 def test_grid(world):
     for length in (7, 33):
         run_distributed(check_grid, world, world, length, 10 * length + world, "ring")
+        run_distributed(check_grid, world, world, length, length + world, "fetch")
     run_distributed(check_grid, world, world, 7, world, "heads")
 
 
@@ -104,7 +106,7 @@ def check_other_ways() -> None:
     """Point-to-point messages, and the checks of debugging."""
     os.environ["SHARDTENSOR_DEBUG"] = "1"
     try:
-        for method in ("ring", "heads"):
+        for method in METHODS:
             with shardtensor.set_transport("p2p"):
                 check_grid(3, 7, 5, method)
     finally:
@@ -116,7 +118,7 @@ def test_other_ways_to_send():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ring", "heads"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [1, 7, 33, 97])
 def test_whole_grid(world, length, method):
@@ -173,7 +175,7 @@ def check_kinds(mesh_shape, kinds) -> None:
     for what, *given, options in kinds:
         given = [g for g in given if g is not None]
         tensors = [data(*g[0]) if isinstance(g[0], tuple) else g[0] for g in given]
-        for method in ("ring", "heads"):
+        for method in METHODS:
             try:
                 with shardtensor.attention_method(method):
                     assert_matches_unsharded(
@@ -236,7 +238,7 @@ def check_any_placements(seed: int, count: int) -> tuple[int, int]:
         given = [anyhow(t) for t in tensors]
         if not any(places for places, _ in given):
             continue
-        with shardtensor.attention_method(rng.choice(("auto", "ring", "heads"))):
+        with shardtensor.attention_method(rng.choice(("auto", *METHODS))):
             try:
                 assert_matches_unsharded(
                     lambda *t, options=options: sdpa(*t, **options),
@@ -282,26 +284,28 @@ def test_rows_that_see_nothing():
     run_distributed(check_rows_that_see_nothing, 2)
 
 
-def check_overflow() -> None:
+def check_overflow(method) -> None:
     """A key whose score overflows to -inf counts for nothing, also where it is the only one of its rank."""
     q, v = torch.full((1, 1, 4, 2), 1e200, dtype=torch.float64), data(1, 1, 4, 2)
     k = torch.zeros_like(q)
     k[:, :, 3] = -1e200
     for options in ({}, {"is_causal": True}):
-        assert_matches_unsharded(
-            lambda *t, options=options: sdpa(*t, **options),
-            q,
-            k,
-            v,
-            mesh_shape=2,
-            placements=ROWS,
-            shard_sizes={0: (3, 1)},
-            check_grads=False,
-        )
+        with shardtensor.attention_method(method):
+            assert_matches_unsharded(
+                lambda *t, options=options: sdpa(*t, **options),
+                q,
+                k,
+                v,
+                mesh_shape=2,
+                placements=ROWS,
+                shard_sizes={0: (3, 1)},
+                check_grads=False,
+            )
 
 
-def test_scores_that_overflow():
-    run_distributed(check_overflow, 2)
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_that_overflow(method):
+    run_distributed(check_overflow, 2, method)
 
 
 def check_nan(method) -> None:
@@ -318,7 +322,7 @@ def check_nan(method) -> None:
             assert torch.equal(y.full_tensor().isnan(), expected)
 
 
-@pytest.mark.parametrize("method", ["ring", "heads"])
+@pytest.mark.parametrize("method", METHODS)
 def test_nan_is_not_lost(method):
     run_distributed(check_nan, 3, method)
 
@@ -344,7 +348,7 @@ def check_half_precision(dtype, method) -> None:
             assert mine <= 2 * theirs, f"{what}, {options}: error {mine}, torch's {theirs}"
 
 
-@pytest.mark.parametrize("method", ["ring", "heads"])
+@pytest.mark.parametrize("method", METHODS)
 def test_half_precision(method):
     run_distributed(check_half_precision, 3, torch.bfloat16, method)
 
@@ -375,7 +379,7 @@ def check_causal_bias() -> None:
             seen = torch.ones(length, keys, dtype=torch.bool)
             seen = seen.tril(keys - length if bias.variant == CausalVariant.LOWER_RIGHT else 0)
             for rows, columns in ((ROWS, ROWS), (ROWS, WHOLE), (WHOLE, ROWS), (WHOLE, WHOLE)):
-                for method in ("ring", "heads"):
+                for method in METHODS:
 
                     def attend(q, k, v, bias=bias, seen=seen):
                         return sdpa(q, k, v, bias if isinstance(q, ShardTensor) else seen)
@@ -435,6 +439,7 @@ NOTHING = Replicate()
 DROPOUTS = [
     ([NOTHING, Shard(2)], {1: (5, 3)}, [NOTHING, Shard(2)], {1: (7, 23)}, "ring"),
     ([NOTHING, Shard(2)], {1: (5, 3)}, [NOTHING, Shard(2)], {1: (7, 23)}, "heads"),
+    ([NOTHING, Shard(2)], {1: (5, 3)}, [NOTHING, Shard(2)], {1: (7, 23)}, "fetch"),
     ([NOTHING, Shard(2)], {1: (5, 3)}, [NOTHING, NOTHING], None, "auto"),
     ([NOTHING, NOTHING], None, [NOTHING, Shard(2)], {1: (7, 23)}, "auto"),
     ([Shard(1), Shard(2)], {0: (3, 1), 1: (5, 3)}, [Shard(1), Shard(2)], {0: (3, 1), 1: (7, 23)}, "ring"),
@@ -500,6 +505,33 @@ def test_bytes_of_the_ring():
     # Each gradient is sent by all but its owner.
     assert backward == tuple(f + a_key * (9 - n) for f, n in zip(forward, (5, 1, 3)))
     assert causal == (a_key * 5, a_key * (5 + 1), 0)
+
+
+def check_fetch_exactly(dtype) -> list[tuple[int, int, dict]]:
+    sizes = {0: (5, 1, 3)}
+    tensors = [data(2, 3, 9, 4, dtype=dtype) for _ in range(3)]
+    q, k, v = (shard(t, shared_mesh(3), ROWS, sizes, requires_grad=True) for t in tensors)
+    sent = []
+    for causal in (False, True):
+        with shardtensor.attention_method("fetch"), count_communication() as forward:
+            loss = sdpa(q, k, v, is_causal=causal).sum()
+        with count_communication() as backward:
+            loss.backward()
+        assert forward.collectives == backward.collectives == {"all_to_all": 1}
+        sent += [(c.messages, c.bytes_sent) for c in (forward, backward)]
+    return sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_fetching(dtype):
+    """There, each rank's keys to all that see them; back, of each rank the gradients of what it fetched, in float32."""
+    width = 2 * 2 * 3 * 4  # of keys and values
+    there, back = width * dtype.itemsize, width * 4
+    results = run_distributed(check_fetch_exactly, 3, dtype)
+    for rank, (forward, backward, causal, causal_backward) in enumerate(results):
+        own, before = (5, 1, 3)[rank], (0, 5, 6)[rank]
+        assert forward == (2, 2 * own * there) and backward == (2, (9 - own) * back)
+        assert causal == (2 - rank, (2 - rank) * own * there) and causal_backward == (rank, before * back)
 
 
 def check_heads_traffic() -> tuple[int, dict]:
@@ -575,11 +607,11 @@ def test_memory_and_overlap_of_the_ring():
 
 
 def check_choice() -> list[dict]:
-    """Many heads and long sequences: heads. Few heads, or a cut mask without heads: the ring."""
+    """Small keys are fetched. Many heads: heads. Few heads, or a cut mask without heads: the ring."""
     mesh = shared_mesh(4)
     counts = []
-    for heads, length, mask in ((8, 512, False), (2, 512, False), (8, 8, False), (8, 512, True)):
-        q = shard(torch.randn(1, heads, length, 8), mesh, ROWS)
+    for heads, length, mask in ((8, 512, False), (2, 1024, False), (8, 8, False), (8, 512, True)):
+        q = shard(torch.randn(1, heads, length, 32), mesh, ROWS)
         options = {"attn_mask": shard(torch.zeros(length, length), mesh, ROWS)} if mask else {"is_causal": True}
         with count_communication() as counted:
             sdpa(q, q, q, **options)
@@ -588,7 +620,7 @@ def check_choice() -> list[dict]:
 
 
 def test_choice_of_the_method():
-    assert run_distributed(check_choice, 4) == [[2, 3, 2, 3]] * 4
+    assert run_distributed(check_choice, 4) == [[2, 3, 1, 3]] * 4
 
 
 def check_kept() -> None:
@@ -597,7 +629,7 @@ def check_kept() -> None:
         with shardtensor.attention_method(method):
             sdpa(q, k, v, is_causal=True).sum().backward()
 
-    for method in ("ring", "heads", "auto"):
+    for method in (*METHODS, "auto"):
         step(method)
         first = layout_of.cache_info()
         for _ in range(3):
@@ -673,8 +705,9 @@ def call_badly(which: str) -> None:
         sdpa(q, q, q, data(8, 8), is_causal=True)
     elif which == "shape":
         sdpa(q, q, q, data(8, 7))
-    elif which == "twice":
-        y = sdpa(q, q, q)
+    elif which.startswith("twice"):
+        with shardtensor.attention_method(which.split()[-1]):
+            y = sdpa(q, q, q)
         (grad,) = torch.autograd.grad(y.sum(), q, create_graph=True)
         grad.sum().backward()
     elif which == "bias":
@@ -696,11 +729,12 @@ def call_badly(which: str) -> None:
         ("mask", UnsupportedSharding, "an operand would have to be gathered over mesh dim 0"),
         ("causal", RuntimeError, "attn_mask should not be set when is_causal=True"),
         ("shape", RuntimeError, "should be broadcastable"),
-        ("twice", UnsupportedSharding, "it cannot be differentiated twice"),
+        ("twice by ring", UnsupportedSharding, "it cannot be differentiated twice"),
+        ("twice by fetch", UnsupportedSharding, "it cannot be differentiated twice"),
         ("bias", ValueError, "a causal bias for (queries, keys) (8, 7), but there are (8, 8)"),
         ("dtype", UnsupportedSharding, "torch's attention does not compute in torch.float8_e4m3fn"),
         ("flex", UnsupportedSharding, "use scaled_dot_product_attention with a mask or a bias"),
-        ("method", ValueError, "choose 'auto', 'ring' or 'heads'"),
+        ("method", ValueError, "choose 'auto', 'ring', 'heads' or 'fetch'"),
     ],
 )
 def test_errors_on_every_rank(which, kind, text):

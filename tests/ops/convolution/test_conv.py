@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from spatial_cases import convolving
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -29,7 +30,7 @@ CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 FUNCTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-def check(cases):
+def check(cases, way="by their size"):
     """Run cases ``(input shape, conv arguments, mesh shape, dims per mesh dim, sizes)`` on every rank."""
     for shape, arguments, mesh_shape, dims, sizes in cases:
         torch.manual_seed(0)
@@ -37,7 +38,8 @@ def check(cases):
         conv = CONV[n](shape[-n - 1], **arguments).double()
         x = torch.randn(shape, dtype=torch.float64)
         placements = [Replicate() if d is None else Shard(d) for d in dims]
-        assert_matches_unsharded(conv, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
+        with convolving(way):
+            assert_matches_unsharded(conv, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
 
 
 def valid(shape, arguments):
@@ -93,11 +95,12 @@ def grid(world):
     return cases
 
 
+@pytest.mark.parametrize("way", ["joined", "by parts"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_grid_of_kernels_strides_paddings_dilations(world):
+def test_grid_of_kernels_strides_paddings_dilations(world, way):
     cases = grid(world)
     assert len(cases) > 60
-    run_distributed(check, world, cases, timeout=120)
+    run_distributed(check, world, cases, way, timeout=120)
 
 
 def image(sizes_h, sizes_w, n=2):
@@ -141,19 +144,31 @@ def meshes_2x2():
                     yield shape, arguments, (2, 2), dims, {m: cut[d] for m, d in enumerate(dims) if d is not None}
 
 
-def test_both_spatial_dims_on_a_2x2_mesh_with_corners():
+@pytest.mark.parametrize("way", ["joined", "by parts"])
+def test_both_spatial_dims_on_a_2x2_mesh_with_corners(way):
     cases = list(meshes_2x2())
     assert len(cases) > 80
-    run_distributed(check, 4, cases, timeout=120)
+    run_distributed(check, 4, cases, way, timeout=120)
 
 
-def test_three_sharded_dims():
+@pytest.mark.parametrize("way", ["joined", "by parts"])
+def test_three_sharded_dims(way):
     """Corners of corners: a volume cut along all its dims on a 2 x 2 x 1 mesh, and on a mesh dim of size one."""
     arguments = conv_arguments(3, 3, padding=1)
     cut = {0: (2, 3), 1: (1, 4), 2: (6,)}
     strided = conv_arguments(3, 3, stride=2, padding=1)
     cases = [((1, 4, 5, 5, 6), a, (2, 2, 1), [2, 3, 4], cut) for a in (arguments, strided)]
-    run_distributed(check, 4, cases)
+    run_distributed(check, 4, cases, way)
+
+
+def different_ways():
+    """Both send the same messages in the same order, so ranks need not agree on the way."""
+    cases = [case for case in meshes_2x2() if case[3] == [2, 3]]
+    check(cases, ("joined", "by parts")[torch.distributed.get_rank() % 2])
+
+
+def test_each_rank_may_convolve_in_its_own_way():
+    run_distributed(different_ways, 4)
 
 
 # -- hypothesis ----------------------------------------------------------------------------------------------------
@@ -198,9 +213,9 @@ def drawn(mesh_shape, examples):
         world *= n
 
     @settings(max_examples=examples)
-    @given(st.lists(convolutions(mesh_shape), min_size=4, max_size=8))
-    def run(cases):
-        run_distributed(check, world, [case for case in cases if valid(case[0], case[1])], timeout=120)
+    @given(st.lists(convolutions(mesh_shape), min_size=4, max_size=8), st.sampled_from(["joined", "by parts"]))
+    def run(cases, way):
+        run_distributed(check, world, [case for case in cases if valid(case[0], case[1])], way, timeout=120)
 
     run()
 
@@ -362,6 +377,29 @@ def test_dtypes_autocast_and_channels_last():
     run_distributed(formats, 2)
 
 
+def at_the_boundary(way, dtype):
+    """The largest error next to the boundary between two shards and anywhere on one device, against float64.
+
+    The kernel's rows cancel each other: a sum of rounded parts would be wrong in its leading digits.
+    """
+    torch.manual_seed(0)
+    rows = torch.randn(2, 16, 1, 12) + 0.01 * torch.randn(2, 16, 8, 12)
+    taps = torch.randn(8, 16, 1, 3) * torch.tensor([1.0, -2.0, 1.0]).view(3, 1)
+    x, weight = rows.to(dtype), taps.to(dtype)
+    exact = F.conv2d(x.double(), weight.double(), padding=1)[:, :, 1:-1]
+    with convolving(way):
+        y = F.conv2d(shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)}), weight, padding=1).full_tensor()[:, :, 1:-1]
+    alone = F.conv2d(x, weight, padding=1)[:, :, 1:-1]
+    found, expected = ((z.double() - exact).abs() for z in (y, alone))
+    assert found[:, :, 3:5].max() <= 2 * expected[:, :, 3:5].max(), (found[:, :, 3:5].max(), expected.max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("way", ["joined", "by parts"])
+def test_boundaries_are_rounded_once(way, dtype):
+    run_distributed(at_the_boundary, 2, way, dtype)
+
+
 # -- messages, bytes, memory ---------------------------------------------------------------------------------------
 
 
@@ -449,7 +487,7 @@ def test_transports_agree_bitwise():
         shardtensor.set_transport("carrier pigeon")
 
 
-def saved(sharded):
+def saved(sharded, way="by their size"):
     """Elements that a convolution keeps for its backward pass."""
     kept = []
     mesh = shared_mesh(2)
@@ -461,16 +499,18 @@ def saved(sharded):
         kept.append(t._local_tensor.numel() if isinstance(t, ShardTensor) else t.numel())
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with convolving(way), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         conv(x)
     return sum(kept)
 
 
-def test_only_strips_are_saved_beyond_what_the_unsharded_convolution_saves():
+# Joined with its halo, a shard is saved with the zeros around it, too.
+@pytest.mark.parametrize(("way", "strips"), [("by parts", 1), ("joined", 2)])
+def test_only_strips_are_saved_beyond_what_the_unsharded_convolution_saves(way, strips):
     alone = run_distributed(saved, 2, False)
-    sharded = run_distributed(saved, 2, True)
+    sharded = run_distributed(saved, 2, True, way)
     strip = 4 * 8
-    assert [b - a for a, b in zip(alone, sharded)] == [strip, strip]
+    assert [b - a for a, b in zip(alone, sharded)] == [strips * strip] * 2
 
 
 def many_ranks():

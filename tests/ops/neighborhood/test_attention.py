@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
-from shardtensor import ShardTensor, UnsupportedSharding, planning
+from shardtensor import ShardTensor, UnsupportedSharding, caches
 from shardtensor.ops.neighborhood import attention as handlers
 from shardtensor.ops.neighborhood import tiled as tiles
 from shardtensor.ops.neighborhood import window
@@ -563,7 +563,7 @@ class DenseKernel:
 
 def check_kernel_on_slices(cases):
     kernel = DenseKernel()
-    planning.forget_plans()
+    caches.forget()
     try:
         with (
             mock.patch.object(natten.functional, "neighborhood_attention_generic", kernel),
@@ -571,7 +571,7 @@ def check_kernel_on_slices(cases):
         ):
             check_cases(cases)
     finally:
-        planning.forget_plans()  # which have that kernel
+        caches.forget()  # which have that kernel
     return kernel.calls
 
 
