@@ -180,8 +180,9 @@ class ChannelNorm(ShardedNorm):
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``."""
         scale, rstd_of_sets = rstd if w is None else rstd * w, rstd
         if self.per_set != 1:
-            moments = moments.view(2, self.sets, self.per_set)[..., 0]
-            rstd_of_sets = rstd.view(self.sets, self.per_set)[:, 0]
+            # The kernel takes twice the time for strided statistics.
+            moments = moments.view(2, self.sets, self.per_set).select(2, 0).contiguous()
+            rstd_of_sets = rstd.view(self.sets, self.per_set).select(1, 0)
         (mean, var), (slope, offset) = moments.unbind(), (totals * (rstd_of_sets * self.scale)).unbind()
         if free is None:
             scaled = slope, offset, mean, var, False, 0.0, self.geometry.eps

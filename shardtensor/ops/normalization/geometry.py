@@ -63,6 +63,14 @@ class Geometry:
         held = ((d - self.first, self.spec.interval(m)) for d, m in self.spec.sharded_dims().items())
         return tuple((d, start, stop - start) for d, (start, stop) in held if d >= 0)
 
+    @property
+    def has_empty_shards(self) -> bool:
+        """Whether any rank's shard is empty: all ranks use the same kernel, so that their second derivatives
+        communicate alike.
+        """
+        sizes = [self.spec.cut(m) for m in self.spec.sharded_dims().values()]
+        return 0 in self.spec.shape or any(0 in of_dim for of_dim in sizes)
+
     def own_part(self, parameter: Tensor | None) -> Tensor | None:
         """The part of a parameter (or running statistic) that belongs to this rank's shard. A view."""
         if parameter is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Arguments, Composed, Operand, Plan, operator
+from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import wide_dtype
@@ -165,6 +165,9 @@ def plan_rms_norm(
     geometry = geometry_of_last_dims("rms_norm", input, len(shape), smallest, centered=False)
     prepare_parameters(call, geometry, weight=weight)
     dtype = result_dtype(call, lambda t, w: torch.rms_norm(t, (1,), w), input, weight)
+    if not geometry.merges and not geometry.has_empty_shards:
+        # Neither is the weight sharded then, nor is a part of it used.
+        return LocalPlan(lambda x, w: torch.rms_norm(x, shape, w, eps), geometry.output_spec(dtype))
     return RowNorm(call, geometry, dtype, weight)
 
 
