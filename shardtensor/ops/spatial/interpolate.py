@@ -326,7 +326,7 @@ def _function(
         mine: per dim, the global input interval that the tensor holds and the outputs wanted.
     """
     if 0 in shape:
-        return nothing(shape, out_shape)
+        return nothing(shape, out_shape, linear=True)
     parts = {d: as_local(resizes[d], *mine[d]) for d in mine}
     found = {d: part for d, part in parts.items() if part is not None}
     if len(found) < len(parts):
@@ -337,7 +337,7 @@ def _function(
         for d, (part, drop) in found.items()
         if (drop, length(mine[d][1])) != (0, part.out)
     }
-    return taken(_by_torch(shape, [part for part, _ in found.values()]), wanted, shape, out_shape)
+    return taken(_by_torch(shape, [part for part, _ in found.values()]), wanted, len(shape))
 
 
 def _by_torch(shape: Sequence[int], parts: Sequence[Resize]) -> Differentiated:
