@@ -26,6 +26,16 @@ def convolving(way):
     caches.forget()
 
 
+def squared_gradient(function):
+    """What tests second derivatives: a function of the gradient of another one."""
+
+    def penalty(x):
+        (grad,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    return penalty
+
+
 def data(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 

@@ -85,27 +85,28 @@ class Differentiated:
 Wanted = tuple[int, int, int]
 
 
-def nothing(shape: Sequence[int], out_shape: Sequence[int]) -> Differentiated:
-    """A function between tensors without elements, of these shapes."""
-    return Differentiated(lambda t: (t.reshape(out_shape), ()), lambda grad, _: grad.reshape(shape))
-
-
-def taken(
-    function: Differentiated, wanted: Mapping[int, Wanted], shape: Sequence[int], out_shape: Sequence[int]
-) -> Differentiated:
-    """A function with only the wanted outputs, which may be none: kernels refuse empty dims.
+def nothing(shape: Sequence[int], out_shape: Sequence[int], linear: bool) -> Differentiated:
+    """A function between tensors without elements, of these shapes. Kernels refuse empty dims.
 
     Args:
-        wanted: by dim, where not all are.
-        shape, out_shape: of the argument and of the wanted outputs.
+        linear: whether its gradient is independent of its argument, as that of the other ranks' function is for
+            autograd: in second derivatives, all ranks go back through what was fetched, or none.
     """
-    if 0 in out_shape:
-        return nothing(shape, out_shape)
+
+    def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        result = t.reshape(out_shape)
+        return result if linear else result.square(), ()
+
+    return Differentiated(forward, lambda grad, _: grad.reshape(shape))
+
+
+def taken(function: Differentiated, wanted: Mapping[int, Wanted], ndim: int) -> Differentiated:
+    """A function with only the wanted outputs, ``{dim: which}`` where not all are; of ``ndim`` dims."""
     if not wanted:
         return function
     places = [(d, drop, count) for d, (drop, count, _) in wanted.items()]
     around = {d: (drop, total - drop - count) for d, (drop, count, total) in wanted.items()}
-    unwanted = [n for d in reversed(range(len(out_shape))) for n in around.get(d, (0, 0))]
+    unwanted = [n for d in reversed(range(ndim)) for n in around.get(d, (0, 0))]
 
     def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         result, kept = function.forward(t)

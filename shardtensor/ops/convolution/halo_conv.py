@@ -31,7 +31,7 @@ from ...geometry import Interval, Window, intersect, intervals_of, map_boundarie
 from ...halo import Axis, Fetch, Halo, Outgoing, Sides
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
-from .parts import Geometry, Kernel, Part
+from .parts import Common, Geometry, Part
 
 __all__ = ["Convolution", "ConvolutionByParts", "JoinedConvolution", "Pads", "plan_convolution", "stride_of"]
 
@@ -317,8 +317,8 @@ def plan_convolution(
         tuple(sizes),
     )
     out_shape = out_spec.local_shape()
-    kernel = Kernel(weight, stride, dilation, groups)
-    return _on_this_rank(spec, out_spec, Geometry(kernel, spec.local_shape(), out_shape, windows, axes, reads, outs))
+    common = Common(weight, stride, dilation, groups)
+    return _on_this_rank(spec, out_spec, Geometry(common, spec.local_shape(), out_shape, windows, axes, reads, outs))
 
 
 def _on_this_rank(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Geometry) -> Convolution:

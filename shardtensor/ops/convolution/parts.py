@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import kernel
 from ...geometry import Interval, Window, length
 from ...halo import Axis, Narrow
 
-__all__ = ["Geometry", "Kernel", "Part"]
+__all__ = ["Common", "Geometry", "Part"]
 
-_convolution_backward = torch.ops.aten.convolution_backward.default
+_convolution_backward = kernel(torch.ops.aten.convolution_backward.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class Common:
     """What the convolutions of all parts have in common.
 
     Attributes:
@@ -42,7 +43,7 @@ class Part:
     """The convolution of one part of what is read, among zeros.
 
     Attributes:
-        kernel: stride, dilation and groups.
+        common: what it shares with the other parts.
         shape: of the part.
         crop: ``(dim, start, length)`` narrowings of the part to what is read.
         inner: zeros on both ends of each spatial dim that the kernel adds itself.
@@ -51,7 +52,7 @@ class Part:
         taps: ``(dim, start, length)`` of the kernel's taps that reach it; None for all.
     """
 
-    kernel: Kernel
+    common: Common
     shape: tuple[int, ...]
     crop: tuple[Narrow, ...]
     inner: tuple[int, ...]
@@ -62,7 +63,7 @@ class Part:
     _plain: bool = field(init=False)  # nothing to do but to call the kernel
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_arguments", self.kernel.arguments(self.inner))
+        object.__setattr__(self, "_arguments", self.common.arguments(self.inner))
         object.__setattr__(self, "_plain", not self.crop and not self.outer and self.taps is None)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,7 +76,7 @@ class Part:
         self, grad: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of the part, of the taps that reach it and of the bias, where they are ``needed``."""
-        arguments = self.kernel.weight[:1], *self._arguments, needed
+        arguments = self.common.weight[:1], *self._arguments, needed
         if self._plain:
             found: tuple[Tensor | None, Tensor | None, Tensor | None]
             found = _convolution_backward(grad, x, weight, *arguments)
@@ -116,14 +117,14 @@ class Geometry:
     """What the parts of one rank's convolution follow from.
 
     Attributes:
-        kernel: what they have in common.
+        common: what they share.
         shape, out_shape: of the shard and of its outputs.
         windows: of the spatial dims.
         axes: the sharded spatial dims.
         reads, outs: ``{dim: interval}`` of the inputs that are read (beyond the global ends, too) and of the outputs.
     """
 
-    kernel: Kernel
+    common: Common
     shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     windows: Sequence[Window]
@@ -227,7 +228,7 @@ class Geometry:
         if 0 in read_shape or 0 in self.out_shape:
             return None
         padding = self._padding(read_shape, pads, counts, taps)
-        return Part(self.kernel, tuple(shape), tuple(crop), *padding, outputs, taps)
+        return Part(self.common, tuple(shape), tuple(crop), *padding, outputs, taps)
 
     def _padding(
         self, shape: Sequence[int], pads: Sequence[Interval], outputs: Sequence[int], taps: Narrow | None

@@ -29,6 +29,7 @@ from ..common.stencil import (
     StencilPlan,
     Wanted,
     keeping_sums,
+    nothing,
     per_dim,
     resized,
     result_dtype,
@@ -140,12 +141,15 @@ def _pool(
         if drop or given.outputs != sizes[d][rank]:
             wanted[d] = drop, sizes[d][rank], given.outputs
     fetch = Fetch.of(spec, needs)
-    unpadded = kernel([0] * len(windows))
-    shape = [1] * first + [w.extent for w in windows]
-    dtype = result_dtype(call, spec.tensor_meta.dtype, lambda t: values_of(unpadded(t)), shape)
+    unpadded, taps = kernel([0] * len(windows)), [w.extent for w in windows]
+    dtype = result_dtype(call, spec.tensor_meta.dtype, lambda t: values_of(unpadded(t)), [1] * first + taps)
     if gradient is not None and dtype == spec.tensor_meta.dtype and not spec.partial_mesh_dims():
         out = resized(spec, values_of(meta), dtype, sizes)
-        return StencilPlan(fetch, taken(gradient(paddings), wanted, fetch.shape, out.local_shape()), out)
+        shape = out.local_shape()
+        if 0 in shape:
+            # To autograd, the gradients of torch's kernels depend on the input.
+            return StencilPlan(fetch, nothing(fetch.shape, shape, linear=False), out)
+        return StencilPlan(fetch, taken(gradient(paddings), wanted, len(shape)), out)
     indices = GlobalIndices(fetch.shape[first:], origin, spec.shape[first:]) if isinstance(meta, tuple) else None
     places = [(d, drop, count) for d, (drop, count, _) in wanted.items()]
     return local_plan(spec, fetch, dtype, kernel(paddings), places, indices, values_of(meta), sizes)

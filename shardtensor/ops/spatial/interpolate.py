@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import nn_functions, untraced
+from ..._compat import kernel, nn_functions, untraced
 from ...geometry import Interval, intervals_of, length, map_boundaries
 from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
@@ -326,7 +326,7 @@ def _function(
         mine: per dim, the global input interval that the tensor holds and the outputs wanted.
     """
     if 0 in shape:
-        return nothing(shape, out_shape)
+        return nothing(shape, out_shape, linear=True)
     parts = {d: as_local(resizes[d], *mine[d]) for d in mine}
     found = {d: part for d, part in parts.items() if part is not None}
     if len(found) < len(parts):
@@ -337,7 +337,7 @@ def _function(
         for d, (part, drop) in found.items()
         if (drop, length(mine[d][1])) != (0, part.out)
     }
-    return taken(_by_torch(shape, [part for part, _ in found.values()]), wanted, shape, out_shape)
+    return taken(_by_torch(shape, [part for part, _ in found.values()]), wanted, len(shape))
 
 
 def _by_torch(shape: Sequence[int], parts: Sequence[Resize]) -> Differentiated:
@@ -345,11 +345,11 @@ def _by_torch(shape: Sequence[int], parts: Sequence[Resize]) -> Differentiated:
     name = _OPERATORS.get((first.mode, first.ndim, first.antialias))
     if name is None or torch.are_deterministic_algorithms_enabled():
         return _composed(first, scales, out)
-    kernel, gradient = getattr(nn_functions, name), getattr(torch.ops.aten, f"{name}_backward").default
+    resample, gradient = getattr(nn_functions, name), kernel(getattr(torch.ops.aten, f"{name}_backward").default)
     corners = () if first.mode in ("nearest", "nearest-exact") else (bool(first.align_corners),)
     scales = [None] * len(out) if None in scales else scales
     return Differentiated(
-        lambda t: (kernel(t, out, *corners, *scales), ()),
+        lambda t: (resample(t, out, *corners, *scales), ()),
         lambda grad, _: gradient(grad, out, list(shape), *corners, *scales),
     )
 

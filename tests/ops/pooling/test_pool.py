@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from spatial_cases import check_cases, data
+from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -311,6 +311,23 @@ def test_scaled_boundaries_give_outputs_to_the_owner_of_their_centre(sizes, out)
         for o in range(start, stop):
             assert a * 2 * out <= (2 * o + 1) * n <= b * 2 * out
     assert map_boundaries(sizes, scaled_boundary(n, 2 * n)) == tuple(2 * s for s in sizes)
+
+
+def second_derivatives():
+    functions = {
+        "aligned": lambda x: F.max_pool2d(x, 2),
+        "max": lambda x: F.max_pool2d(x, 3, 2, 1),
+        "average": lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False),
+    }
+    cases = [(name, squared_gradient(f), (2, 3, 9, 7), (2, 3)) for name, f in functions.items()]
+    volumes = {"max 3d": lambda x: F.max_pool3d(x, 3, 1, 1), "average 3d": lambda x: F.avg_pool3d(x, 2, ceil_mode=True)}
+    cases += [(name, squared_gradient(f), (1, 2, 5, 4, 6), (2, 4)) for name, f in volumes.items()]
+    check_cases(cases, torch.distributed.get_world_size(), rounds=3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_second_derivatives(world):
+    run_distributed(second_derivatives, world)
 
 
 def gradient_by_name():

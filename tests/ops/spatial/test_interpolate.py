@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from spatial_cases import check_cases, data
+from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -327,3 +327,23 @@ def by_operators_names():
 
 def test_operators_called_by_name():
     run_distributed(by_operators_names, 2)
+
+
+def second_derivatives():
+    options = (
+        {"scale_factor": 2, "mode": "bilinear"},
+        {"scale_factor": 2, "mode": "nearest"},
+        {"size": (5, 11), "mode": "bicubic", "antialias": True},
+        {"size": (13, 4), "mode": "bilinear", "align_corners": True},
+    )
+    cases = [
+        (str(kwargs), squared_gradient(lambda x, kwargs=kwargs: F.interpolate(x, **kwargs)), (2, 3, 8, 6), (2, 3))
+        for kwargs in options
+    ]
+    check_cases(cases, torch.distributed.get_world_size(), rounds=3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_second_derivatives(world):
+    """Also where some ranks resample by torch's kernel, and others dim by dim."""
+    run_distributed(second_derivatives, world)
