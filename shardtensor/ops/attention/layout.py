@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
+from ...caches import cached
 from ...errors import refuse
 from ...geometry import Interval, intervals_of, length
 from ...layout import AxisLayout
@@ -72,7 +72,7 @@ class Layout:
     head_sizes: tuple[tuple[int, ...], ...] | None = None
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def layout_of(
     name: str,
     query: ShardTensorSpec,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import AutogradFunction, alias
+from ...caches import cached
 from ...errors import refuse
 from ...exchange import plan_intervals
 from ...geometry import Interval, intervals_of, length
@@ -202,7 +202,7 @@ class Work:
         return () if 0 in q.shape[:-1] else self.parts[index]  # no batch or heads here, on which torch's kernel crashes
 
 
-@lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     """The work of one rank, from specs alone."""
     query, _, value, _ = layout.targets
