@@ -158,7 +158,7 @@ class MultiheadPlan(LocalPlan):
         of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], q, None, *kept)
         packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
         found[7], found[3] = _of_parameters(packed, query, (needed[7], needed[3]), in_weight)
-        finish = None if self.total is None else self.total.start(found)
+        finish = None if self.total is None else self.total.start(found, overwrite=True)
         of_query = torch.mm(packed, cast(in_weight, packed.dtype)).view(query.shape) if needed[0] else None
         found = found if finish is None else finish()
         found[0] = None if of_query is None else cast(of_query, query.dtype)

@@ -82,7 +82,7 @@ class Work:
         group: of the ranks that exchange something; None where nothing is exchanged.
         fetch: of keys and values next to each other; None where they are at hand.
         alone: whether one call of a kernel gives the result.
-        flash: whether torch's flash kernel takes the operands.
+        flash: torch's flash kernel, where it takes the operands.
     """
 
     name: str
@@ -95,21 +95,19 @@ class Work:
     group: dist.ProcessGroup | None
     fetch: Fetch | None
     alone: bool
-    flash: bool
+    flash: Kernel | None
     _trips: dict[Any, Trip] = field(default_factory=dict, compare=False)
 
     @property
     def is_ours(self) -> bool:
         """Whether it takes more than torch's own function on the keys that are at hand, or fetched.
 
-        torch's is not taken after a fetch either if it is the flash kernel: without autograd in between, fetching and
-        computing is one step.
+        torch's is not taken after a fetch either if it is the flash kernel (without autograd in between, fetching and
+        computing is one step), or if some rank could not take it.
         """
-        return self.exchanges or self._shifted or (self.fetch is not None and self.kernel().fused)
-
-    @property
-    def _shifted(self) -> bool:
-        return self.shift is not None and self.layout.rows[0] + self.shift != 0
+        if self.fetch is not None:
+            return self.shift is not None or self.kernel().fused
+        return self.exchanges or (self.shift is not None and self.layout.rows[0] + self.shift != 0)
 
     def by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Shard the heads instead of the sequence, compute, and shard the sequence again."""
@@ -146,9 +144,9 @@ class Work:
 
     def kernel(self, dropout: Dropout | None = None) -> Kernel:
         """Flash where torch has it and gives the log-sum-exp, for the CPU; explicit scores elsewhere."""
-        # The switch of every device, in spite of its name.
-        fused = self.flash and dropout is None and torch.backends.cuda.flash_sdp_enabled()
-        return Kernel(self.scale, fused, dropout)
+        if dropout is None and self.flash is not None and torch.backends.cuda.flash_sdp_enabled():
+            return self.flash  # its switch is that of every device, in spite of the name
+        return Kernel(self.scale, False, dropout)
 
     # -- keys and values that are fetched ---------------------------------------------------------------------------
 
@@ -212,7 +210,9 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
     parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
     alone = not exchanges and len(parts[0]) == 1 and parts[0][0].rows is None and parts[0][0].columns is None
-    flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS and query.shape[-1] == value.shape[-1] > 0
+    takes_flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS
+    takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
+    flash = Kernel(scale, fused=True) if takes_flash else None
     return Work(name, layout, query, shift, scale, parts, exchanges, group, _fetch(layout), alone, flash)
 
 
@@ -223,7 +223,7 @@ def _fetch(layout: Layout) -> Fetch | None:
         return None
     *rows, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
     transfers = plan_intervals(intervals_of(k.cut(m)), layout.fetched, k.coordinate[m])
-    return Fetch([Axis(len(rows) - 1, m, transfers)], k.mesh, (*rows, features + v.shape[-1]))
+    return Fetch([Axis(len(rows) - 1, m, transfers)], k.mesh, (*rows, features + v.shape[-1])) or None
 
 
 def _parts(layout: Layout, index: int, shift: int | None) -> Iterator[Part]:

@@ -98,11 +98,11 @@ class AttentionPlan(LocalPlan):
         super().__init__(self.attend, outputs, gradients)
         self.work, self.by_torch, self.options = work, by_torch, options
         shared = any(spec is not None for spec in gradients)
-        self._in_pieces = by_torch or shared or options.dropout_p > 0 or len(work.query.shape) < 4
+        self._by_autograd = by_torch or shared or options.dropout_p > 0 or len(work.query.shape) < 4
 
     def is_one_step(self) -> bool:
         """Whether :meth:`forward` and :meth:`backward` do it: not where torch's own function does."""
-        return not self._in_pieces and self.work.layout.head_sizes is None and self.work.is_ours
+        return not self._by_autograd and self.work.layout.head_sizes is None and self.work.is_ours
 
     def run(self, tensors: Sequence[Any]) -> Any:
         return Plan.run(self, tensors) if self.is_one_step() else super().run(tensors)

@@ -7,9 +7,7 @@ ranks. Where features or weights are sharded, the layer is a contraction like ot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..._compat import AutogradFunction, TensorMeta
+from ..._compat import TensorMeta
 from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...parameters import GradientSum
-from ...planning import meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import as_operand
@@ -48,34 +45,6 @@ class LinearPlan(Plan):
         if grads[0] is None:
             return None, None, None
         return _gradients(needed, grads[0], x, weight, self.bias, self.total)
-
-
-def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum | None) -> Tensor:
-    """``F.linear`` of local tensors, as a part of other local work. Differentiable.
-
-    Args:
-        total: the sum over the ranks that the gradients need, of ``(x, weight, bias)``; None for no sum.
-    """
-    if total is None or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    return _LocalLinear.apply(x, weight, bias, total)  # type: ignore[no-any-return]
-
-
-class _LocalLinear(AutogradFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum) -> Tensor:  # type: ignore[override]
-        ctx.total, ctx.bias = total, None if bias is None else meta_of(bias)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives, in which each rank contributes to the weight's, too
-            _, weight, _ = ctx.total.complete([None, weight, None])
-        kind = x.device.type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            return *_gradients(ctx.needs_input_grad[:3], grad, x, weight, ctx.bias, ctx.total), None
 
 
 def _gradients(

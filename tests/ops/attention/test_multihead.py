@@ -173,6 +173,47 @@ def test_messages():
     assert all(collectives == {"all_to_all": 2, "all_reduce": 1} for _, collectives in results)
 
 
+def check_autocast() -> None:
+    """The gradients have the dtypes of what they belong to, and the errors of one device."""
+    torch.manual_seed(0)
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 7, 8)
+    results = []
+    for tensor in (x.requires_grad_(), shard(x.detach(), shared_mesh(2), [Shard(1)], SIZES, requires_grad=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(tensor, tensor, tensor, need_weights=False)[0]
+        assert y.dtype == torch.bfloat16
+        y.float().square().mean().backward()
+        grads = [tensor.grad, *(p.grad for p in module.parameters())]
+        assert all(g.dtype == torch.float32 for g in grads)
+        results.append([t.full_tensor() if isinstance(t, ShardTensor) else t for t in (y.float(), *grads)])
+        module.zero_grad()
+    for whole, ours in zip(*results):
+        torch.testing.assert_close(ours, whole, rtol=0.03, atol=0.003)
+
+
+def test_autocast():
+    run_distributed(check_autocast, 2)
+
+
+def check_second_derivatives() -> None:
+    """Those by the output's projection need first derivatives of the attention only, so they are there."""
+    torch.manual_seed(0)
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True).double(), data(2, 7, 8)
+    found = []
+    for tensor in (x.requires_grad_(), shard(x.detach(), shared_mesh(2), [Shard(1)], SIZES, requires_grad=True)):
+        y = module(tensor, tensor, tensor, need_weights=False)[0]
+        (grad,) = torch.autograd.grad(y.square().sum(), module.out_proj.weight, create_graph=True)
+        grad.square().sum().backward()
+        found.append([tensor.grad, module.in_proj_weight.grad, module.out_proj.weight.grad])
+        module.zero_grad()
+    found[1][0] = found[1][0].full_tensor()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def test_second_derivatives():
+    run_distributed(check_second_derivatives, 2)
+
+
 def call_with_a_wrong_mask() -> None:
     x = shard(torch.randn(2, 7, 8), shared_mesh(2), [Shard(1)], SIZES)
     nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x, attn_mask=torch.zeros(7, 6))
