@@ -4,7 +4,8 @@
 E[x²] - E[x]². The ranks' pairs are gathered and merged, weighted with the share of elements that the spec says each
 rank has. A large mean so costs no more precision than on one device, unequal and empty shards are exact, and every
 rank merges the same numbers in the same order, so running statistics stay equal. That is one small all-gather in
-forward per mesh dim that shards a normalized dim, and one small all-reduce in backward.
+forward per mesh dim that shards a normalized dim (two small all-reduces on a large one), and one small all-reduce in
+backward.
 
 Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances" (1979).
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat import constant_like, is_traced, untraced
-from ...redistribute import all_gather
+from ...redistribute import all_gather, all_reduce
 from ...spec import ShardTensorSpec
 from ...tensor import wrap
 from ..common.alignment import wide_dtype
@@ -33,6 +34,8 @@ __all__ = ["Merge", "Statistics", "centered", "moments_of"]
 
 # Elements of a shard up to which torch.var_mean, which is slow on CPUs, takes less time than several operators.
 _FEW = 1 << 11
+# Ranks up to which all of them get all moments.
+GATHERING = 16
 # Elements of a row from which the kernel of layer norm takes less time.
 _ROW = 16
 
@@ -120,7 +123,11 @@ def centered(x: Tensor, mean: Tensor | None, out: Tensor | None = None) -> Tenso
 
 
 class Merge:
-    """The ranks' moments along one mesh dim, gathered and merged."""
+    """The ranks' moments along one mesh dim, merged.
+
+    Few ranks gather all moments: one message. Among many ranks that would take time and memory in proportion to their
+    number, so these sum the means first, and then, with the global mean known, the squares of deviations from it.
+    """
 
     def __init__(
         self,
@@ -131,20 +138,34 @@ class Merge:
         device: torch.device,
     ) -> None:
         self.group: dist.ProcessGroup = mesh.get_group(mesh_dim)
-        self.held = [rank for rank, size in enumerate(sizes) if size]
-        self.partly = len(self.held) < len(sizes)
-        self.shares = [sizes[rank] / sum(sizes) for rank in self.held]
-        with torch.inference_mode(False), untraced():
-            self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, 1)
+        total = sum(sizes)
+        self.share = sizes[mesh.get_local_rank(mesh_dim)] / total
+        self.gathers = len(sizes) <= GATHERING
+        if self.gathers:
+            self.held = [rank for rank, size in enumerate(sizes) if size]
+            self.partly = len(self.held) < len(sizes)
+            self.shares = [sizes[rank] / total for rank in self.held]
+            with torch.inference_mode(False), untraced():
+                self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, 1)
 
     def __call__(self, moments: Tensor) -> Tensor:
         """Means and variances ``(2, sets)`` of parts, or mean squares ``(1, sets)``, to those of all elements."""
-        parts = all_gather(moments, self.group).unbind()
+        if not self.gathers:
+            return self._summed(moments)
+        parts = all_gather(moments, self.group)
         if self.partly:
-            parts = [parts[rank] for rank in self.held]
-        if len(parts) == 1:
+            parts = torch.stack([parts[rank] for rank in self.held])
+        if len(self.held) == 1:
             return parts[0]
-        return self._merge_two(*parts) if len(parts) == 2 else self._merge(torch.stack(parts))
+        return self._merge_two(*parts.unbind()) if len(self.held) == 2 else self._merge(parts)
+
+    def _summed(self, moments: Tensor) -> Tensor:
+        if moments.shape[0] == 1:
+            return all_reduce(moments * self.share, self.group)
+        mean, var = moments.unbind()
+        total = all_reduce(mean * self.share, self.group)
+        offsets = mean - total
+        return torch.stack((total, all_reduce(torch.addcmul(var, offsets, offsets).mul_(self.share), self.group)))
 
     def _merge_two(self, a: Tensor, b: Tensor) -> Tensor:
         """The most frequent case in fewer operators."""
