@@ -83,6 +83,7 @@ class Work:
         fetch: of keys and values next to each other; None where they are at hand.
         alone: whether one call of a kernel gives the result.
         flash: torch's flash kernel, where it takes the operands.
+        empty: whether some rank's queries, keys or values are; torch's kernels crash on such.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Work:
     fetch: Fetch | None
     alone: bool
     flash: Kernel | None
+    empty: bool
     _trips: dict[Any, Trip] = field(default_factory=dict, compare=False)
 
     @property
@@ -103,8 +105,10 @@ class Work:
         """Whether it takes more than torch's own function on the keys that are at hand, or fetched.
 
         torch's is not taken after a fetch either if it is the flash kernel (without autograd in between, fetching and
-        computing is one step), or if some rank could not take it.
+        computing is one step), or if some rank could not take it: all ranks refuse second derivatives alike.
         """
+        if self.empty:
+            return True
         if self.fetch is not None:
             return self.shift is not None or self.kernel().fused
         return self.exchanges or (self.shift is not None and self.layout.rows[0] + self.shift != 0)
@@ -132,8 +136,7 @@ class Work:
         missing = max(0, _DIMS - q.ndim)
         if missing:
             q, k, v = (t[(None,) * missing] for t in (q, k, v))
-        empty = 0 in (q.numel(), k.numel(), v.numel())  # on which torch's kernels crash
-        if self.is_ours or empty or dropout is not None:
+        if self.is_ours or dropout is not None:
             out = _Attention.apply(q, k, v, mask, self, self.kernel(dropout))
         else:
             k, v = self.fetched(k, v)
@@ -203,9 +206,12 @@ class Work:
 @cached(maxsize=1024)
 def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     """The work of one rank, from specs alone."""
-    query, _, value, _ = layout.targets
+    query, key, value, _ = layout.targets
     m = layout.mesh_dim
-    assert query is not None and value is not None
+    assert query is not None and key is not None and value is not None
+    shards = [
+        (*spec.shape, *(n for m in spec.sharded_dims().values() for n in spec.cut(m))) for spec in (query, key, value)
+    ]
     group = None if m is None else query.mesh.get_group(m)
     exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
     parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
@@ -213,7 +219,20 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     takes_flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS
     takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
     flash = Kernel(scale, fused=True) if takes_flash else None
-    return Work(name, layout, query, shift, scale, parts, exchanges, group, _fetch(layout), alone, flash)
+    return Work(
+        name,
+        layout,
+        query,
+        shift,
+        scale,
+        parts,
+        exchanges,
+        group,
+        _fetch(layout),
+        alone,
+        flash,
+        any(0 in sizes for sizes in shards),
+    )
 
 
 def _fetch(layout: Layout) -> Fetch | None:

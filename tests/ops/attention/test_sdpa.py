@@ -727,7 +727,10 @@ def call_badly(which: str) -> None:
     elif which == "shape":
         sdpa(q, q, q, data(8, 7))
     elif which.startswith("twice"):
-        with shardtensor.attention_method(which.split()[-1]):
+        backends = list(SDPBackend.__members__.values())
+        if "empty" in which:  # torch's own function can be differentiated twice, but an empty shard cannot use it
+            q, backends = shard(data(2, 4, 8, 4), mesh, ROWS, {0: (8, 0)}, requires_grad=True), SDPBackend.MATH
+        with shardtensor.attention_method(which.split()[-1]), sdpa_kernel(backends):
             y = sdpa(q, q, q)
         (grad,) = torch.autograd.grad(y.sum(), q, create_graph=True)
         grad.sum().backward()
@@ -752,6 +755,7 @@ def call_badly(which: str) -> None:
         ("shape", RuntimeError, "should be broadcastable"),
         ("twice by ring", UnsupportedSharding, "it cannot be differentiated twice"),
         ("twice by fetch", UnsupportedSharding, "it cannot be differentiated twice"),
+        ("twice with an empty shard by fetch", UnsupportedSharding, "it cannot be differentiated twice"),
         ("bias", ValueError, "a causal bias for (queries, keys) (8, 7), but there are (8, 8)"),
         ("dtype", UnsupportedSharding, "torch's attention does not compute in torch.float8_e4m3fn"),
         ("flex", UnsupportedSharding, "use scaled_dot_product_attention with a mask or a bias"),
