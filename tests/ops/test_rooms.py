@@ -136,8 +136,9 @@ TESTED_WITH = {
     "linalg/test_matmul.py": "linalg/linear",
     "loss/test_elementwise.py": "loss/base loss/cross_entropy loss/kernels",
     "neighborhood/test_attention.py": "neighborhood/natten_kernels neighborhood/tiled neighborhood/window",
-    "normalization/test_layer_group_rms.py": "normalization/batch_instance normalization/geometry",
-    "normalization/test_sharded_norm.py": "normalization/statistics",
+    "normalization/test_layer_group_rms.py": "normalization/batch_instance normalization/geometry "
+    "normalization/local_norm normalization/norm",
+    "normalization/test_sharded_norm.py": "normalization/channel_norm normalization/statistics",
     "pooling/test_pool.py": "common/stencil pooling/adaptive_pool",
     "pooling/test_unpool.py": "pooling/fractional_max_pool",
     "reduction/test_extremum.py": "common/pick",

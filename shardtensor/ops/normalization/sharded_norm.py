@@ -109,7 +109,7 @@ class RowNorm(ShardedNorm):
         local = None
         if needed[0]:
             sums = [self._sum(t, w) for t in ((with_x,) if mean is None else (with_x, grad))]
-            local = self._of_input(grad, x_view, mean, rstd, w, sums, with_x)
+            local = self._of_input(grad, x_view, mean, rstd, w, sums)
             local = (local if local.dtype == x.dtype else local.to(x.dtype)).reshape(x.shape)
         result = result if finish is None else finish()
         result[0] = local
@@ -123,19 +123,17 @@ class RowNorm(ShardedNorm):
         rstd: Tensor,
         w: Tensor | None,
         sums: list[Tensor],
-        free: Tensor,
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
 
         Args:
             sums: of ``w * grad * xhat``, and if centered of ``w * grad``, over the normalized dims of this shard.
-            free: memory for the result.
         """
         means = torch.stack(sums).div_(max(self.geometry.count, 1))
         for merge in self.statistics.merges:
             means = all_reduce(means, merge.group) if means.numel() else means
         means.mul_(rstd)
-        local = centered(x, mean, free).mul_(means[0].mul_(rstd).neg_())
+        local = centered(x, mean).mul_(means[0].mul_(rstd).neg_())
         if mean is not None:
             local.sub_(means[1])
         return local.addcmul_(grad if w is None else grad * w, rstd)

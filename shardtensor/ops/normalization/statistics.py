@@ -1,6 +1,7 @@
 """Mean and variance over sharded dims.
 
-[Note: statistics] Each rank takes mean and variance of its own shard, in two passes or by Welford's method, never
+[Note: statistics] Each rank takes mean and variance of its own shard, in two passes or by Welford's method (on CPUs by
+the kernel of layer norm, whose result is dropped: it takes a tenth of the time of torch.var_mean), never
 E[x²] - E[x]². The ranks' pairs are gathered and merged, weighted with the share of elements that the spec says each
 rank has. A large mean so costs no more precision than on one device, unequal and empty shards are exact, and every
 rank merges the same numbers in the same order, so running statistics stay equal. That is one small all-gather in

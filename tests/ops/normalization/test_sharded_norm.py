@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 SHAPE, SIZES = (1, 4, 96, 128), {0: (61, 0, 35)}
 
@@ -87,3 +87,84 @@ def check_large_shards():
 
 def test_large_shards_in_any_memory_format():
     run_distributed(check_large_shards, 2)
+
+
+def check_few_elements():
+    """Shards of one element, or of none, per set, also of equal ones; a shard with all of them; hardly any eps."""
+    torch.manual_seed(0)
+    weight, bias = torch.rand(2, 4, dtype=torch.float64) + 0.5
+    functions = [
+        lambda x, w, b: F.group_norm(x, 4, w, b),
+        lambda x, w, b: F.group_norm(x, 2, w),
+        lambda x, w, b: F.group_norm(x, 2),
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True, 0.1, 1e-30),
+        lambda x, w, b: F.instance_norm(x, weight=w, bias=b, eps=1e-30),
+        lambda x, w, b: F.layer_norm(x, (3, 1), eps=1e-3),
+    ]
+    for n in (1, 2):
+        x = torch.randn(n, 4, 3, 1, dtype=torch.float64)
+        for sizes in ((1, 1, 1), (2, 0, 1), (0, 3, 0)):
+            for i, function in enumerate(functions):
+                used = (x, weight, bias) if i in (0, 3, 4) else (x, weight) if i == 1 else (x,)
+                called = lambda *t, f=function: f(*t, *[None] * (3 - len(t)))  # noqa: E731
+                places = [[Shard(2)], *[None] * (len(used) - 1)]
+                cuts = [{0: sizes}, *[None] * (len(used) - 1)]
+                assert_matches_unsharded(called, *used, mesh_shape=3, placements=places, shard_sizes=cuts)
+
+
+def test_shards_of_one_element_or_none():
+    run_distributed(check_few_elements, 3)
+
+
+def check_replicated_weights_of_entire_inputs():
+    x = torch.randn(1, 2, 3, dtype=torch.float64)
+    weight = torch.rand(1, 2, 3, dtype=torch.float64)
+    mesh, grads = shared_mesh(2), []
+    for whole in (False, True):
+        w = (weight.clone() if whole else distribute_tensor(weight, mesh, [Replicate()])).requires_grad_()
+        y = x.clone() if whole else shard(x, mesh, [Shard(0)], {0: (1, 0)})
+        F.layer_norm(y.requires_grad_(), (1, 2, 3), w).pow(3).sum().backward()
+        grads.append(w.grad if whole else w.grad.full_tensor())
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+def test_the_gradient_of_a_weight_is_not_overwritten_by_that_of_the_input():
+    run_distributed(check_replicated_weights_of_entire_inputs, 2)
+
+
+def messages_of_a_sharded_batch():
+    """Collectives per mesh dim, for N > 1, with the batch sharded on the second one."""
+    mesh = shared_mesh((2, 2))
+    counts = {}
+    for name, function in (
+        ("group", lambda x, w, b: F.group_norm(x, 2, w, b)),
+        ("batch", lambda x, w, b: F.batch_norm(x, None, None, w, b, True)),
+        ("instance", lambda x, w, b: F.instance_norm(x, weight=w, bias=b)),
+    ):
+        x = torch.randn(5, 4, 7, dtype=torch.float64)
+        weight, bias = torch.rand(2, 4, dtype=torch.float64)
+        sizes = {0: (3, 2), 1: (5, 2)}
+        places = [[Shard(0), Shard(2)], None, None]
+        cuts = [sizes, None, None]
+        assert_matches_unsharded(
+            function, x, weight, bias, mesh_shape=(2, 2), placements=places, shard_sizes=cuts
+        )
+        w, b = weight.requires_grad_(), bias.requires_grad_()
+        given = shard(x, mesh, [Shard(0), Shard(2)], sizes, requires_grad=True)
+        with count_communication() as forward:
+            y = function(given, w, b)
+        seed = torch.ones_like(y)
+        with count_communication() as backward:
+            y.backward(seed)
+        counts[name] = dict(forward.collectives), dict(backward.collectives)
+    return counts
+
+
+def test_messages_where_the_batch_is_sharded_too():
+    for counts in run_distributed(messages_of_a_sharded_batch, 4):
+        one_per_mesh_dim = {"all_reduce": 2}
+        assert counts == {
+            "group": ({"all_gather": 1}, one_per_mesh_dim),
+            "batch": ({"all_gather": 2}, one_per_mesh_dim),
+            "instance": ({"all_gather": 1}, one_per_mesh_dim),
+        }
