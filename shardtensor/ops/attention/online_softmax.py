@@ -209,9 +209,8 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     query, key, value, _ = layout.targets
     m = layout.mesh_dim
     assert query is not None and key is not None and value is not None
-    shards = [
-        (*spec.shape, *(n for m in spec.sharded_dims().values() for n in spec.cut(m))) for spec in (query, key, value)
-    ]
+    sizes = [spec.cut(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
+    empty = any(0 in n for n in (query.shape, key.shape, value.shape, *sizes, *(layout.head_sizes or ())))
     group = None if m is None else query.mesh.get_group(m)
     exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
     parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
@@ -219,20 +218,8 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     takes_flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS
     takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
     flash = Kernel(scale, fused=True) if takes_flash else None
-    return Work(
-        name,
-        layout,
-        query,
-        shift,
-        scale,
-        parts,
-        exchanges,
-        group,
-        _fetch(layout),
-        alone,
-        flash,
-        any(0 in sizes for sizes in shards),
-    )
+    fetch = _fetch(layout)
+    return Work(name, layout, query, shift, scale, parts, exchanges, group, fetch, alone, flash, empty)
 
 
 def _fetch(layout: Layout) -> Fetch | None:
