@@ -545,8 +545,8 @@ def order_of_events(kind):
     with convolving("by parts"):
         y = layer(x).square().sum()
     with pytest.MonkeyPatch.context() as patch:
-        reduce = recorded(events, "sum started", redistribute.c10d_all_reduce)
-        patch.setattr(redistribute, "c10d_all_reduce", lambda *args: Work(events, reduce(*args)))
+        reduce = recorded(events, "sum started", redistribute.c10d_all_reduce_coalesced)
+        patch.setattr(redistribute, "c10d_all_reduce_coalesced", lambda *args: Work(events, reduce(*args)))
         kernel = recorded(events, convolutions_kernel, parts._convolution_backward)
         patch.setattr(parts, "_convolution_backward", kernel)
         patch.setattr(torch, "mm", recorded(events, product, torch.mm))

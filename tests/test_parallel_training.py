@@ -51,9 +51,9 @@ ROOT = Path(__file__).parents[1]
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
 
-# In backward: over the domain, one sum for each operator with plain weights (two convolutions, group norm, scale,
-# step), group norm's statistics, and the halo; then the wrapper's own. Layers after the pooling add nothing.
-_DOMAIN = {"all_reduce": 6, "all_to_all": 1}
+# In backward: over the domain, one sum for each operator with plain weights (two convolutions, group norm with its
+# statistics, scale, step), and the halo; then the wrapper's own. Layers after the pooling add nothing.
+_DOMAIN = {"all_reduce": 5, "all_to_all": 1}
 _STATISTICS = {"all_reduce": 2, "all_to_all": 1}
 
 

@@ -72,7 +72,7 @@ def work_after(slices):
 
 def test_a_backward_does_not_search_all_slices_that_there_were():
     few, many = (simulate_ranks(work_after, 2, n, ranks=[0])[0] for n in (20, 320))
-    assert 0 < many <= few
+    assert 0 < many <= few + 20  # caches that were filled meanwhile cost a few calls, a search hundreds
 
 
 def full():
