@@ -27,7 +27,7 @@ globe: $(VENV)/.installed-examples
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py
 
 # Each benchmark starts the processes that it needs.
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed-bench
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(VENV)/bin/python $$script || exit 1; done
 
 lint: $(VENV)/.installed-dev
@@ -46,6 +46,10 @@ $(VENV)/.installed-test: $(PINNED) | $(VENV)/bin/python
 
 $(VENV)/.installed-examples: $(PINNED) | $(VENV)/bin/python
 	$(PIP) -e '.[examples]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(PINNED) | $(VENV)/.installed-test
+	$(PIP) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
