@@ -7,6 +7,7 @@ The entry points: torch's functions, above autograd, and the aten operators belo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class ConvolutionPlan(Plan):
         grad = grads[0]
         if grad is None:
             return [None, None, None]
-        return self.work.backward(needed, grad, None if self.total is None else self.total.start, *saved)
+        # The kernel has made the parameters' gradients for this call alone.
+        start_sum = None if self.total is None else partial(self.total.start, overwrite=True)
+        return self.work.backward(needed, grad, start_sum, *saved)
 
 
 # -- entry points above autograd --------------------------------------------------------------------------------------

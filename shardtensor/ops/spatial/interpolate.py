@@ -66,20 +66,25 @@ class Taps:
     """Per output of a dim, its first tap and its weights.
 
     Attributes:
-        first: (out,) int64 on the CPU, not decreasing: global index of the first tap.
+        first: (out,) int64 on the CPU: global index of the first tap.
         weights: (out, width): output ``o`` is the sum of ``weights[o, t] * x[first[o] + t]``.
     """
 
     first: Tensor
     weights: Tensor
 
-    def reads(self, out: Interval) -> Interval:
-        """Input interval that the outputs ``out`` read."""
-        if out[1] <= out[0]:
-            return (0, 0)
-        with untraced():
-            first = self.first[out[0] : out[1]]
-            return int(first.min()), int(first.max()) + self.weights.shape[1]
+    @untraced()
+    def reads(self, sizes: Sequence[int]) -> list[Interval]:
+        """The input interval that each rank reads for its part of the outputs; empty for an empty one."""
+        # Of all ranks at once: for many of them an operator for each would take long.
+        parts = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        first, last = (
+            torch.zeros(len(sizes), dtype=torch.int64).scatter_reduce_(0, parts, self.first, how, include_self=False)
+            for how in ("amin", "amax")
+        )
+        stop = last + self.weights.shape[1]
+        pairs = zip(sizes, first.tolist(), stop.tolist(), strict=True)
+        return [(start, stop) if n else (0, 0) for n, start, stop in pairs]
 
     def of(self, out: Interval, origin: int, dtype: torch.dtype, device: torch.device | str) -> WeightedSum:
         """How to compute the outputs ``out`` from a tensor that holds the input from ``origin`` on.
@@ -288,9 +293,8 @@ def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dty
         m = spec.sharded_dims().get(d)
         if m is not None:
             sizes[d] = map_boundaries(spec.cut(m), scaled_boundary(resize.size, resize.out))
-            outs = intervals_of(sizes[d])
-            needs[d] = [resize.taps().reads(interval) for interval in outs]
-            mine[d] = needs[d][spec.coordinate[m]], outs[spec.coordinate[m]]
+            needs[d] = resize.taps().reads(sizes[d])
+            mine[d] = needs[d][spec.coordinate[m]], intervals_of(sizes[d])[spec.coordinate[m]]
     fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)
     function = _function(fetch.shape, out.local_shape(), resizes, mine, dtype, call.device)
     # Resampled dim after dim, or taken out of a larger result, it may have lost its memory format.

@@ -195,8 +195,8 @@ def test_torchs_kernel_on_a_part_gives_the_outputs_of_the_whole(sizes, ratio, mo
     x = data(1, 2, n)[:, :, None] if mode == "bicubic" else data(1, 2, n)
     resize = Resize(n, out, scale, mode, None, False, torch.float64, "cpu", x.ndim - 2)
     parts = []
-    for interval in intervals_of(map_boundaries(sizes, scaled_boundary(n, out))):
-        start, stop = resize.taps().reads(interval)
+    outs = map_boundaries(sizes, scaled_boundary(n, out))
+    for interval, (start, stop) in zip(intervals_of(outs), resize.taps().reads(outs), strict=True):
         found = as_local(resize, (start, stop), interval) if stop > start else None
         if found is None:
             parts.append(resize.taps().of(interval, start, x.dtype, x.device)(x[..., start:stop], x.ndim - 1))
@@ -293,8 +293,8 @@ def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes
     whole = F.interpolate(x, mode=mode, align_corners=align_corners, antialias=antialias, **given_size)
     taps = Resize(n, out, scale, mode, align_corners, antialias, dtype, "cpu", ndim).taps()
     parts = []
-    for a, b in intervals_of(map_boundaries(sizes, scaled_boundary(n, out))):
-        start, stop = taps.reads((a, b))
+    outs = map_boundaries(sizes, scaled_boundary(n, out))
+    for (a, b), (start, stop) in zip(intervals_of(outs), taps.reads(outs), strict=True):
         assert 0 <= start <= stop <= n
         if b > a:
             parts.append(taps.of((a, b), start, x.dtype, x.device)(x[..., start:stop], x.ndim - 1))
