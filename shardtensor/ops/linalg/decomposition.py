@@ -140,7 +140,7 @@ def _declare(spellings: str, arguments: Callable[..., Terms]) -> None:
     for spelling in spellings.split():
         name = spelling.removeprefix("linalg.")
         homes = [torch, Tensor] if name == spelling else [torch.linalg]
-        if getattr(getattr(torch, name, None), "__module__", "") == "torch._linalg_utils":
+        if name == spelling and getattr(getattr(torch, name, None), "__module__", "") == "torch._linalg_utils":
             continue  # newer torch has removed it, and keeps a function that raises
         for function in [getattr(home, name) for home in homes if hasattr(home, name)]:
 
