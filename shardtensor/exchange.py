@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -90,7 +89,6 @@ class Transfers:
     active: bool
 
 
-@lru_cache(maxsize=4096)
 def plan_intervals(own: tuple[Interval, ...], need: tuple[Interval, ...], rank: int) -> Transfers:
     """Plan the transfers that give every rank ``r`` the interval ``need[r]``, where rank ``s`` owns ``own[s]``.
 
