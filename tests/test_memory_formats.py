@@ -31,7 +31,7 @@ IMAGES = {
     "conv_transpose2d": lambda x: F.conv_transpose2d(x, constant(4, 3, 3, 3), stride=2, padding=1),
     "batch_norm": lambda x: F.batch_norm(x, None, None, *parameters((4,), (4,)), training=True),
     "batch_norm, running": lambda x: F.batch_norm(x, *parameters((4,), (4,), (4,), (4,))),
-    "batch_norm, no bias": lambda x: F.batch_norm(x, *parameters((4,), (4,), (4,)), None, False, 0.1, 0.0),
+    "batch_norm, no bias": lambda x: F.batch_norm(x, *parameters((4,), (4,), (4,)), None, False, 0.1, 1e-12),
     "instance_norm": lambda x: F.instance_norm(x, weight=parameters((4,))[0]),
     "instance_norm, running": lambda x: F.instance_norm(x, *parameters((4,), (4,)), use_input_stats=False),
     "group_norm": lambda x: F.group_norm(x, 2, *parameters((4,), (4,))),
