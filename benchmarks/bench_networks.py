@@ -177,7 +177,7 @@ def measure(name: str, rounds: int, mesh: DeviceMesh) -> dict[str, Any] | None:
 
 
 def profile(name: str, mesh: DeviceMesh) -> str:
-    """Rank 0's operators of a step with half the input alone beside those of a step on two ranks."""
+    """Rank 0's operators of a step with half the input alone next to those of a step on two ranks."""
     steps, tables = steps_of(NETWORKS[name], mesh), {}
     for kind in ("half", "two"):
         run, together = steps[kind], kind == "two"

@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
     "slice": lambda x: x[:, :, 3:],
     "x * 2.0": lambda x: x * 2.0,
     "mean": lambda x: x.mean(),
-    "linear": lambda x: F.linear(x, torch.ones(8, 8)),
+    "linear": lambda x: F.linear(x, torch.ones(8, x.shape[-1])),
     "redistribute, near sizes": lambda x: near(x, 1),
     "redistribute, rows to columns": lambda x: x.redistribute(placements=[Shard(3)] * x.device_mesh.ndim),
 }

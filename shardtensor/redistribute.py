@@ -106,14 +106,14 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
     rank, ranks = src.coordinate[m], src.mesh.size(m)
     group = src.mesh.get_group(m)
     if isinstance(old, Shard):
-        full: Interval = (0, src.shape[old.dim])
+        length_of_all = src.shape[old.dim]
         if isinstance(new, Shard) and new.dim != old.dim:
             own, blocks = [intervals_of(src.cut(m))], [intervals_of(dst.cut(m))]
             before, after = old.dim, new.dim
             return lambda local: swap_blocks([local], before, own, after, blocks, rank, group)[0]
         if isinstance(new, Partial):
-            return partial(_own_among_zeros, old.dim, src.interval(m), full[1], new)
-        need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else (full,) * ranks
+            return partial(_own_among_zeros, old.dim, src.interval(m), length_of_all, new)
+        need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else ((0, length_of_all),) * ranks
         return Fetch.of(src, {old.dim: need}).forward
     if isinstance(old, Partial):
         if isinstance(new, Shard):
