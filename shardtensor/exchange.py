@@ -22,6 +22,7 @@ from torch import Tensor
 from ._compat import c10d_all_to_all, is_lazy, process_group
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect, length
+from .strides import as_bytes
 from .tracing import graph_operator, is_traced
 
 __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
@@ -166,7 +167,7 @@ class Exchange:
             works = _transfer(packed, received, sends, recvs, group)
         else:
             send_bytes, recv_bytes = ([n * dtype.itemsize for n in counts] for counts in (sends, recvs))
-            works = _transfer(packed.view(torch.uint8), received.view(torch.uint8), send_bytes, recv_bytes, group)
+            works = _transfer(as_bytes(packed), received.view(torch.uint8), send_bytes, recv_bytes, group)
         return Pending(works, received, self._recv_shapes, self._recv_sizes, packed)
 
 

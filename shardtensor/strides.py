@@ -1,4 +1,4 @@
-"""Strides of tensors that are described before they exist: row-major or channels-last."""
+"""Strides of tensors that are described before they exist, row-major or channels-last, and what torch asks of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CHANNELS_LAST", "contiguous_stride", "stride_like"]
+__all__ = ["CHANNELS_LAST", "as_bytes", "contiguous_stride", "stride_like"]
 
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -28,3 +28,10 @@ def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
         inner = contiguous_stride([shape[0], *shape[2:], shape[1]])
         return (inner[0], inner[-1], *inner[1:-1])
     return contiguous_stride(shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor as bytes, in row-major order and one dim; the same memory if they lie there like that."""
+    flat = tensor.contiguous().view(-1)
+    # A single number may have any stride, but torch views it as bytes only if it has stride 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -122,6 +122,19 @@ def fetching_has_its_adjoint(world):
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, msg=f"{sizes} {need}")
 
 
+def sends_a_single_element(dtype):
+    group, rank = shared_mesh(2).get_group(), dist.get_rank()
+    piece = torch.arange(4).to(dtype)[2 * rank :: 2][:1]  # the next element would lie two further
+    (got,) = exchange.Exchange([(1 - rank, (1,))], [(1 - rank, (1,))], group).start([piece], piece).wait()
+    assert torch.equal(got, torch.tensor([2 - 2 * rank]).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float32])
+def test_a_single_element_of_any_stride(dtype):
+    """torch calls it contiguous, but does not view it as bytes."""
+    run_distributed(sends_a_single_element, 2, dtype)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_gradient_of_fetching_is_its_adjoint(world):
     run_distributed(fetching_has_its_adjoint, world, world)
