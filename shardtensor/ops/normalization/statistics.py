@@ -3,11 +3,11 @@
 [Note: statistics] Each rank takes mean and variance of its own shard, in two passes or by Welford's method (on CPUs by
 the kernel of layer norm, whose result is dropped: it takes a tenth of the time of torch.var_mean). E[x²] - E[x]² takes
 a quarter of that, and is used on CPUs where the mean is no greater than the standard deviation, so that the difference
-costs at most a factor of two in precision. The ranks' pairs are gathered and merged, weighted with the share of elements that the spec says each
-rank has. A large mean so costs no more precision than on one device, unequal and empty shards are exact, and every
-rank merges the same numbers in the same order, so running statistics stay equal. That is one small all-gather in
-forward per mesh dim that shards a normalized dim (two small all-reduces on a large one), and one small all-reduce in
-backward.
+costs at most a factor of two in precision. The ranks' pairs are gathered and merged, weighted with the share of
+elements that the spec says each rank has. A large mean so costs no more precision than on one device, unequal and empty
+shards are exact, and every rank merges the same numbers in the same order, so running statistics stay equal. That is
+one small all-gather in forward per mesh dim that shards a normalized dim (two small all-reduces on a large one), and
+one small all-reduce in backward.
 
 Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances" (1979).
