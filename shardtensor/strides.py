@@ -24,10 +24,15 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the global tensor: channels-last where the local tensor is, row-major otherwise."""
     fmt = CHANNELS_LAST.get(local.ndim)
-    if fmt is not None and not local.is_contiguous() and local.is_contiguous(memory_format=fmt):
+    if fmt is not None and not local.is_contiguous() and _is_channels_last(local, fmt):
         inner = contiguous_stride([shape[0], *shape[2:], shape[1]])
         return (inner[0], inner[-1], *inner[1:-1])
     return contiguous_stride(shape)
+
+
+def _is_channels_last(t: Tensor, fmt: torch.memory_format) -> bool:
+    """Whether torch gives results of this format. Of a single sample it looks at the stride of dim 0, too."""
+    return t.is_contiguous(memory_format=fmt) and (t.shape[0] != 1 or t.stride(0) >= t.stride(2) * t.shape[2])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
