@@ -280,16 +280,16 @@ def test_several_pieces_travel_in_one_message():
 
 
 def test_an_unknown_transport_is_refused():
-    with pytest.raises(ValueError, match="choose 'all_to_all' or 'p2p'"):
+    with pytest.raises(ValueError, match="choose 'auto', 'all_to_all' or 'p2p'"):
         shardtensor.set_transport("pigeon")
     with shardtensor.set_transport("p2p"):
         with pytest.raises(ValueError), shardtensor.set_transport("pigeon"):
             pass
         assert exchange.transport() == "p2p"
-    assert exchange.transport() == "all_to_all"
+    assert exchange.transport() == "auto"
     shardtensor.set_transport("p2p")  # without a block: from here on
     assert exchange.transport() == "p2p"
-    shardtensor.set_transport("all_to_all")
+    shardtensor.set_transport("auto")
 
 
 def all_reduce_every_dtype():
