@@ -132,8 +132,9 @@ def plan_intervals(own: Sequence[Interval], need: Sequence[Interval], rank: int)
         changes[first] += 1
         changes[last] -= 1
         start, stop = own[r]
-        to_itself[r] = max(start, a) < min(stop, b)
-        most = max(most, last - first - to_itself[r])
+        to_itself[r] = start < stop and start < b and a < stop
+        if last - first - to_itself[r] > most:
+            most = last - first - to_itself[r]
         if r == rank:
             recvs = sorted((s, intersect((a, b), (start, stop))) for start, stop, s in owners[first:last] if s != rank)
         elif first <= place < last:
