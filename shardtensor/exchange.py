@@ -219,6 +219,7 @@ class Exchange:
             return self._by_rank
         return _spread(self._sends, group.size()), _spread(self._recvs, group.size())
 
+
 class Pending:
     """Pieces on their way."""
 
@@ -297,9 +298,7 @@ def _spread(counts: _Counts, ranks: int) -> list[int]:
 def _parts(buffer: Tensor, counts: _Counts) -> list[tuple[int, Tensor]]:
     """The part of each peer, without empty ones: these are no messages."""
     peers, numbers = counts
-    return [
-        (peer, part) for peer, n, part in zip(peers, numbers, buffer.split_with_sizes(numbers), strict=True) if n
-    ]
+    return [(peer, part) for peer, n, part in zip(peers, numbers, buffer.split_with_sizes(numbers), strict=True) if n]
 
 
 _connected: set[tuple[str, torch.device]] = set()
