@@ -120,28 +120,27 @@ def plan_intervals(own: Sequence[Interval], need: Sequence[Interval], rank: int)
     """
     owners = sorted((start, stop, s) for s, (start, stop) in enumerate(own) if stop > start)
     starts, stops = [start for start, _, _ in owners], [stop for _, stop, _ in owners]
-    place = next((i for i, (_, _, s) in enumerate(owners) if s == rank), -1)  # of this rank among the owners
-    to_itself = [False] * len(own)  # whether a rank owns a part of what it needs
-    changes = [0] * (len(owners) + 1)  # of the number of ranks that need something of an owner, from the one before it
-    most = 0
-    sends, recvs = [], []
-    for r, (a, b) in enumerate(need):
-        if b <= a:
-            continue
-        first, last = bisect_right(stops, a), bisect_left(starts, b)  # the owners of its parts
+    places = [-1] * len(own)  # of the ranks among the owners
+    for i, (_, _, s) in enumerate(owners):
+        places[s] = i
+    # The places of those that own a part of what a rank needs.
+    spans = [(bisect_right(stops, a), bisect_left(starts, b)) if b > a else (0, 0) for a, b in need]
+    mine, here = own[rank], places[rank]
+    first, last = spans[rank]
+    recvs = sorted((s, intersect(need[rank], (start, stop))) for start, stop, s in owners[first:last] if s != rank)
+    sends = [(r, intersect(mine, need[r])) for r, (i, j) in enumerate(spans) if i <= here < j and r != rank]
+    return Transfers(rank, mine, need[rank], tuple(sends), tuple(recvs), _most_peers(owners, places, spans))
+
+
+def _most_peers(owners: Sequence[tuple[int, int, int]], places: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
+    to_itself = [first <= place < last for place, (first, last) in zip(places, spans, strict=True)]
+    gets = max(last - first - itself for (first, last), itself in zip(spans, to_itself, strict=True))
+    changes = [0] * (len(owners) + 1)  # of the number of ranks that need a part of an owner's, from the one before it
+    for first, last in spans:
         changes[first] += 1
         changes[last] -= 1
-        start, stop = own[r]
-        to_itself[r] = start < stop and start < b and a < stop
-        if last - first - to_itself[r] > most:
-            most = last - first - to_itself[r]
-        if r == rank:
-            recvs = sorted((s, intersect((a, b), (start, stop))) for start, stop, s in owners[first:last] if s != rank)
-        elif first <= place < last:
-            sends.append((r, intersect(own[rank], (a, b))))
-    receivers = accumulate(changes)
-    most = max(most, max((n - to_itself[s] for n, (_, _, s) in zip(receivers, owners, strict=False)), default=0))
-    return Transfers(rank, own[rank], need[rank], tuple(sends), tuple(recvs), most)
+    receivers = zip(accumulate(changes), owners, strict=False)
+    return max(gets, max((n - to_itself[s] for n, (_, _, s) in receivers), default=0))
 
 
 class Exchange:
