@@ -44,9 +44,9 @@ Case = Callable[[ShardTensor], Any]
 
 
 @cache
-def near(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def near(ranks: int) -> tuple[int, ...]:
     """Other sizes, whose first boundary is a row further. Made once, as a program would."""
-    return sizes[0] + 1, sizes[1] - 1, *sizes[2:]
+    return ROWS + 1, ROWS - 1, *(ROWS,) * (ranks - 2)
 
 
 # Of an image (1, 4, rows, 8), whose rows are sharded.
@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
     "x * 2.0": lambda x: x * 2.0,
     "mean": lambda x: x.mean(),
     "linear": lambda x: F.linear(x, torch.ones(8, x.shape[-1])),
-    "redistribute, near sizes": lambda x: x.redistribute(shard_sizes={0: near(x.shard_sizes[0])}),
+    "redistribute, near sizes": lambda x: x.redistribute(shard_sizes={0: near(x.device_mesh.size(0))}),
     "redistribute, rows to columns": lambda x: x.redistribute(placements=[Shard(3)] * x.device_mesh.ndim),
 }
 
