@@ -6,7 +6,8 @@ One process is rank 1 (so it has two neighbours) of a world on the fake process 
 without moving anything; the world grows, the shard stays: each rank has 8 rows of a tensor of 8 * ranks rows. Each cell
 is the CPU time of the calling thread in microseconds, best of many calls; "first" is the first call in milliseconds,
 which makes the plan, in a process that has made such a plan for other sizes before; "KiB" is what that call has left
-allocated from Python. "x" is the largest world's repeated call against the smallest one's.
+allocated from Python, without the shard sizes that specs of other tensors have, too (all specs share them). "x" is the
+largest world's repeated call against the smallest one's.
 
 Bars: repeated calls at most 1.5 times those of the smallest world, first calls at most 20 ms, plans at most 16 KiB.
 """
@@ -22,7 +23,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import ShardTensor, exchange
+from shardtensor._compat import c10d_all_to_all
 
 ROWS = 8  # of each rank
 BAR, BAR_FIRST, BAR_KIB = 1.5, 20.0, 16.0
@@ -41,10 +43,10 @@ BAR, BAR_FIRST, BAR_KIB = 1.5, 20.0, 16.0
 Case = Callable[[ShardTensor], Any]
 
 
-def near(x: ShardTensor, shift: int) -> Any:
-    """To other sizes, whose boundaries are a row further."""
-    between = x.shard_sizes[0][2:]
-    return x.redistribute(shard_sizes={0: (ROWS + shift, ROWS - shift, *between)})
+@cache
+def near(ranks: int) -> tuple[int, ...]:
+    """Other sizes, whose first boundary is a row further. Made once, as a program would."""
+    return ROWS + 1, ROWS - 1, *(ROWS,) * (ranks - 2)
 
 
 # Of an image (1, 4, rows, 8), whose rows are sharded.
@@ -61,7 +63,7 @@ CASES: dict[str, Case] = {
     "x * 2.0": lambda x: x * 2.0,
     "mean": lambda x: x.mean(),
     "linear": lambda x: F.linear(x, torch.ones(8, x.shape[-1])),
-    "redistribute, near sizes": lambda x: near(x, 1),
+    "redistribute, near sizes": lambda x: x.redistribute(shard_sizes={0: near(x.device_mesh.size(0))}),
     "redistribute, rows to columns": lambda x: x.redistribute(placements=[Shard(3)] * x.device_mesh.ndim),
 }
 
@@ -69,6 +71,11 @@ CASES: dict[str, Case] = {
 class _Done:
     def wait(self) -> None:
         pass
+
+
+def all_to_all(out: torch.Tensor, inp: torch.Tensor, *rest: Any) -> Any:
+    """The fake group's, which refuses a rank that only receives."""
+    return c10d_all_to_all(out, inp, *rest) if inp.numel() else _Done()
 
 
 def image(mesh: DeviceMesh, extra: int) -> ShardTensor:
@@ -95,7 +102,7 @@ def measure(world: tuple[int, ...], only: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     ranks = torch.Size(world).numel()
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
-    exchange.c10d_all_to_all = lambda *_: _Done()  # the fake group refuses a rank that only receives
+    exchange.c10d_all_to_all = all_to_all
     mesh = init_device_mesh("cpu", world)
     rows = []
     for name, case in CASES.items():

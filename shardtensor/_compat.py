@@ -66,6 +66,7 @@ __all__ = [
     "c10d_all_reduce",
     "c10d_all_reduce_coalesced",
     "c10d_all_to_all",
+    "c10d_messages",
     "claim_dispatch",
     "constant_like",
     "current_mesh",
@@ -170,6 +171,20 @@ def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: di
 def c10d_all_reduce_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
     """Sums of several contiguous tensors of one dtype, each in place, in one collective."""
     return group.allreduce_coalesced(tensors, _ALL_REDUCE_COALESCED)
+
+
+def c10d_messages(
+    recvs: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``."""
+    if not recvs and not sends:
+        return []
+    if (recvs or sends)[0][1].device.type == "cpu":  # backends of the CPU have nothing to coalesce
+        return [group.recv([t], peer, 0) for peer, t in recvs] + [group.send([t], peer, 0) for peer, t in sends]
+    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in recvs]
+    ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
+    works: list[dist.Work] = dist.batch_isend_irecv(ops)
+    return works
 
 
 @cache

@@ -162,7 +162,7 @@ class Trip:
             messages.sort(key=lambda message: message[0])  # stable: two to one rank keep their order
         # Whether any rank sends anything, which all of them know.
         active = step < ring.last or (returning and step > 1)
-        exchange = Exchange(_bytes(sends), _bytes(recvs), self._group) if active else None
+        exchange = Exchange(_bytes(sends), _bytes(recvs), self._group, most_peers=2) if active else None
         return _Step(exchange, tuple(name for _, name, _ in sends), tuple((name, forms) for _, name, forms in recvs))
 
     def _start(self, step: _Step, ready: dict[str, Sequence[Tensor]], like: Tensor) -> Pending | None:
