@@ -310,7 +310,7 @@ def fetching_has_its_adjoint(world):
 def sends_a_single_element(dtype):
     group, rank = shared_mesh(2).get_group(), dist.get_rank()
     piece = torch.arange(4).to(dtype)[2 * rank :: 2][:1]  # the next element would lie two further
-    (got,) = exchange.Exchange([(1 - rank, (1,))], [(1 - rank, (1,))], group).start([piece], piece).wait()
+    (got,) = exchange.Exchange([(1 - rank, (1,))], [(1 - rank, (1,))], group, 1).start([piece], piece).wait()
     assert torch.equal(got, torch.tensor([2 - 2 * rank]).to(dtype))
 
 
