@@ -285,7 +285,7 @@ def _like_queries(t: Tensor, q: Tensor) -> Tensor:
 
 
 def _from_heads(grad: Tensor, shape: torch.Size) -> Tensor:
-    return grad if grad.shape == shape else grad.unflatten(-3, (shape[-3], -1)).sum(-3)
+    return grad if grad.shape == shape else grad.unflatten(-3, (shape[-3], -1)).sum(-3)  # type: ignore[no-untyped-call]
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

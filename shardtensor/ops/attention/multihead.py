@@ -62,14 +62,14 @@ def multi_head_attention(
     """torch's function on ShardTensors; which of its tensors are the same one is not in a plan's key."""
     masks = key_padding_mask is not None or (attn_mask is not None and not is_causal)
     unusual = add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v))
-    key, value = None if key is query else key, None if value is key else value
+    other_key, other_value = None if key is query else key, None if value is key else value
     dropout_p = dropout_p if training else 0.0
     in_proj_weight = None if use_separate_proj_weight else in_proj_weight  # torch ignores it then
     if need_weights or masks or unusual or query.ndim != 3:
-        return _general_attention(
+        return _general_attention(  # type: ignore[no-any-return]
             query,
-            key,
-            value,
+            other_key,
+            other_value,
             embed_dim_to_check,
             num_heads,
             in_proj_weight,
@@ -95,8 +95,8 @@ def multi_head_attention(
     weights = (None, q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else (in_proj_weight,)
     attended = _self_or_cross_attention(
         query,
-        key,
-        value,
+        other_key,
+        other_value,
         embed_dim_to_check,
         num_heads,
         in_proj_bias,
@@ -203,8 +203,8 @@ def _projected(
     """Queries, keys and values, the latter two in one product where they come from the same tensor."""
     if in_weight is not None and key is not None and value is None:
         parts = [query.shape[-1], 2 * query.shape[-1]]
-        of_q, of_kv = in_weight.split(parts)
-        q_bias, kv_bias = (None, None) if bias is None else bias.split(parts)
+        of_q, of_kv = in_weight.split(parts)  # type: ignore[no-untyped-call]
+        q_bias, kv_bias = (None, None) if bias is None else bias.split(parts)  # type: ignore[no-untyped-call]
         return F.linear(query, of_q, q_bias), *F.linear(key, of_kv, kv_bias).chunk(2, dim=-1)
     key = query if key is None else key
     inputs = query, key, key if value is None else value
@@ -300,7 +300,8 @@ def _local_attention(
     if dtype is not None and given[0].tensor_meta.dtype == torch.float64:
         return None
     by_heads = [_spec_by_heads(spec, given[0].shape[2], heads, dtype) for spec in given]
-    plan = plan_attention(*by_heads, None, 0 if is_causal else None, AttentionOptions(dropout_p, None, False))
+    q, k, v = by_heads
+    plan = plan_attention(q, k, v, None, 0 if is_causal else None, AttentionOptions(dropout_p, None, False))
     layout = plan.work.layout
     for spec, target in zip(by_heads, layout.targets):
         assert target is not None

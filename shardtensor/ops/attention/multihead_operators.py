@@ -59,8 +59,8 @@ def multihead_by_operators(
         k, v = torch.cat([k, bias_k.repeat(1, batch, 1)]), torch.cat([v, bias_v.repeat(1, batch, 1)])
         extra += 1
     q = by_heads(q, heads)
-    k = by_heads(k, heads) if static_k is None else static_k.unflatten(0, (batch, heads))
-    v = by_heads(v, heads) if static_v is None else static_v.unflatten(0, (batch, heads))
+    k = by_heads(k, heads) if static_k is None else static_k.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
+    v = by_heads(v, heads) if static_v is None else static_v.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
     if options.add_zero_attn:
         zero = torch.zeros((batch, heads, 1, q.shape[-1]), dtype=k.dtype, device=k.device)
         k, v = torch.cat([k, zero], dim=2), torch.cat([v, zero], dim=2)
@@ -119,14 +119,15 @@ def _project(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tens
     size = query.shape[-1]
     if key is value:
         q_weight, kv_weight = weights.split([size, 2 * size])
-        q_bias, kv_bias = (None, None) if bias is None else bias.split([size, 2 * size])
-        return (F.linear(query, q_weight, q_bias), *F.linear(key, kv_weight, kv_bias).chunk(2, dim=-1))
+        q_bias, kv_bias = (None, None) if bias is None else bias.split([size, 2 * size])  # type: ignore[no-untyped-call]
+        projected_key, projected_value = F.linear(key, kv_weight, kv_bias).chunk(2, dim=-1)
+        return F.linear(query, q_weight, q_bias), projected_key, projected_value
     return _project(query, key, value, tuple(weights.chunk(3)), bias)
 
 
 def by_heads(t: Tensor, heads: int) -> Tensor:
     """(sequence, batch, features) as (batch, heads, sequence, features of a head)."""
-    return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+    return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _mask(
@@ -135,7 +136,7 @@ def _mask(
     """Both masks as one that is added to the scores; ``extra`` keys at the end are seen by everybody."""
     both = None
     if attn_mask is not None:
-        both = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))
+        both = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
         both = _additive(F.pad(both, (0, extra)) if extra else both, dtype)
     if padding is not None:
         padding = _additive(F.pad(padding, (0, extra)) if extra else padding, dtype)[:, None, None]

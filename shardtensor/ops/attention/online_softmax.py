@@ -129,7 +129,7 @@ class Work:
                 mask = mask.narrow(-3, heads[0][rank][0], q.shape[-3])
         out = self.attend(q, k, v, mask, dropout)
         (out,) = _Swap.apply(dims[::-1], heads[:1], sequences[:1], rank, self.group, out)
-        return out
+        return out  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """The result for the local queries; blocks of keys come from other ranks where the layout says so."""
@@ -143,11 +143,11 @@ class Work:
             grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
             causal = self.shift is not None
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
-        return out[(0,) * missing] if missing else out
+        return out[(0,) * missing] if missing else out  # type: ignore[no-any-return]
 
     def kernel(self, dropout: Dropout | None = None) -> Kernel:
         """Flash where torch has it and gives the log-sum-exp, for the CPU; explicit scores elsewhere."""
-        if dropout is None and self.flash is not None and torch.backends.cuda.flash_sdp_enabled():
+        if dropout is None and self.flash is not None and torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
             return self.flash  # its switch is that of every device, in spite of the name
         return Kernel(self.scale, False, dropout)
 
@@ -253,14 +253,14 @@ class _Attention(AutogradFunction):
     """Local queries against all blocks of keys. Local tensors in and out."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, work: Work, kernel: Kernel) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, work: Work, kernel: Kernel) -> Any:
         out, kept = forward(work, kernel, q, k, v, mask)
         ctx.work, ctx.kernel = work, kernel
         ctx.save_for_backward(q, k, v, mask, *kept)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         needed = ctx.needs_input_grad
         q, k, v, mask, *kept = ctx.saved_tensors
         with torch.no_grad(), _no_autocast(grad.device.type):
@@ -274,12 +274,12 @@ class _Once(AutogradFunction):
     """First derivatives that refuse to be differentiated, which torch's own attention on the CPU does as well."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: Any, *grads: Any) -> Any:
         ctx.work = work
         return tuple(None if g is None else alias(g) for g in grads)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *_: Any) -> Any:
         raise refuse(
             ctx.work.name,
             ctx.work.query,
@@ -439,10 +439,10 @@ class _Swap(AutogradFunction):
     """Shards of one dim to shards of another, for several tensors in one exchange."""
 
     @staticmethod
-    def forward(ctx: Any, dims: Any, own: Any, blocks: Any, rank: int, group: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, dims: Any, own: Any, blocks: Any, rank: int, group: Any, *tensors: Tensor) -> Any:
         ctx.args = dims[::-1], blocks, own, rank, group
         return tuple(swap_blocks(tensors, dims[0], own, dims[1], blocks, rank, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
         return (None,) * 5 + _Swap.apply(*ctx.args, *grads)

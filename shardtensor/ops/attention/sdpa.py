@@ -186,10 +186,11 @@ def _attention(
         return Composed(partial(_in_common_shapes, batch, 3 if enable_gqa else 2, (*options.values(), shift)))
     if attn_mask is not None:
         call.tensors["attn_mask"] = _unsharded_where_single(call.tensors["attn_mask"])
-    specs = [call.tensors.get(name) for name in ("query", "key", "value", "attn_mask")]
-    plan = plan_attention(*specs, shift, AttentionOptions(dropout_p, scale, enable_gqa))  # type: ignore[arg-type]
+    specs = [call.tensors[name] for name in names]
+    q, k, v, mask = *specs[:3], call.tensors.get("attn_mask")
+    plan = plan_attention(q, k, v, mask, shift, AttentionOptions(dropout_p, scale, enable_gqa))
     for name, spec, target in zip(names, specs, plan.work.layout.targets):
-        assert spec is not None and target is not None
+        assert target is not None
         refuse_gathering(NAME, [spec], [target])
         call.tensors[name] = target
     return plan
@@ -215,8 +216,8 @@ def global_attention(
     """torch's function on ShardTensors; plain operands count as replicated."""
     shift = 0 if is_causal else None
     if isinstance(attn_mask, CausalBias):
-        attn_mask, shift = None, _shift_of(attn_mask, query, key, is_causal)
-    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shift)
+        shift, attn_mask = _shift_of(attn_mask, query, key, is_causal), None
+    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shift)  # type: ignore[no-any-return]
 
 
 def _shift_of(bias: CausalBias, query: Tensor, key: Tensor, is_causal: bool) -> int:
@@ -233,7 +234,7 @@ def _common_batch(specs: Sequence[ShardTensorSpec], grouped: bool) -> torch.Size
     """The batch dims that the operands are to have; None if they have them all."""
     tail = 3 if grouped else 2  # with grouped queries, keys and values keep heads of their own
     shapes = [spec.shape[:-tail] for spec in specs]
-    return None if shapes.count(shapes[0]) == len(shapes) else torch.broadcast_shapes(*shapes)
+    return None if shapes.count(shapes[0]) == len(shapes) else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
 
 
 def _in_common_shapes(
@@ -246,12 +247,12 @@ def _in_common_shapes(
     mask: ShardTensor | None,
 ) -> ShardTensor:
     """Attention, once the operands have the same batch dims and the mask at least two dims."""
-    operands = [query, key, value]
+    operands: list[Tensor] = [query, key, value]
     if batch is not None:
-        operands = [t.expand(*batch, *t.shape[-tail:]) for t in operands]  # type: ignore[misc]
+        operands = [t.expand(*batch, *t.shape[-tail:]) for t in operands]
     while mask is not None and mask.ndim < 2:
-        mask = mask.unsqueeze(0)
-    return _attention(*operands, mask, *options)
+        mask = mask.unsqueeze(0)  # type: ignore[assignment]
+    return _attention(*operands, mask, *options)  # type: ignore[no-any-return]
 
 
 def _unsharded_where_single(mask: ShardTensorSpec) -> ShardTensorSpec:
@@ -274,12 +275,13 @@ def _prepared(
 ) -> tuple[Work, Kernel, list[Any]]:
     mesh = common_mesh(NAME, [query, key, value, attn_mask])
     assert mesh is not None
-    given = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
+    given: Any = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
     if attn_mask is not None:
-        mask = given[3] if given[3].ndim > 1 else given[3].unsqueeze(0)
-        given[3] = redistribute_to(mask, _unsharded_where_single(mask._spec))
+        rows = given[3] if given[3].ndim > 1 else given[3].unsqueeze(0)
+        given[3] = redistribute_to(rows, _unsharded_where_single(rows._spec))
     shift = 0 if is_causal else None
-    layout = layout_of(NAME, *(None if t is None else t._spec for t in given), shift, "ring")  # type: ignore[arg-type]
+    specs: list[Any] = [None if t is None else t._spec for t in given]
+    layout = layout_of(NAME, specs[0], specs[1], specs[2], specs[3], shift, "ring")
     local = [
         None if target is None else redistributed(NAME, t, target)._local_tensor
         for t, target in zip(given, layout.targets, strict=True)

@@ -174,7 +174,8 @@ class Trip:
     def _wait(self, step: _Step, pending: Pending | None) -> dict[str, Sequence[Tensor]]:
         if pending is None:
             return {}
-        arrived, result = iter(pending.wait()), {}
+        arrived = iter(pending.wait())
+        result: dict[str, Sequence[Tensor]] = {}
         for name, forms in step.recvs:
             result[name] = [_from_bytes(next(arrived), *form) for form in forms]
         return result

@@ -24,7 +24,7 @@ def plan_native_dropout(call: AtenCall) -> AtenPlan:
 
     def dropout(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         if not sharded:
-            return _aten.native_dropout.default(x, p, train)
+            return _aten.native_dropout.default(x, p, train)  # type: ignore[no-any-return]
         mask = torch.ones_like(x, dtype=torch.bool)
         if train is False:
             return x.clone(), mask

@@ -114,7 +114,7 @@ def _linear_by_contraction(mesh: DeviceMesh, x: ShardTensor, weight: Tensor, bia
     if isinstance(bias, DTensor) and x.ndim - 1 not in y._spec.sharded_dims():
         bias = as_operand(bias, mesh)
         bias = redistribute_to(bias, bias._spec.replicated())  # one number for each output
-    return y + bias.to(y.dtype)
+    return y + bias.to(y.dtype)  # type: ignore[return-value]
 
 
 @operator(F.bilinear, torch.bilinear, tensors="input1 input2 weight bias")
@@ -127,7 +127,7 @@ def plan_bilinear(
 ) -> Plan:
     call.returned(F.bilinear, input1, input2, weight, bias)
 
-    def run(x1: ShardTensor, x2: ShardTensor, weight: ShardTensor, bias: ShardTensor | None) -> ShardTensor:
+    def run(x1: ShardTensor, x2: ShardTensor, weight: ShardTensor, bias: ShardTensor | None) -> Tensor:
         y = torch.einsum("...i,oij,...j->...o", x1, weight, x2)
         return y if bias is None else y + bias.to(y.dtype)
 

@@ -110,7 +110,7 @@ def _reduction(function: Callable[..., Tensor], given: dict[str, Any]) -> str:
         return REDUCTIONS[reduction]
     if reduction not in REDUCTIONS and (function, reduction) != (F.kl_div, "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
-    return reduction
+    return reduction  # type: ignore[no-any-return]
 
 
 def composed_loss(

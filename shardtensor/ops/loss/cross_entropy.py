@@ -360,7 +360,7 @@ def plan_linear_cross_entropy(call: Arguments, given: dict[str, Any], reduction:
         w, bias = found["linear_weight"], found["linear_bias"]
         logits = F.linear(found["input"], w.flatten(0, -2), None if bias is None else bias.flatten())
         return F.cross_entropy(
-            logits if w.ndim == 2 else logits.unflatten(-1, w.shape[:-1]),
+            logits if w.ndim == 2 else logits.unflatten(-1, w.shape[:-1]),  # type: ignore[no-untyped-call]
             found["target"],
             found["weight"],
             ignore_index=-100 if ignored is None else ignored,

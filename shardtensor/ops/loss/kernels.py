@@ -57,7 +57,7 @@ def _value(call: AtenCall) -> AtenPlan:
     at, reduction = _reduction(call)
     if reduction == _NONE:
         return pointwise_plan(call)
-    shape, dtype = torch.broadcast_shapes(*(a.shape for a in call.args[:2])), call.meta.dtype
+    shape, dtype = torch.broadcast_shapes(*(a.shape for a in call.args[:2])), call.meta.dtype  # type: ignore[no-untyped-call]
     terms = pointwise_plan(replace(call, meta=torch.empty(shape, dtype=dtype, device="meta")))
     local, wide = terms.call or kernel(call.func), wide_dtype(dtype)
     half = wide != dtype  # then the sum may overflow where the mean does not
@@ -68,7 +68,7 @@ def _value(call: AtenCall) -> AtenPlan:
         total = local(*args[:at], *rest)
         total = total.sum(dtype=wide) if half else total
         mean = total / count if reduction == _MEAN else total
-        return mean.to(dtype) if half else mean
+        return mean.to(dtype) if half else mean  # type: ignore[no-any-return]
 
     return AtenPlan(scalar_spec(terms.outputs, dtype), terms.inputs, call=compute)
 
@@ -81,11 +81,11 @@ def _gradient(call: AtenCall) -> AtenPlan:
     if reduction != _MEAN:
         return plan
     local = plan.call or kernel(call.func)
-    count = torch.broadcast_shapes(*(a.shape for a in call.args[1:3])).numel()
+    count = torch.broadcast_shapes(*(a.shape for a in call.args[1:3])).numel()  # type: ignore[no-untyped-call]
     rest = _instead(call, at, _SUM)
 
     def compute(grad: Tensor, *args: Any) -> Tensor:
-        return local(grad / count, *args[: at - 1], *rest)
+        return local(grad / count, *args[: at - 1], *rest)  # type: ignore[no-any-return]
 
     plan.call = compute
     return plan

@@ -27,7 +27,7 @@ from .statistics import moments_of
 
 _aten = torch.ops.aten
 
-_PARAMETERS = {"parameters": "weight bias running_mean running_var", "sharded": "weight bias"}
+_PARAMETERS: Any = {"parameters": "weight bias running_mean running_var", "sharded": "weight bias"}
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class RunningNorm(ChannelNorm):
         mean, var = moments.unbind()
         values: Sequence[Tensor] = mean, var * self.unbiased
         if self.batch is not None or self.sharded_channels is not None:
-            values = self._of_all_channels(torch.stack(values).view(2, self.samples, self.per_sample))
+            values = self._of_all_channels(torch.stack(list(values)).view(2, self.samples, self.per_sample))
         for buffer, value in zip(buffers, values, strict=True):
             if buffer is None:
                 continue
@@ -172,8 +172,8 @@ def _declare_instance_norm(function: Callable[..., Tensor]) -> None:
 
 for _function in (F.batch_norm, torch.batch_norm):
     _declare_batch_norm(_function)
-for _function in (F.instance_norm, torch.instance_norm):
-    _declare_instance_norm(_function)
+for _function_of_samples in (F.instance_norm, torch.instance_norm):
+    _declare_instance_norm(_function_of_samples)
 
 
 # -- called by the operators' names: they return the statistics, too ---------------------------------------------------
@@ -194,8 +194,9 @@ def plan_native_batch_norm(
     """Batch norm with mean and reciprocal standard deviation, whose gradients torch ignores."""
     geometry = _geometry_of_batches(call, input, eps)
 
-    def compute(x: ShardTensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-        y = torch.batch_norm(x, *tensors, training, momentum, eps, False)
+    def compute(x: ShardTensor, *tensors: Any) -> tuple[Any, ...]:
+        options: Any = training, momentum, eps, False
+        y = torch.batch_norm(x, *tensors, *options)
         if training:
             return y, *moments_of(x._local_tensor, geometry, x.shape[1:2], {1: (0, 1)})
         # As empty as torch returns them.
@@ -222,7 +223,8 @@ def plan_native_batch_norm_of_running_statistics(
     momentum: float,
     eps: float,
 ) -> Plan:
-    return Composed(lambda *tensors: torch.native_batch_norm(*tensors, False, momentum, eps))
+    options: Any = False, momentum, eps
+    return Composed(lambda *tensors: torch.native_batch_norm(*tensors, *options))
 
 
 @operator(_aten._batch_norm_with_update, tensors="input", **_PARAMETERS)
@@ -236,10 +238,11 @@ def plan_batch_norm_with_update(
     momentum: float,
     eps: float,
 ) -> Plan:
-    def compute(x: ShardTensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    def compute(x: ShardTensor, *tensors: Any) -> tuple[Any, ...]:
         # What a GPU's kernel keeps for its backward comes last.
         reserved = torch.empty(0, dtype=torch.uint8, device=x.device)
-        results = torch.native_batch_norm(x, *tensors, True, momentum, eps)
+        options: Any = True, momentum, eps
+        results = torch.native_batch_norm(x, *tensors, *options)
         return *results, promote(reserved, x.device_mesh)
 
     return Composed(compute)

@@ -141,12 +141,12 @@ class ChannelNorm(ShardedNorm):
             (sums,) = self._over_ranks([local])
             return self._of_sets(sums, w), [self._of_parameter(t, i) for i, t in enumerate(sums.unbind())]
         of_parameters = local.view(2, self.samples, self.per_sample).sum(1) if wanted else local
-        sums = [self._of_sets(local, w)] if needed[0] else []
-        sums = self._over_ranks([*sums, *(of_parameters[i] for i in summed)])
-        totals = sums.pop(0) if needed[0] else local
-        found = dict(zip(summed, sums, strict=True))
+        of_sets = [self._of_sets(local, w)] if needed[0] else []
+        totals = self._over_ranks([*of_sets, *(of_parameters[i] for i in summed)])
+        total = totals.pop(0) if needed[0] else local
+        found = dict(zip(summed, totals, strict=True))
         gradients = [self._of_parameter(found.get(i, of_parameters[i]), i) if i in wanted else None for i in (0, 1)]
-        return totals, gradients
+        return total, gradients
 
     def _of_sets(self, sums: Tensor, w: Tensor | None) -> Tensor:
         sums = sums if w is None else sums * w

@@ -87,7 +87,7 @@ def plan_native_group_norm(
 
     def compute(x: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
         y = torch.group_norm(x, group, weight, bias, eps)
-        x = redistribute_to(x, grouped).unflatten(1, (group, C // group))
+        x = redistribute_to(x, grouped).unflatten(1, (group, C // group))  # type: ignore[no-untyped-call]
         over = list(range(2, x.ndim))
         mean = x.mean(over, keepdim=True)
         rstd = ((x - mean).square().mean(over) + eps).rsqrt()
@@ -193,7 +193,7 @@ def plan_local_response_norm(
         else:
             images = squares.flatten(3).unsqueeze(1)
             mean = F.avg_pool3d(F.pad(images, (0, 0, 0, 0, *around)), (size, 1, 1), stride=1).squeeze(1)
-            mean = mean.unflatten(3, input.shape[3:])
+            mean = mean.unflatten(3, input.shape[3:])  # type: ignore[no-untyped-call]
         return x / (mean * alpha + k).pow(beta)
 
     return Composed(compute)

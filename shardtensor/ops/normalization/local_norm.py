@@ -150,7 +150,7 @@ class LocalBatchNorm(LocalNorm):
 
     def _kernel(
         self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         settings: Any = (self.use_input, self.momentum, self.geometry.eps)
         if self.use_input and not torch.is_grad_enabled() and any(t is not None for t in buffers):
             # The one that says that it writes to them.

@@ -68,7 +68,7 @@ class ShardedNorm(Norm):
 
     def _average(self, t: Tensor) -> Tensor:
         total = _SumOverRanks.apply(t.sum(self.geometry.dims, keepdim=True), self.statistics)
-        return total / max(self.geometry.count, 1)
+        return total / max(self.geometry.count, 1)  # type: ignore[no-any-return]
 
 
 class RowNorm(ShardedNorm):
@@ -147,12 +147,12 @@ class _SumOverRanks(AutogradFunction):
     """The sum of what the ranks contribute, of which every rank makes use: so its adjoint is such a sum, too."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, statistics: Statistics) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, value: Tensor, statistics: Statistics) -> Tensor:
         ctx.statistics = statistics
         for merge in statistics.merges:
             value = all_reduce(value, merge.group) if value.numel() else value
         return value if statistics.merges else value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _SumOverRanks.apply(grad, ctx.statistics), None

@@ -35,7 +35,7 @@ def _plan(
             # A few numbers per channel, drawn as on one device: by every rank for the global tensor.
             drawn = torch.rand(batch, channels, n, dtype=dtype, device=x.device)
             pooled = function(x, kernel_size, output_size, output_ratio, True, drawn)
-            return pooled if indices else pooled[0]
+            return pooled if indices else pooled[0]  # type: ignore[no-any-return]
 
         return Composed(draw_and_pool)
     shape = call.returned(function, input, kernel_size, output_size, output_ratio, True, samples)[0].shape
@@ -43,10 +43,10 @@ def _plan(
 
     def pool(x: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         pooled = function(x, kernel_size, out, None, True, at)
-        return pooled if indices else pooled[0]
+        return pooled if indices else pooled[0]  # type: ignore[no-any-return]
 
     def probe(x: Tensor) -> Tensor:
-        return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]
+        return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]  # type: ignore[no-any-return]
 
     results = [Result(shape, names, result_dtype(call, dtype, probe, [1] * (n + 2)))]
     if indices:

@@ -361,15 +361,15 @@ class _MaxPoolGradient(AutogradFunction):
     """The pooling is done once more, and its own gradient taken: the same elements are the largest."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, pooled: Tensor, *options: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, grad: Tensor, pooled: Tensor, *options: Any) -> Tensor:
         ctx.pooled = pooled.detach()
         with torch.enable_grad():
             leaf = ctx.pooled.requires_grad_()
             out = F.max_pool2d(leaf, *options)
-        return torch.autograd.grad(out, leaf, grad)[0]
+        return torch.autograd.grad(out, leaf, grad)[0]  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> Any:
         if ctx.needs_input_grad[0]:
             raise refuse(
                 "max_pool2d_with_indices_backward",
@@ -412,4 +412,4 @@ def _max_pool_gradient(
     ceil_mode: bool,
     indices: Tensor,
 ) -> Tensor:
-    return _MaxPoolGradient.apply(grad_output, self, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+    return _MaxPoolGradient.apply(grad_output, self, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)  # type: ignore[no-any-return]

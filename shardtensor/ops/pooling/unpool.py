@@ -31,7 +31,7 @@ def _declare(n: int) -> None:
         names, out = image_names(len(input.shape), n), list(shape[-n:])
 
         def unpool(x: Tensor, places: Tensor) -> Tensor:
-            return function(x, places, kernel_size, stride, padding, out)
+            return function(x, places, kernel_size, stride, padding, out)  # type: ignore[no-any-return]
 
         result = Result(shape, names, input.tensor_meta.dtype)
         return plan_by_batch(call, unpool, {"input": names, "indices": names}, [result])

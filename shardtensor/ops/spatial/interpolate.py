@@ -251,7 +251,7 @@ def plan_interpolate(
     antialias: bool = False,
 ) -> Plan:
     """``F.interpolate``."""
-    options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
+    options: Any = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
     meta = call.returned(
         F.interpolate, input, size, scale_factor, recompute_scale_factor=recompute_scale_factor, **options
     )
@@ -418,7 +418,7 @@ def _declare(name: str, mode: str, n: int, antialias: bool) -> None:
         given = {**dict(zip(names, args)), **kwargs}
         output_size, align_corners = given.get("output_size"), given.get("align_corners")
         if output_size is None:
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         scales = tuple(given.get(name) for name in scale_names)
         factors = [scale for scale in scales if scale is not None]
         fits = len(factors) == n and [int(k * s) for k, s in zip(self.shape[2:], factors)] == list(output_size)

@@ -159,7 +159,7 @@ def _local_padding(
         return None
     if mode != "constant" and 0 in shape:
         return lambda local: local.reshape(out_shape)
-    return lambda local: F.pad(local, flat, mode=mode, value=value)  # type: ignore[arg-type]
+    return lambda local: F.pad(local, flat, mode=mode, value=value)
 
 
 def _parts(out: Interval, left: int, n: int) -> tuple[Interval, Interval, Interval]:

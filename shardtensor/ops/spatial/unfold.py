@@ -35,11 +35,11 @@ Numbers = int | Sequence[int]
 def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: int, step: int) -> Plan:
     """Windows of a sharded dim, as a new last dim."""
     if not self.sharded_dims():
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     meta = call.returned(Tensor.unfold, self, dimension, size, step)  # torch's own errors
     dim = wrap_dim(dimension, len(self.shape))
     if dim not in self.sharded_dims():
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     spec = keeping_sums(self)
     m = spec.sharded_dims()[dim]
     window = Window(size=spec.shape[dim], kernel=size, stride=step)
@@ -90,7 +90,7 @@ def plan_unfold_images(
 ) -> Plan:
     ndim = len(input.shape)
     if not {ndim - 1, ndim - 2} & set(input.sharded_dims()):
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     shape = call.returned(F.unfold, input, kernel_size, dilation, padding, stride).shape  # torch's own errors
     kernel, steps, pads, strides = (per_dim(v, 2) for v in (kernel_size, dilation, padding, stride))
     source = moved_off(input, {d: d for d in range(ndim - 1)})
