@@ -3,12 +3,11 @@
     python benchmarks/bench_scale.py [--only NAME] [--worlds 8 64 512 4096] [--json FILE]
 
 One process is rank 1 (so it has two neighbours) of a world on the fake process group, where collectives complete
-without moving anything; the world grows, the shard stays: each rank has 8 rows of a tensor of 8 * ranks rows. Each cell
-is the CPU time of the calling thread in microseconds, best of many calls; "first" is the first call in milliseconds,
-which makes the plan, in a process that has made such a plan for other sizes before; "KiB" is what that call has left
-allocated from Python. "x" is the largest world's repeated call against the smallest one's.
-
-Bars: repeated calls at most 1.5 times those of the smallest world, first calls at most 20 ms, plans at most 16 KiB.
+without moving anything; the world grows, the shard stays: each rank has 8 rows of a tensor of 8 * ranks rows. Times
+are the CPU time of the calling thread, best of many calls. Three figures of each operator, for the largest world and,
+beside it, the largest two-dimensional one (where each rank has 8 x 8 of an image): a repeated call relative to one in
+the smallest world; the first call, which makes the plan, in a process that has made such a plan for other sizes before;
+and what that call has left allocated from Python. The table has the largest of the latter two; the JSON file has all.
 """
 
 from __future__ import annotations
@@ -23,19 +22,22 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from report import Figure, chosen, finish, parser
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import ShardTensor, exchange
 
+GROUP = "host time by the size of the world"
 ROWS = 8  # of each rank
+WORLDS = ["8", "64", "512", "4096", "4x4", "64x64"]
+QUICK = ["8", "64", "2x4", "8x8"]
 BAR, BAR_FIRST, BAR_KIB = 1.5, 20.0, 16.0
 
 Case = Callable[[ShardTensor], Any]
@@ -72,16 +74,16 @@ class _Done:
 
 
 def image(mesh: DeviceMesh, extra: int) -> ShardTensor:
-    """Of 8 rows a rank; on a 2-D mesh the columns are sharded, too."""
-    shape = [1, 4, ROWS, ROWS if mesh.ndim > 1 else 8 + extra]
+    """Of 8 rows a rank; on a 2-D mesh the columns are sharded, too. ``extra`` makes it another layout."""
+    shape = [1 + extra, 4, ROWS, ROWS] if mesh.ndim > 1 else [1, 4, ROWS, 8 + extra]
     sizes = {m: (ROWS,) * mesh.size(m) for m in range(mesh.ndim)}
     return ShardTensor.from_local(torch.randn(shape), mesh, [Shard(2), Shard(3)][: mesh.ndim], shard_sizes=sizes)
 
 
-def repeated(run: Callable[[], Any]) -> float:
+def repeated(run: Callable[[], Any], groups: int) -> float:
     """Microseconds of a call: the best of some groups of calls."""
     best, number = float("inf"), 1
-    for _ in range(12):
+    for _ in range(groups):
         start = time.thread_time()
         for _ in range(number):
             run()
@@ -91,7 +93,7 @@ def repeated(run: Callable[[], Any]) -> float:
     return best * 1e6
 
 
-def measure(world: tuple[int, ...], only: str) -> list[dict[str, Any]]:
+def measure(world: tuple[int, ...], only: str, groups: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     ranks = torch.Size(world).numel()
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
@@ -109,7 +111,7 @@ def measure(world: tuple[int, ...], only: str) -> list[dict[str, Any]]:
                 start = time.thread_time()
                 case(x)
                 first = (time.thread_time() - start) * 1e3
-                best = repeated(partial(case, x))
+                best = repeated(partial(case, x), groups)
                 y = image(mesh, 16)
                 gc.collect()
                 tracemalloc.start()
@@ -123,36 +125,70 @@ def measure(world: tuple[int, ...], only: str) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--worlds", nargs="+", default=["8", "64", "512", "4096", "64x64"], help="e.g. 8 or 64x64")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(measure(tuple(map(int, options.measure.split("x"))), options.only)))
-        return
-    found: dict[str, dict[str, Any]] = {}
-    for world in options.worlds:
-        command = [sys.executable, __file__, "--measure", world, "--only", options.only]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def measure_apart(worlds: list[str], only: str, calls: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """What :func:`measure` finds in a process for each world: by operator, then by world."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for world in worlds:
+        print(f"measuring a world of {world}", file=sys.stderr)
+        command = [sys.executable, __file__, "--measure", world, "--only", only, "--calls", str(calls)]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         for row in json.loads(output.splitlines()[-1]):
             found.setdefault(row["name"], {})[world] = row
-    print(f"{'microseconds a call':30}" + "".join(f"{w:>9}" for w in options.worlds) + "     x   first ms      KiB")
-    for name, by_world in found.items():
-        cells = [by_world[w] for w in options.worlds]
-        print(f"{name:30}" + "".join(f"{c['call']:9.0f}" if "call" in c else f"{'-':>9}" for c in cells), end=" ")
-        good = [c for c in cells if "call" in c and len(c["world"]) == 1]
-        if len(good) < 2:
-            print(next(c["error"] for c in cells if "error" in c))
-            continue
-        ratio, first, kept = good[-1]["call"] / good[0]["call"], good[-1]["first"], good[-1]["kept"]
-        met = ratio <= BAR and first <= BAR_FIRST and kept <= BAR_KIB
-        print(f"{ratio:6.1f} {first:9.1f} {kept:9.0f}  {'met' if met else 'missed'}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def label(row: dict[str, Any]) -> str:
+    return "x".join(map(str, row["world"])) + " ranks"
+
+
+def calls(name: str, rows: list[dict[str, Any]]) -> Figure:
+    """Of one operator in worlds of one kind, from the smallest to the largest."""
+    good = [row for row in rows if "call" in row]
+    if len(good) < 2:
+        refused = [row["error"] for row in rows if "error" in row]
+        return Figure(GROUP, f"{name}, {label(rows[-1])}", None, note=refused[0] if refused else "one world only")
+    first, last = good[0], good[-1]
+    title = f"{name}, {label(last)}: of a call at {label(first)}"
+    times = {label(row): row["call"] / 1e6 for row in good}
+    details = {key: last[key] for key in ("first", "kept")} | {"worlds": {label(r): r["call"] for r in good}}
+    return Figure(GROUP, title, last["call"] / first["call"], bar=BAR, best=times, details=details)
+
+
+def largest(rows: list[dict[str, Any]], key: str, what: str, unit: str, bar: float) -> Figure:
+    """The operator whose first call in the largest world takes most, and all others in the note."""
+    ordered = sorted(rows, key=lambda row: -row[key])
+    note = ", ".join(f"{row['name']} {row[key]:.1f}" for row in ordered)
+    title = f"{what}, the largest of {len(rows)} operators, {label(rows[0])}"
+    return Figure(GROUP, title, ordered[0][key], unit, bar, note=note)
+
+
+def figures(found: dict[str, dict[str, dict[str, Any]]]) -> list[Figure]:
+    made = []
+    for dims in (1, 2):
+        rows = {name: [r for r in of.values() if len(r["world"]) == dims] for name, of in found.items()}
+        rows = {name: of for name, of in rows.items() if of}
+        made += [calls(name, of) for name, of in rows.items()]
+        last = [of[-1] for of in rows.values() if "call" in of[-1]]
+        if last:
+            made.append(largest(last, "first", "first call", "ms", BAR_FIRST))
+            made.append(largest(last, "kept", "what it leaves allocated", "KiB", BAR_KIB))
+    return made
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    made = parser(__doc__)
+    made.add_argument("--worlds", nargs="+", help="from small to large, such as 8 or 64x64")
+    made.add_argument("--calls", type=int, default=12, help="groups of calls, of which the best counts")
+    made.add_argument("--measure", help=argparse.SUPPRESS)
+    options = made.parse_args()
+    chosen(options.only, CASES, made.error)
+    if options.measure:
+        print(json.dumps(measure(tuple(map(int, options.measure.split("x"))), options.only, options.calls)))
+        return
+    worlds = options.worlds or (QUICK if options.quick else WORLDS)
+    found = measure_apart(worlds, options.only, 2 if options.quick else options.calls)
+    finish(figures(found), options)
 
 
 if __name__ == "__main__":
