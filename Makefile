@@ -2,7 +2,8 @@
 # make test ARGS="-k conv -x"    the same with arguments for pytest
 # make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
-# make globe                     the example, on two processes; writes globe.png
+# make globe                     the example, on two processes and compared with one; writes globe.png
+# make globe ARGS=--uneven       the same with bands of different heights
 # make bench                     all benchmarks; writes benchmarks/results and docs/performance.md (12 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
 # make lint | clean
@@ -26,7 +27,7 @@ sweep: $(VENV)/.installed-test
 	cd tests && ../$(VENV)/bin/python -m operator_sweep $(OP) --dtypes float --refused $(ARGS)
 
 globe: $(VENV)/.installed-examples
-	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py --compare $(ARGS)
 
 # Each benchmark starts the processes that it needs.
 bench: $(VENV)/.installed-bench
