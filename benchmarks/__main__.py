@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             parts[part] = content
     print(table(figures_of(parts)), *circumstances(parts), sep="\n")
-    if folder:
+    if folder and parts:
         store(folder, parts)
     if options.write:
         done = stored(folder or RESULTS)

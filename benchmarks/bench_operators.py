@@ -142,7 +142,10 @@ def measure(case: Case, mesh: DeviceMesh, budget: float) -> list[Figure]:
     works = {}
     for kind, place in held.items():
         torch.manual_seed(0)  # equal values for all kinds
-        works[kind] = case.make(place)
+        try:
+            works[kind] = case.make(place)
+        except ImportError as error:
+            return [Figure(GROUP, case.name, None, note=f"{error.name} is not installed")]
     manual = by_hand(case, held["local"], mesh.get_local_rank())
     works |= {"by hand": manual} if manual else {}
     works |= {method: with_method(works["ShardTensor"], method) for method in case.methods}
@@ -202,7 +205,7 @@ def work(mesh: DeviceMesh, names: list[str], budget: float, quick: bool) -> list
         if mesh.get_local_rank() == 0:
             print(f"measuring {name}", file=sys.stderr)
         figures += measure(CASES[name], mesh, budget)
-        if CASES[name].natten:
+        if CASES[name].natten and figures[-1].value is not None:
             figures.append(against_natten(mesh, quick))
     if "PhysicsNeMo" not in places(mesh):
         title = "any operator: time beyond the local kernel, of PhysicsNeMo's"

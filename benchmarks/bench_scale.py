@@ -8,6 +8,9 @@ are the CPU time of the calling thread, best of many calls. Three figures of eac
 beside it, the largest two-dimensional one (where each rank has 8 x 8 of an image): a repeated call relative to one in
 the smallest world; the first call, which makes the plan, in a process that has made such a plan for other sizes before;
 and what that call has left allocated from Python. The table has the largest of the latter two; the JSON file has all.
+
+Each world has a process of its own. Between calls each times a plain convolution, too, by which its calls are divided
+before they are compared, in case the machine has become slower or faster meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from report import Figure, chosen, finish, parser
+from timing import Run, host_time
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,6 +53,11 @@ def near(x: ShardTensor, shift: int) -> Any:
     return x.redistribute(shard_sizes={0: (ROWS + shift, ROWS - shift, *between)})
 
 
+def elsewhere(x: ShardTensor) -> Any:
+    """Rows to columns; on a 2-D mesh, whose columns are sharded, to channels."""
+    return x.redistribute(placements=[Shard(1), Shard(3)][-x.device_mesh.ndim :])
+
+
 # Of an image (1, 4, rows, 8), whose rows are sharded.
 CASES: dict[str, Case] = {
     "conv2d 3x3": lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1),
@@ -64,8 +73,16 @@ CASES: dict[str, Case] = {
     "mean": lambda x: x.mean(),
     "linear": lambda x: F.linear(x, torch.ones(8, x.shape[-1])),
     "redistribute, near sizes": lambda x: near(x, 1),
-    "redistribute, rows to columns": lambda x: x.redistribute(placements=[Shard(3)] * x.device_mesh.ndim),
+    "redistribute, rows to another dim": lambda x: x.redistribute(
+        placements=[Shard(1), Shard(3)][-x.device_mesh.ndim :]
+    ),
 }
+# Here a rank exchanges with all others, whatever is done; so what it takes has no bar.
+WITH_ALL = {"redistribute, rows to another dim"}
+
+
+def plain(local: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(local, torch.ones(4, 4, 3, 3), padding=1)
 
 
 class _Done:
@@ -80,17 +97,14 @@ def image(mesh: DeviceMesh, extra: int) -> ShardTensor:
     return ShardTensor.from_local(torch.randn(shape), mesh, [Shard(2), Shard(3)][: mesh.ndim], shard_sizes=sizes)
 
 
-def repeated(run: Callable[[], Any], groups: int) -> float:
-    """Microseconds of a call: the best of some groups of calls."""
-    best, number = float("inf"), 1
+def repeated(run: Run, reference: Run, groups: int) -> tuple[float, float]:
+    """Seconds of a call of each, the best of some groups of calls."""
+    best, numbers = [float("inf")] * 2, [1, 1]
     for _ in range(groups):
-        start = time.thread_time()
-        for _ in range(number):
-            run()
-        spent = time.thread_time() - start
-        best = min(best, spent / number)
-        number = max(1, min(200, int(0.02 / best)))
-    return best * 1e6
+        for i, timed in enumerate((run, reference)):
+            best[i] = min(best[i], host_time(timed, numbers[i]))
+            numbers[i] = max(1, min(200, int(0.02 / best[i])))
+    return best[0], best[1]
 
 
 def measure(world: tuple[int, ...], only: str, groups: int) -> list[dict[str, Any]]:
@@ -111,7 +125,7 @@ def measure(world: tuple[int, ...], only: str, groups: int) -> list[dict[str, An
                 start = time.thread_time()
                 case(x)
                 first = (time.thread_time() - start) * 1e3
-                best = repeated(partial(case, x), groups)
+                call, reference = repeated(partial(case, x), partial(plain, x.to_local()), groups)
                 y = image(mesh, 16)
                 gc.collect()
                 tracemalloc.start()
@@ -119,9 +133,10 @@ def measure(world: tuple[int, ...], only: str, groups: int) -> list[dict[str, An
                 gc.collect()
                 kept = tracemalloc.get_traced_memory()[0] / 1024
                 tracemalloc.stop()
-            rows.append({"name": name, "world": world, "call": best, "first": first, "kept": kept})
+            found = {"call": call, "reference": reference, "first": first, "kept": kept}
+            rows.append({"name": name, "world": world} | found)
         except Exception as error:  # refused there
-            rows.append({"name": name, "world": world, "error": f"{type(error).__name__}: {error}"[:80]})
+            rows.append({"name": name, "world": world, "error": f"{type(error).__name__}: {error}"})
     return rows
 
 
@@ -149,9 +164,11 @@ def calls(name: str, rows: list[dict[str, Any]]) -> Figure:
         return Figure(GROUP, f"{name}, {label(rows[-1])}", None, note=refused[0] if refused else "one world only")
     first, last = good[0], good[-1]
     title = f"{name}, {label(last)}: of a call at {label(first)}"
-    times = {label(row): row["call"] / 1e6 for row in good}
-    details = {key: last[key] for key in ("first", "kept")} | {"worlds": {label(r): r["call"] for r in good}}
-    return Figure(GROUP, title, last["call"] / first["call"], bar=BAR, best=times, details=details)
+    times = {label(row): row["call"] for row in good}
+    relative = [row["call"] / row["reference"] for row in (first, last)]
+    details = {key: last[key] for key in ("first", "kept")} | {"operator": name, "worlds": times}
+    bar = None if name in WITH_ALL else BAR
+    return Figure(GROUP, title, relative[1] / relative[0], bar=bar, best=times, details=details)
 
 
 def largest(rows: list[dict[str, Any]], key: str, what: str, unit: str, bar: float) -> Figure:
@@ -168,7 +185,7 @@ def figures(found: dict[str, dict[str, dict[str, Any]]]) -> list[Figure]:
         rows = {name: [r for r in of.values() if len(r["world"]) == dims] for name, of in found.items()}
         rows = {name: of for name, of in rows.items() if of}
         made += [calls(name, of) for name, of in rows.items()]
-        last = [of[-1] for of in rows.values() if "call" in of[-1]]
+        last = [of[-1] for name, of in rows.items() if "call" in of[-1] and name not in WITH_ALL]
         if last:
             made.append(largest(last, "first", "first call", "ms", BAR_FIRST))
             made.append(largest(last, "kept", "what it leaves allocated", "KiB", BAR_KIB))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +25,8 @@ def draw(figures: Sequence[Figure], folder: Path) -> dict[str, list[str]]:
         if ratios:
             drawn[group] = [f"{name}.png"]
             bars(ratios, group, folder / f"{name}.png")
-        lines = {row.name.split(",")[0]: row.details["worlds"] for row in rows if "worlds" in row.details}
-        if lines:
-            drawn[group].append(f"{name}-lines.png")
+        if any("worlds" in row.details for row in rows):
+            drawn.setdefault(group, []).append(f"{name}-lines.png")
             worlds(rows, group, folder / f"{name}-lines.png")
     return drawn
 
@@ -40,33 +40,35 @@ def bars(rows: Sequence[Figure], title: str, path: Path) -> None:
         if row.bar is not None:
             axes.plot([row.bar] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
     axes.set_yticks(places, [row.name for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_title(f"{title}\nblack: the bar; green: met; red: missed", fontsize=9)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    judged = any(row.bar is not None for row in rows)
+    axes.set_title(f"{title}\nblack: the bar; green: met; red: missed" if judged else title, fontsize=9)
     finish(figure, path)
 
 
 def worlds(rows: Sequence[Figure], title: str, path: Path) -> None:
     """Microseconds of a call by the number of ranks, one line per operator, one panel per number of mesh dims."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4.5), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.5), sharey=True, layout="constrained")
+    operators = list(dict.fromkeys(row.details["operator"] for row in rows if "worlds" in row.details))
     for dims, axes in enumerate(panels, start=1):
+        labels: dict[int, str] = {}
         for row in rows:
-            times = {label.split()[0]: us for label, us in row.details.get("worlds", {}).items()}
-            if times and all(label.count("x") + 1 == dims for label in times):
-                ranks = [_product(label) for label in times]
-                axes.plot(ranks, list(times.values()), marker=".", linewidth=1, label=row.name.split(", ")[0])
-        axes.set(xscale="log", yscale="log", xlabel=f"ranks, {dims}-D mesh")
+            times = {label.split()[0]: 1e6 * taken for label, taken in row.details.get("worlds", {}).items()}
+            if not times or any(label.count("x") + 1 != dims for label in times):
+                continue
+            operator = row.details["operator"]
+            ranks = {math.prod(map(int, label.split("x"))): label for label in times}
+            color = pyplot.colormaps["tab20"](operators.index(operator) % 20)
+            axes.plot(list(ranks), list(times.values()), marker=".", color=color, label=operator)
+            labels |= ranks
+        axes.set(xscale="log", yscale="log", xlabel=f"ranks of a {dims}-D mesh")
+        axes.set_xticks(list(labels), list(labels.values()))
+        axes.xaxis.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("microseconds a call")
-    panels[0].legend(fontsize=6, ncols=2)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     figure.suptitle(title, fontsize=9)
     finish(figure, path)
-
-
-def _product(label: str) -> int:
-    result = 1
-    for factor in label.split("x"):
-        result *= int(factor)
-    return result
 
 
 def finish(figure: pyplot.Figure, path: Path) -> None:
