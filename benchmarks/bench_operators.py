@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardtensor
 from shardtensor import ShardTensor
 
-GROUP = "operators on 2 ranks, against the local kernel"
+GROUP = "operators on shards, against the local kernel"
 BEYOND = 0.5  # of PhysicsNeMo's time beyond the local kernel
 
 
