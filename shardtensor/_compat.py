@@ -18,6 +18,7 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -27,6 +28,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
     KeyEntry,
@@ -54,13 +56,17 @@ __all__ = [
     "OpOverloadPacket",
     "PyTree",
     "TensorMeta",
+    "accumulates_early",
+    "after_backward",
     "alias",
+    "backward_pass",
     "batch_norm_legit",
     "batch_norm_legit_no_training",
     "c10d_all_gather",
     "c10d_all_reduce",
     "c10d_all_reduce_coalesced",
     "c10d_all_to_all",
+    "c10d_messages",
     "claim_dispatch",
     "constant_like",
     "current_mesh",
@@ -83,6 +89,7 @@ __all__ = [
     "process_group",
     "register_scripting",
     "run_engine",
+    "run_last",
     "safe_softmax",
     "same_memory",
     "spmd_options",
@@ -166,6 +173,20 @@ def c10d_all_reduce_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGr
     return group.allreduce_coalesced(tensors, _ALL_REDUCE_COALESCED)
 
 
+def c10d_messages(
+    recvs: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``."""
+    if not recvs and not sends:
+        return []
+    if (recvs or sends)[0][1].device.type == "cpu":  # backends of the CPU have nothing to coalesce
+        return [group.recv([t], peer, 0) for peer, t in recvs] + [group.send([t], peer, 0) for peer, t in sends]
+    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in recvs]
+    ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
+    works: list[dist.Work] = dist.batch_isend_irecv(ops)
+    return works
+
+
 @cache
 def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
     options = dist.AllreduceOptions()
@@ -186,6 +207,29 @@ class AutogradFunction(torch.autograd.Function):
 
         @classmethod
         def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def run_last(ctx: Any) -> None:
+    """Called in the forward of an autograd function: the engine runs its backward when nothing else is ready.
+
+    Of nodes that are ready it takes the one with the greatest number; they are numbered in the order of their creation.
+    """
+    ctx._set_sequence_nr(0)
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread; below 0 where there is none."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward pass that runs in this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def accumulates_early() -> bool:
+    """Whether gradients may be taken before the backward pass ends: FSDP2 is in use, or DDP runs a forward pass."""
+    return bool(_module_state_mapping) or DistributedDataParallel._active_ddp_module is not None
 
 
 def decomposes(op: OpOverload) -> bool:

@@ -61,7 +61,8 @@ def check_communication(
             first, second = (kinds, "something else") if rows[mine][0] == rows[0][0] else ("something else", kinds)
             raise RuntimeError(
                 f"ranks do not agree on the next communication: rank {ranks[0]} is about to start {first}, rank "
-                f"{ranks[r]} {second}; every rank must call the same operators in the same order"
+                f"{ranks[r]} {second}; every rank must call the same operators in the same order, over the same "
+                "transport"
             )
     for s in range(n):
         for r in range(n):

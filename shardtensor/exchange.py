@@ -7,21 +7,31 @@ many ranks the interval spans. Ranks with empty shards take part like any other.
 anything from another, no communication is started, on any rank.
 
 The same plan read backwards is the adjoint: gradients of the fetched pieces return to their owners, who add them.
+
+[Note: transport] All-to-all takes time in proportion to the number of ranks, whatever they have to say: backends post a
+message to each, also an empty one, and on gloo a rank waits for those that it needs nothing from. So where each rank
+has something to say to few others only, as with halos, messages go straight to these. Which of the two it is must be
+the same on all ranks; it is decided from the largest number of peers that any of them has (``most_peers``), which
+follows from the intervals of all. What is kept for later calls is about the peers, too; counts for every rank are kept
+only for the exchanges that are an all-to-all.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._compat import c10d_all_to_all, is_lazy, process_group
+from ._compat import c10d_all_reduce, c10d_all_to_all, c10d_messages, is_lazy, process_group
+from .caches import check_world, forgets
 from .debug import check_communication, debug_enabled
-from .geometry import Interval, intersect, length
+from .geometry import Interval, intersect
 from .tracing import graph_operator, is_traced
 
 __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
@@ -29,17 +39,21 @@ __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport"
 Pieces = Sequence[Sequence[Tensor]]
 Shapes = Sequence[Sequence[Sequence[int]]]
 Part = tuple[int, Interval]  # a peer, and an interval that it sends or gets
+_Counts = tuple[list[int], list[int]]  # peers in ascending order, and how many elements each sends or gets
 
-_transport = "all_to_all"
+_TRANSPORTS = ("auto", "all_to_all", "p2p")
+_transport = "auto"
+_FEW = 4  # messages go straight to the peers where these are less than a quarter of the ranks
 
 
 class set_transport:  # named like torch.set_grad_enabled, which works alike
     """Choose how pieces of shards travel, from here on or inside a block. Every rank must choose alike.
 
     Args:
-        name: "all_to_all" (the default): one ``all_to_all_single`` per exchange on the mesh dim's group; or "p2p":
-            batched sends and receives with the peers that have something to exchange. Both move the same bytes in
-            the same number of messages, and give bitwise the same results.
+        name: "all_to_all": one ``all_to_all_single`` per exchange on the mesh dim's group; "p2p": sends and receives,
+            batched, with the peers that have something to exchange; "auto" (the default): "p2p" where every rank has
+            fewer peers than a quarter of the group's ranks, and "all_to_all" otherwise. All move the same bytes in the
+            same messages, and give bitwise the same results.
 
     Raises:
         ValueError: another name.
@@ -52,8 +66,8 @@ class set_transport:  # named like torch.set_grad_enabled, which works alike
 
     def __init__(self, name: str) -> None:
         global _transport
-        if name not in ("all_to_all", "p2p"):
-            raise ValueError(f"transport {name!r}: choose 'all_to_all' or 'p2p'")
+        if name not in _TRANSPORTS:
+            raise ValueError(f"transport {name!r}: choose 'auto', 'all_to_all' or 'p2p'")
         self._previous, _transport = _transport, name
 
     def __enter__(self) -> None:
@@ -78,7 +92,7 @@ class Transfers:
         own, need: what this rank holds and what it needs.
         sends: ``(peer, interval)`` for each peer that needs a part of ``own``, in the order of ranks.
         recvs: ``(peer, interval)`` for each peer that owns a part of ``need``, in the order of ranks.
-        active: whether any rank of the group sends anything; the same on all of them.
+        most_peers: how many others the rank sends to, or gets from, that has most of them; the same on all ranks.
     """
 
     rank: int
@@ -86,30 +100,47 @@ class Transfers:
     need: Interval
     sends: tuple[Part, ...]
     recvs: tuple[Part, ...]
-    active: bool
+    most_peers: int
+
+    @property
+    def active(self) -> bool:
+        """Whether any rank of the group sends anything; the same on all of them."""
+        return self.most_peers > 0
 
 
-def plan_intervals(own: tuple[Interval, ...], need: tuple[Interval, ...], rank: int) -> Transfers:
+def plan_intervals(own: Sequence[Interval], need: Sequence[Interval], rank: int) -> Transfers:
     """Plan the transfers that give every rank ``r`` the interval ``need[r]``, where rank ``s`` owns ``own[s]``.
+
+    No two ranks own the same index.
 
     Example:
         >>> p = plan_intervals(((0, 4), (4, 6), (6, 9)), ((0, 5), (3, 7), (5, 9)), rank=1)
-        >>> p.sends, p.recvs
-        (((0, (4, 5)), (2, (5, 6))), ((0, (3, 4)), (2, (6, 7))))
+        >>> p.sends, p.recvs, p.most_peers
+        (((0, (4, 5)), (2, (5, 6))), ((0, (3, 4)), (2, (6, 7))), 2)
     """
+    owners = sorted((start, stop, s) for s, (start, stop) in enumerate(own) if stop > start)
+    starts, stops = [start for start, _, _ in owners], [stop for _, stop, _ in owners]
+    places = [-1] * len(own)  # of the ranks among the owners
+    for i, (_, _, s) in enumerate(owners):
+        places[s] = i
+    # The places of those that own a part of what a rank needs.
+    spans = [(bisect_right(stops, a), bisect_left(starts, b)) if b > a else (0, 0) for a, b in need]
+    mine, here = own[rank], places[rank]
+    first, last = spans[rank]
+    recvs = sorted((s, intersect(need[rank], (start, stop))) for start, stop, s in owners[first:last] if s != rank)
+    sends = [(r, intersect(mine, need[r])) for r, (i, j) in enumerate(spans) if i <= here < j and r != rank]
+    return Transfers(rank, mine, need[rank], tuple(sends), tuple(recvs), _most_peers(owners, places, spans))
 
-    def parts(mine: Interval, theirs: Sequence[Interval]) -> tuple[Part, ...]:
-        found = ((peer, intersect(mine, interval)) for peer, interval in enumerate(theirs) if peer != rank)
-        return tuple((peer, part) for peer, part in found if length(part))
 
-    return Transfers(
-        rank=rank,
-        own=own[rank],
-        need=need[rank],
-        sends=parts(own[rank], need),
-        recvs=parts(need[rank], own),
-        active=any(length(n) > length(intersect(o, n)) for o, n in zip(own, need, strict=True)),
-    )
+def _most_peers(owners: Sequence[tuple[int, int, int]], places: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
+    to_itself = [first <= place < last for place, (first, last) in zip(places, spans, strict=True)]
+    gets = max(last - first - itself for (first, last), itself in zip(spans, to_itself, strict=True))
+    changes = [0] * (len(owners) + 1)  # of the number of ranks that need a part of an owner's, from the one before it
+    for first, last in spans:
+        changes[first] += 1
+        changes[last] -= 1
+    receivers = zip(accumulate(changes), owners, strict=False)
+    return max(gets, max((n - to_itself[s] for n, (_, _, s) in receivers), default=0))
 
 
 class Exchange:
@@ -121,25 +152,37 @@ class Exchange:
     Args:
         sends: ``(peer, shape)`` of each piece that this rank sends, peers in ascending order.
         recvs: ``(peer, shape)`` of each piece that it gets, likewise.
+        most_peers: at least as many as any rank of the group has; the same on all of them. See [Note: transport].
     """
 
-    __slots__ = ("_group_name", "_received", "_recv_counts", "_recv_shapes", "_recv_sizes", "_send_counts")
+    __slots__ = (
+        "_by_rank",
+        "_few",
+        "_group_name",
+        "_most_peers",
+        "_received",
+        "_recv_shapes",
+        "_recv_sizes",
+        "_recvs",
+        "_sends",
+    )
 
     def __init__(
         self,
         sends: Sequence[tuple[int, Sequence[int]]],
         recvs: Sequence[tuple[int, Sequence[int]]],
         group: dist.ProcessGroup,
+        most_peers: int,
     ) -> None:
         # By name: an exchange may be kept longer than its process group, for the same ranks of another one.
         self._group_name = group.group_name
-        self._send_counts, self._recv_counts = ([0] * group.size() for _ in range(2))
-        for counts, messages in ((self._send_counts, sends), (self._recv_counts, recvs)):
-            for peer, shape in messages:
-                counts[peer] += math.prod(shape)
+        self._sends, self._recvs = _counts(sends), _counts(recvs)
         self._recv_shapes = [list(shape) for _, shape in recvs]
         self._recv_sizes = [math.prod(shape) for _, shape in recvs]
         self._received = sum(self._recv_sizes)
+        ranks = group.size()
+        self._most_peers, self._few = most_peers, most_peers * _FEW < ranks
+        self._by_rank = None if self._few else (_spread(self._sends, ranks), _spread(self._recvs, ranks))
 
     def start(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
         """Send the pieces, in the order of ``sends``; what is received has the dtype and device of ``like``.
@@ -154,20 +197,26 @@ class Exchange:
         return self._start(packed)
 
     def _start(self, packed: Tensor) -> Pending:
-        sends, recvs = self._send_counts, self._recv_counts
         if type(packed) is not Tensor and is_traced(packed):
-            received = _exchange(packed, sends, recvs, self._group_name)
+            received = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name)
             return Pending((), received, self._recv_shapes, self._recv_sizes, packed)
-        dtype, group = packed.dtype, process_group(self._group_name)
+        group = process_group(self._group_name)
+        direct = self._few if _transport == "auto" else _transport == "p2p"
         if debug_enabled():
-            check_communication("exchange", dtype, sends, recvs, group, packed.device)
+            kind = "exchange by messages" if direct else "exchange"
+            check_communication(kind, packed.dtype, *self._all_ranks(group), group, packed.device)
         received = packed.new_empty(self._received)
-        if dtype in _TRANSFERABLE:
-            works = _transfer(packed, received, sends, recvs, group)
-        else:
-            send_bytes, recv_bytes = ([n * dtype.itemsize for n in counts] for counts in (sends, recvs))
-            works = _transfer(packed.view(torch.uint8), received.view(torch.uint8), send_bytes, recv_bytes, group)
+        out, inp = received, packed
+        if packed.dtype not in _TRANSFERABLE:  # a row of bytes for each element
+            out, inp = received.unsqueeze(-1).view(torch.uint8), packed.unsqueeze(-1).view(torch.uint8)
+        works = _transfer(out, inp, self._recvs, self._sends, None if direct else self._all_ranks(group), group)
         return Pending(works, received, self._recv_shapes, self._recv_sizes, packed)
+
+    def _all_ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+        """How many elements this rank sends to each rank, and gets from each."""
+        if self._by_rank is not None:
+            return self._by_rank
+        return _spread(self._sends, group.size()), _spread(self._recvs, group.size())
 
 
 class Pending:
@@ -199,11 +248,11 @@ class Pending:
 def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: Tensor) -> Pending:
     """Send ``pieces[r]`` to rank ``r`` of ``group`` and receive tensors of ``shapes[s]`` from each rank ``s``.
 
-    An :class:`Exchange` that is used once. All pieces have the dtype and device of ``like``.
+    An :class:`Exchange` between all ranks that is used once. All pieces have the dtype and device of ``like``.
     """
     sends = [(peer, p.shape) for peer, row in enumerate(pieces) for p in row]
     recvs = [(peer, shape) for peer, row in enumerate(shapes) for shape in row]
-    return Exchange(sends, recvs, group).start([p for row in pieces for p in row], like)
+    return Exchange(sends, recvs, group, group.size() - 1).start([p for row in pieces for p in row], like)
 
 
 # Dtypes that every backend knows in every collective. Others travel as bytes: nothing is computed on the way.
@@ -211,33 +260,79 @@ _TRANSFERABLE = frozenset({torch.float32, torch.float64, torch.int32, torch.int6
 
 
 def _transfer(
-    packed: Tensor, received: Tensor, send_counts: list[int], recv_counts: list[int], group: dist.ProcessGroup
+    out: Tensor,
+    inp: Tensor,
+    recvs: _Counts,
+    sends: _Counts,
+    all_ranks: tuple[list[int], list[int]] | None,
+    group: dist.ProcessGroup,
 ) -> list[dist.Work]:
-    """Send consecutive parts of ``packed`` to the ranks of ``group``, and receive such from them."""
-    if _transport == "p2p":
-        return _batched(received, packed, recv_counts, send_counts, group)
-    return [c10d_all_to_all(received, packed, recv_counts, send_counts, group)]
+    """Send consecutive rows of ``inp`` to ranks of ``group``, and receive such into ``out``.
+
+    Args:
+        all_ranks: how many go to each rank, and come from each, for an all-to-all; None for messages to the peers.
+    """
+    if all_ranks is not None:
+        return [c10d_all_to_all(out, inp, all_ranks[1], all_ranks[0], group)]
+    if out.device.type != "cpu":
+        _connect(group, out.device)
+    return c10d_messages(_parts(out, recvs), _parts(inp, sends), group)
+
+
+def _counts(pieces: Sequence[tuple[int, Sequence[int]]]) -> _Counts:
+    counts: dict[int, int] = {}
+    for peer, shape in pieces:
+        counts[peer] = counts.get(peer, 0) + math.prod(shape)
+    return list(counts), list(counts.values())
+
+
+def _spread(counts: _Counts, ranks: int) -> list[int]:
+    """A number for each rank."""
+    result = [0] * ranks
+    for peer, n in zip(*counts, strict=True):
+        result[peer] = n
+    return result
+
+
+def _parts(buffer: Tensor, counts: _Counts) -> list[tuple[int, Tensor]]:
+    """The part of each peer, without empty ones: these are no messages."""
+    peers, numbers = counts
+    return [(peer, part) for peer, n, part in zip(peers, numbers, buffer.split_with_sizes(numbers), strict=True) if n]
+
+
+_connected: set[tuple[str, torch.device]] = set()
+forgets(_connected.clear)
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let messages between some ranks of ``group`` be its first communication. All of its ranks call this.
+
+    NCCL connects the ranks in the first call, which all of them have to take part in; but in an exchange by messages,
+    a rank without peers calls nothing.
+    """
+    check_world()
+    if (group.group_name, device) not in _connected:
+        c10d_all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, group).wait()
+        _connected.add((group.group_name, device))
 
 
 @graph_operator(
-    "exchange(Tensor packed, int[] send_counts, int[] recv_counts, str group) -> Tensor",
-    lambda packed, send_counts, recv_counts, group: packed.new_empty(sum(recv_counts)),
+    "exchange(Tensor packed, int[] send_to, int[] send_counts, int[] recv_from, int[] recv_counts, int most_peers, "
+    "str group) -> Tensor",
+    lambda packed, send_to, send_counts, recv_from, recv_counts, most_peers, group: packed.new_empty(sum(recv_counts)),
 )
-def _exchange(packed: Tensor, send_counts: list[int], recv_counts: list[int], group: str) -> Tensor:
+def _exchange(
+    packed: Tensor,
+    send_to: list[int],
+    send_counts: list[int],
+    recv_from: list[int],
+    recv_counts: list[int],
+    most_peers: int,
+    group: str,
+) -> Tensor:
     """See [Note: communication in graphs] in tracing.py."""
-    resolved = process_group(group)
-    sends, recvs = ([(peer, (n,)) for peer, n in enumerate(counts)] for counts in (send_counts, recv_counts))
-    pending = Exchange(sends, recvs, resolved)._start(packed)
+    sends = [(peer, (n,)) for peer, n in zip(send_to, send_counts, strict=True)]
+    recvs = [(peer, (n,)) for peer, n in zip(recv_from, recv_counts, strict=True)]
+    pending = Exchange(sends, recvs, process_group(group), most_peers)._start(packed)
     pending.wait()
     return pending._received
-
-
-def _batched(
-    out: Tensor, inp: Tensor, recv_counts: list[int], send_counts: list[int], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    ops = []
-    for transfer, buffer, counts in ((dist.isend, inp, send_counts), (dist.irecv, out, recv_counts)):
-        for peer, part in enumerate(buffer.split_with_sizes(counts)):
-            if part.numel():
-                ops.append(dist.P2POp(transfer, part, dist.get_global_rank(group, peer), group))
-    return dist.batch_isend_irecv(ops) if ops else []

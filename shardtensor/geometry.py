@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 __all__ = [
@@ -89,7 +90,7 @@ def map_boundaries(sizes: Sequence[int], boundary: Callable[[int], int]) -> tupl
     return sizes_of([boundary(b) for b in boundaries_of(sizes)])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Window:
     """A sliding window over one tensor dim: convolution and pooling.
 
@@ -117,12 +118,12 @@ class Window:
     after: int = 0
     ceil_mode: bool = False
 
-    @property
+    @cached_property
     def extent(self) -> int:
         """Distance from the first to just past the last tap."""
         return (self.kernel - 1) * self.dilation + 1
 
-    @property
+    @cached_property
     def outputs(self) -> int:
         """Global length of the output dim; 0 or less when the kernel is larger than the padded input."""
         room = self.size + self.before + self.after - self.extent

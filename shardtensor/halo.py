@@ -143,7 +143,9 @@ class _FetchedDim:
         if transfers.active:
             sends = [(peer, _resized(shape, dim, length(part))) for peer, part in transfers.sends]
             recvs = [(peer, _resized(shape, dim, length(part))) for peer, part in transfers.recvs]
-            self._out, self._back = Exchange(sends, recvs, group), Exchange(recvs, sends, group)
+            self._out, self._back = (
+                Exchange(*ways, group, transfers.most_peers) for ways in ((sends, recvs), (recvs, sends))
+            )
         kept = intersect(own, need)
         # What the shard itself has of it: where in the shard, and where in what is needed.
         self._kept = (_place(dim, own, kept), _place(dim, need, kept)) if length(kept) else None
@@ -397,8 +399,8 @@ class Halo:
             returns.append((k, (axis.dim, part[0] - axis.sides[k][0], length(part))))
         main = [_place(before.dim, before.transfers.own, before.main) for before in earlier]
         return _Exchanged(
-            out=Exchange(sent, got, group),
-            back=Exchange(got, sent, group),
+            out=Exchange(sent, got, group, transfers.most_peers),
+            back=Exchange(got, sent, group, transfers.most_peers),
             outgoing=tuple(self.outgoing(i, part) for _, part in transfers.sends),
             sources=tuple(tuple(at for _, at in sorted(found)) for found in overlapping),  # type: ignore[arg-type]
             returns=tuple(returns),

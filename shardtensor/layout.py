@@ -18,6 +18,7 @@ __all__ = [
     "AxisLayout",
     "ShardSizes",
     "Sizes",
+    "are_integers",
     "check_order",
     "mesh_coordinate",
     "normalize_placements",
@@ -132,7 +133,7 @@ def normalize_sizes(
             result.append(None)
             continue
         total, ranks = shape[p.dim], mesh.size(m)
-        sizes = chunk_sizes(total, ranks) if entry is None else tuple(int(n) for n in entry)
+        sizes = chunk_sizes(total, ranks) if entry is None else _as_integers(entry)
         if len(sizes) != ranks:
             raise ValueError(f"{len(sizes)} shard sizes {sizes} for mesh dim {m}, which has {ranks} ranks")
         if min(sizes) < 0:
@@ -145,3 +146,13 @@ def normalize_sizes(
     if given:
         raise ValueError(f"shard_sizes names mesh dims {sorted(given)}, but the mesh has only {mesh.ndim}")
     return tuple(result)
+
+
+def are_integers(sizes: Sequence[int]) -> bool:
+    """Whether these are Python's integers and nothing else, such as the symbolic ones of torch.compile."""
+    return set(map(type, sizes)) <= {int}
+
+
+def _as_integers(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The same tuple where it is one already, by which specs recognize it."""
+    return sizes if type(sizes) is tuple and are_integers(sizes) else tuple(int(n) for n in sizes)

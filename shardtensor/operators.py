@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._compat import TensorMeta, is_traced
+from ._compat import TensorMeta, accumulates_early, is_traced
 from .arguments import Arguments, Operand, common_mesh, prepared_spec
 from .binding import Declaration, declaration, place_of, placed
 from .context import settings
@@ -41,7 +41,7 @@ Build = TypeVar("Build", bound=Callable[..., Any])
 
 def plan_key(function: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> list[Any]:
     """What the plan of a call above autograd depends on, besides the registry. Its tensors are added to ``tensors``."""
-    key: list[Any] = [function, settings(), torch.get_default_dtype()]
+    key: list[Any] = [function, settings(), torch.get_default_dtype(), accumulates_early()]
     if torch.are_deterministic_algorithms_enabled():
         key.append("deterministic")
     _describe(args, key, tensors)
@@ -69,7 +69,10 @@ def _describe(args: Sequence[Any], key: list[Any], tensors: list[Any]) -> None:
                 key.append([])  # see _localize
         elif isinstance(a, Tensor):
             tensors.append(a)
-            key.append(spec_of(a) if isinstance(a, DTensor) else (a.shape, a.stride(), a.dtype, a.device))
+            if isinstance(a, DTensor):
+                key.append(spec_of(a))
+            else:
+                key.append((a.shape, a.stride(), a.dtype, a.device, _may_wait(a)))
         elif kind is list or kind is tuple:
             key.append(len(a))
             _describe(a, key, tensors)
@@ -136,7 +139,12 @@ class Operator:
             plain = tuple(
                 n in declared.parameters and n in named and not isinstance(named[n], DTensor) for n in declared.names
             )
-            plan.total = GradientSum(call.mesh, mesh_dims, plain) if any(plain) and mesh_dims else None
+            total = GradientSum(call.mesh, mesh_dims, plain) if any(plain) and mesh_dims else None
+            parameters = [named[name] for name, is_plain in zip(declared.names, plain) if is_plain]
+            if plan.defers and all(map(_may_wait, parameters)) and not accumulates_early():
+                plan.deferred = total
+            else:
+                plan.total = total
         steps: list[Callable[[Any], Any] | None] = []
         for name in declared.names:
             if isinstance(plan, Composed) and name in declared.parameters:
@@ -233,6 +241,11 @@ def planned(
         return Operator(name, declaration(build, tensors, parameters, partial, sharded))
 
     return decorate
+
+
+def _may_wait(t: Any) -> bool:
+    """Whether a plain parameter may get its gradient at the end of the backward pass, see [Note: buckets]."""
+    return t.is_leaf and not t._post_accumulate_grad_hooks and not is_traced(t)
 
 
 def _is_sharded(t: Any) -> bool:

@@ -32,6 +32,7 @@ from ._compat import current_mesh, flattened, spmd_options
 from .layout import AxisLayout
 from .planning import spec_of
 from .redistribute import redistribute_local
+from .strides import as_bytes
 
 __all__ = [
     "Parallelized",
@@ -296,7 +297,8 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, tensor, group in _copies(model, mesh):
         first = tensor.contiguous().clone()
         dist.broadcast(first, group=group, group_src=0)
-        names[name] = names.get(name, False) or not torch.equal(_bits(first), _bits(tensor))
+        # As bytes NaN equals itself, and 0.0 differs from -0.0.
+        names[name] = names.get(name, False) or not torch.equal(as_bytes(first), as_bytes(tensor))
     differ = torch.tensor(list(names.values()), dtype=torch.uint8, device=mesh.device_type)
     for m in range(mesh.ndim):
         dist.all_reduce(differ, op=dist.ReduceOp.MAX, group=mesh.get_group(m))
@@ -307,11 +309,6 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
             f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}. "
             "Call shardtensor.parallel.synchronize(model, mesh) before wrapping the model"
         )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Bytes to compare: NaN equals itself, and 0.0 differs from -0.0."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @torch.no_grad()

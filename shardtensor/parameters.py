@@ -13,6 +13,7 @@ its own communication.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import AutogradFunction, alias
+from ._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
 from .caches import cached
 from .redistribute import start_sums
 from .spec import ShardTensorSpec
 
-__all__ = ["GradientSum", "contributing", "start_sum"]
+__all__ = ["Contribution", "GradientSum", "contributing", "start_sum"]
+
+# From how many bytes on a bucket is sent. A smaller message takes about as long, on the networks that there are.
+BUCKET_BYTES = 1 << 20
 
 
 @cached(maxsize=4096)
@@ -36,20 +40,6 @@ def contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placemen
     """The mesh dims whose ranks each contribute to a parameter's gradient, and how that gradient is placed."""
     mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)
     return mesh_dims, tuple(Partial() if m in mesh_dims else Replicate() for m in range(spec.mesh.ndim))
-
-
-class _SumGradients(AutogradFunction):
-    """Identity whose backward sums the gradients over the mesh dims."""
-
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
-        return tuple(alias(t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, None, *start_sum(grads, ctx.mesh, ctx.mesh_dims)())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +55,37 @@ class GradientSum:
     mesh_dims: tuple[int, ...]
     needed: tuple[bool, ...]
 
-    def complete(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The parameters with the sum arranged on their gradients' way back."""
-        result = list(parameters)
-        if True not in self.needed:
+    def complete(self, tensors: Sequence[Any]) -> list[Any]:
+        """The operator's tensors with the sum arranged on their gradients' way back."""
+        return self._through(tensors, lambda *chosen: _SumGradients.apply(self.mesh, self.mesh_dims, *chosen))
+
+    def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution | None]:
+        """The same, but the sum is made in a bucket: see [Note: buckets].
+
+        Also returned is what takes the gradients as soon as they are known; None if there will be none.
+        """
+        contribution = Contribution(self.mesh, self.mesh_dims, tensors)
+        result = self._through(tensors, lambda *chosen: _SumInBucket.apply(contribution, *chosen))
+        return result, None if all(map(operator.is_, result, tensors)) else contribution
+
+    def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
+        """The same for what autograd differentiates, by a node that takes the gradients."""
+        result, contribution = self.defer(tensors)
+        if contribution is None:
             return result
-        chosen = [i for i, p in enumerate(result) if self.needed[i] and p is not None and p.requires_grad]
+        contribution.given()
+        return self._through(result, lambda *chosen: _AddToBucket.apply(contribution, *chosen))
+
+    def chosen(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of the gradients of all tensors those that need the sum."""
+        return [g for g, needed in zip(grads, self.needed, strict=True) if needed]
+
+    def _through(self, tensors: Sequence[Any], node: Callable[..., Sequence[Tensor]]) -> list[Any]:
+        result = list(tensors)
+        chosen = [i for i, t in enumerate(result) if self.needed[i] and t is not None and t.requires_grad]
         if chosen:
-            completed = _SumGradients.apply(self.mesh, self.mesh_dims, *(result[i] for i in chosen))
-            for i, p in zip(chosen, completed, strict=True):
-                result[i] = p
+            for i, t in zip(chosen, node(*(result[i] for i in chosen)), strict=True):
+                result[i] = t
         return result
 
     def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
@@ -95,6 +106,20 @@ class GradientSum:
             return result
 
         return wait
+
+
+class _SumGradients(AutogradFunction):
+    """Identity whose backward sums the gradients over the mesh dims."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
+        return tuple(alias(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, None, *start_sum(grads, ctx.mesh, ctx.mesh_dims)())
 
 
 def start_sum(
@@ -143,3 +168,158 @@ class _Total(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+class _Bucket:
+    """Contributions to gradients, which are summed together."""
+
+    __slots__ = ("_bytes", "_finish", "_mesh", "_mesh_dims", "_tensors")
+
+    def __init__(self, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> None:
+        self._mesh, self._mesh_dims = mesh, mesh_dims
+        self._bytes = 0
+        self._tensors: list[Tensor | None] = []
+        self._finish: Callable[[], list[Tensor | None]] | None = None
+
+    def add(self, tensors: Sequence[Tensor]) -> range:
+        """Where among the sums those of ``tensors`` will be."""
+        first = len(self._tensors)
+        self._tensors += tensors
+        self._bytes += sum(t.nbytes for t in tensors)
+        return range(first, len(self._tensors))
+
+    def is_full(self) -> bool:
+        return self._bytes >= BUCKET_BYTES
+
+    def send(self) -> None:
+        self._finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True)
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            self._tensors, self._finish = self._finish(), None
+
+    def take(self, places: range) -> list[Tensor | None]:
+        """The sums, which are forgotten here: autograd keeps gradients that nothing else refers to without a copy."""
+        self.wait()
+        found = self._tensors[places.start : places.stop]
+        for i in places:
+            self._tensors[i] = None
+        return found
+
+
+class _Pass:
+    """The buckets of one backward pass."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[DeviceMesh, tuple[int, ...]], _Bucket] = {}
+        self._sent: list[_Bucket] = []
+
+    def add(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[_Bucket, range]:
+        """Put the contributions into a bucket; it is sent if that fills it."""
+        key = mesh, mesh_dims
+        bucket = self._open.get(key)
+        if bucket is None:
+            bucket = self._open[key] = _Bucket(mesh, mesh_dims)
+        places = bucket.add(tensors)
+        if bucket.is_full():
+            self._send(self._open.pop(key))
+        return bucket, places
+
+    def send_rest(self) -> None:
+        while self._open:
+            self._send(self._open.pop(next(iter(self._open))))
+
+    def end(self) -> None:
+        """Gradients that nobody has asked for may still be on their way."""
+        for bucket in self._sent:
+            bucket.wait()
+
+    def _send(self, bucket: _Bucket) -> None:
+        bucket.send()
+        self._sent.append(bucket)
+
+
+# The backward passes under way, by torch's numbers of them.
+_passes: dict[int, _Pass] = {}
+
+
+def _pass(number: int) -> _Pass:
+    found = _passes.get(number)
+    if found is None:
+        while len(_passes) >= 16:  # those that ended in an error; so many are hardly within each other
+            del _passes[next(iter(_passes))]
+        found = _passes[number] = _Pass()
+        after_backward(lambda: _passes.pop(number).end())
+    return found
+
+
+class Contribution:
+    """The gradients of one call's parameters: how they get into a bucket and, summed, out of it."""
+
+    __slots__ = ("_bucket", "_given", "_mesh", "_mesh_dims", "_number", "_places")
+
+    def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], given: Sequence[Any]) -> None:
+        self._mesh, self._mesh_dims = mesh, mesh_dims
+        self._given: Sequence[Any] | None = given
+        self._bucket: _Bucket | None = None
+
+    def given(self) -> Sequence[Any]:
+        """Once, the operator's tensors as they were without the node that sums.
+
+        The operator saves these: what depends on saved tensors has gradients of its own, which are in no bucket.
+        """
+        given, self._given = self._given, None
+        assert given is not None
+        return given
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Add what this rank has of them: new tensors, which the operator's backward returns as well."""
+        number, some = backward_pass(), [g for g in grads if g is not None]
+        if some and number >= 0:
+            self._bucket, self._places = _pass(number).add(self._mesh, self._mesh_dims, some)
+            self._number = number
+
+    def sums(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sums of the gradients that :meth:`add` was given; of ``grads`` where it was not called."""
+        bucket, self._bucket = self._bucket, None
+        if bucket is None or self._number != backward_pass():
+            return start_sum(grads, self._mesh, self._mesh_dims)()
+        _pass(self._number).send_rest()
+        found = iter(bucket.take(self._places))
+        return [None if g is None else next(found) for g in grads]
+
+
+class _SumInBucket(AutogradFunction):
+    """Identity whose backward, one of the last in a backward pass, gives the sums. See [Note: buckets]."""
+
+    @staticmethod
+    def forward(ctx: Any, contribution: Contribution, *tensors: Tensor) -> Any:
+        run_last(ctx)
+        ctx.set_materialize_grads(False)
+        ctx.contribution = contribution
+        return tuple(alias(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *ctx.contribution.sums(grads))
+
+
+class _AddToBucket(AutogradFunction):
+    """Identity whose backward adds the gradients to a bucket: for local work that autograd differentiates."""
+
+    @staticmethod
+    def forward(ctx: Any, contribution: Contribution, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.contribution = contribution
+        return tuple(alias(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            return (None, *grads)
+        own = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads]
+        ctx.contribution.add(own)
+        return (None, *own)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._compat import AutogradFunction
 from .gradients import not_twice
-from .parameters import GradientSum
+from .parameters import Contribution, GradientSum
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
 
@@ -27,7 +27,8 @@ class Plan:
     Attributes:
         outputs: the result's spec, or a tuple of them.
         saves: which of the tensors the gradient needs, by position.
-        total: the sum over ranks that the gradients of plain parameters need.
+        total: the sum over ranks that the gradients of plain parameters need, where the plan makes it.
+        deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
         name, device: of the operator, for errors; the type of its tensors' device.
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
         steps: what is done with each tensor before the run: promotion, casts, redistribution.
@@ -38,6 +39,8 @@ class Plan:
     outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
     saves: tuple[int, ...] = ()
     total: GradientSum | None = None
+    deferred: GradientSum | None = None
+    defers: bool = True
     twice: ClassVar[bool] = False
     # Filled in by the operator that has the plan made.
     name: str = ""
@@ -55,7 +58,9 @@ class Plan:
         raise NotImplementedError
 
     def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Sequence[Tensor | None]:
-        """Local gradients of all tensors, None for those that are not ``needed``; those of parameters complete.
+        """Local gradients of all tensors, None for those that are not ``needed``.
+
+        Those of parameters are complete if there is :attr:`total`, and otherwise new tensors, which nothing refers to.
 
         Args:
             grads: local gradients of the results, which have the layout of :attr:`outputs`; None where there is none.
@@ -66,7 +71,10 @@ class Plan:
     def run(self, tensors: Sequence[Any]) -> Any:
         """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
         if torch.is_grad_enabled():
-            return _Run.apply(self, *tensors)
+            if self.deferred is None:
+                return _Run.apply(self, None, *tensors)
+            deferring, contribution = self.deferred.defer(tensors)
+            return _Run.apply(self, contribution, *deferring)
         result, _ = self.forward(*(t._local_tensor if type(t) is ShardTensor else t for t in tensors))
         return self.wrapped(result)
 
@@ -114,8 +122,11 @@ class LocalPlan(Plan):
 
     def run(self, tensors: Sequence[Any]) -> Any:
         locals_ = self.local_tensors(tensors)
-        if self.total is not None and torch.is_grad_enabled():
-            locals_ = self.total.complete(locals_)
+        if torch.is_grad_enabled():
+            if self.deferred is not None:
+                locals_ = self.deferred.defer_of_autograd(locals_)
+            elif self.total is not None:
+                locals_ = self.total.complete(locals_)
         result = self.function(*locals_)
         if isinstance(self.outputs, tuple):
             return tuple(map(from_part, result, self.outputs))
@@ -139,14 +150,15 @@ class _Run(AutogradFunction):
     """A plan's run, and its gradient. Saved are tensors and the plan."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: Plan, contribution: Contribution | None, *tensors: Any) -> Any:
         result, kept = plan.forward(*[t._local_tensor if type(t) is ShardTensor else t for t in tensors])
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        ctx.save_for_backward(*[tensors[i] for i in plan.saves], *kept)
+        ctx.plan, ctx.contribution = plan, contribution
+        given = tensors if contribution is None else contribution.given()
+        ctx.save_for_backward(*[given[i] for i in plan.saves], *kept)
         ctx.specs = [t._spec if type(t) is ShardTensor else None for t in tensors]
         if plan.twice:
-            ctx.others = [None if i in plan.saves else t for i, t in enumerate(tensors)]
+            ctx.others = [None if i in plan.saves else t for i, t in enumerate(given)]
             device = plan.device
             ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         return plan.wrapped(result)
@@ -154,12 +166,15 @@ class _Run(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():
-            return None, *_gradients(ctx, ctx.saved_tensors, grads)
+            found = _gradients(ctx, ctx.saved_tensors, grads)
+            if ctx.contribution is not None:
+                ctx.contribution.add(ctx.plan.deferred.chosen(found))
+            return None, None, *found
         if ctx.plan.twice:
-            return None, *_second_derivatives(ctx, grads)
+            return None, None, *_second_derivatives(ctx, grads)
         with torch.no_grad():
             found = _gradients(ctx, ctx.saved_tensors, grads)
-        return None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
+        return None, None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
 
 
 def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
@@ -169,9 +184,9 @@ def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any
     local_saved = [t._local_tensor if type(t) is ShardTensor else t for t in saved]
     if torch.is_autocast_enabled(plan.device):
         with torch.autocast(plan.device, enabled=False):
-            found = plan.backward(ctx.needs_input_grad[1:], local_grads, *local_saved)
+            found = plan.backward(ctx.needs_input_grad[2:], local_grads, *local_saved)
     else:
-        found = plan.backward(ctx.needs_input_grad[1:], local_grads, *local_saved)
+        found = plan.backward(ctx.needs_input_grad[2:], local_grads, *local_saved)
     return [g if s is None or g is None else wrap(g, s) for g, s in zip(found, ctx.specs, strict=True)]
 
 
@@ -184,17 +199,19 @@ def _local_gradient(grad: Any, spec: ShardTensorSpec) -> Tensor:
 
 def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
-    plan, needed = ctx.plan, ctx.needs_input_grad[1:]
+    plan, needed = ctx.plan, ctx.needs_input_grad[2:]
     tensors = list(ctx.others)
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t
     locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
-    completed = locals_ if plan.total is None else plan.total.complete(locals_)
+    total = plan.total if plan.deferred is None else plan.deferred
+    completed = locals_ if total is None else total.complete(locals_)
     with torch.autocast(*ctx.autocast) if ctx.autocast[2] else nullcontext():
         result = plan.forward(*completed)[0]
     results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
     pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
-    wanted = [t for t, need in zip(locals_, needed, strict=True) if need]
+    # A deferred sum is made of what is returned; what that depends on is summed in any case.
+    wanted = [t for t, need in zip(locals_ if plan.deferred is None else completed, needed, strict=True) if need]
     found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
     nothing = _nothing_of((*locals_, *completed, *(g for _, g in pairs)), pairs[0][0])
     gradients = iter([g + nothing.to(g.dtype) for g in found])

@@ -18,9 +18,10 @@ from .agreement import DTYPES, MAX_NDIM, check_process_group
 from .geometry import intervals_of
 from .layout import ShardSizes, mesh_coordinate
 from .spec import ShardTensorSpec
+from .strides import as_bytes
 from .tensor import ShardTensor, mark_leaf, wrap
 
-__all__ = ["part_at", "scatter_tensor", "wire"]
+__all__ = ["part_at", "scatter_tensor"]
 
 # What the source may report: 0 is no problem.
 _NO_TENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS, _OTHER_META = 1, 2, 3, 4
@@ -178,14 +179,14 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
                     continue
                 payload = torch.cat([shard.reshape(-1), shard.new_zeros(1)])
             if at != spec.coordinate:
-                dist.send(wire(payload), int(ranks[at].item()))
+                dist.send(as_bytes(payload), int(ranks[at].item()))
     return mine
 
 
 def _receive_shard(spec: ShardTensorSpec, src: int) -> Tensor | None:
     """This rank's shard, or None where the source has a problem."""
     payload = _payload(spec, spec.coordinate)
-    dist.recv(wire(payload), src)
+    dist.recv(as_bytes(payload), src)
     return None if bool(payload[-1] != 0) else payload[:-1].view(spec.own_shape)
 
 
@@ -202,8 +203,3 @@ def part_at(tensor: Tensor, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
         start, stop = intervals_of(spec.cut(m))[at[m]]
         shard = shard.narrow(d, start, stop - start)
     return shard
-
-
-def wire(payload: Tensor) -> Tensor:
-    """``payload`` as bytes: backends do not know every dtype."""
-    return payload.view(torch.uint8)

@@ -2,7 +2,9 @@
 
 [Note: equal specs] Specs are made for every call and serve as keys, and DTensor's constructor is slow. So specs that
 are derived from others come from :meth:`ShardTensorSpec.of`, which returns the same object for equal properties: that
-takes a tenth of the time, keeps what the object has computed, and makes comparisons by identity succeed.
+takes a tenth of the time, keeps what the object has computed, and makes comparisons by identity succeed. The same is
+done with the shard sizes in them, which are as many as there are ranks: equal ones are one tuple, for all specs, and
+those of another spec are recognized without looking at each number.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +25,16 @@ from .caches import cached
 from .context import settings
 from .errors import refuse
 from .geometry import Interval, chunk_sizes, intervals_of
-from .layout import AxisLayout, ShardSizes, Sizes, check_order, mesh_coordinate, normalize_placements, normalize_sizes
+from .layout import (
+    AxisLayout,
+    ShardSizes,
+    Sizes,
+    are_integers,
+    check_order,
+    mesh_coordinate,
+    normalize_placements,
+    normalize_sizes,
+)
 from .strides import contiguous_stride
 
 __all__ = ["ShardTensorSpec"]
@@ -46,6 +58,7 @@ class ShardTensorSpec(DTensorSpec):
     tensor_meta: TensorMeta
     sizes: Sizes
     _hash: int | None
+    _known_sizes: Any
     shard_order: Any
 
     def __init__(
@@ -65,7 +78,8 @@ class ShardTensorSpec(DTensorSpec):
     def of(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, sizes: Sizes) -> ShardTensorSpec:
         """The spec with these properties, which are not checked again. See [Note: equal specs]."""
         try:
-            return _known(id(mesh), mesh, tuple(mesh.get_coordinate() or ()), tuple(placements), meta, sizes)
+            known = tuple(map(_known_sizes, sizes))
+            return _known(id(mesh), mesh, tuple(mesh.get_coordinate() or ()), tuple(placements), meta, known)
         except TypeError:  # sizes that cannot be hashed, such as the symbolic integers of torch.compile
             return ShardTensorSpec(mesh, placements, meta, sizes)
 
@@ -94,6 +108,46 @@ class ShardTensorSpec(DTensorSpec):
         sizes = normalize_sizes(shard_sizes, placements, shape, mesh)
         stride = tuple(stride) if stride is not None else contiguous_stride(shape)
         return cls.of(mesh, placements, TensorMeta(shape, stride, dtype), sizes)
+
+    def target(self, placements: Sequence[Placement] | None, shard_sizes: ShardSizes) -> ShardTensorSpec:
+        """The spec with other placements or shard sizes, as they were given to ``redistribute``.
+
+        Mesh dims without new sizes keep theirs where the placement stays.
+
+        Raises:
+            TypeError, ValueError: as :meth:`make` does.
+        """
+        if type(placements) is list:
+            placements = tuple(placements)
+        if isinstance(shard_sizes, Mapping):
+            shard_sizes = {m: tuple(sizes) for m, sizes in shard_sizes.items()}
+        asked = placements, shard_sizes
+        # Compared with the last ones: that takes no time for sizes that are the same tuple, which hashing does.
+        answers = _answers(self)
+        for question, answer in answers:
+            if question == asked:
+                return answer
+        answer = self._target(placements, shard_sizes)
+        if not isinstance(shard_sizes, dict) or all(map(are_integers, shard_sizes.values())):
+            answers.insert(0, (asked, answer))
+            del answers[4:]
+        return answer
+
+    def _target(self, placements: Sequence[Placement] | None, shard_sizes: ShardSizes) -> ShardTensorSpec:
+        meta, ndim = self.tensor_meta, self.mesh.ndim
+        new = ShardTensorSpec.make(
+            self.mesh,
+            self.placements if placements is None else placements,
+            meta.shape,
+            meta.dtype,
+            shard_sizes=shard_sizes,
+            stride=meta.stride,
+        )
+        if isinstance(shard_sizes, str):
+            return new
+        given = {m % ndim for m in shard_sizes or {}}
+        keep = [m for m in range(ndim) if self.placements[m] == new.placements[m] and m not in given]
+        return new.replace(sizes=tuple(self.sizes[m] if m in keep else new.sizes[m] for m in range(ndim)))
 
     def replace(
         self,
@@ -332,6 +386,33 @@ class _Guard(ShardTensorSpec):
         self.settings = settings()
 
 
+class _KnownSizes:
+    """Shard sizes along one mesh dim: one object for equal ones, compared and hashed as that."""
+
+    __slots__ = ("__weakref__", "sizes")
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+
+
+# By the sizes, and by the id of the tuple. They live as long as specs with these sizes.
+_by_sizes: WeakValueDictionary[tuple[int, ...], _KnownSizes] = WeakValueDictionary()
+_by_id: WeakValueDictionary[int, _KnownSizes] = WeakValueDictionary()
+
+
+def _known_sizes(sizes: tuple[int, ...] | None) -> _KnownSizes | None:
+    if sizes is None:
+        return None
+    known = _by_id.get(id(sizes))
+    if known is not None and known.sizes is sizes:
+        return known
+    known = _by_sizes.get(sizes)
+    if known is None:
+        known = _KnownSizes(sizes)
+        _by_sizes[sizes] = _by_id[id(sizes)] = known
+    return known
+
+
 @cached(maxsize=8192)
 def _known(
     identity: int,
@@ -339,6 +420,14 @@ def _known(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
     meta: TensorMeta,
-    sizes: Sizes,
+    known_sizes: tuple[_KnownSizes | None, ...],
 ) -> ShardTensorSpec:
-    return ShardTensorSpec(mesh, placements, meta, sizes)
+    spec = ShardTensorSpec(mesh, placements, meta, tuple(None if k is None else k.sizes for k in known_sizes))
+    spec._known_sizes = known_sizes  # so that they live as long as it does
+    return spec
+
+
+@cached(maxsize=1024)
+def _answers(spec: ShardTensorSpec) -> list[tuple[Any, ShardTensorSpec]]:
+    """What :meth:`ShardTensorSpec.target` was asked lately, and what it returned."""
+    return []

@@ -173,26 +173,7 @@ class ShardTensor(DTensor):
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(f"redistribute to another mesh ({device_mesh}) is not possible; this is {self._spec}")
-        return conversions.redistributed(self, self._target_spec(placements, shard_sizes))  # type: ignore[no-any-return]
-
-    def _target_spec(
-        self, placements: Sequence[Placement] | None, shard_sizes: Mapping[int, Sequence[int]] | str | None
-    ) -> ShardTensorSpec:
-        old = self._spec
-        meta = old.tensor_meta
-        new = ShardTensorSpec.make(
-            old.mesh,
-            old.placements if placements is None else placements,
-            meta.shape,
-            meta.dtype,
-            shard_sizes=shard_sizes,
-            stride=meta.stride,
-        )
-        if isinstance(shard_sizes, str):
-            return new
-        given = {m % old.mesh.ndim for m in shard_sizes or {}}
-        keep = [m for m in range(old.mesh.ndim) if old.placements[m] == new.placements[m] and m not in given]
-        return new.replace(sizes=tuple(old.sizes[m] if m in keep else new.sizes[m] for m in range(old.mesh.ndim)))
+        return conversions.redistributed(self, self._spec.target(placements, shard_sizes))  # type: ignore[no-any-return]
 
     @property
     def shard_sizes(self) -> dict[int, tuple[int, ...]]:

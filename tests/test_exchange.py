@@ -1,19 +1,34 @@
-"""Moving intervals between ranks: both transports, the adjoint, and how much travels."""
+"""Moving intervals between ranks: all transports, the adjoint, how much travels, and what is kept for it."""
 
 from __future__ import annotations
+
+import gc
+import random
+import types
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import shardtensor
-from shardtensor import exchange
-from shardtensor.exchange import plan_intervals, start_swap
-from shardtensor.geometry import intervals_of, length
+from shardtensor import ShardTensor, exchange
+from shardtensor.exchange import Exchange, plan_intervals, start_swap
+from shardtensor.geometry import intersect, intervals_of, length
 from shardtensor.halo import Axis, Fetch, Halo
+from shardtensor.ops.convolution.halo_conv import plan_convolution
 from shardtensor.spec import ShardTensorSpec
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor.testing import (
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+    simulate_ranks,
+)
 
 # Sizes per rank, and what each needs: neighbours, several hops, an empty shard, gaps, everything, nothing.
 CASES = {
@@ -32,7 +47,26 @@ CASES = {
         ((0, 0, 7), ((0, 3), (2, 5), (0, 0))),
         ((2, 3, 2), ((1, 2), (4, 5), (0, 1))),
     ],
+    4: [
+        ((3, 4, 0, 5), ((0, 4), (3, 7), (0, 0), (7, 12))),  # one of four needs something of another
+        ((3, 4, 0, 5), ((0, 4), (2, 7), (0, 0), (7, 12))),
+        ((3, 4, 1, 5), ((0, 4), (2, 8), (7, 8), (7, 13))),
+        ((3, 4, 0, 5), ((0, 4), (2, 8), (2, 8), (6, 12))),
+    ],
 }
+TRANSPORTS = ["all_to_all", "p2p", "auto"]
+
+
+@contextmanager
+def few(factor):
+    """Peers are few if this many times their number is less than the ranks."""
+    before, exchange._FEW = exchange._FEW, factor
+    shardtensor.caches.forget()  # exchanges know which they are
+    try:
+        yield
+    finally:
+        exchange._FEW = before
+        shardtensor.caches.forget()
 DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.uint8, torch.int16]
 
 
@@ -61,7 +95,7 @@ def moves_what_is_needed(world):
                 local = whole.narrow(dim, own[rank][0], sizes[rank])
                 expected = whole.narrow(dim, need[rank][0], length(need[rank]))
                 received = {}
-                for transport in ("all_to_all", "p2p"):
+                for transport in TRANSPORTS:
                     with shardtensor.set_transport(transport):
                         received[transport] = fetched(local, dim, sizes, need, mesh)
                 for transport, got in received.items():
@@ -69,15 +103,15 @@ def moves_what_is_needed(world):
                     assert torch.equal(got, expected), (transport, sizes, need, dtype, dim)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_both_transports_bring_every_dtype_what_it_needs(world):
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_transport_brings_every_dtype_what_it_needs(world):
     run_distributed(moves_what_is_needed, world, world)
 
 
-def counts(world, transport):
+def counts(world, transport, factor):
     mesh = shared_mesh(world)
     rank = dist.get_rank()
-    with shardtensor.set_transport(transport):
+    with shardtensor.set_transport(transport), few(factor):
         for sizes, need in CASES[world]:
             own = intervals_of(sizes)
             plan = plan_intervals(own, need, rank)
@@ -88,16 +122,167 @@ def counts(world, transport):
             assert counted.messages == len(sent), (sizes, need)
             assert counted.bytes_sent == sum(sent) * 6 * 8
             assert counted.bytes_received == sum(received) * 6 * 8
-            assert sum(counted.collectives.values()) == (plan.active and transport == "all_to_all")
+            direct = plan.most_peers * factor < world if transport == "auto" else transport == "p2p"
+            assert sum(counted.collectives.values()) == (plan.active and not direct)
             with count_communication() as counted:
                 result.sum().backward()
             # The gradient goes the same ways back.
             assert (counted.messages, counted.bytes_sent) == (len(received), sum(received) * 6 * 8), (sizes, need)
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_message_per_peer_with_just_the_needed_bytes(transport):
-    run_distributed(counts, 3, 3, transport)
+    run_distributed(counts, 3, 3, transport, 4)
+
+
+def test_few_peers_get_messages_and_many_an_all_to_all():
+    run_distributed(counts, 4, 4, "auto", 2)
+
+
+def others_come_later():
+    """Ranks 0 and 1 exchange while the others wait for them to be done."""
+    mesh, rank = shared_mesh(4), dist.get_rank()
+    sizes, need = CASES[4][1]
+    local, token = torch.full((1, sizes[rank], 1), float(rank)), torch.zeros(1)
+    if rank > 1:
+        dist.recv(token, 0)
+    with few(2):
+        got = fetched(local, 1, sizes, need, mesh)
+    if rank == 0:
+        for other in (2, 3):
+            dist.send(token, other)
+    return got.flatten().tolist()
+
+
+def test_no_rank_waits_for_one_that_it_needs_nothing_from():
+    assert run_distributed(others_come_later, 4) == [[0.0] * 3 + [1.0], [0.0] + [1.0] * 4, [], [3.0] * 5]
+
+
+def convolved(transports):
+    """Result and gradients of a convolution and of a redistribution, by transport."""
+    mesh, results = shared_mesh(4), []
+    generator = torch.Generator().manual_seed(3)
+    whole, weight = (torch.randn(n, dtype=torch.float64, generator=generator) for n in ((1, 2, 13, 3), (2, 2, 5, 3)))
+    for transport in transports:
+        with shardtensor.set_transport(transport):
+            for sizes in ((4, 1, 0, 8), (3, 4, 3, 3), (0, 0, 13, 0)):
+                x = shard(whole, mesh, [Shard(2)], {0: sizes}).requires_grad_()
+                y = F.conv2d(x, weight, padding=(2, 1))
+                y = y.redistribute(shard_sizes={0: (2, 5, 0, 6)}).bfloat16()
+                y.float().square().sum().backward()
+                results.append((transport, sizes, y.to_local().detach(), x.grad.to_local()))
+    return results
+
+
+def the_same_bits():
+    results = convolved(TRANSPORTS)
+    with few(1):  # two peers of four ranks
+        results += convolved(TRANSPORTS)
+    references = {sizes: rest for _, sizes, *rest in results[:3]}
+    for transport, sizes, *rest in results[3:]:
+        assert all(map(torch.equal, rest, references[sizes])), (transport, sizes)
+
+
+def test_every_transport_gives_the_same_bits():
+    run_distributed(the_same_bits, 4)
+
+
+# -- what all ranks decide alike, and what is kept --------------------------------------------------------------------
+
+
+def test_every_rank_plans_its_part_of_the_same_transfers():
+    pick = random.Random(5)
+    for _ in range(300):
+        ranks = pick.randint(1, 9)
+        own = list(intervals_of([pick.choice((0, 1, 2, 5)) for _ in range(ranks)]))
+        if pick.random() < 0.3:
+            pick.shuffle(own)
+        n = max(stop for _, stop in own) + 2  # some of it is nobody's
+        need = [tuple(sorted((pick.randint(0, n), pick.randint(0, n)))) for _ in range(ranks)]
+        need = [near if pick.random() < 0.5 else any_ for near, any_ in zip(own, need, strict=True)]
+        plans = [plan_intervals(own, need, rank) for rank in range(ranks)]
+        for rank, plan in enumerate(plans):
+            for mine, parts, of_others in ((own, plan.sends, need), (need, plan.recvs, own)):
+                common = [(r, intersect(mine[rank], theirs)) for r, theirs in enumerate(of_others) if r != rank]
+                assert parts == tuple((r, part) for r, part in common if length(part)), (own, need, rank)
+        most = max(len(parts) for plan in plans for parts in (plan.sends, plan.recvs))
+        assert {plan.most_peers for plan in plans} == {most}, (own, need)
+        assert {plan.active for plan in plans} == {most > 0}
+
+
+def halo_traffic():
+    """Of a convolution along a dim with 2 elements a rank, but none on the second to last one; and of its gradient."""
+    mesh = shared_mesh(dist.get_world_size())
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    sizes = [2] * ranks
+    sizes[-2] = 0
+    local = torch.ones(1, 1, sizes[rank], 3, dtype=torch.bfloat16)
+    x = ShardTensor.from_local(local, mesh, [Shard(2)], shard_sizes={0: tuple(sizes)}).requires_grad_()
+    with count_communication() as counted:
+        y = F.conv2d(x, torch.ones(1, 1, 3, 1, dtype=torch.bfloat16), padding=(1, 0))
+    sent = (dict(counted.sent_to), dict(counted.received_from), dict(counted.collectives))
+    with count_communication() as back:
+        y.backward(torch.ones_like(y))
+    return *sent, dict(back.sent_to), dict(back.received_from), back.collectives["all_to_all"]
+
+
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_all_ranks_choose_the_same_transport(ranks):
+    row = 3 * 2  # bytes
+    pairs = {(r, r + 1) for r in range(ranks - 3)} | {(ranks - 3, ranks - 1)}
+    for rank, (sent, received, collectives, returned, got_back, many) in enumerate(simulate_ranks(halo_traffic, ranks)):
+        neighbours = {r: row for pair in pairs if rank in pair for r in pair if r != rank}
+        assert sent == received == returned == got_back == neighbours, rank
+        assert collectives == ({"all_to_all": 1} if ranks == 8 else {}) and many == (ranks == 8), rank
+
+
+def long_containers(root, longest=64):
+    """The containers with more entries that an object refers to, apart from specs, meshes, modules, functions."""
+    found, seen, todo = [], set(), [root]
+    while todo:
+        at = todo.pop()
+        if id(at) in seen or isinstance(at, (ShardTensorSpec, DeviceMesh, type, types.ModuleType, types.FunctionType)):
+            continue
+        seen.add(id(at))
+        if isinstance(at, (list, tuple, dict, set)) and len(at) > longest:
+            found.append(at)
+        todo.extend(gc.get_referents(at))
+    return found
+
+
+def planned_convolutions():
+    ranks = dist.get_world_size()
+    mesh = shared_mesh(ranks)
+    found = []
+    for width in (8, 4096):  # joined, and by parts
+        spec = ShardTensorSpec.make(mesh, [Shard(2)], (1, 4, 8 * ranks, width), torch.float32)
+        plan = plan_convolution(spec, (4, 4, 3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), 1)
+        found.append((type(plan).__name__, long_containers(plan)))
+    pair = [(1, (3,))]
+    many = Exchange(pair, pair, mesh.get_group(), ranks - 1)
+    assert len(long_containers(many)) == 2, "counts for each rank, for an all-to-all"
+    return found
+
+
+def test_a_plan_of_neighbours_holds_nothing_for_each_rank():
+    for found in simulate_ranks(planned_convolutions, 4096, ranks=[0, 1]):
+        assert found == [("JoinedConvolution", []), ("ConvolutionByParts", [])]
+
+
+def first_messages_of_a_device():
+    few = Exchange([], [], shared_mesh(16).get_group(), 2)  # nothing of this rank, but of others
+    collectives = []
+    for device in ("meta", "meta", "cpu"):
+        with count_communication() as counted:
+            few.start([], torch.empty(0, device=device)).wait()
+        collectives.append(dict(counted.collectives))
+    return collectives
+
+
+def test_all_ranks_of_a_device_meet_before_some_of_them_exchange_messages():
+    """As NCCL needs it; once per group, also by ranks without messages."""
+    for _ in range(2):  # worlds
+        assert simulate_ranks(first_messages_of_a_device, 16, ranks=[3]) == [[{"all_reduce": 1}, {}, {}]]
 
 
 def total(value):
@@ -120,6 +305,19 @@ def fetching_has_its_adjoint(world):
             left = total((out.conj() * y).sum())
             right = total((x.conj() * back).sum())
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, msg=f"{sizes} {need}")
+
+
+def sends_a_single_element(dtype):
+    group, rank = shared_mesh(2).get_group(), dist.get_rank()
+    piece = torch.arange(4).to(dtype)[2 * rank :: 2][:1]  # the next element would lie two further
+    (got,) = exchange.Exchange([(1 - rank, (1,))], [(1 - rank, (1,))], group, 1).start([piece], piece).wait()
+    assert torch.equal(got, torch.tensor([2 - 2 * rank]).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float32])
+def test_a_single_element_of_any_stride(dtype):
+    """torch calls it contiguous, but does not view it as bytes."""
+    run_distributed(sends_a_single_element, 2, dtype)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -238,14 +436,14 @@ def halos_tile_and_return(mesh_shape, cases, transport):
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, msg=str(case))
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_halos_along_one_axis(transport):
     # Halos are for windows: what a rank needs includes no gap next to its shard.
     cases = [[case] for case in CASES[3][:3]]
     run_distributed(halos_tile_and_return, 3, 3, cases, transport)
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_halos_along_two_axes_with_corners(transport):
     cases = [
         [((5, 3), ((0, 6), (4, 8))), ((2, 4), ((0, 3), (1, 6)))],
@@ -280,16 +478,16 @@ def test_several_pieces_travel_in_one_message():
 
 
 def test_an_unknown_transport_is_refused():
-    with pytest.raises(ValueError, match="choose 'all_to_all' or 'p2p'"):
+    with pytest.raises(ValueError, match="choose 'auto', 'all_to_all' or 'p2p'"):
         shardtensor.set_transport("pigeon")
     with shardtensor.set_transport("p2p"):
         with pytest.raises(ValueError), shardtensor.set_transport("pigeon"):
             pass
         assert exchange.transport() == "p2p"
-    assert exchange.transport() == "all_to_all"
+    assert exchange.transport() == "auto"
     shardtensor.set_transport("p2p")  # without a block: from here on
     assert exchange.transport() == "p2p"
-    shardtensor.set_transport("all_to_all")
+    shardtensor.set_transport("auto")
 
 
 def all_reduce_every_dtype():

@@ -228,6 +228,8 @@ class Backward(TorchDispatchMode):
 def order(layer) -> list[str]:
     _, x = image(requires_grad=False)
     x = (x.movedim(1, -1) if isinstance(layer, nn.Linear | nn.LayerNorm) else x).detach().requires_grad_()
+    for p in layer.parameters():  # so that its gradient is summed at once
+        p.register_post_accumulate_grad_hook(lambda p: None)
     with convolving("by parts"):  # a small convolution computes all at once
         total = layer.double()(x).square().sum()
     mode = Backward()

@@ -33,8 +33,9 @@ from torch.utils.data import default_convert
 from .._compat import PyTree, current_mesh, tree_leaves, tree_map
 from ..agreement import check_process_group
 from ..layout import check_order, mesh_coordinate
-from ..scatter import part_at, wire
+from ..scatter import part_at
 from ..spec import ShardTensorSpec
+from ..strides import as_bytes
 from ..tensor import ShardTensor, wrap
 from .layout import Layout, MakeSpec, Part
 
@@ -235,7 +236,7 @@ class ShardLoader:
             pinned = self._device.type != "cpu"
             local = torch.empty(spec.own_shape, dtype=part.dtype, pin_memory=pinned)
             for block in _blocks(local):
-                dist.recv(wire(block.view(-1)), self.source, group=self._group)
+                dist.recv(as_bytes(block), self.source, group=self._group)
         return wrap(local.to(self._device), spec)
 
     def _send(self, tensor: Tensor, spec: ShardTensorSpec) -> Tensor:
@@ -252,7 +253,7 @@ class ShardLoader:
     def _packed(self, block: Tensor) -> Tensor:
         """The bytes of ``block``."""
         if _is_packed(block):
-            return wire(block.view(-1))
+            return as_bytes(block)
         # Always the same buffer: malloc would keep memory of its own for every block and thread.
         if self._buffer is None:
             self._buffer = torch.empty(_BLOCK, dtype=torch.uint8)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...caches import cached
 from ...exchange import Exchange, Pending
+from ...strides import as_bytes
 
 __all__ = ["Form", "Ring", "Trip", "ring_of", "trip"]
 
@@ -161,13 +162,13 @@ class Trip:
             messages.sort(key=lambda message: message[0])  # stable: two to one rank keep their order
         # Whether any rank sends anything, which all of them know.
         active = step < ring.last or (returning and step > 1)
-        exchange = Exchange(_bytes(sends), _bytes(recvs), self._group) if active else None
+        exchange = Exchange(_bytes(sends), _bytes(recvs), self._group, most_peers=2) if active else None
         return _Step(exchange, tuple(name for _, name, _ in sends), tuple((name, forms) for _, name, forms in recvs))
 
     def _start(self, step: _Step, ready: dict[str, Sequence[Tensor]], like: Tensor) -> Pending | None:
         if step.exchange is None:
             return None
-        pieces = [t.reshape(-1).view(torch.uint8) for name in step.sends for t in ready[name]]
+        pieces = [as_bytes(t) for name in step.sends for t in ready[name]]
         return step.exchange.start(pieces, pieces[0] if pieces else like.new_empty(0, dtype=torch.uint8))
 
     def _wait(self, step: _Step, pending: Pending | None) -> dict[str, Sequence[Tensor]]:

@@ -59,15 +59,21 @@ def _gradients(
     columns = weight if weight.ndim == 2 else weight.unsqueeze(0)
     rows = _rows(grad if weight.ndim == 2 else grad.unsqueeze(-1))
     grad_x = grad_w = grad_b = None
+    by_columns = False
     if needed[1]:
-        grad_w = torch.mm(rows.t(), _rows(_like(x, rows))).view(weight.shape)
+        given = _rows(x)
+        by_columns = given.stride(0) == 1 and given.stride(1) >= given.shape[0] > 1
+        grad_w = torch.mm(rows.t(), _like(given, rows)).view(weight.shape)
         grad_w = grad_w if grad_w.dtype == weight.dtype else grad_w.to(weight.dtype)
     if needed[2] and bias is not None:
         grad_b = rows.sum(0) if bias.shape == columns.shape[:1] else rows.sum(0).sum_to_size(bias.shape)
         grad_b = grad_b if grad_b.dtype == bias.dtype else grad_b.to(bias.dtype)
     finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
     if needed[0]:
-        grad_x = torch.mm(rows, _like(columns, rows)).view(x.shape)
+        factors = rows, _like(columns, rows)
+        # By columns where the input is, so that what follows has both in one order of memory.
+        product = torch.mm(factors[1].t(), factors[0].t()).t() if by_columns else torch.mm(*factors)
+        grad_x = product.view(x.shape)
         grad_x = grad_x if grad_x.dtype == x.dtype else grad_x.to(x.dtype)
     if finish is not None:
         _, grad_w, grad_b = finish()

@@ -54,6 +54,8 @@ class ChannelNorm(ShardedNorm):
             same and self.samples == 1 and not part for same, part in zip(alike, self.narrows, strict=True)
         ]
         self.merged = [m for m, _ in geometry.merges]
+        # The gradients of the parameters then travel with the sums that the input's needs.
+        self.defers = not self.merged
         self.scale = -1 / max(geometry.count, 1)
 
     # -- forward ---------------------------------------------------------------------------------------------------

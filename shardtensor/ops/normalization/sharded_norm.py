@@ -104,7 +104,8 @@ class RowNorm(ShardedNorm):
         if needed[1]:
             result[1] = self._of_parameter(with_x.sum_to_size(geometry.affine), 0)
         if self.metas[1:] and needed[2]:
-            result[2] = self._of_parameter(grad.sum_to_size(geometry.affine), 1)
+            summed = grad.sum_to_size(geometry.affine)
+            result[2] = self._of_parameter(summed.clone() if summed.shape == grad.shape else summed, 1)
         finish = None if self.total is None else self.total.start(result)
         local = None
         if needed[0]:

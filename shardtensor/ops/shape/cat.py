@@ -91,7 +91,7 @@ class Assembly:
         keeps_format: bool = False,
     ) -> None:
         self._dim = dim
-        plans = [plan_intervals(tuple(own), tuple(need), rank) for own in owned]
+        plans = [plan_intervals(own, need, rank) for own in owned]
         self._shape = _resized(shapes[0], dim, length(need[rank]))
         self._format = keeps_format
         common = ((i, plan.own[0], *intersect(plan.own, plan.need)) for i, plan in enumerate(plans))
@@ -101,11 +101,13 @@ class Assembly:
         recvs = sorted((s, i, a, b) for i, plan in enumerate(plans) for s, (a, b) in plan.recvs)
         self._sent = [_Run(a, i, a - plans[i].own[0], b - a) for _, i, a, b in sends]
         self._exchange = None
-        if any(plan.active for plan in plans):  # on any rank, so that all of them take part
+        most_peers = sum(plan.most_peers for plan in plans)  # or fewer, where parts have the same ones
+        if most_peers:  # some rank has any, so all of them take part
             self._exchange = Exchange(
                 [(r, _resized(shapes[i], dim, b - a)) for r, i, a, b in sends],
                 [(s, _resized(shapes[i], dim, b - a)) for s, i, a, b in recvs],
                 group,
+                most_peers,
             )
         # Where the pieces, the own ones and then what was received, come in the result.
         starts = [run.at for run in self._kept] + [a for _, _, a, _ in recvs]

@@ -483,7 +483,7 @@ def bitwise():
 
 def test_transports_agree_bitwise():
     run_distributed(bitwise, 3)
-    with pytest.raises(ValueError, match="'carrier pigeon': choose 'all_to_all' or 'p2p'"):
+    with pytest.raises(ValueError, match="'carrier pigeon': choose 'auto', 'all_to_all' or 'p2p'"):
         shardtensor.set_transport("carrier pigeon")
 
 

@@ -1,0 +1,196 @@
+"""Sums of parameters' gradients: in buckets, complete wherever they can be seen, on every rank alike."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shardtensor import parameters, scatter_tensor
+from shardtensor.testing import count_communication, run_distributed
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.RMSNorm(6), nn.Linear(6, 6)]
+    return nn.Sequential(*layers).double()
+
+
+def rows(n: int = 7, sizes: tuple[int, ...] = (5, 2), **options: bool):
+    """A plain input, and the same over all ranks."""
+    whole = torch.linspace(-1, 1, 6 * n, dtype=torch.float64).view(n, 6).sin()
+    x = scatter_tensor(whole, 0, init_device_mesh("cpu", (len(sizes),)), (Shard(0),), shard_sizes={0: sizes})
+    return whole.requires_grad_(**options), x.requires_grad_(**options)
+
+
+def assert_gradients_match(model: nn.Module, expected: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=partial("{}: {}".format, name))
+
+
+def single_bucket() -> dict[str, int]:
+    model, expected = network(), network()
+    whole, x = rows(requires_grad=False)
+    expected(whole).square().sum().backward()
+    total = model(x).square().sum()
+    with count_communication() as counted:
+        total.backward()
+    assert_gradients_match(model, expected)
+    return dict(counted.collectives)
+
+
+def test_a_backward_pass_sums_the_gradients_of_all_layers_at_once():
+    """Six layers, those with an autograd function and those that autograd differentiates, and one message."""
+    assert run_distributed(single_bucket, 2) == [{"all_reduce": 1}] * 2
+
+
+def full_buckets() -> tuple[dict[str, int], list[str]]:
+    model, expected, order = network(), network(), []
+    whole, x = rows()
+    expected(whole).square().sum().backward()
+    total = model(x).square().sum()
+    model[0].weight.register_hook(lambda grad: order.append("sum of the first layer"))
+    send = parameters.start_sum
+    noted = mock.patch.object(parameters, "start_sum", lambda *args, **kw: (order.append("sent"), send(*args, **kw))[1])
+    x.register_hook(lambda grad: order.append("input's gradient"))
+    with noted, mock.patch.object(parameters, "BUCKET_BYTES", 6 * 6 * 8), count_communication() as counted:
+        total.backward()
+    assert_gradients_match(model, expected)
+    return dict(counted.collectives), order
+
+
+def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
+    """A weight fills one; bias and norms travel with the next weight."""
+    for collectives, order in run_distributed(full_buckets, 2):
+        assert collectives == {"all_reduce": 3}
+        assert order == ["sent", "sent", "sent", "input's gradient", "sum of the first layer"]
+
+
+def seen_early(how: str) -> None:
+    """Whoever looks at a gradient sees the whole one."""
+    model, expected = network(), network()
+    whole, x = rows()
+    seen: dict[str, torch.Tensor] = {}
+    expected(whole).square().sum().backward()
+    weight = model[3].weight
+    if how == "hook":
+        weight.register_hook(lambda grad: seen.update(grad=grad.clone()))
+    if how == "post accumulate":
+        weight.register_post_accumulate_grad_hook(lambda p: seen.update(grad=p.grad.clone()))
+    total = model(x).square().sum()
+    if how == "autograd.grad":
+        seen["grad"] = torch.autograd.grad(total, [x, weight])[1]
+    else:
+        total.backward()
+        assert_gradients_match(model, expected)
+    torch.testing.assert_close(seen["grad"], expected[3].weight.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["hook", "post accumulate", "autograd.grad"])
+def test_nobody_sees_a_contribution(how):
+    run_distributed(seen_early, 2, how)
+
+
+def repeated(how: str) -> None:
+    model, expected = network(), network()
+    whole, x = rows()
+
+    def run(net: nn.Module, t: torch.Tensor) -> torch.Tensor:
+        if how.startswith("checkpoint"):
+            return checkpoint(net, t, use_reentrant=how == "checkpoint, reentrant").square().sum()
+        return net(t).square().sum() if how != "shared" else net(net(t)).square().sum()
+
+    for net, t in ((expected, whole), (model, x)):
+        total = run(net, t)
+        if how == "inputs only":
+            torch.autograd.grad(total, [t], retain_graph=True)
+        total.backward(retain_graph=how == "retained")
+        if how == "retained":
+            total.backward()
+        if how == "accumulated":
+            run(net, t).backward()
+    assert_gradients_match(model, expected)
+    torch.testing.assert_close(x.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-12)
+    assert not parameters._passes, "buckets of a pass that is over"
+
+
+@pytest.mark.parametrize(
+    "how", ["shared", "retained", "accumulated", "inputs only", "checkpoint", "checkpoint, reentrant"]
+)
+@pytest.mark.parametrize("bucket", [1, 1 << 20])
+def test_passes_do_not_mix(how, bucket):
+    """Weights used twice, graphs used twice, passes within passes, passes that leave gradients out."""
+    with_buckets = partial(_with_buckets, bucket, repeated, how)
+    run_distributed(with_buckets, 2)
+
+
+def _with_buckets(size: int, function, *args) -> None:
+    with mock.patch.object(parameters, "BUCKET_BYTES", size):
+        function(*args)
+
+
+def failing() -> None:
+    """An error in the middle of a pass, on every rank, leaves nothing behind that the next pass would take."""
+    model, expected = network(), network()
+    whole, x = rows()
+    expected(whole).square().sum().backward()
+    middle = model[2].register_full_backward_hook(lambda *_: (_ for _ in ()).throw(ValueError("on purpose")))
+    with pytest.raises(ValueError, match="on purpose"):
+        model(x).square().sum().backward()
+    middle.remove()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert_gradients_match(model, expected)
+
+
+def test_a_pass_that_fails():
+    run_distributed(failing, 2)
+
+
+def wrapped(how: str) -> dict[str, int]:
+    """Gradients that FSDP2 or DDP takes before the backward pass ends are summed in time."""
+    expected, model = network(), network()
+    whole, x = rows(sizes=(5, 2))
+    expected(whole).square().sum().backward()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("domain", "data"))
+    if how == "fsdp":
+        for layer in (model[0], model[3], model[6], model):
+            fully_shard(layer, mesh=mesh["data"])
+    else:
+        model = DistributedDataParallel(model, process_group=mesh["data"].get_group())
+    total = model(x).square().sum()
+    with count_communication() as counted:
+        total.backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        grad = p.grad.full_tensor() if how == "fsdp" else p.grad
+        torch.testing.assert_close(grad, q.grad, rtol=1e-10, atol=1e-12)
+    return dict(counted.collectives)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_wrappers_that_take_gradients_early(how):
+    for collectives in run_distributed(wrapped, 2, how):
+        assert collectives["all_reduce"] > 1, "one sum for all layers would come too late"
+
+
+def together(sizes: tuple[int, ...]) -> None:
+    model, expected = network(), network()
+    whole, x = rows(9, sizes)
+    for net, t in ((expected, whole), (model, x)):
+        net(t).square().sum().backward()
+    assert_gradients_match(model, expected)
+    assert dist.get_world_size() == len(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(9, 0), (0, 1, 8), (2, 3, 3, 1)])
+def test_empty_and_uneven_shards(sizes):
+    run_distributed(together, len(sizes), sizes)
