@@ -2,8 +2,11 @@
 # make test ARGS="-k conv -x"    the same with arguments for pytest
 # make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
-# make globe                     the example, on two processes; writes globe.png
-# make lint | bench | clean
+# make globe                     the example, on two processes and compared with one; writes globe.png
+# make globe ARGS=--uneven       the same with bands of different heights
+# make bench                     all benchmarks; writes benchmarks/results and docs/performance.md (12 minutes, idle machine)
+# make bench ARGS="--quick"      a few rounds of each, to see that they run
+# make lint | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
 VENV := .venv
@@ -24,11 +27,11 @@ sweep: $(VENV)/.installed-test
 	cd tests && ../$(VENV)/bin/python -m operator_sweep $(OP) --dtypes float --refused $(ARGS)
 
 globe: $(VENV)/.installed-examples
-	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py --compare $(ARGS)
 
 # Each benchmark starts the processes that it needs.
 bench: $(VENV)/.installed-bench
-	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(VENV)/bin/python $$script || exit 1; done
+	$(VENV)/bin/python benchmarks $(or $(ARGS),--write)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,6 +1,6 @@
 """Host time of operators and of training steps: ShardTensor against plain torch on the local shape, next to bars.
 
-    python benchmarks/bench_host.py [--only NAME] [--rounds N] [--number N] [--json FILE]
+    python benchmarks/bench_host.py [--only NAME] [--rounds N] [--number N] [--quick] [--json FILE]
     python benchmarks/bench_host.py --profile NAME [--sort total]
 
 Measured is the CPU time of the calling thread (Python, dispatch and the kernels) of rank 0 of two, on the fake process
@@ -9,38 +9,34 @@ the same call in plain torch on a tensor of rank 0's local shape, with the same 
 shard is 1 x 8 x 8 x 16), so that kernels hardly count, and one thread computes.
 
 Each round times, one after the other, plain torch, ShardTensor and a reference: a plain 3 x 3 convolution of that
-shard. "best" is the minimum over the rounds, which a busy machine hardly moves; "median" is printed to show how busy it
+shard. The best time is the minimum over the rounds, which a busy machine hardly moves; the median shows how busy it
 was. Operators are called ``--number`` times per round, steps a tenth as often. The garbage collector stays on. Halos
 hold whatever the memory held, as nothing is sent; denormal numbers are flushed so that they cost no time.
 
-- Operators are in microseconds per call. Their bars are for a machine whose reference takes 12 us; "scaled" is the bar
-  times this run's best reference / 12, and the best time is compared with that.
-- Steps (zero the gradients, forward, loss, backward) are the ratio of ShardTensor's best to plain torch's best, which
-  has no need of scaling; "SGD" is the same ratio with ``torch.optim.SGD.step`` included.
+- Operators are relative to the run's best reference, so that their bars hold on any machine: 7.5 is 90 us where a plain
+  convolution takes 12.
+- Steps (zero the gradients, forward, loss, backward) are relative to plain torch's; the same with
+  ``torch.optim.SGD.step`` included is in the note.
 
-"before" is what this benchmark showed when the bars were set, at a reference of 11.4 us. "sent" counts the collectives
-of one call. A missed bar is marked, and is no error: the exit code is 0.
+"before" is what this benchmark showed when the bars were set. The note also counts the collectives of one call.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import json
-import platform
 import pstats
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from report import Figure, best_and_median, chosen, finish, parser
+from timing import Run, host_time
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -49,10 +45,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import ShardTensor
 
-REFERENCE_US = 12.0  # of the machine for which the bars are written
+GROUP = "host time, against plain torch"
+REFERENCE = 12.0  # us, of the machine for which the bars are written
+BEFORE = 11.4  # us, the reference when "before" was measured
 IMAGE, TOKENS, VOLUME = (1, 8, 16, 16), (1, 32, 32), (1, 4, 8, 4, 4)  # global shapes; half of dim 2, 1, 2 is local
 
-Run = Callable[[], Any]
 # Makes a tensor of this global shape, sharded along this dim, or of the local shape; it may require grad.
 Place = Callable[..., Tensor]
 
@@ -235,19 +232,13 @@ def placers() -> dict[str, Place]:
     return {"plain": plain, "sharded": sharded}
 
 
-def measure(runs: dict[str, Run], numbers: dict[str, int], rounds: int, grad: bool) -> list[dict[str, float]]:
-    """Microseconds per call, by round."""
+def measure(runs: dict[str, Run], numbers: dict[str, int], rounds: int, grad: bool) -> dict[str, list[float]]:
+    """Seconds per call, by kind, one per round."""
     with torch.set_grad_enabled(grad):
         for run in [*runs.values()] * 3:  # fills the caches: plans, primitives, the allocator's blocks
             run()
-        return [{kind: timed(run, numbers[kind]) for kind, run in runs.items()} for _ in range(rounds)]
-
-
-def timed(run: Run, number: int) -> float:
-    start = time.thread_time()
-    for _ in range(number):
-        run()
-    return (time.thread_time() - start) / number * 1e6
+        taken = [{kind: host_time(run, numbers[kind]) for kind, run in runs.items()} for _ in range(rounds)]
+    return {kind: [times[kind] for times in taken] for kind in runs}
 
 
 def sent(run: Run, grad: bool) -> int:
@@ -256,54 +247,40 @@ def sent(run: Run, grad: bool) -> int:
     return mode.get_total_counts()
 
 
-def result(row: Row, places: dict[str, Place], reference: Run, rounds: int, number: int) -> dict[str, Any]:
-    """What there is to know of a row, but for how its bar scales; times in microseconds."""
+def result(row: Row, places: dict[str, Place], reference: Run, rounds: int, number: int) -> Figure:
+    """A step's figure; that of an operator still has to be divided by the reference."""
     runs = {kind: row.make(place) for kind, place in places.items()}
-    messages = sent(runs["sharded"], row.grad)
+    note = f"collectives: {sent(runs['sharded'], row.grad)}"
     if row.step:
-        runs |= {f"{kind} SGD": row.make(place, sgd=True) for kind, place in places.items()}
+        runs |= {f"{kind} with SGD": row.make(place, sgd=True) for kind, place in places.items()}
     numbers = dict.fromkeys(runs, max(1, number // 10) if row.step else number)
-    times = measure(runs | {"reference": reference}, numbers | {"reference": number}, rounds, row.grad)
-    best = {kind: min(t[kind] for t in times) for kind in times[0]}
+    kinds = runs | {"reference": reference}
+    times = best_and_median(measure(kinds, numbers | {"reference": number}, rounds, row.grad))
+    best = times["best"]
+    if row.step:
+        note = f"{best['sharded with SGD'] / best['plain with SGD']:.2f}x with SGD; {note}"
+    note = f"{note}; before {row.before if row.step else row.before / BEFORE:.1f}x"
     ratio = best["sharded"] / best["plain"]
-    return {
-        "name": row.name,
-        "unit": "ratio" if row.step else "us",
-        "value": ratio if row.step else best["sharded"],
-        "before": row.before,
-        "bar": row.bar,
-        "ratio": ratio,
-        "ratio_sgd": best["sharded SGD"] / best["plain SGD"] if row.step else None,
-        "sent": messages,
-        "best_us": best,
-        "median_us": {kind: median(t[kind] for t in times) for kind in best},
-    }
+    bar = row.bar if row.step else row.bar / REFERENCE
+    return Figure(GROUP, row.name, ratio, bar=bar, **times, note=note, details={"of plain torch": ratio})
 
 
-def compare_with_bars(results: list[dict[str, Any]], reference_us: float) -> None:
-    """Add to each row its scaled bar, and whether it is missed."""
-    for r in results:
-        r["scaled_bar"] = r["bar"] * (reference_us / REFERENCE_US if r["unit"] == "us" else 1)
-        r["missed"] = r["value"] > r["scaled_bar"]
+def relative(figure: Figure, reference: float) -> Figure:
+    """An operator's figure relative to the reference instead of plain torch."""
+    return replace(figure, name=f"{figure.name}, of a plain conv2d", value=figure.best["sharded"] / reference)
 
 
-# -- printing ----------------------------------------------------------------------------------------------------------
+def results(rows: Sequence[Row], places: dict[str, Place], rounds: int, number: int) -> list[Figure]:
+    found, reference = [], conv2d(places["plain"])
+    for row in rows:
+        print(f"measuring {row.name}", file=sys.stderr)
+        found.append(result(row, places, reference, rounds, number))
+    best = min(figure.best["reference"] for figure in found)
+    shown = [figure if row.step else relative(figure, best) for row, figure in zip(rows, found)]
+    return [replace(f, best={k: t for k, t in f.best.items() if k in places}) for f in shown]
 
-HEADER = (
-    f"{'best and median in microseconds':32s}{'plain':>8s}{'median':>8s}{'sharded':>9s}{'median':>8s}{'ratio':>7s}"
-    f"{'SGD':>6s}{'sent':>5s}{'before':>8s}{'bar':>6s}{'scaled':>8s}"
-)
 
-
-def line(r: dict[str, Any]) -> str:
-    best, middle, ratio = r["best_us"], r["median_us"], r["unit"] == "ratio"
-    sgd = f"{r['ratio_sgd']:6.2f}" if ratio else " " * 6
-    digits = 1 if ratio else 0
-    return (
-        f"{r['name']:32s}{best['plain']:8.1f}{middle['plain']:8.1f}{best['sharded']:9.1f}{middle['sharded']:8.1f}"
-        f"{r['ratio']:7.2f}{sgd}{r['sent']:5d}{r['before']:8.{digits}f}{r['bar']:6.{digits}f}"
-        f"{r['scaled_bar']:8.1f}  {'missed' if r['missed'] else 'met'}"
-    )
+# -- profile -----------------------------------------------------------------------------------------------------------
 
 
 def profile(row: Row, place: Place, rounds: int, number: int, sort: str) -> None:
@@ -329,43 +306,25 @@ def profile(row: Row, place: Place, rounds: int, number: int, sort: str) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--number", type=int, default=20, help="calls per round; of steps a tenth")
-    parser.add_argument("--only", help="the row of this name, or those whose name contains it", default="")
-    parser.add_argument("--json", help="write the rows to this file, too", metavar="FILE")
-    parser.add_argument("--profile", help="profile these rows instead, chosen as by --only", metavar="NAME")
-    parser.add_argument("--sort", choices=["own", "total"], default="own", help="of --profile: which time")
-    args = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--rounds", type=int, default=51)
+    made.add_argument("--number", type=int, default=20, help="calls per round; of steps a tenth")
+    made.add_argument("--profile", help="profile these rows instead, chosen as by --only", metavar="NAME")
+    made.add_argument("--sort", choices=["own", "total"], default="own", help="of --profile: which time")
+    options = made.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    places = placers()
-    wanted = args.only if args.profile is None else args.profile
-    every = [*OPERATORS, *STEPS]
-    rows = [row for row in every if wanted == row.name] or [row for row in every if wanted in row.name]
-    if not rows:
-        parser.error(f"no row's name contains {wanted!r}")
-    if args.profile is not None:
-        for row in rows:
-            profile(row, places["sharded"], args.rounds, args.number, args.sort)
+    places, rounds = placers(), 2 if options.quick else options.rounds
+    by_name = {row.name: row for row in [*OPERATORS, *STEPS]}
+    rows = [by_name[name] for name in chosen(options.profile or options.only, by_name, made.error)]
+    if options.profile is None:
+        finish(results(rows, places, rounds, options.number), options)
         return
-
-    results, reference = [], conv2d(places["plain"])
     for row in rows:
-        print(f"measuring {row.name}", file=sys.stderr)
-        results.append(result(row, places, reference, args.rounds, args.number))
-    reference_us = min(r["best_us"]["reference"] for r in results)
-    compare_with_bars(results, reference_us)
-    print(HEADER, *map(line, results), sep="\n")
-    missed = sum(r["missed"] for r in results)
-    print(f"reference (plain conv2d): {reference_us:.1f} us; {missed} of {len(rows)} bars missed")
-    if args.json:
-        about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-        with open(args.json, "w") as file:
-            json.dump({**about, "reference_us": reference_us, "rows": results}, file, indent=2)
+        profile(row, places["sharded"], rounds, options.number, options.sort)
 
 
 if __name__ == "__main__":

@@ -1,181 +1,158 @@
-"""Training steps of whole networks: two ranks against one process, and against half of the input alone.
+"""Training steps of whole networks: two ranks against one process, against half of the input alone, and a prediction.
 
-    python benchmarks/bench_networks.py [--only NAME] [--rounds N] [--json FILE]
+    python benchmarks/bench_networks.py [--only NAME] [--seconds S] [--json FILE]
     python benchmarks/bench_networks.py --profile NAME
 
 Two processes of one thread each, on gloo. Each round times four steps (zero the gradients, forward, loss, backward),
-one after the other: of the whole input on one process, of half the input on one process, of half the input on both at
-once without a word between them, and of the whole input sharded in halves over both, as seen by rank 0 from one barrier
-to the next. The other process waits in its socket during the first two. Half the input alone is the limit of what two
-ranks can reach: it is the same local work without anything to communicate (but for attention, where every query sees
-the keys of both halves). On both at once it takes longer where cores share caches, memory or their units.
+one after the other: "one", the global input on one process; "half", half the input on one process; "both", half the
+input on both at once without a word between them; "two", the global input sharded in halves over both. A round's time
+is the slower rank's. The other process waits in its socket during the first two. Half the input alone is the limit of
+what two ranks can reach: it is the same local work without anything to communicate (but for attention, where every
+query sees the keys of both halves). On both at once it takes longer where cores share caches, memory or their units.
 
-"best" and "median" are over the rounds, in milliseconds. "/ half" is two ranks' best against the half's, "/ both"
-against that on both at once, "x one" how many times faster than one process two ranks are. "error" is the loss's
-relative difference from one process's, in float32. The networks are other packages': diffusers and transformers from
-``.[test]``, MONAI from ``.[bench]``; rows whose package is missing are left out. A missed bar is marked, and is no
-error: the exit code is 0.
+Each network has three figures: two ranks' best time relative to half the input's, how many times as fast as one process
+two ranks are, and the same with twice the input. A fourth compares two ranks' time with the one that
+``benchmarks/machine.py`` predicts. "loss" is its relative difference from one process's, in float32. A network whose
+package is missing is reported as such.
 
 ``--profile`` prints the operators that differ most between half the input and rank 0 of two.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from statistics import median
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor, nn
+from machine import ASSUMED, Link, communication_time, measured_links
+from networks import NETWORKS, Network, autoencoder, step
+from peers import distvae
+from report import Figure, best_and_median, chosen, finish, parser, seconds
+from timing import Run, interleaved, on_ranks, slowest
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shardtensor import ShardTensor, scatter_tensor
-from shardtensor.testing import count_communication
+from shardtensor.testing import Communication, count_communication
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "globe"))
-
-Step = Callable[[], Tensor]
-KINDS = ("one", "half", "both", "two")
-
-
-@dataclass(frozen=True)
-class Network:
-    """One line of the table.
-
-    Attributes:
-        make: imports its package, and makes the module.
-        shape, dim: of the input, and which dim is cut.
-        bar: two ranks' time relative to half the input's.
-        call: the result for an input.
-    """
-
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    dim: int
-    bar: float = 1.25
-    call: Callable[[nn.Module, Tensor], Tensor] = lambda network, x: network(x)
+GROUP, MODEL = "networks on 2 ranks, a training step", "machine model"
+ALONE = ("one", "half")
+FASTER_TWICE = 1.8  # than one process, with twice the input
 
 
-def globe() -> nn.Module:
-    from model import UNet  # examples/globe
-
-    return UNet()
-
-
-def unet_3d() -> nn.Module:
-    from monai.networks.nets import UNet
-
-    return UNet(3, 1, 3, channels=(16, 32, 64), strides=(2, 2), num_res_units=2)
-
-
-def decoder() -> nn.Module:
-    from diffusers import AutoencoderKL
-
-    blocks = {"block_out_channels": (32, 64), "layers_per_block": 2, "norm_num_groups": 8}
-    coder = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return AutoencoderKL(latent_channels=4, **blocks, **coder)
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTModel
-
-    size = {"hidden_size": 192, "intermediate_size": 768, "num_attention_heads": 3, "num_hidden_layers": 4}
-    config = ViTConfig(image_size=384, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **size)
-    return ViTModel(config, add_pooling_layer=False)
-
-
-def segformer() -> nn.Module:
-    from transformers import SegformerConfig, SegformerForSemanticSegmentation
-
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
-    config = SegformerConfig(num_labels=4, drop_path_rate=0.0, **dropout)
-    network: nn.Module = SegformerForSemanticSegmentation(config)
-    return network
-
-
-NETWORKS = {
-    "globe U-Net": Network(globe, (1, 3, 384, 768), 2),
-    "3-D U-Net (MONAI)": Network(unet_3d, (1, 1, 64, 64, 64), 2),
-    "AutoencoderKL decoder": Network(decoder, (1, 4, 64, 64), 2, call=lambda m, x: m.decode(x).sample),
-    "ViT": Network(
-        vit, (1, 3, 384, 384), 2, 1.5, lambda m, x: m(x, interpolate_pos_encoding=True).last_hidden_state
-    ),
-    "SegFormer": Network(segformer, (1, 3, 512, 512), 2, call=lambda m, x: m(x).logits),
-}
-
-
-def step(network: Network, model: nn.Module, x: Tensor) -> Tensor:
-    model.zero_grad()
-    loss = network.call(model, x).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def steps_of(network: Network, mesh: DeviceMesh) -> dict[str, Step]:
+def steps_of(network: Network, mesh: DeviceMesh, shape: tuple[int, ...]) -> dict[str, Run]:
+    """The four kinds of step, for a global input of this shape."""
+    dim = network.dim
     torch.manual_seed(0)
     model = network.make()
-    whole = torch.randn(network.shape)
-    half = whole.narrow(network.dim, 0, network.shape[network.dim] // 2).contiguous()
-    sharded = scatter_tensor(whole, 0, mesh, (Shard(network.dim),))
-    inputs = {"one": whole, "half": half, "both": half, "two": sharded}
+    x = torch.randn(shape)
+    half = x.narrow(dim, 0, shape[dim] // 2).contiguous()
+    if network.alone:
+        me = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("apart", "me"))["me"]
+        local = {"one": x, "half": half}
+        x, half = (
+            ShardTensor.from_local(t, me, (Shard(dim),), shard_sizes={0: (t.shape[dim],)}) for t in local.values()
+        )
+        sharded = scatter_tensor(local["one"], 0, mesh, (Shard(dim),))
+    else:
+        sharded = scatter_tensor(x, 0, mesh, (Shard(dim),))
+    inputs = {"one": x, "half": half, "both": half, "two": sharded}
     return {kind: lambda x=x: step(network, model, x) for kind, x in inputs.items()}
 
 
-def timed(run: Step, together: bool, rank: int) -> tuple[float, Tensor | None]:
-    """Seconds from one barrier to the next; with ``together`` both ranks run, else rank 0 alone."""
-    dist.barrier()
-    start = time.perf_counter()
-    loss = run() if together or rank == 0 else None
-    if together:
-        dist.barrier()
-    return time.perf_counter() - start, loss
+def item(loss: Tensor) -> float:
+    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
-def measure(name: str, rounds: int, mesh: DeviceMesh) -> dict[str, Any] | None:
-    network, rank = NETWORKS[name], dist.get_rank()
+def measure(name: str, mesh: DeviceMesh, links: dict[str, Link], budget: float, quick: bool) -> list[Figure]:
+    network = NETWORKS[name]
+    title = f"{name}: 2 ranks' time of half the input's"
     try:
-        steps = steps_of(network, mesh)
+        steps = steps_of(network, mesh, network.shape)
     except ImportError as error:
-        return {"name": name, "missing": str(error)}
-    losses: dict[str, Tensor | None] = {}
+        return [Figure(GROUP, title, None, bar=network.bar, note=f"{error.name} is not installed")]
+    item(steps["two"]())  # the first step compares weights and makes plans
     with count_communication() as counted:
-        losses["two"] = steps["two"]()
-    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-    for i in range(rounds + 1):  # the first one fills the caches
-        for kind, run in steps.items():
-            spent, loss = timed(run, kind in ("both", "two"), rank)
-            losses[kind] = loss
-            if i:
-                seconds[kind].append(spent)
-    two = losses["two"]
-    value = two.full_tensor() if isinstance(two, ShardTensor) else two
-    if rank:
-        return None
-    one = losses["one"]
-    assert one is not None and value is not None
-    best = {kind: min(values) for kind, values in seconds.items()}
-    return {
-        "name": name,
-        "best": best,
-        "median": {kind: median(values) for kind, values in seconds.items()},
-        "against half": best["two"] / best["half"],
-        "against both": best["two"] / best["both"],
-        "faster than one": best["one"] / best["two"],
-        "bar": network.bar,
-        "error": abs((value - one) / one).item(),
-        "sent": {key: dict(value) if isinstance(value, dict) else value for key, value in vars(counted).items()},
-    }
+        loss = steps["two"]()
+    found, expected = item(loss), item(steps["one"]())
+    note = f"{sent(counted)}; loss {abs(found / expected - 1):.0e}"
+    times = best_and_median(interleaved(steps, budget, 1 if quick else 4, 15, ALONE))
+    best = times["best"]
+    details = {"2 ranks / both": best["two"] / best["both"], "sent": plain(counted)}
+    gain = f"{name}: times as fast as one process"
+    figures = [
+        Figure(GROUP, title, best["two"] / best["half"], bar=network.bar, **times, note=note, details=details),
+        Figure(GROUP, gain, best["one"] / best["two"], bar=network.faster, at_least=True),
+        prediction(name, best, counted, links),
+    ]
+    if network.faster and not quick:
+        larger = steps_of(network, mesh, network.twice)
+        times = best_and_median(interleaved({k: larger[k] for k in ("one", "two")}, budget / 2, 3, 15, ALONE))
+        gain, value = f"{gain}, twice the input", times["best"]["one"] / times["best"]["two"]
+        figures.insert(2, Figure(GROUP, gain, value, bar=FASTER_TWICE, at_least=True, **times))
+    return figures
+
+
+def prediction(name: str, best: dict[str, float], counted: Communication, links: dict[str, Link]) -> Figure:
+    predicted = best["both"] + communication_time(links, counted)
+    efficiency = {kind: best["one"] / (2 * value) for kind, value in (("two", best["two"]), ("model", predicted))}
+    assumed = seconds(communication_time(ASSUMED, counted))
+    return Figure(
+        MODEL,
+        f"{name}: measured time of predicted",
+        best["two"] / predicted,
+        best={"both": best["both"], "predicted": predicted, "measured": best["two"]},
+        note=f"efficiency {efficiency['model']:.0%} predicted, {efficiency['two']:.0%} measured; "
+        f"communication on an assumed fast device {assumed}",
+        details={"efficiency": efficiency},
+    )
+
+
+def plain(counted: Communication) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in vars(counted).items()}
+
+
+def sent(counted: Communication) -> str:
+    size = (counted.bytes_sent + counted.collective_bytes) / 2**20
+    collectives = ", ".join(f"{n} {kind}" for kind, n in sorted(counted.collectives.items()))
+    return f"{counted.messages} messages and {size:.2f} MiB a rank in {collectives}"
+
+
+def against_distvae(mesh: DeviceMesh, budget: float) -> Figure:
+    """Decoding a latent of 32 x 32 to an image of 256 x 256."""
+    title = "AutoencoderKL decode, 32x32 latent: time of DistVAE's"
+    try:
+        torch.manual_seed(0)
+        ours, theirs = (autoencoder(32, 64, 128, 128).eval() for _ in range(2))
+        decode = distvae(theirs.decoder, mesh)
+    except ImportError:
+        return Figure(GROUP, title, None, bar=0.8, note="DistVAE is not installed")
+    latent = torch.randn(1, 4, 32, 32)
+    sharded = scatter_tensor(latent, 0, mesh, (Shard(2),))
+    with torch.no_grad():
+        runs: dict[str, Run] = {
+            "ShardTensor": lambda: ours.decode(sharded).sample,
+            "DistVAE": lambda: decode(theirs.post_quant_conv(latent)),
+        }
+        times = best_and_median(interleaved(runs, budget, 5))
+    return Figure(GROUP, title, times["best"]["ShardTensor"] / times["best"]["DistVAE"], bar=0.8, **times)
+
+
+def of_links(links: dict[str, Link]) -> list[Figure]:
+    return [
+        Figure(
+            MODEL,
+            f"{kind} on this backend: latency",
+            link.latency * 1e6,
+            "us",
+            note=f"{link.bandwidth / 1e9:.2f} GB/s of large operands",
+            details={"bandwidth": link.bandwidth},
+        )
+        for kind, link in links.items()
+    ]
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------
@@ -183,13 +160,14 @@ def measure(name: str, rounds: int, mesh: DeviceMesh) -> dict[str, Any] | None:
 
 def profile(name: str, mesh: DeviceMesh) -> str:
     """Rank 0's operators of a step with half the input alone next to those of a step on two ranks."""
-    steps, tables = steps_of(NETWORKS[name], mesh), {}
+    network = NETWORKS[name]
+    steps, tables = steps_of(network, mesh, network.shape), {}
     for kind in ("half", "two"):
-        run, together = steps[kind], kind == "two"
-        timed(run, together, dist.get_rank())
+        run, together = steps[kind], kind not in ALONE
+        slowest(run, together)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             for _ in range(3):
-                timed(run, together, dist.get_rank())
+                slowest(run, together)
         tables[kind] = {e.key: (e.self_cpu_time_total / 3000, e.count / 3) for e in profiler.key_averages()}
     rows = []
     for key in {*tables["half"], *tables["two"]}:
@@ -198,68 +176,37 @@ def profile(name: str, mesh: DeviceMesh) -> str:
     totals = [sum(t for t, _ in tables[kind].values()) for kind in ("half", "two")]
     head = f"{'milliseconds of a step, itself':52} {'half':>9} {'calls':>6} {'two':>9} {'calls':>6} {'more':>9}"
     lines = [head, f"{'all':52} {totals[0]:9.1f} {'':6} {totals[1]:9.1f} {'':6} {totals[1] - totals[0]:9.1f}"]
-    return "\n".join(lines + [line for _, line in sorted(rows, reverse=True)[:40]])
+    return "\n".join([f"== {name}", *lines, *(line for _, line in sorted(rows, reverse=True)[:40])])
+
+
+def profiles(mesh: DeviceMesh, names: Sequence[str]) -> str:
+    return "\n".join(profile(name, mesh) for name in names)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def work(rank: int, store: str, names: Sequence[str], rounds: int, profiled: bool, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", timedelta(minutes=10), world_size=2, rank=rank)
-    mesh = init_device_mesh("cpu", (2,))
+def work(mesh: DeviceMesh, names: Sequence[str], budget: float, quick: bool) -> list[Figure]:
+    links = measured_links(mesh, 2 if quick else 20)
+    figures = of_links(links)
     for name in names:
-        result = profile(name, mesh) if profiled else measure(name, rounds, mesh)
-        if rank == 0:
-            results.put(result)
-    dist.destroy_process_group()
-
-
-def line(row: dict[str, Any]) -> str:
-    if "missing" in row:
-        return f"{row['name']:24} left out: {row['missing']}"
-    figures = [row[figure][kind] * 1e3 for kind in KINDS for figure in ("best", "median")]
-    times = "".join(f"{figure:8.1f}" for figure in figures)
-    met = "met" if row["against half"] <= row["bar"] else "missed"
-    sent = row["sent"]
-    collectives = " ".join(f"{n} {kind}" for kind, n in sorted(sent["collectives"].items()))
-    return (
-        f"{row['name']:24}{times} {row['against half']:7.2f} {row['bar']:5.2f} {met:7}{row['against both']:6.2f} "
-        f"{row['faster than one']:6.2f} "
-        f"{row['error']:8.0e}  {(sent['bytes_sent'] + sent['collective_bytes']) / 2**20:7.2f} MiB: {collectives}"
-    )
+        if dist.get_rank() == 0:
+            print(f"measuring {name}", file=sys.stderr)
+        figures += measure(name, mesh, links, budget, quick)
+    figures.append(against_distvae(mesh, budget))
+    return sorted(figures, key=lambda figure: figure.group == MODEL)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="networks whose name contains this")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--profile", metavar="NAME", help="operators of the networks whose name contains this")
-    options = parser.parse_args()
-    wanted = options.profile or options.only
-    names = [name for name in NETWORKS if wanted.lower() in name.lower()]
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/store", names, options.rounds, bool(options.profile), results)
-        ranks = mp.spawn(work, arguments, nprocs=2, join=False)
-        assert ranks is not None
-        if not options.profile:
-            kinds = "".join(f"{kind:>8}{'median':>8}" for kind in KINDS)
-            ratios = f"{'/ half':>7} {'bar':>5} {'':7}{'/ both':>6} {'x one':>6}"
-            print(f"{'milliseconds, best of':24}{kinds} {ratios} {'error':>8}  sent")
-        found = []
-        for name in names:
-            while results.empty() and not ranks.join(timeout=0.2):
-                pass
-            result = results.get()
-            found.append(result)
-            print(f"== {name}\n{result}" if options.profile else line(result), flush=True)
-        while not ranks.join():
-            pass
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    made = parser(__doc__)
+    made.add_argument("--seconds", type=float, default=10.0, help="for the rounds of a network")
+    made.add_argument("--profile", metavar="NAME", help="operators of the networks whose name contains this")
+    options = made.parse_args()
+    names = chosen(options.profile or options.only, NETWORKS, made.error)
+    if options.profile:
+        print(on_ranks(profiles, names))
+    else:
+        finish(on_ranks(work, names, 0.1 if options.quick else options.seconds, options.quick), options)
 
 
 if __name__ == "__main__":

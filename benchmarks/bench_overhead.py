@@ -1,39 +1,42 @@
 """Host overhead: plain tensors, DTensor and ShardTensor on tiny tensors, sharded evenly along the batch.
 
-    python benchmarks/bench_overhead.py [--only NAME] [--rounds N] [--number N]
+    python benchmarks/bench_overhead.py [--only NAME] [--rounds N] [--number N] [--quick] [--json FILE]
 
 Runs on the fake process group, in one process, so that nothing but Python and dispatch is timed: the CPU time of the
-calling thread. Each round times the three kinds one after the other; printed are the medians over the rounds in
-microseconds, and the median of the rounds' ratios of ShardTensor to DTensor, which a machine that is slower at times
-does not move. Weights are plain tensors for ShardTensor, replicated DTensors for DTensor. A dash: refused.
+calling thread. Each round times the three kinds one after the other; the value is the median of the rounds' ratios of
+ShardTensor to DTensor, which a machine that is slower at times does not move. Weights are plain tensors for
+ShardTensor, replicated DTensors for DTensor. A kind that refuses is left out.
 
-DTensor does less in some rows, as the collectives tell that each of the two starts per call ("sent", DTensor's and
-ours): it leaves gradients of weights Partial, and its cross entropy is a mean of the ranks' means, which is wrong where
-ranks ignore different numbers of targets. The rows named "complete" let it finish: its gradients are made as complete
+DTensor does less in some rows, as the collectives tell that each of the two starts per call, DTensor's and ours: it
+leaves gradients of weights Partial, and its cross entropy is a mean of the ranks' means, which is wrong where ranks
+ignore different numbers of targets. The rows named "complete" let it finish: its gradients are made as complete
 as ours, its cross entropy is a sum divided by the number of all ranks' targets.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from report import Figure, best_and_median, finish, parser
+from timing import host_time
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import ShardTensor
 
+GROUP = "host time, against DTensor"
 # A case gets the tensors by name; those of floating point require grad where its backward is timed, too.
 Case = Callable[[dict[str, Any]], Any]
+Rows = Iterator[tuple[str, dict[str, Callable[[], Any]]]]
 
 POINTWISE: dict[str, Case] = {
     "x + x": lambda t: t["x"] + t["x"],
@@ -108,6 +111,8 @@ def to_leaves(case: Case, t: dict[str, Any]) -> Callable[[], Any]:
     return run
 
 
+WEIGHTS = ("weight", "bias", "scale", "kernel", "channels")
+
 # name: case and the tensors to differentiate for
 BACKWARD: dict[str, tuple[Case, tuple[str, ...]]] = {
     "pointwise chain": (chain, ("x",)),
@@ -127,60 +132,28 @@ BACKWARD: dict[str, tuple[Case, tuple[str, ...]]] = {
 }
 
 
-def timed(run: Callable[[], Any], number: int) -> float:
-    run()
-    start = time.thread_time()
-    for _ in range(number):
-        run()
-    return (time.thread_time() - start) / number * 1e6
-
-
-def row(name: str, runs: dict[str, Callable[[], Any]], args: argparse.Namespace) -> None:
-    if args.only and args.only not in name:
-        return
-    possible = {}
+def row(name: str, runs: dict[str, Callable[[], Any]], options: argparse.Namespace) -> Figure:
+    """Of ShardTensor's time relative to DTensor's; without a value where DTensor refuses."""
+    possible, sent = {}, []
     for kind, run in runs.items():
         try:
-            run()
+            with CommDebugMode() as mode:
+                run()
         except (RuntimeError, NotImplementedError):
             continue
         possible[kind] = run
-    rounds = [{kind: timed(run, args.number) for kind, run in possible.items()} for _ in range(args.rounds)]
-
-    def show(width: int, digits: int, value: Callable[[dict[str, float]], float], *kinds: str) -> str:
-        if not all(kind in possible for kind in kinds):
-            return f"{'-':>{width}s}"
-        return f"{median(value(r) for r in rounds):{width}.{digits}f}"
-
-    def sent(kind: str) -> str:
-        if kind not in possible:
-            return "-"
-        with CommDebugMode() as mode:
-            possible[kind]()
-        return str(mode.get_total_counts())
-
-    print(
-        f"{name:34s}",
-        show(8, 1, lambda r: r["plain"], "plain"),
-        show(8, 1, lambda r: r["DTensor"], "DTensor"),
-        show(11, 1, lambda r: r["ShardTensor"], "ShardTensor"),
-        show(6, 2, lambda r: r["ShardTensor"] / r["DTensor"], "ShardTensor", "DTensor"),
-        f"{sent('DTensor'):>4s}{sent('ShardTensor'):>4s}",
-        flush=True,
-    )
+        sent.append(f"{kind} {mode.get_total_counts()}")
+    rounds = [
+        {kind: host_time(run, options.number) for kind, run in possible.items()} for _ in range(options.rounds + 1)
+    ][1:]
+    times = {kind: [taken[kind] for taken in rounds] for kind in possible}
+    ratio = median(taken["ShardTensor"] / taken["DTensor"] for taken in rounds) if "DTensor" in possible else None
+    note = f"collectives: {', '.join(sent[1:])}" if "DTensor" in possible else "DTensor refuses"
+    return Figure(GROUP, name, ratio, **best_and_median(times), note=note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--number", type=int, default=20)
-    parser.add_argument("--only", help="rows whose name contains this")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-
+def tensors(mesh: DeviceMesh, requires_grad: bool) -> dict[str, dict[str, Any]]:
+    """Of each kind, by name; those of floating point may require grad."""
     batches = {
         "x": torch.randn(8, 4, 6),
         "y": torch.randn(8, 4, 6),
@@ -198,51 +171,68 @@ def main() -> None:
         "channels": torch.randn(4),
     }
 
-    def tensors(requires_grad: bool) -> dict[str, dict[str, Any]]:
-        def leaf(t: Any) -> Any:
-            return t.requires_grad_(requires_grad and t.is_floating_point())
+    def leaf(t: Any) -> Any:
+        return t.requires_grad_(requires_grad and t.is_floating_point())
 
-        def local(t: torch.Tensor) -> torch.Tensor:
-            return t[:4].clone()
+    def local(t: torch.Tensor) -> torch.Tensor:
+        return t[:4].clone()
 
-        cut = [Shard(0)]
-        return {
-            "plain": {n: leaf(t.clone()) for n, t in {**batches, **weights}.items()},
-            "DTensor": {
-                **{n: leaf(DTensor.from_local(local(t), mesh, cut)) for n, t in batches.items()},
-                **{n: leaf(distribute_tensor(t, mesh, [Replicate()])) for n, t in weights.items()},
-            },
-            "ShardTensor": {
-                **{n: leaf(ShardTensor.from_local(local(t), mesh, cut, shard_sizes=sizes)) for n, t in batches.items()},
-                **{n: leaf(t.clone()) for n, t in weights.items()},
-            },
-        }
+    cut, sizes = [Shard(0)], {0: (4, 4)}
+    return {
+        "plain": {n: leaf(t.clone()) for n, t in {**batches, **weights}.items()},
+        "DTensor": {
+            **{n: leaf(DTensor.from_local(local(t), mesh, cut)) for n, t in batches.items()},
+            **{n: leaf(distribute_tensor(t, mesh, [Replicate()])) for n, t in weights.items()},
+        },
+        "ShardTensor": {
+            **{n: leaf(ShardTensor.from_local(local(t), mesh, cut, shard_sizes=sizes)) for n, t in batches.items()},
+            **{n: leaf(t.clone()) for n, t in weights.items()},
+        },
+    }
 
-    sizes = {0: (4, 4)}
-    print(f"{'microseconds':34s} {'plain':>8s} {'DTensor':>8s} {'ShardTensor':>11s} {'ratio':>6s} {'sent':>8s}")
-    kinds = tensors(requires_grad=False)
-    with torch.no_grad():
-        for name, case in {**POINTWISE, **OTHERS}.items():
-            row(name, {kind: (lambda t=t, case=case: case(t)) for kind, t in kinds.items()}, args)
-    kinds = tensors(requires_grad=True)
+
+def without_gradients(mesh: DeviceMesh) -> Rows:
+    kinds = tensors(mesh, requires_grad=False)
+    for name, case in {**POINTWISE, **OTHERS}.items():
+        yield name, {kind: (lambda t=t, case=case: case(t)) for kind, t in kinds.items()}
+
+
+def with_gradients(mesh: DeviceMesh) -> Rows:
+    kinds = tensors(mesh, requires_grad=True)
     for name, (case, names) in BACKWARD.items():
-        row(f"{name}, grad()", {kind: backward(case, t, names) for kind, t in kinds.items()}, args)
-        if set(names) & set(weights):
+        yield f"{name}, grad()", {kind: backward(case, t, names) for kind, t in kinds.items()}
+        if set(names) & set(WEIGHTS):
             runs = {kind: backward(case, t, names, complete=True) for kind, t in kinds.items()}
-            row(f"{name}, grad() complete", runs, args)
+            yield f"{name}, grad() complete", runs
     runs = {kind: backward(mean_over_all_targets, t, ("logits",)) for kind, t in kinds.items()}
-    row("cross_entropy complete, grad()", runs, args)
-    row("chain, sum, backward()", {kind: to_leaves(chain, t) for kind, t in kinds.items()}, args)
-    local = torch.randn(4, 4, 6)
-    row(
+    yield "cross_entropy complete, grad()", runs
+    yield "chain, sum, backward()", {kind: to_leaves(chain, t) for kind, t in kinds.items()}
+    local, sizes = torch.randn(4, 4, 6), {0: (4, 12)}
+    yield (
         "from_local, to_local",
         {
             "plain": lambda: local,
             "DTensor": lambda: DTensor.from_local(local, mesh, [Replicate()]).to_local(),
-            "ShardTensor": lambda: ShardTensor.from_local(local, mesh, [Shard(0)], shard_sizes={0: (4, 12)}).to_local(),
+            "ShardTensor": lambda: ShardTensor.from_local(local, mesh, [Shard(0)], shard_sizes=sizes).to_local(),
         },
-        args,
     )
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--rounds", type=int, default=51)
+    made.add_argument("--number", type=int, default=20)
+    options = made.parse_args()
+    if options.quick:
+        options.rounds = 2
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh, figures = init_device_mesh("cpu", (2,)), []
+    for grad, rows in ((False, without_gradients), (True, with_gradients)):
+        with torch.set_grad_enabled(grad):
+            figures += [row(name, runs, options) for name, runs in rows(mesh) if options.only in name]
+    finish(figures, options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Who holds which part of the map: sizes from the command line, checked."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -24,8 +25,11 @@ class Layout:
         return [(*band, *stripe) for band in rows for stripe in columns]
 
 
-def make_layout(height: int, world_size: int, mesh: str | None, rows: str | None, columns: str | None) -> Layout:
-    """The layout that `--mesh`, `--rank-sizes` and `--rank-sizes-lon` ask for; ValueError says what does not fit."""
+def make_layout(
+    height: int, world_size: int, mesh: str | None, rows: str | None, columns: str | None, uneven: bool = False
+) -> Layout:
+    """The layout that `--mesh`, `--rank-sizes` and `--rank-sizes-lon` ask for; ValueError says what does not fit. What
+    they do not name is even, or uneven on request."""
     shape = _integers(mesh, "x", "--mesh") if mesh else (world_size,)
     if len(shape) > 2 or min(shape) < 1:
         raise ValueError(f"--mesh {mesh}: expected 4 or 2x2, that is latitude x longitude")
@@ -36,14 +40,15 @@ def make_layout(height: int, world_size: int, mesh: str | None, rows: str | None
         raise ValueError("--rank-sizes-lon needs a mesh with longitude, such as --mesh 2x2")
     return Layout(
         mesh=shape,
-        rows=_sizes(rows, height, shape[0], "--rank-sizes", "rows"),
-        columns=_sizes(columns, 2 * height, shape[1] if len(shape) == 2 else 1, "--rank-sizes-lon", "columns"),
+        rows=_sizes(rows, height, shape[0], uneven, "--rank-sizes", "rows"),
+        columns=_sizes(columns, 2 * height, shape[1] if len(shape) == 2 else 1, uneven, "--rank-sizes-lon", "columns"),
     )
 
 
-def _sizes(text: str | None, total: int, parts: int, option: str, what: str) -> tuple[int, ...]:
+def _sizes(text: str | None, total: int, parts: int, uneven: bool, option: str, what: str) -> tuple[int, ...]:
     if text is None:
-        return _uneven(total, parts)
+        # In the proportions 2 : 7 : 12 : ..., or 1 : 1 : 1 : ...
+        return _proportional(total, range(2, 5 * parts, 5) if uneven else [1] * parts)
     sizes = _integers(text, "+", option)
     if len(sizes) != parts:
         raise ValueError(f"{option} {text} names {len(sizes)} sizes, but the mesh has {parts} there")
@@ -52,10 +57,9 @@ def _sizes(text: str | None, total: int, parts: int, option: str, what: str) -> 
     return sizes
 
 
-def _uneven(total: int, parts: int) -> tuple[int, ...]:
-    """A cut in the proportions 2 : 7 : 12 : ..., uneven on purpose."""
-    weights = list(itertools.accumulate(range(2, 5 * parts, 5), initial=0))
-    cuts = [round(total * weight / weights[-1]) for weight in weights]
+def _proportional(total: int, weights: Iterable[int]) -> tuple[int, ...]:
+    sums = list(itertools.accumulate(weights, initial=0))
+    cuts = [round(total * weight / sums[-1]) for weight in sums]
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 

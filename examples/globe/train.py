@@ -1,7 +1,9 @@
 """A U-Net learns to tell land from sea on one large picture, each rank holding only its own part of it.
 
 python train.py                                           plain PyTorch, one process
-torchrun --nproc-per-node 2 train.py                      two latitude bands of different heights
+torchrun --nproc-per-node 2 train.py                      two latitude bands
+torchrun --nproc-per-node 2 train.py --uneven             bands of different heights
+torchrun --nproc-per-node 2 train.py --compare            and how long a step takes in plain PyTorch on one process
 torchrun --nproc-per-node 4 train.py --mesh 2x2 --check   latitude x longitude, compared with plain PyTorch
 torchrun --nproc-per-node 2 train.py --attention          with natten's neighborhood attention at the lowest level
 """
@@ -12,6 +14,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -25,6 +28,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+ROUNDS = 6  # of --compare
+FULL_JOB = 675  # rows, by default
+BAR = 0.6  # of one process's time, for a step of that on two even ranks
 
 
 @dataclass
@@ -55,18 +61,24 @@ def make_model(args: argparse.Namespace, sharded: bool) -> nn.Module:
     return AttentionUNet(width=args.width, attention=None if sharded else PlainAttention)
 
 
-def train(args: argparse.Namespace, image: Tensor, land: Tensor, label: str, quiet: bool) -> tuple[nn.Module, History]:
-    """Train a fresh model on bytes `image` and `land`; the seed makes its first weights equal on every rank."""
+def prepare(args: argparse.Namespace, image: Tensor, land: Tensor) -> tuple[nn.Module, Callable[[], float]]:
+    """A fresh model and its step on bytes `image` and `land`; the seed makes its first weights equal on every rank."""
     torch.manual_seed(args.seed)
     dtype = getattr(torch, args.dtype)
     model = make_model(args, sharded=hasattr(image, "shard_sizes")).to(image.device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     image, land = data.normalise(image, dtype), land.to(dtype)
+    return model, lambda: train_step(model, optimizer, image, land)
+
+
+def train(args: argparse.Namespace, image: Tensor, land: Tensor, label: str, quiet: bool) -> tuple[nn.Module, History]:
+    """Train a fresh model."""
+    model, step = prepare(args, image, land)
     history = History()
     with tqdm(total=args.steps, desc=label, unit="step", disable=quiet) as bar:
         for _ in range(args.steps):
             start = time.perf_counter()
-            history.losses.append(train_step(model, optimizer, image, land))
+            history.losses.append(step())
             history.seconds.append(time.perf_counter() - start)
             bar.set_postfix(loss=f"{history.losses[-1]:.4f}", refresh=False)
             bar.update()
@@ -97,7 +109,32 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def compare(sharded: History, plain: History, dtype: str) -> bool:
+def compare_times(args: argparse.Namespace, whole: list[Tensor | None], mine: list[Tensor]) -> None:
+    """Print how long a step takes on all ranks, and on rank 0 alone in plain PyTorch, one after the other in each of
+    some rounds; the first one does not count."""
+    _, sharded = prepare(args, *mine)
+    plain = prepare(args, *whole)[1] if args.rank == 0 else None
+    seconds: dict[str, list[float]] = {"sharded": [], "plain": []}
+    for _ in range(ROUNDS):
+        for kind, step in (("sharded", sharded), ("plain", plain)):
+            dist.barrier()
+            start = time.perf_counter()
+            if step is not None:
+                step()
+            dist.barrier()
+            seconds[kind].append(time.perf_counter() - start)
+    if args.rank == 0:
+        best = {kind: min(taken[1:]) for kind, taken in seconds.items()}
+        middle = {kind: statistics.median(taken[1:]) for kind, taken in seconds.items()}
+        ratio, bar = best["sharded"] / best["plain"], ""
+        if args.layout == make_layout(FULL_JOB, 2, None, None, None) and not args.attention:
+            bar = f"; to be at most {BAR}: {'met' if ratio <= BAR else 'missed'}"
+        for kind, name in (("plain", "one process"), ("sharded", f"{args.world_size} ranks")):
+            print(f"{name}: {best[kind]:.3f} s per step at best, {middle[kind]:.3f} s in the median")
+        print(f"{args.world_size} ranks take {ratio:.2f} times as long as one process{bar}")
+
+
+def compare_losses(sharded: History, plain: History, dtype: str) -> bool:
     """Print the two loss curves side by side; True if they agree."""
     print(f"\n{'step':>4}  {'sharded':>18}  {'plain PyTorch':>18}  {'relative difference':>19}")
     differences = [abs(a - b) / abs(b) for a, b in zip(sharded.losses, plain.losses)]
@@ -115,10 +152,11 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--resolution", type=int, default=675, metavar="H", help="rows; twice as many columns; 2700 is all there is")
-    add("--rank-sizes", metavar="A+B", help="rows per band, north to south, such as 300+375; default: uneven")
+    add("--resolution", type=int, default=FULL_JOB, metavar="H", help="rows, of twice as many columns; at most 2700")
+    add("--rank-sizes", metavar="A+B", help="rows per band, north to south, such as 300+375; default: even")
     add("--mesh", metavar="AxB", help="bands of latitude x stripes of longitude, such as 2x2; default: bands only")
-    add("--rank-sizes-lon", metavar="A+B", help="columns per stripe, west to east; default: uneven")
+    add("--rank-sizes-lon", metavar="A+B", help="columns per stripe, west to east; default: even")
+    add("--uneven", action="store_true", help="sizes in the proportions 2 : 7 : 12 : ... where none are given")
     add("--steps", type=int, help="default: 100, 60 with --attention, 10 with --check")
     add("--lr", type=float, default=0.01)
     add("--width", type=int, default=8, help="channels at full size; a multiple of 4")
@@ -128,6 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", help="cpu, cuda, ...; default: the accelerator if there is one, else cpu")
     add("--output", default="globe.png", help="where the picture goes")
     add("--check", action="store_true", help="no picture; repeat the steps in plain PyTorch and compare")
+    add("--compare", action="store_true", help="also time a step in plain PyTorch on one process")
     args = parser.parse_args()
     if args.steps is None:
         args.steps = 10 if args.check else 60 if args.attention else 100
@@ -146,7 +185,10 @@ def parse_arguments() -> argparse.Namespace:
                 raise ValueError(f"--attention needs a --resolution of at least {AttentionUNet.least()}")
         if args.check and not args.sharded:
             raise ValueError("--check compares with a sharded run: start it with torchrun")
-        args.layout = make_layout(args.resolution, args.world_size, args.mesh, args.rank_sizes, args.rank_sizes_lon)
+        if args.compare and not args.sharded:
+            raise ValueError("--compare compares with a sharded run: start it with torchrun")
+        sizes = args.rank_sizes, args.rank_sizes_lon, args.uneven
+        args.layout = make_layout(args.resolution, args.world_size, args.mesh, *sizes)
     except ValueError as error:
         if args.rank == 0:
             parser.error(str(error))
@@ -195,11 +237,13 @@ def main() -> None:
             print(f"  rank {rank}: rows {top}-{bottom - 1}, columns {left}-{right - 1}, peak memory {gib:.2f} GiB")
 
     passed = True
+    if args.compare:
+        compare_times(args, [image, land], [my_image, my_land])
     if args.check:
         if first:
             _, plain = train(args, image, land, "plain PyTorch", quiet=False)
             print(f"plain PyTorch: {plain.step_time:.2f} s per step, peak memory {peak_memory(device):.2f} GiB")
-            passed = compare(history, plain, args.dtype)
+            passed = compare_losses(history, plain, args.dtype)
         dist.barrier()
     else:
         prediction = predict(model, my_image)

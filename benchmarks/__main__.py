@@ -1,0 +1,123 @@
+"""All benchmarks, one after the other: a table of figures next to their bars, a JSON file, and plots.
+
+    python benchmarks                        all parts; writes benchmarks/results (about 10 minutes on 2 idle cores)
+    python benchmarks --only networks scale  these parts; the others' figures stay as they were
+    python benchmarks --quick                a few rounds of everything, to see that it runs; writes nothing
+    python benchmarks --only --write         runs nothing; brings docs/performance.md up to date with the results
+
+Each part is a script of its own, with further options: ``python benchmarks/bench_networks.py --help``. A missed bar is
+no error; a part that fails is, after the others have run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from report import Figure, by_group, markdown, read, table
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+PAGE = FOLDER.parent / "docs" / "performance.md"
+MARKS = "<!-- begin: written by python benchmarks --write -->", "<!-- end -->"
+PARTS = ("host", "overhead", "operators", "networks", "memory", "scale")
+
+
+def run(part: str, quick: bool) -> dict[str, Any] | None:
+    """What the part's script wrote, with how long it took; None if it failed."""
+    print(f"== {part}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file, start = Path(folder) / "figures.json", time.perf_counter()
+        command = [sys.executable, FOLDER / f"bench_{part}.py", "--json", file, *(["--quick"] if quick else [])]
+        if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+            return None
+        content: dict[str, Any] = json.loads(file.read_text())
+    return content | {"seconds": round(time.perf_counter() - start)}
+
+
+def figures_of(parts: dict[str, Any]) -> list[Figure]:
+    return [figure for part in PARTS if part in parts for figure in read(parts[part])]
+
+
+def circumstances(parts: dict[str, Any]) -> list[str]:
+    """When and on what each part ran; parts that have this in common share a line."""
+    lines: dict[str, list[str]] = {}
+    for part in (part for part in PARTS if part in parts):
+        a = parts[part]["about"]
+        line = f"torch {a['torch']}, Python {a['python']}, {a['cpu']}, {a['cores']} cores, {a['date'][:10]}"
+        lines.setdefault(line, []).append(f"{part} ({parts[part]['seconds']} s)")
+    return [f"{', '.join(names)}: {line}" for line, names in lines.items()]
+
+
+def section(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:
+    """The part of the page that this command writes."""
+    figures = figures_of(parts)
+    if not figures:
+        return "Not measured yet."
+    judged = [figure.verdict for figure in figures if figure.verdict]
+    ran = "\n".join(f"- {line}" for line in circumstances(parts))
+    blocks = [f"{judged.count('met')} of {len(judged)} bars are met.", ran]
+    for group, rows in by_group(figures).items():
+        images = [f"![{group}](../benchmarks/results/{file})" for file in plots.get(group, ())]
+        blocks.append("\n\n".join([markdown(rows), *images]))
+    return "\n\n".join(blocks)
+
+
+def with_section(page: str, text: str) -> str:
+    """The page with ``text`` between its marks."""
+    before, rest = page.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    file = folder / "figures.json"
+    parts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return parts
+
+
+def store(folder: Path, parts: dict[str, Any]) -> None:
+    from plots import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = draw(figures_of(parts), folder)
+    content = {**{part: parts[part] for part in PARTS if part in parts}, "plots": plots}
+    (folder / "figures.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="these parts; none if none is named")
+    parser.add_argument("--quick", action="store_true", help="a few rounds; the figures mean nothing")
+    parser.add_argument("--results", type=Path, help=f"folder for JSON and plots; default: {RESULTS.name}, or none")
+    parser.add_argument("--write", action="store_true", help="write the results into docs/performance.md")
+    options = parser.parse_args(arguments)
+    folder = options.results or (None if options.quick else RESULTS)
+    parts, failed = stored(folder) if folder else {}, []
+    for part in options.only:
+        content = run(part, options.quick)
+        if content is None:
+            failed.append(part)
+        else:
+            parts[part] = content
+    print(table(figures_of(parts)), *circumstances(parts), sep="\n")
+    if folder and parts:
+        store(folder, parts)
+    if options.write:
+        done = stored(folder or RESULTS)
+        PAGE.write_text(with_section(PAGE.read_text(), section(done, done.get("plots", {}))))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

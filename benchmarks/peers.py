@@ -1,0 +1,26 @@
+"""Other packages that shard an input. None is a dependency: their rows say "not installed" where they are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+
+def physicsnemo(mesh: DeviceMesh) -> Callable[[Tensor, int], Tensor]:
+    """Makes PhysicsNeMo's ShardTensor of a shard and its dim; ImportError where it is not installed."""
+    from physicsnemo.domain_parallel import ShardTensor
+
+    return lambda local, dim: ShardTensor.from_local(local, mesh, (Shard(dim),), sharding_shapes="infer")
+
+
+def distvae(decoder: nn.Module, mesh: DeviceMesh) -> Any:
+    """DistVAE's form of diffusers' decoder, which takes the whole latent; ImportError where it is not installed."""
+    from distvae.modules.adapters.vae.decoder_adapters import DecoderAdapter
+
+    group: dist.ProcessGroup = mesh.get_group()
+    return DecoderAdapter(decoder, vae_group=group)

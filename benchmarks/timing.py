@@ -1,0 +1,84 @@
+"""How benchmarks time: calls of several kinds one after the other in each round, on ranks that this module starts.
+
+A machine that is slower for a while slows all kinds of a round down alike, so ratios within one run keep their meaning.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+Run = Callable[[], Any]
+
+
+def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = 2) -> Any:
+    """What ``work(mesh, *arguments)`` returns on rank 0 of new processes of one thread each, on gloo."""
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        enter = (f"{folder}/store", ranks, results, work, arguments)
+        processes = mp.spawn(_enter, enter, nprocs=ranks, join=False)
+        ended = False
+        while results.empty() and not ended:  # a large result has to be read before its rank can end
+            ended = processes.join(timeout=0.2)
+        if results.empty():
+            raise RuntimeError("the ranks ended without a result")
+        result = results.get()
+        while not ended:
+            ended = processes.join()
+    return result
+
+
+def _enter(rank: int, store: str, ranks: int, results: Any, work: Callable[..., Any], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", timedelta(minutes=10), world_size=ranks, rank=rank)
+    result = work(init_device_mesh("cpu", (ranks,)), *arguments)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort the interpreter's own clean-up
+
+
+def slowest(run: Run, together: bool = True) -> float:
+    """Seconds of ``run`` on the slowest rank; without ``together`` rank 0 runs it alone and the others wait."""
+    dist.barrier()
+    start = time.perf_counter()
+    if together or dist.get_rank() == 0:
+        run()
+    spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def interleaved(
+    runs: dict[str, Run], budget: float, least: int = 3, most: int = 60, alone: Collection[str] = ()
+) -> dict[str, list[float]]:
+    """The times of each kind on the slowest rank, one per round.
+
+    As many rounds as fit into ``budget`` seconds, from ``least`` to ``most``, after two that fill the caches (one,
+    where one round is longer than the budget). Kinds in ``alone`` run on rank 0 while the others wait.
+    """
+
+    def turn() -> dict[str, float]:
+        return {kind: slowest(run, kind not in alone) for kind, run in runs.items()}
+
+    first = sum(turn().values())
+    length = sum(turn().values()) if first < budget else first  # the same on all ranks, so they agree on the rounds
+    rounds = [turn() for _ in range(max(least, min(most, int(budget / length))))]
+    return {kind: [taken[kind] for taken in rounds] for kind in runs}
+
+
+def host_time(run: Run, number: int) -> float:
+    """Seconds per call of the calling thread's CPU time, over ``number`` calls."""
+    start = time.thread_time()
+    for _ in range(number):
+        run()
+    return (time.thread_time() - start) / number

@@ -1,0 +1,128 @@
+"""What benchmarks print and write, and that the page with their results says what the results say."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtensor.testing import Communication
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module of the benchmarks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load(name):
+        if name != "__main__":
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location("benchmarks_main", BENCHMARKS / "__main__.py")
+        main = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(main)
+        return main
+
+    return load
+
+
+def figures(report):
+    times = {"best": {"two": 0.0012, "one": 2.5}, "median": {"two": 0.0013, "one": 2.75}}
+    return [
+        report.Figure("first", "small enough", 1.1, bar=1.1, **times),
+        report.Figure("first", "too large", 1.11, bar=1.1),
+        report.Figure("second", "fast enough", 1.6, bar=1.6, at_least=True),
+        report.Figure("second", "too slow", 1.59, bar=1.6, at_least=True),
+        report.Figure("second", "no bar", 3.0, "us"),
+        report.Figure("second", "not there", None, bar=0.5, note="it is not installed"),
+    ]
+
+
+def test_verdicts_stand_beside_bars(module):
+    report = module("report")
+    rows = figures(report)
+    assert [row.verdict for row in rows] == ["met", "missed", "met", "missed", "", ""]
+    lines = [" ".join(line.split()) for line in report.table(rows).splitlines()]
+    assert "small enough 1.10x <= 1.10x met two 1.2 ms (1.3 ms), one 2.50 s (2.75 s)" in lines
+    assert "too slow 1.59x >= 1.60x missed" in lines
+    assert "no bar 3.0 us" in lines
+    assert "not there - <= 0.50x it is not installed" in lines
+    assert report.table(rows).endswith("2 of 4 bars met")
+    assert "| fast enough | 1.60x | >= 1.60x | met |  |" in report.markdown(rows)
+
+
+def test_what_is_written_is_read(module, tmp_path):
+    report = module("report")
+    report.write(tmp_path / "figures.json", figures(report))
+    content = json.loads((tmp_path / "figures.json").read_text())
+    assert report.read(content) == figures(report)
+    assert {"date", "torch", "cpu", "cores"} <= content["about"].keys()
+
+
+def test_best_and_median(module):
+    assert module("report").best_and_median({"a": [3.0, 1.0, 7.0]}) == {"best": {"a": 1.0}, "median": {"a": 3.0}}
+
+
+def test_the_page_holds_the_results(module):
+    main = module("__main__")
+    parts, page = main.stored(main.RESULTS), main.PAGE.read_text()
+    plots = parts.get("plots", {})
+    assert page == main.with_section(page, main.section(parts, plots)), "run: python benchmarks --only --write"
+    assert all((main.RESULTS / file).is_file() for files in plots.values() for file in files)
+
+
+def test_a_part_measured_anew_replaces_its_figures_only(module, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    main, report = module("__main__"), module("report")
+    about = {"torch": "2", "python": "3", "cpu": "C", "cores": 2, "date": "2026-01-01T00:00"}
+
+    def measured(value):
+        row = {"group": "g", "name": f"ratio {value}", "value": value}
+        return lambda part, quick: {"about": about, "figures": [row | {"group": part}], "seconds": 1}
+
+    for value, only in ((1.0, ["host", "scale"]), (2.0, ["scale"])):
+        monkeypatch.setattr(main, "run", measured(value))
+        assert main.main(["--results", str(tmp_path), "--only", *only]) == 0
+    parts = main.stored(tmp_path)
+    assert main.figures_of(parts) == [report.Figure("host", "ratio 1.0", 1.0), report.Figure("scale", "ratio 2.0", 2.0)]
+    assert main.circumstances(parts) == ["host (1 s), scale (1 s): torch 2, Python 3, C, 2 cores, 2026-01-01"]
+    assert parts["plots"] == {"host": ["host.png"], "scale": ["scale.png"]}
+    assert (tmp_path / "host.png").is_file() and (tmp_path / "scale.png").is_file()
+    monkeypatch.setattr(main, "run", lambda part, quick: None)
+    assert main.main(["--results", str(tmp_path), "--only", "scale"]) == 1
+    assert main.figures_of(main.stored(tmp_path)) == main.figures_of(parts)
+
+
+def test_the_model_adds_latencies_and_bytes(module):
+    machine = module("machine")
+    links = {"all_reduce": machine.Link(0.5, 100.0), "all_to_all": machine.Link(0.25, 10.0)}
+    counted = Communication(messages=3, bytes_sent=40, collective_bytes=200)
+    counted.collectives.update({"all_to_all": 2, "all_reduce": 3, "all_gather": 1})
+    assert machine.communication_time(links, counted) == 2 * 0.25 + 40 / 10 + 4 * 0.5 + 200 / 100
+
+
+def test_the_globe_is_in_even_bands_unless_asked(module, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "globe"))
+    make_layout = importlib.import_module("layout").make_layout
+    assert make_layout(675, 2, None, None, None).rows == (338, 337)
+    assert make_layout(675, 2, None, None, None, uneven=True).rows == (150, 525)
+    assert make_layout(675, 4, "2x2", "100+575", None, uneven=True).shard_sizes == {0: (100, 575), 1: (300, 1050)}
+    with pytest.raises(ValueError, match="adds up to 674"):
+        make_layout(675, 2, None, "100+574", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["host", "overhead", "operators", "networks", "memory", "scale"])
+def test_each_part_runs(script, tmp_path):
+    file = tmp_path / "figures.json"
+    only = {"operators": "conv2d", "networks": "Fourier", "memory": "Fourier", "scale": "mean"}.get(script, "linear")
+    command = [sys.executable, BENCHMARKS / f"bench_{script}.py", "--quick", "--only", only, "--json", file]
+    subprocess.run(command, check=True, timeout=300)
+    assert any(row["value"] is not None for row in json.loads(file.read_text())["figures"])
