@@ -10,12 +10,14 @@ is the slower rank's. The other process waits in its socket during the first two
 what two ranks can reach: it is the same local work without anything to communicate (but for attention, where every
 query sees the keys of both halves). On both at once it takes longer where cores share caches, memory or their units.
 
-Each network has three figures: two ranks' best time relative to half the input's, how many times as fast as one process
-two ranks are, and the same with twice the input. A fourth compares two ranks' time with the one that
-``benchmarks/machine.py`` predicts. "loss" is its relative difference from one process's, in float32. A network whose
-package is missing is reported as such.
+Each network has four figures: two ranks' best time relative to half the input's, how many times as fast as one process
+two ranks are, the same with twice the input, and the time of one rank's local work alone, on a fake process group where
+nothing is sent, relative to half the input's: what is above it is communication and waiting. A fifth compares two
+ranks' time with the one that ``benchmarks/machine.py`` predicts. "loss" is its relative difference from one process's,
+in float32. A network whose package is missing is reported as such.
 
-``--profile`` prints the operators that differ most between half the input and rank 0 of two.
+``--profile`` prints the operators that differ most between half the input and rank 0 of two; with ``--local`` on a fake
+process group.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from machine import ASSUMED, Link, communication_time, measured_links
 from networks import NETWORKS, Network, autoencoder, step
 from peers import distvae
 from report import Figure, best_and_median, chosen, finish, parser, seconds
-from timing import Run, interleaved, on_ranks, slowest
+from timing import Run, interleaved, on_rank_of_fake, on_ranks, slowest
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -58,7 +60,9 @@ def steps_of(network: Network, mesh: DeviceMesh, shape: tuple[int, ...]) -> dict
         )
         sharded = scatter_tensor(local["one"], 0, mesh, (Shard(dim),))
     else:
-        sharded = scatter_tensor(x, 0, mesh, (Shard(dim),))
+        sizes = {0: tuple(t.shape[dim] for t in x.chunk(mesh.size(), dim))}
+        mine = x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()  # the seed is the same on all ranks
+        sharded = ShardTensor.from_local(mine, mesh, (Shard(dim),), shard_sizes=sizes)
     inputs = {"one": x, "half": half, "both": half, "two": sharded}
     return {kind: lambda x=x: step(network, model, x) for kind, x in inputs.items()}
 
@@ -94,6 +98,28 @@ def measure(name: str, mesh: DeviceMesh, links: dict[str, Link], budget: float, 
         gain, value = f"{gain}, twice the input", times["best"]["one"] / times["best"]["two"]
         figures.insert(2, Figure(GROUP, gain, value, bar=FASTER_TWICE, at_least=True, **times))
     return figures
+
+
+def local_work(mesh: DeviceMesh, names: Sequence[str], budget: float, quick: bool) -> dict[str, dict[str, list[float]]]:
+    """The times of a step with half the input, and of one rank's part of a step on two ranks, with nothing sent."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in names:
+        network = NETWORKS[name]
+        if network.alone:  # a mesh of one rank, which a fake group has not
+            continue
+        try:
+            steps = steps_of(network, mesh, network.shape)
+        except ImportError:
+            continue
+        runs = {"half": steps["half"], "local": steps["two"]}
+        found[name] = interleaved(runs, budget / 2, 1 if quick else 4, 15)
+    return found
+
+
+def of_local_work(name: str, times: dict[str, list[float]]) -> Figure:
+    both = best_and_median(times)
+    value = both["best"]["local"] / both["best"]["half"]
+    return Figure(GROUP, f"{name}: local work alone of half the input's", value, **both)
 
 
 def prediction(name: str, best: dict[str, float], counted: Communication, links: dict[str, Link]) -> Figure:
@@ -201,12 +227,19 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--seconds", type=float, default=10.0, help="for the rounds of a network")
     made.add_argument("--profile", metavar="NAME", help="operators of the networks whose name contains this")
+    made.add_argument("--local", action="store_true", help="profile one rank's work with nothing sent")
     options = made.parse_args()
     names = chosen(options.profile or options.only, NETWORKS, made.error)
     if options.profile:
-        print(on_ranks(profiles, names))
-    else:
-        finish(on_ranks(work, names, 0.1 if options.quick else options.seconds, options.quick), options)
+        print((on_rank_of_fake if options.local else on_ranks)(profiles, names))
+        return
+    budget = 0.1 if options.quick else options.seconds
+    alone = on_rank_of_fake(local_work, names, budget, options.quick)
+    figures = on_ranks(work, names, budget, options.quick)
+    for name, times in alone.items():
+        last = max(i for i, figure in enumerate(figures) if figure.group == GROUP and figure.name.startswith(name))
+        figures.insert(last + 1, of_local_work(name, times))
+    finish(figures, options)
 
 
 if __name__ == "__main__":

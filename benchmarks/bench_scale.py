@@ -32,13 +32,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from report import Figure, chosen, finish, parser
-from timing import Run, host_time
+from timing import Run, all_to_all_of_fake, host_time
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import ShardTensor, exchange
-from shardtensor._compat import c10d_all_to_all
 
 GROUP = "host time by the size of the world"
 ROWS = 8  # of each rank
@@ -85,16 +84,6 @@ def plain(local: torch.Tensor) -> torch.Tensor:
     return F.conv2d(local, torch.ones(4, 4, 3, 3), padding=1)
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-def all_to_all(out: torch.Tensor, inp: torch.Tensor, *rest: Any) -> Any:
-    """The fake group's, which refuses a rank that only receives."""
-    return c10d_all_to_all(out, inp, *rest) if inp.numel() else _Done()
-
-
 def image(mesh: DeviceMesh, extra: int) -> ShardTensor:
     """Of 8 rows a rank; on a 2-D mesh the columns are sharded, too. ``extra`` makes it another layout."""
     shape = [1 + extra, 4, ROWS, ROWS] if mesh.ndim > 1 else [1, 4, ROWS, 8 + extra]
@@ -116,7 +105,7 @@ def measure(world: tuple[int, ...], only: str, groups: int) -> list[dict[str, An
     torch.set_num_threads(1)
     ranks = torch.Size(world).numel()
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
-    exchange.c10d_all_to_all = all_to_all
+    exchange.c10d_all_to_all = all_to_all_of_fake
     mesh = init_device_mesh("cpu", world)
     rows = []
     for name, case in CASES.items():

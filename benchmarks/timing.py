@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardtensor import exchange
+from shardtensor._compat import c10d_all_to_all
 
 Run = Callable[[], Any]
 
@@ -45,6 +49,36 @@ def _enter(rank: int, store: str, ranks: int, results: Any, work: Callable[..., 
         results.put(result)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort the interpreter's own clean-up
+
+
+def on_rank_of_fake(work: Callable[..., Any], *arguments: Any, rank: int = 0, ranks: int = 2) -> Any:
+    """What ``work(mesh, *arguments)`` returns in a new process, one rank of a fake group where nothing is sent."""
+    results = mp.get_context("spawn").SimpleQueue()
+    process = mp.spawn(_pretend, (rank, ranks, results, work, arguments), nprocs=1, join=False)
+    ended = False
+    while results.empty() and not ended:
+        ended = process.join(timeout=0.2)
+    result = results.get()
+    process.join()
+    return result
+
+
+def _pretend(_: int, rank: int, ranks: int, results: Any, work: Callable[..., Any], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what would have been received is what the memory held
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    exchange.c10d_all_to_all = all_to_all_of_fake
+    results.put(work(init_device_mesh("cpu", (ranks,)), *arguments))
+
+
+def all_to_all_of_fake(out: torch.Tensor, inp: torch.Tensor, *rest: Any) -> Any:
+    """The fake group's, which refuses a rank that only receives."""
+    return c10d_all_to_all(out, inp, *rest) if inp.numel() else _Done()
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
 
 
 def slowest(run: Run, together: bool = True) -> float:
