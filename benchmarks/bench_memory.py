@@ -65,10 +65,10 @@ def growth(mesh: DeviceMesh, name: str, steps: int) -> float | str:
 def measure(name: str, steps: int) -> Figure:
     print(f"measuring {name}", file=sys.stderr)
     title = f"{name}: peak beyond start, of one process's"
-    one = on_ranks(growth, name, steps, ranks=1)
+    one = on_ranks(growth, name, steps, ranks=1, keep_memory=False)
     if isinstance(one, str):
         return Figure(GROUP, title, None, bar=BAR, note=f"{one} is not installed")
-    two = on_ranks(growth, name, steps)
+    two = on_ranks(growth, name, steps, keep_memory=False)
     note = f"{one:.0f} MiB on one process, {two:.0f} MiB on each of two"
     return Figure(GROUP, title, two / one, bar=BAR, note=note, details={"one MiB": one, "two MiB": two})
 

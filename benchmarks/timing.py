@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,15 @@ from shardtensor._compat import c10d_all_to_all
 
 Run = Callable[[], Any]
 
+# glibc gives large freed blocks back to the system, which zeroes the pages of every operator's result again; where many
+# processes have it do so at once, they wait for each other. What is timed keeps its memory, as on a device.
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 
-def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = 2) -> Any:
+
+def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = 2, keep_memory: bool = True) -> Any:
     """What ``work(mesh, *arguments)`` returns on rank 0 of new processes of one thread each, on gloo."""
     results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, KEPT_MEMORY if keep_memory else {}):
         enter = (f"{folder}/store", ranks, results, work, arguments)
         processes = mp.spawn(_enter, enter, nprocs=ranks, join=False)
         ended = False
@@ -54,7 +59,8 @@ def _enter(rank: int, store: str, ranks: int, results: Any, work: Callable[..., 
 def on_rank_of_fake(work: Callable[..., Any], *arguments: Any, rank: int = 0, ranks: int = 2) -> Any:
     """What ``work(mesh, *arguments)`` returns in a new process, one rank of a fake group where nothing is sent."""
     results = mp.get_context("spawn").SimpleQueue()
-    process = mp.spawn(_pretend, (rank, ranks, results, work, arguments), nprocs=1, join=False)
+    with mock.patch.dict(os.environ, KEPT_MEMORY):
+        process = mp.spawn(_pretend, (rank, ranks, results, work, arguments), nprocs=1, join=False)
     ended = False
     while results.empty() and not ended:
         ended = process.join(timeout=0.2)
