@@ -34,6 +34,7 @@ class Plan:
         steps: what is done with each tensor before the run: promotion, casts, redistribution.
         then: the layout that the result is redistributed to.
         twice: whether :meth:`forward` may be run again and be differentiated by autograd, for second derivatives.
+        linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
     """
 
     outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
@@ -42,6 +43,7 @@ class Plan:
     deferred: GradientSum | None = None
     defers: bool = True
     twice: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     # Filled in by the operator that has the plan made.
     name: str = ""
     device: str = "cpu"
@@ -158,7 +160,7 @@ class _Run(AutogradFunction):
         ctx.save_for_backward(*[given[i] for i in plan.saves], *kept)
         ctx.specs = [t._spec if type(t) is ShardTensor else None for t in tensors]
         if plan.twice:
-            ctx.others = [None if i in plan.saves else t for i, t in enumerate(given)]
+            ctx.others = [None if plan.linear or i in plan.saves else t for i, t in enumerate(given)]
             device = plan.device
             ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         return plan.wrapped(result)
@@ -204,6 +206,8 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t
     locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+    if plan.linear:
+        locals_ = [_zeros(s, next(g for g in grads if g is not None)) for s in ctx.specs]
     total = plan.total if plan.deferred is None else plan.deferred
     completed = locals_ if total is None else total.complete(locals_)
     with torch.autocast(*ctx.autocast) if ctx.autocast[2] else nullcontext():
@@ -217,6 +221,12 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     gradients = iter([g + nothing.to(g.dtype) for g in found])
     result = [next(gradients) if need else None for need in needed]
     return [g if g is None or s is None else from_part(g, s) for g, s in zip(result, ctx.specs, strict=True)]
+
+
+def _zeros(spec: ShardTensorSpec, grad: Tensor) -> Tensor:
+    """In place of a tensor on which nothing depends."""
+    dtype = spec.tensor_meta.dtype
+    return torch.zeros(spec.own_shape, dtype=dtype, device=grad.device, requires_grad=True)
 
 
 def _nothing_of(tensors: Sequence[Any], like: Tensor) -> Tensor:

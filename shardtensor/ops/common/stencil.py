@@ -25,6 +25,7 @@ from ...strides import stride_like
 __all__ = [
     "Constant",
     "Differentiated",
+    "LinearStencilPlan",
     "StencilPlan",
     "Wanted",
     "keeping_sums",
@@ -126,7 +127,7 @@ class StencilPlan(Plan):
     Neither the input nor the result is Partial.
     """
 
-    saves = (0,)
+    saves: tuple[int, ...] = (0,)
     twice = True
 
     def __init__(self, fetch: Fetch, function: Differentiated, outputs: ShardTensorSpec) -> None:
@@ -141,10 +142,23 @@ class StencilPlan(Plan):
             return [None]
         if not self._fetches:
             return [self.function.backward(grad, x, *kept)]
+        return [self.fetch.backward(self.function.backward(grad, self._read(x), *kept))]
+
+    def _read(self, like: Tensor) -> Tensor:
+        """A tensor in the shape of what the function reads, of any values."""
         shape = self.fetch.shape
-        stride = stride_like(x, shape)
-        read = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
-        return [self.fetch.backward(self.function.backward(grad, read, *kept))]
+        return torch.empty_strided(shape, stride_like(like, shape), dtype=like.dtype, device=like.device)
+
+
+class LinearStencilPlan(StencilPlan):
+    """One with a linear function, whose gradient needs no more of the input than its shape."""
+
+    saves = ()
+    linear = True
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None], *kept: Tensor) -> list[Any]:
+        grad = grads[0]
+        return [None if grad is None else self.fetch.backward(self.function.backward(grad, self._read(grad), *kept))]
 
 
 class Constant:

@@ -32,7 +32,7 @@ from ...strides import CHANNELS_LAST
 from ..common.stencil import (
     Constant,
     Differentiated,
-    StencilPlan,
+    LinearStencilPlan,
     keeping_sums,
     nothing,
     per_dim,
@@ -303,7 +303,7 @@ def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dty
         function = _in_memory_format(last, function)
     casts = dtype != spec.tensor_meta.dtype
     if not casts and not spec.partial_mesh_dims():
-        return StencilPlan(fetch, function, out)
+        return LinearStencilPlan(fetch, function, out)
 
     def resample(local: Tensor) -> Tensor:
         local = fetch(local)

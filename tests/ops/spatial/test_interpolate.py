@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -347,3 +349,19 @@ def second_derivatives():
 def test_second_derivatives(world):
     """Also where some ranks resample by torch's kernel, and others dim by dim."""
     run_distributed(second_derivatives, world)
+
+
+def forgets_input():
+    whole = torch.randn(1, 2, 9, 4, dtype=torch.float64)
+    x = shard(whole, shared_mesh(2), [Shard(2)], {0: (4, 5)}).requires_grad_()
+    inner = x * 2
+    memory = weakref.ref(inner._local_tensor)
+    y = F.interpolate(inner, scale_factor=2, mode="bilinear")
+    del inner
+    assert memory() is None
+    y.square().sum().backward()
+
+
+def test_the_input_is_not_kept():
+    """As it is not on one device: no gradient depends on it."""
+    run_distributed(forgets_input, 2)
