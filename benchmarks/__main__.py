@@ -61,9 +61,9 @@ def section(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:
     figures = figures_of(parts)
     if not figures:
         return "Not measured yet."
-    judged = [figure.verdict for figure in figures if figure.verdict]
+    verdicts = [figure.verdict for figure in figures if figure.verdict]
     ran = "\n".join(f"- {line}" for line in circumstances(parts))
-    blocks = [f"{judged.count('met')} of {len(judged)} bars are met.", ran]
+    blocks = [f"{verdicts.count('met')} of {len(verdicts)} bars are met.", ran]
     for group, rows in by_group(figures).items():
         images = [f"![{group}](../benchmarks/results/{file})" for file in plots.get(group, ())]
         blocks.append("\n\n".join([markdown(rows), *images]))

@@ -5,7 +5,7 @@
 One process is rank 1 (so it has two neighbours) of a world on the fake process group, where collectives complete
 without moving anything; the world grows, the shard stays: each rank has 8 rows of a tensor of 8 * ranks rows. Times
 are the CPU time of the calling thread, best of many calls. Three figures of each operator, for the largest world and,
-beside it, the largest two-dimensional one (where each rank has 8 x 8 of an image): a repeated call relative to one in
+next to it, the largest two-dimensional one (where each rank has 8 x 8 of an image): a repeated call relative to one in
 the smallest world; the first call, which makes the plan, in a process that has made such a plan for other sizes before;
 and what that call has left allocated from Python, without the shard sizes that specs of other tensors have, too (all
 specs share them). The table has the largest of the latter two; the JSON file has all.

@@ -131,7 +131,7 @@ class SpectralConv(nn.Module):
 
 
 class FourierOperator(nn.Module):
-    """A Fourier neural operator: spectral convolutions beside pointwise ones."""
+    """A Fourier neural operator: spectral convolutions next to pointwise ones."""
 
     def __init__(self, channels: int = 24, modes: int = 12, depth: int = 4) -> None:
         super().__init__()

@@ -47,8 +47,8 @@ class Case:
         name: with the shape of a shard.
         make: the work on tensors of a kind.
         bars: "forward" and "forward + backward", as far as they are measured, with their bars.
-        by_hand: what stands for the hand-written form: "halo", "ring" or "causal ring".
-        methods: of attention, which are timed beside the one that is chosen by default.
+        by_hand: the hand-written form: "halo", "ring" or "causal ring".
+        methods: of attention, which are timed next to the one that is chosen by default.
         natten: whether natten's own kernel is compared with, too.
     """
 

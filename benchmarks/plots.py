@@ -1,4 +1,4 @@
-"""Plots of figures: ratios beside their bars, one file per group, and the host time by the size of the world."""
+"""Plots of figures: ratios next to their bars, one file per group, and the host time by the size of the world."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def bars(rows: Sequence[Figure], title: str, path: Path) -> None:
             axes.plot([row.bar] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
     axes.set_yticks(places, [row.name for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    judged = any(row.bar is not None for row in rows)
-    axes.set_title(f"{title}\nblack: the bar; green: met; red: missed" if judged else title, fontsize=9)
+    has_bars = any(row.bar is not None for row in rows)
+    axes.set_title(f"{title}\nblack: the bar; green: met; red: missed" if has_bars else title, fontsize=9)
     finish(figure, path)
 
 

@@ -108,8 +108,8 @@ def table(figures: Sequence[Figure]) -> str:
         lines += ["", f"{group}", f"{'':{width}}  {'value':>10} {'bar':>11}         best (median)"]
         for name, value, bar, verdict, rest in map(cells, rows):
             lines.append(f"{name:{width}}  {value:>10} {bar:>11} {verdict:7} {rest}".rstrip())
-    judged = [figure.verdict for figure in figures if figure.verdict]
-    return "\n".join([*lines, "", f"{judged.count('met')} of {len(judged)} bars met"])
+    verdicts = [figure.verdict for figure in figures if figure.verdict]
+    return "\n".join([*lines, "", f"{verdicts.count('met')} of {len(verdicts)} bars met"])
 
 
 def markdown(figures: Sequence[Figure]) -> str:

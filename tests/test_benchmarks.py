@@ -45,7 +45,7 @@ def figures(report):
     ]
 
 
-def test_verdicts_stand_beside_bars(module):
+def test_verdicts_are_next_to_bars(module):
     report = module("report")
     rows = figures(report)
     assert [row.verdict for row in rows] == ["met", "missed", "met", "missed", "", ""]
