@@ -133,18 +133,7 @@ class Operator:
         """Fill in what the plan's run does before and after its local work."""
         declared = self._declared
         plan.name, plan.device, plan.then = self.name, call.device.type, call.then
-        placements = None
-        if declared.parameters:
-            mesh_dims, placements = contributing(call.tensors[declared.tensors[0]])
-            plain = tuple(
-                n in declared.parameters and n in named and not isinstance(named[n], DTensor) for n in declared.names
-            )
-            total = GradientSum(call.mesh, mesh_dims, plain) if any(plain) and mesh_dims else None
-            parameters = [named[name] for name, is_plain in zip(declared.names, plain) if is_plain]
-            if plan.defers and all(map(_may_wait, parameters)) and not accumulates_early():
-                plan.deferred = total
-            else:
-                plan.total = total
+        placements = self._sum_gradients(plan, call, named) if declared.parameters else None
         steps: list[Callable[[Any], Any] | None] = []
         for name in declared.names:
             if isinstance(plan, Composed) and name in declared.parameters:
@@ -158,6 +147,19 @@ class Operator:
             moves = target is not None and not prepared_spec(named[name], call.mesh, True).lies_like(target)
             steps.append(_chain(call.steps.get(name), _redistribution(target) if moves else None))
         plan.steps = tuple(steps) if any(step is not None for step in steps) else None
+
+    def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
+        """Arrange for the sum of plain parameters' gradients; returns the placements of DTensors' ones."""
+        declared = self._declared
+        mesh_dims, placements = contributing(call.tensors[declared.tensors[0]])
+        plain = {n: t for n, t in named.items() if n in declared.parameters and not isinstance(t, DTensor)}
+        if plain and mesh_dims:
+            total = GradientSum(call.mesh, mesh_dims, tuple(name in plain for name in declared.names))
+            if plan.defers and all(map(_may_wait, plain.values())) and not accumulates_early():
+                plan.deferred = total
+            else:
+                plan.total = total
+        return placements
 
 
 def _each(value: Any) -> Sequence[Tensor]:
