@@ -31,22 +31,27 @@ KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_":
 
 def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = 2, keep_memory: bool = True) -> Any:
     """What ``work(mesh, *arguments)`` returns on rank 0 of new processes of one thread each, on gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _spawned(_enter, ranks, keep_memory, f"{folder}/store", ranks, work, arguments)
+
+
+def _spawned(entry: Callable[..., None], processes: int, keep_memory: bool, *arguments: Any) -> Any:
+    """What one of new processes, each of which runs ``entry(index, results, *arguments)``, puts into ``results``."""
     results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, KEPT_MEMORY if keep_memory else {}):
-        enter = (f"{folder}/store", ranks, results, work, arguments)
-        processes = mp.spawn(_enter, enter, nprocs=ranks, join=False)
-        ended = False
-        while results.empty() and not ended:  # a large result has to be read before its rank can end
-            ended = processes.join(timeout=0.2)
-        if results.empty():
-            raise RuntimeError("the ranks ended without a result")
-        result = results.get()
-        while not ended:
-            ended = processes.join()
+    with mock.patch.dict(os.environ, KEPT_MEMORY if keep_memory else {}):
+        started = mp.spawn(entry, (results, *arguments), nprocs=processes, join=False)
+    ended = False
+    while results.empty() and not ended:  # a large result has to be read before its process can end
+        ended = started.join(timeout=0.2)
+    if results.empty():
+        raise RuntimeError("the processes ended without a result")
+    result = results.get()
+    while not ended:
+        ended = started.join()
     return result
 
 
-def _enter(rank: int, store: str, ranks: int, results: Any, work: Callable[..., Any], arguments: Any) -> None:
+def _enter(rank: int, results: Any, store: str, ranks: int, work: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", timedelta(minutes=10), world_size=ranks, rank=rank)
     result = work(init_device_mesh("cpu", (ranks,)), *arguments)
@@ -58,18 +63,10 @@ def _enter(rank: int, store: str, ranks: int, results: Any, work: Callable[..., 
 
 def on_rank_of_fake(work: Callable[..., Any], *arguments: Any, rank: int = 0, ranks: int = 2) -> Any:
     """What ``work(mesh, *arguments)`` returns in a new process, one rank of a fake group where nothing is sent."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with mock.patch.dict(os.environ, KEPT_MEMORY):
-        process = mp.spawn(_pretend, (rank, ranks, results, work, arguments), nprocs=1, join=False)
-    ended = False
-    while results.empty() and not ended:
-        ended = process.join(timeout=0.2)
-    result = results.get()
-    process.join()
-    return result
+    return _spawned(_pretend, 1, True, rank, ranks, work, arguments)
 
 
-def _pretend(_: int, rank: int, ranks: int, results: Any, work: Callable[..., Any], arguments: Any) -> None:
+def _pretend(_: int, results: Any, rank: int, ranks: int, work: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what would have been received is what the memory held
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
