@@ -33,6 +33,7 @@ from .caches import check_world, forgets
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect
 from .tracing import graph_operator, is_traced
+from .waiting import wait_for
 
 __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
 
@@ -199,7 +200,7 @@ class Exchange:
     def _start(self, packed: Tensor) -> Pending:
         if type(packed) is not Tensor and is_traced(packed):
             received = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name)
-            return Pending((), received, self._recv_shapes, self._recv_sizes, packed)
+            return Pending((), False, received, self._recv_shapes, self._recv_sizes, packed)
         group = process_group(self._group_name)
         direct = self._few if _transport == "auto" else _transport == "p2p"
         if debug_enabled():
@@ -210,7 +211,7 @@ class Exchange:
         if packed.dtype not in _TRANSFERABLE:  # a row of bytes for each element
             out, inp = received.unsqueeze(-1).view(torch.uint8), packed.unsqueeze(-1).view(torch.uint8)
         works = _transfer(out, inp, self._recvs, self._sends, None if direct else self._all_ranks(group), group)
-        return Pending(works, received, self._recv_shapes, self._recv_sizes, packed)
+        return Pending(works, direct, received, self._recv_shapes, self._recv_sizes, packed)
 
     def _all_ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
         """How many elements this rank sends to each rank, and gets from each."""
@@ -222,23 +223,28 @@ class Exchange:
 class Pending:
     """Pieces on their way."""
 
-    __slots__ = ("_keep", "_received", "_shapes", "_sizes", "_works")
+    __slots__ = ("_direct", "_keep", "_received", "_shapes", "_sizes", "_works")
 
     def __init__(
         self,
         works: Sequence[dist.Work],
+        direct: bool,
         received: Tensor,
         shapes: Sequence[Sequence[int]],
         sizes: Sequence[int],
         keep: Tensor,
     ) -> None:
-        self._works, self._received, self._shapes, self._sizes = works, received, shapes, sizes
+        self._works, self._direct = works, direct
+        self._received, self._shapes, self._sizes = received, shapes, sizes
         self._keep = keep  # the send buffer has to live until the transfer is done
 
     def wait(self) -> list[Tensor]:
         """The received pieces, as views of one buffer."""
         for work in self._works:
-            work.wait()
+            if self._direct:
+                work.wait()
+            else:
+                wait_for(work, self._received)
         if len(self._shapes) == 1:
             return [self._received.view(*self._shapes[0])]
         parts = self._received.split_with_sizes(self._sizes) if self._sizes else ()

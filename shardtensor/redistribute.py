@@ -29,6 +29,7 @@ from .halo import Fetch
 from .layout import AxisLayout
 from .spec import ShardTensorSpec
 from .tracing import graph_operator, is_traced
+from .waiting import wait_for
 
 __all__ = [
     "all_gather",
@@ -158,7 +159,7 @@ def start_all_reduce(
         summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
 
         def wait() -> Tensor:
-            summing.wait()
+            wait_for(summing, total)
             return total
 
         return wait
@@ -181,7 +182,7 @@ def start_all_reduce(
     work = c10d_all_reduce(wire, _REDUCE[op][0], group)
 
     def finish() -> Tensor:
-        work.wait()
+        wait_for(work, wire)
         return _unordered(wire, local.dtype) if extreme else value if via is None else value.to(local.dtype)
 
     return finish
@@ -215,7 +216,7 @@ def start_sums(
     summing = c10d_all_reduce_coalesced(totals, group)
 
     def wait() -> list[Tensor]:
-        summing.wait()
+        wait_for(summing, totals[0])
         return totals
 
     return wait
@@ -272,7 +273,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     wire = gathered
     if local.is_complex():
         wire, local = torch.view_as_real(gathered), torch.view_as_real(local.resolve_conj())
-    c10d_all_gather(wire.view(-1), local.contiguous().view(-1), group).wait()
+    wait_for(c10d_all_gather(wire.view(-1), local.contiguous().view(-1), group), gathered)
     return gathered
 
 

@@ -1,0 +1,69 @@
+"""How a rank waits: it asks for a while, then sleeps, and what went wrong is raised in either case."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from shardtensor import ShardTensor, waiting
+from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh, simulate_ranks
+
+
+def asked(monkeypatch, run):
+    """How often ``run()`` let other threads run while it waited."""
+    turns = []
+    with monkeypatch.context() as patched:
+        patched.setattr(waiting, "_give_way", lambda: turns.append(None))
+        run()
+    return len(turns)
+
+
+def late(polling, delay):
+    """Rank 0 waits for the others' numbers; returns them, and whether it asked."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(waiting, "POLLING", polling)
+        x = torch.full((3,), 1.0 + dist.get_rank())
+        dist.barrier()
+        if dist.get_rank() > 0:
+            time.sleep(delay)
+        work = dist.all_reduce(x, async_op=True)
+        turns = asked(patched, lambda: waiting.wait_for(work, x))
+    return x.tolist(), turns
+
+
+@pytest.mark.parametrize("polling, delay", [(0.01, 0.1), (10.0, 0.1), (0.0, 0.1)])
+def test_late_ranks_are_waited_for_longer_than_polling(polling, delay):
+    (numbers, turns), *_ = run_distributed(late, 2, polling, delay)
+    assert numbers == [3.0] * 3
+    assert (turns > 0) == (polling > 0)
+
+
+def fails():
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    x = torch.zeros(3)
+    if dist.get_rank() == 0:
+        waiting.wait_for(dist.all_reduce(x, group=group, async_op=True), x)
+    else:
+        time.sleep(2)
+
+
+def test_what_goes_wrong_is_raised():
+    errors = run_expecting_errors(fails, 2)
+    assert errors[0] is not None and errors[1] is None
+
+
+def halo():
+    mesh = shared_mesh(dist.get_world_size())
+    x = ShardTensor.from_local(torch.rand(1, 1, 4, 4), mesh, (Shard(2),), shard_sizes={0: (4,) * mesh.size()})
+    weight = torch.rand(1, 1, 3, 3)
+    with pytest.MonkeyPatch.context() as patched:
+        return asked(patched, lambda: torch.nn.functional.conv2d(x, weight, padding=1))
+
+
+def test_a_group_for_tests_is_not_polled():
+    assert simulate_ranks(halo, 3) == [0, 0, 0]
