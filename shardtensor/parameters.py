@@ -152,22 +152,29 @@ def start_sum(
             for i, total in zip(members, totals, strict=True):
                 t = tensors[i]
                 differentiable = torch.is_grad_enabled() and t is not None and t.requires_grad
-                result[i] = _Total.apply(t, total) if differentiable else total
+                result[i] = _Total.apply(mesh, mesh_dims, t, total) if differentiable else total
         return result
 
     return finish
 
 
 class _Total(AutogradFunction):
-    """The sum of all ranks' contributions. Whoever differentiates it does so on every rank alike."""
+    """The sum of all ranks' contributions. Whoever differentiates it does so on every rank alike.
+
+    Its gradient, which is the same on every rank, goes to each rank's own contribution. So the gradient of that is the
+    sum over the ranks again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, contribution: Tensor, total: Tensor) -> Tensor:
+    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], contribution: Tensor, total: Tensor) -> Tensor:
+        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
         return alias(total)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        if torch.is_grad_enabled():
+            (grad,) = _SumGradients.apply(ctx.mesh, ctx.mesh_dims, grad)
+        return None, None, grad, None
 
 
 # -- buckets ----------------------------------------------------------------------------------------------------------

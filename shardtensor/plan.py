@@ -33,7 +33,7 @@ class Plan:
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
         steps: what is done with each tensor before the run: promotion, casts, redistribution.
         then: the layout that the result is redistributed to.
-        twice: whether :meth:`forward` may be run again and be differentiated by autograd, for second derivatives.
+        twice: whether autograd can differentiate :meth:`again`, for second derivatives.
         linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
     """
 
@@ -69,6 +69,10 @@ class Plan:
             saved: the local tensors named by :attr:`saves`, then what :meth:`forward` returned besides its result.
         """
         raise NotImplementedError
+
+    def again(self, *tensors: Any) -> Any:
+        """The local result once more, for autograd to differentiate: see :attr:`twice`."""
+        return self.forward(*tensors)[0]
 
     def run(self, tensors: Sequence[Any]) -> Any:
         """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
@@ -211,7 +215,7 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     total = plan.total if plan.deferred is None else plan.deferred
     completed = locals_ if total is None else total.complete(locals_)
     with torch.autocast(*ctx.autocast) if ctx.autocast[2] else nullcontext():
-        result = plan.forward(*completed)[0]
+        result = plan.again(*completed)
     results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
     pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
     # A deferred sum is made of what is returned; what that depends on is summed in any case.

@@ -161,7 +161,7 @@ def test_second_derivatives():
     run_distributed(check_second_derivatives, 2)
 
 
-def check_second_derivatives_with_weights():
+def check_derivatives_with_weights(order):
     torch.manual_seed(0)
     image, rows = torch.randn(2, 3, 6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     kernel, weight = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
@@ -171,14 +171,19 @@ def check_second_derivatives_with_weights():
     }
     for function, x, w, b, dim in cases.values():
 
-        def penalty(*tensors, function=function):
-            grads = torch.autograd.grad(function(*tensors).pow(3).sum(), tensors, create_graph=True)
-            return sum((grad * grad).sum() for grad in grads)
+        def penalty(function):
+            def squares(*tensors):
+                grads = torch.autograd.grad(function(*tensors).pow(3).sum(), tensors, create_graph=True)
+                return sum((grad * grad).sum() for grad in grads)
 
+            return squares
+
+        for _ in range(order - 1):
+            function = penalty(function)
         for sizes in ((2, 4), (6, 0)):
             assert_matches_unsharded(
-                penalty,
-                x,
+                function,
+                x * 0.1,
                 w,
                 b.clone(),
                 mesh_shape=2,
@@ -187,21 +192,21 @@ def check_second_derivatives_with_weights():
             )
 
 
-def test_second_derivatives_with_weights():
+@pytest.mark.parametrize("order", [2, 3])
+def test_derivatives_with_weights(order):
     """Whose sums over the ranks are differentiated, too, on ranks with nothing to sum as well."""
-    run_distributed(check_second_derivatives_with_weights, 2)
+    run_distributed(check_derivatives_with_weights, 2, order)
 
 
 def second_derivative(case):
     x = shard(torch.rand(1, 2, 8, 6), shared_mesh(2), [Shard(2)], {0: (5, 3)}, requires_grad=True)
-    w = torch.rand(2, 2, 3, 3, requires_grad=True)
-    # The gradient of a sum is a constant, but what comes of it depends on the weights, or on the input.
-    value = F.conv2d(x, w) if case == "conv2d" else x.prod(2)
+    # The gradient of a sum is a constant, but what comes of it depends on the input.
+    value = {"cumprod": x.cumprod, "prod": x.prod}[case](2)
     (grad,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     grad.square().sum().backward()
 
 
-@pytest.mark.parametrize(("case", "name"), [("conv2d", "conv2d"), ("prod", "prod")])
+@pytest.mark.parametrize(("case", "name"), [("cumprod", "CumulativeProduct"), ("prod", "prod")])
 def test_what_cannot_be_differentiated_twice_says_so(case, name):
     for error in run_expecting_errors(second_derivative, 2, case):
         with pytest.raises(RuntimeError, match=f"gradient of {name} on a ShardTensor cannot be differentiated twice"):

@@ -33,9 +33,11 @@ class ConvolutionPlan(Plan):
     The result is never sharded in its channels.
     """
 
+    twice = True
+
     def __init__(self, work: Convolution) -> None:
         self.work, self.outputs, self.saves = work, work.out_spec, work.saves
-        self.forward = work.forward  # type: ignore[method-assign]
+        self.forward, self.again = work.forward, work.again  # type: ignore[method-assign]
 
     def backward(
         self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Tensor | None

@@ -21,7 +21,7 @@ from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
 from ..common.alignment import free_dims
 from .conv import per_spatial_dim
-from .halo_conv import stride_of
+from .halo_conv import nothing_of, stride_of
 
 Numbers = int | Sequence[int]
 
@@ -107,8 +107,7 @@ class _Work:
     def outputs(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs; differentiable."""
         if self.is_empty(part):
-            # Nothing to compute, but backward has to reach the exchange and the weight on every rank alike.
-            y = part.new_zeros(self.shape) + part.sum() + weight[:0].sum()
+            y = part.new_zeros(self.shape) + nothing_of(part, weight)
         else:
             y = self.function(
                 part, weight, None, self.stride, self.padding, self.output_padding, self.groups, self.dilation

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,15 @@ from ...spec import ShardTensorSpec
 from ...strides import stride_like
 from .parts import Common, Geometry, Part
 
-__all__ = ["Convolution", "ConvolutionByParts", "JoinedConvolution", "Pads", "plan_convolution", "stride_of"]
+__all__ = [
+    "Convolution",
+    "ConvolutionByParts",
+    "JoinedConvolution",
+    "Pads",
+    "nothing_of",
+    "plan_convolution",
+    "stride_of",
+]
 
 # Elements of a shard from which on it takes longer to copy it, or to compute its gradient, than to call some kernels.
 WORTH_OVERLAPPING = 1 << 16
@@ -77,10 +86,23 @@ class Convolution:
         """
         raise NotImplementedError
 
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's outputs, computed in a way that autograd can differentiate any number of times."""
+        raise NotImplementedError
+
     def _without_input(self, like: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs of a rank that reads nothing."""
         y = like.new_zeros(self.out_shape)
         return y if bias is None else y.add_(bias.view(-1, *[1] * (y.ndim - 2)))
+
+
+def nothing_of(read: Tensor, weight: Tensor) -> Tensor:
+    """Zero, as a function that is bilinear in both, as a convolution is.
+
+    A rank without outputs adds it to them: so derivatives of any order depend on the same tensors on every rank, and
+    come through the exchanges alike.
+    """
+    return read.reshape(-1)[:0].sum() * weight.reshape(-1)[:0].sum()
 
 
 def _sum_of_bias(grad: Tensor) -> Tensor:
@@ -113,6 +135,13 @@ class JoinedConvolution(Convolution):
 
     def fetched(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self.fetch.forward(x),) if self.fetch else ()
+
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        read = self.fetch(x)
+        if self.part is not None:
+            return self.part.convolve(read, weight, bias)
+        y = read.new_zeros(self.out_shape) + nothing_of(read, weight)
+        return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
 
     def backward(
         self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, *saved: Tensor | None
@@ -172,6 +201,7 @@ class ConvolutionByParts(Convolution):
         shard: the shard among zeros.
         borders: per axis those before and after the shard; None where there is nothing to compute.
         sides: per axis the sides of the halo before and after the shard, among zeros; None likewise.
+        joined: the same with shard and halo in one, for second derivatives.
     """
 
     out_spec: ShardTensorSpec
@@ -180,6 +210,7 @@ class ConvolutionByParts(Convolution):
     shard: Part
     borders: tuple[tuple[Border | None, Border | None], ...]
     sides: tuple[tuple[Part | None, Part | None], ...]
+    joined: Callable[[], JoinedConvolution]
     saves: tuple[int, ...] = (0, 1)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -200,6 +231,9 @@ class ConvolutionByParts(Convolution):
         for i in range(len(self.sides)):
             self.halo.finish(i, self.halo.start(i, x, sides), sides)
         return _flat(sides)
+
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.joined().again(x, weight, bias)
 
     def backward(
         self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, *saved: Tensor | None
@@ -325,13 +359,10 @@ def _on_this_rank(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Ge
     """By parts where that pays, and outputs read no more than one side of the halo."""
     axes, shape = geometry.axes, geometry.shape
     large = math.prod(shape) >= WORTH_OVERLAPPING
+    joined = partial(_joined, spec, out_spec, geometry, large)
     shard = geometry.shard()
     if not large or not any(axis.transfers.active for axis in axes) or shard is None or not geometry.divides():
-        part, zeros = geometry.joined()
-        fetch = Fetch(axes, spec.mesh, shape, zeros)
-        saves = (1,) if fetch else (0, 1)
-        # The gradient of a halo is sent before the parameters', see ConvolutionByParts.
-        return JoinedConvolution(out_spec, geometry.out_shape, fetch, part, large and not fetch, saves)
+        return joined()
     halo = Halo(axes, spec.mesh, shape)
 
     def border(i: int, k: int) -> Border | None:
@@ -340,7 +371,15 @@ def _on_this_rank(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Ge
 
     borders = tuple((border(i, 0), border(i, 1)) for i in range(len(axes)))
     sides = tuple((geometry.side(i, 0), geometry.side(i, 1)) for i in range(len(axes)))
-    return ConvolutionByParts(out_spec, geometry.out_shape, halo, shard, borders, sides)
+    return ConvolutionByParts(out_spec, geometry.out_shape, halo, shard, borders, sides, joined)
+
+
+def _joined(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Geometry, large: bool) -> JoinedConvolution:
+    part, zeros = geometry.joined()
+    fetch = Fetch(geometry.axes, spec.mesh, geometry.shape, zeros)
+    saves = (1,) if fetch else (0, 1)
+    # The gradient of a halo is sent before the parameters', see ConvolutionByParts.
+    return JoinedConvolution(out_spec, geometry.out_shape, fetch, part, large and not fetch, saves)
 
 
 def stride_of(spec: ShardTensorSpec, shape: Sequence[int]) -> tuple[int, ...]:

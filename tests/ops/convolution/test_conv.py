@@ -552,9 +552,6 @@ def bad(which):
         F.conv2d(x, w.double())
     elif which == "same":
         F.conv2d(x, w, stride=2, padding="same")
-    elif which == "twice":
-        (g,) = torch.autograd.grad(F.conv2d(x, w).square().sum(), x, create_graph=True)
-        g.square().sum().backward()
 
 
 ERRORS = {
@@ -569,7 +566,6 @@ ERRORS = {
     "weight": (UnsupportedSharding, r"conv2d: the parameter is sharded.*S\(0\)\[3, 3\].*redistribute it to Replicate"),
     "dtype": (RuntimeError, r"conv2d: input of torch.float32 and weight of torch.float64 should be the same"),
     "same": (RuntimeError, r"conv2d: padding='same' is not supported for strided convolutions"),
-    "twice": (RuntimeError, r"once_differentiable|differentiated twice|differentiate twice"),
 }
 
 
