@@ -2,8 +2,8 @@
 
 The kernel of batch norm with given statistics scales every channel in one pass, and its gradient's kernel sums what the
 gradients of weight, bias and statistics are made of. Group and instance norm are batch norm of a batch of one, whose
-channels are those of all samples. The kernels take contiguous shards; others are computed by elementwise operators,
-which know every order of memory. Each rank decides that for itself: what is sent is the same.
+channels are those of all samples. That is for contiguous shards; for those with their channels last see ``columns.py``,
+and others are copied. Each rank decides that for itself: what is sent is the same.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..._compat import kernel
 from ...operators import Arguments, Operand
 from ...parameters import start_sum
 from ...redistribute import start_sums
+from .columns import Columns, channels_are_last, columns_of
 from .geometry import Geometry
 from .sharded_norm import ShardedNorm
-from .statistics import centered
 
 __all__ = ["ChannelNorm"]
 
@@ -35,19 +35,19 @@ class ChannelNorm(ShardedNorm):
 
     def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
         super().__init__(call, geometry, dtype, *parameters)
+        self.columns = self.statistics.columns = columns_of(geometry, self.statistics.on_cpu)
         view, of_sets = geometry.view, self.statistics.shape
         plain = all(p is None for p in parameters)
-        self.inner = geometry.dims if plain else tuple(d for d in geometry.dims if geometry.affine[d] == 1)
-        of_channels = tuple(1 if d in self.inner else n for d, n in enumerate(view))
+        inner = geometry.dims if plain else tuple(d for d in geometry.dims if geometry.affine[d] == 1)
+        of_channels = tuple(1 if d in inner else n for d, n in enumerate(view))
         self.samples = 1 if 0 in geometry.dims else view[0]
         self.per_sample = torch.Size(geometry.affine).numel()
         self.sets, channels = torch.Size(of_sets).numel(), torch.Size(of_channels).numel()
         self.per_set = channels // max(self.sets, 1)
         batch = view[0] if 0 in geometry.dims else 1
         size = torch.Size(view).numel() // max(batch * channels, 1)
-        # Shapes of a contiguous shard as the kernels get it, by channels and by sets, and of a number per channel.
+        # Shapes of a contiguous shard as the kernels get it, by channels and by sets.
         self.channels, self.of_sets = (batch, channels, size), (batch, self.sets, self.per_set * size)
-        self.of_channel = of_channels
         # Parameters that the kernels take as they are.
         alike = (p is None or p.dtype == self.statistics.dtype for p in self.metas)
         self.as_it_is = [
@@ -60,6 +60,18 @@ class ChannelNorm(ShardedNorm):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    def _forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if torch.is_grad_enabled() or x.is_contiguous() or self._columns(x) is not None:
+            return super()._forward(x, weight, bias, *buffers)
+        y, kept = super()._forward(x.contiguous(), weight, bias, *buffers)
+        return torch.empty_like(x, dtype=y.dtype).copy_(y), kept
+
+    def _columns(self, x: Tensor) -> Columns | None:
+        """How to go through a shard that is not contiguous; None if it is to be copied."""
+        return self.columns if self.columns is not None and channels_are_last(x) else None
+
     def _normalized(
         self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -69,15 +81,13 @@ class ChannelNorm(ShardedNorm):
         w, b, eps = self._of_channels(weight, 0), self._of_channels(bias, 1), self.geometry.eps
         if self.empty:
             return torch.empty_like(x, dtype=self.dtype), (moments,)
-        if x.is_contiguous():
+        columns = None if x.is_contiguous() else self._columns(x)
+        if columns is None:
             x_view = x.view(self.channels)
             x_view = x_view if x.dtype == self.dtype else x_view.to(self.dtype)
             return torch.native_batch_norm(x_view, w, b, mean, var, False, 0.0, eps)[0].view(x.shape), (moments,)
-        number, rstd = self.of_channel, (var + eps).rsqrt_()
-        y = centered(x.reshape(self.geometry.view), mean.view(number), free)
-        y = y.mul_((rstd if w is None else rstd * w).view(number))
-        y = y if b is None else y.add_(b.view(number))
-        return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape), (moments,)
+        y = columns.normalized(x if x.dtype == self.dtype else x.to(self.dtype), mean, var, w, b, eps)
+        return y if y.dtype == self.dtype else y.to(self.dtype), (moments,)
 
     def _of_channels(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, for the channels of all samples."""
@@ -102,34 +112,25 @@ class ChannelNorm(ShardedNorm):
             return result
         if x.dtype != moments.dtype or grad.dtype != moments.dtype:
             x, grad = x.to(moments.dtype), grad.to(moments.dtype)
-        w, free = self._of_channels(weight, 0), None
-        mean, var = moments.unbind()
-        rstd = (var + self.geometry.eps).rsqrt_()
-        if x.is_contiguous():
-            grad, x = grad.contiguous().view(self.channels), x.view(self.channels)
-            local = self._sums(x, grad, mean, var)
-        else:
-            local, free = self._sums_elementwise(x, grad, mean, rstd)
-        totals, result[1:3] = self._totals(needed, local, w)
+        w, columns = self._of_channels(weight, 0), None if x.is_contiguous() else self._columns(x)
+        if columns is None:
+            x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
+        totals, result[1:3] = self._totals(needed, self._sums(x, grad, moments, columns), w)
         finish = self._start_rest(result)
         if needed[0]:
-            dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, rstd, w, totals, free)
+            dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, w, totals, columns)
             result[0] = (dx if dx.dtype == given.dtype else dx.to(given.dtype)).reshape(given.shape)
         return result if finish is None else [result[0], *finish()[1:]]
 
-    def _sums(self, x: Tensor, grad: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    def _sums(self, x: Tensor, grad: Tensor, moments: Tensor, columns: Columns | None) -> Tensor:
         """The sums of ``grad * xhat`` and of ``grad`` over each channel of this shard, ``(2, channels)``."""
+        (mean, var), eps = moments.unbind(), self.geometry.eps
         if self.empty:
-            return mean.new_zeros(2, len(mean))
-        given = grad, x, None, mean, var, None, None, False, self.geometry.eps, (False, True, True)
+            return moments.new_zeros(moments.shape)
+        if columns is not None:
+            return columns.sums(x, grad, mean, var, eps)
+        given = grad, x, None, mean, var, None, None, False, eps, (False, True, True)
         return torch.stack(_batch_norm_backward(*given)[1:])
-
-    def _sums_elementwise(self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in any order of memory; and memory of the shape of ``x`` that is free for use."""
-        view = self.geometry.view
-        products = centered(x.reshape(view), mean.view(self.of_channel)).mul_(grad.reshape(view))
-        sums = [t.sum(self.inner).reshape(-1) for t in (products, grad.reshape(view))]
-        return torch.stack([sums[0].mul_(rstd), sums[1]]), products
 
     def _totals(self, needed: Sequence[bool], local: Tensor, w: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """Sums ``(2, sets)`` of ``w * grad * xhat`` and ``w * grad`` over all ranks, and the gradients of weight and
@@ -170,26 +171,19 @@ class ChannelNorm(ShardedNorm):
         return lambda: [g if t is None else t for g, t in zip(grads, finish(), strict=True)]
 
     def _of_input(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        moments: Tensor,
-        rstd: Tensor,
-        w: Tensor | None,
-        totals: Tensor,
-        free: Tensor | None,
+        self, x: Tensor, grad: Tensor, moments: Tensor, w: Tensor | None, totals: Tensor, columns: Columns | None
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``."""
+        rstd = (moments[1] + self.geometry.eps).rsqrt_()
         scale, rstd_of_sets = rstd if w is None else rstd * w, rstd
         if self.per_set != 1:
             # The kernel takes twice the time for strided statistics.
             moments = moments.view(2, self.sets, self.per_set).select(2, 0).contiguous()
             rstd_of_sets = rstd.view(self.sets, self.per_set).select(1, 0)
         (mean, var), (slope, offset) = moments.unbind(), (totals * (rstd_of_sets * self.scale)).unbind()
-        if free is None:
-            scaled = slope, offset, mean, var, False, 0.0, self.geometry.eps
-            dx = torch.native_batch_norm(x.view(self.of_sets), *scaled)[0].view(self.channels)
-            return dx.addcmul_(grad, scale.unsqueeze(-1))
-        number, view = self.statistics.shape, self.geometry.view
-        dx = centered(x.reshape(view), mean.reshape(number), free).mul_((slope * rstd_of_sets).view(number))
-        return dx.add_(offset.view(number)).addcmul_(grad.reshape(view), scale.view(self.of_channel))
+        if columns is not None:
+            slope = slope * rstd_of_sets
+            return columns.combined(x, slope, torch.addcmul(offset, mean, slope, value=-1), grad, scale)
+        scaled = slope, offset, mean, var, False, 0.0, self.geometry.eps
+        dx = torch.native_batch_norm(x.view(self.of_sets), *scaled)[0].view(self.channels)
+        return dx.addcmul_(grad, scale.unsqueeze(-1))

@@ -3,11 +3,12 @@
 [Note: statistics] Each rank takes mean and variance of its own shard, in two passes or by Welford's method (on CPUs by
 the kernel of layer norm, whose result is dropped: it takes a tenth of the time of torch.var_mean). E[x²] - E[x]² takes
 a quarter of that, and is used on CPUs where the mean is no greater than the standard deviation, so that the difference
-costs at most a factor of two in precision. The ranks' pairs are gathered and merged, weighted with the share of
-elements that the spec says each rank has. A large mean so costs no more precision than on one device, unequal and empty
-shards are exact, and every rank merges the same numbers in the same order, so running statistics stay equal. That is
-one small all-gather in forward per mesh dim that shards a normalized dim (two small all-reduces on a large one), and
-one small all-reduce in backward.
+costs at most a factor of two in precision. Channels that are last in memory are added up by a kernel of batch norm,
+block by block (``columns.py``), where no mean is far from zero. The ranks' pairs are gathered and merged, weighted with
+the share of elements that the spec says each rank has. A large mean so costs no more precision than on one device,
+unequal and empty shards are exact, and every rank merges the same numbers in the same order, so running statistics stay
+equal. That is one small all-gather in forward per mesh dim that shards a normalized dim (two small all-reduces on a
+large one), and one small all-reduce in backward.
 
 Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances" (1979).
@@ -30,6 +31,7 @@ from ...redistribute import all_gather, all_reduce
 from ...spec import ShardTensorSpec
 from ...tensor import wrap
 from ..common.alignment import wide_dtype
+from .columns import Columns, channels_are_last
 from .geometry import Geometry
 
 __all__ = ["Merge", "Statistics", "centered", "moments_of"]
@@ -45,7 +47,13 @@ _PIECE = range(64, 513)
 
 
 class Statistics:
-    """Mean and variance of one geometry's sets of elements, and what they can be computed with: made once."""
+    """Mean and variance of one geometry's sets of elements, and what they can be computed with: made once.
+
+    Attributes:
+        columns: how to go through a shard that has its channels last; None where there is another way only.
+    """
+
+    columns: Columns | None = None
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         view, dims = geometry.view, geometry.dims
@@ -84,11 +92,14 @@ class Statistics:
         x = x if x.dtype == self.dtype else x.to(self.dtype)
         if self.in_rows and x.is_contiguous() and not is_traced(x):
             return self._of_rows(x), None
-        x = x.reshape(self.view)
-        if self.on_cpu and not self.few and not is_traced(x):
-            return self._in_passes(x)
-        var, mean = torch.var_mean(x, self.dims, correction=0)
-        return torch.stack((mean, var)).view(2, -1), None
+        if not self.on_cpu or self.few or is_traced(x):
+            var, mean = torch.var_mean(x.reshape(self.view), self.dims, correction=0)
+            return torch.stack((mean, var)).view(2, -1), None
+        if self.columns is not None and channels_are_last(x):
+            moments = self.columns.moments(x, self.sets)
+            if moments is not None:
+                return moments, None
+        return self._in_passes(x.reshape(self.view))
 
     def _of_rows(self, x: Tensor) -> Tensor:
         moments = None if self.few or not self.piece else self._by_squares(x)
