@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 PAGE = FOLDER.parent / "docs" / "performance.md"
 MARKS = "<!-- begin: written by python benchmarks --write -->", "<!-- end -->"
-PARTS = ("host", "overhead", "operators", "networks", "memory", "scale")
+PARTS = ("host", "overhead", "operators", "networks", "compile", "memory", "scale")
 
 
 def run(part: str, quick: bool) -> dict[str, Any] | None:

@@ -184,25 +184,31 @@ def of_links(links: dict[str, Link]) -> list[Figure]:
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-def profile(name: str, mesh: DeviceMesh) -> str:
-    """Rank 0's operators of a step with half the input alone next to those of a step on two ranks."""
-    network = NETWORKS[name]
-    steps, tables = steps_of(network, mesh, network.shape), {}
-    for kind in ("half", "two"):
-        run, together = steps[kind], kind not in ALONE
+def compared(name: str, runs: dict[str, tuple[Run, bool]]) -> str:
+    """Rank 0's operators of two kinds of step next to each other: ``{kind: (step, whether all ranks take it)}``."""
+    tables = {}
+    for kind, (run, together) in runs.items():
         slowest(run, together)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             for _ in range(3):
                 slowest(run, together)
         tables[kind] = {e.key: (e.self_cpu_time_total / 3000, e.count / 3) for e in profiler.key_averages()}
+    first, second = tables
     rows = []
-    for key in {*tables["half"], *tables["two"]}:
-        (a, n), (b, m) = (tables[kind].get(key, (0.0, 0.0)) for kind in ("half", "two"))
+    for key in {*tables[first], *tables[second]}:
+        (a, n), (b, m) = (table.get(key, (0.0, 0.0)) for table in tables.values())
         rows.append((b - a, f"{key[:52]:52} {a:9.1f} {n:6.0f} {b:9.1f} {m:6.0f} {b - a:9.1f}"))
-    totals = [sum(t for t, _ in tables[kind].values()) for kind in ("half", "two")]
-    head = f"{'milliseconds of a step, itself':52} {'half':>9} {'calls':>6} {'two':>9} {'calls':>6} {'more':>9}"
+    totals = [sum(t for t, _ in table.values()) for table in tables.values()]
+    head = f"{'milliseconds of a step, itself':52} {first:>9} {'calls':>6} {second:>9} {'calls':>6} {'more':>9}"
     lines = [head, f"{'all':52} {totals[0]:9.1f} {'':6} {totals[1]:9.1f} {'':6} {totals[1] - totals[0]:9.1f}"]
     return "\n".join([f"== {name}", *lines, *(line for _, line in sorted(rows, reverse=True)[:40])])
+
+
+def profile(name: str, mesh: DeviceMesh) -> str:
+    """A step with half the input alone next to one on two ranks."""
+    network = NETWORKS[name]
+    steps = steps_of(network, mesh, network.shape)
+    return compared(name, {kind: (steps[kind], kind not in ALONE) for kind in ("half", "two")})
 
 
 def profiles(mesh: DeviceMesh, names: Sequence[str]) -> str:

@@ -32,7 +32,8 @@ from ._compat import c10d_all_reduce, c10d_all_to_all, c10d_messages, is_lazy, p
 from .caches import check_world, forgets
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect
-from .tracing import graph_operator, is_traced
+from .tracing import graph_operator, is_traced, no_ticket, ticket_for
+from .tracing import wait as wait_in_graph
 from .waiting import wait_for
 
 __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
@@ -199,8 +200,8 @@ class Exchange:
 
     def _start(self, packed: Tensor) -> Pending:
         if type(packed) is not Tensor and is_traced(packed):
-            received = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name)
-            return Pending((), False, received, self._recv_shapes, self._recv_sizes, packed)
+            ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name)
+            return _PendingInGraph((), False, ticket, self._recv_shapes, self._recv_sizes, packed)
         group = process_group(self._group_name)
         direct = self._few if _transport == "auto" else _transport == "p2p"
         if debug_enabled():
@@ -238,17 +239,35 @@ class Pending:
         self._received, self._shapes, self._sizes = received, shapes, sizes
         self._keep = keep  # the send buffer has to live until the transfer is done
 
-    def wait(self) -> list[Tensor]:
-        """The received pieces, as views of one buffer."""
+    def wait(self, after: Tensor | None = None) -> list[Tensor]:
+        """The received pieces, as views of one buffer.
+
+        Args:
+            after: what was computed since the start, if anything: a compiler must not wait before it.
+        """
+        received = self.buffer(after)
+        if len(self._shapes) == 1:
+            return [received.view(*self._shapes[0])]
+        parts = received.split_with_sizes(self._sizes) if self._sizes else ()
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def buffer(self, after: Tensor | None = None) -> Tensor:
+        """The same, in the order of the ranks that they come from, as one tensor of one dim."""
         for work in self._works:
             if self._direct:
                 work.wait()
             else:
                 wait_for(work, self._received)
-        if len(self._shapes) == 1:
-            return [self._received.view(*self._shapes[0])]
-        parts = self._received.split_with_sizes(self._sizes) if self._sizes else ()
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return self._received
+
+
+class _PendingInGraph(Pending):
+    """The same while a graph is traced; in place of what is received it has the ticket for it."""
+
+    __slots__ = ()
+
+    def buffer(self, after: Tensor | None = None) -> Tensor:
+        return wait_in_graph(self._received, self._keep, [sum(self._sizes)], after)
 
 
 def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: Tensor) -> Pending:
@@ -325,7 +344,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 @graph_operator(
     "exchange(Tensor packed, int[] send_to, int[] send_counts, int[] recv_from, int[] recv_counts, int most_peers, "
     "str group) -> Tensor",
-    lambda packed, send_to, send_counts, recv_from, recv_counts, most_peers, group: packed.new_empty(sum(recv_counts)),
+    no_ticket,
 )
 def _exchange(
     packed: Tensor,
@@ -336,9 +355,7 @@ def _exchange(
     most_peers: int,
     group: str,
 ) -> Tensor:
-    """See [Note: communication in graphs] in tracing.py."""
+    """See [Note: start and wait] in tracing.py."""
     sends = [(peer, (n,)) for peer, n in zip(send_to, send_counts, strict=True)]
     recvs = [(peer, (n,)) for peer, n in zip(recv_from, recv_counts, strict=True)]
-    pending = Exchange(sends, recvs, process_group(group), most_peers)._start(packed)
-    pending.wait()
-    return pending._received
+    return ticket_for(Exchange(sends, recvs, process_group(group), most_peers)._start(packed).buffer)

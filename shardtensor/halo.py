@@ -337,12 +337,12 @@ class Halo:
             return None
         return planned.out.start([piece.assemble(x, sides) for piece in planned.outgoing], x)
 
-    def finish(self, i: int, pending: Pending | None, sides: Sides) -> None:
-        """Wait for the halo of axis ``i``, and put it into ``sides``."""
+    def finish(self, i: int, pending: Pending | None, sides: Sides, after: Tensor | None = None) -> None:
+        """Wait for the halo of axis ``i``, and put it into ``sides``; for ``after`` see :meth:`Pending.wait`."""
         planned = self._exchanged[i]
         if pending is None or planned is None:
             return
-        received = pending.wait()
+        received = pending.wait(after)
         for k, indices in enumerate(planned.sources):
             if len(indices) == 1:
                 sides[i][k] = received[indices[0]]
@@ -361,8 +361,8 @@ class Halo:
             pieces.append(grad.narrow(*place))
         return planned.back.start(pieces, like)
 
-    def finish_return(self, i: int, pending: Pending | None, grads: Sides) -> list[Tensor]:
-        """Wait for the gradients that the others return along axis ``i``.
+    def finish_return(self, i: int, pending: Pending | None, grads: Sides, after: Tensor | None = None) -> list[Tensor]:
+        """Wait for the gradients that the others return along axis ``i``; for ``after`` see :meth:`Pending.wait`.
 
         What belongs to sides of earlier axes is added to ``grads``; what belongs to the shard is returned, for
         :meth:`add_to_shard`.
@@ -372,7 +372,7 @@ class Halo:
             return []
         return [
             piece.add_returned(grad, grads, planned.lengths)
-            for piece, grad in zip(planned.outgoing, pending.wait(), strict=True)
+            for piece, grad in zip(planned.outgoing, pending.wait(after), strict=True)
         ]
 
     def add_to_shard(self, i: int, total: Tensor, returned: Sequence[Tensor]) -> None:

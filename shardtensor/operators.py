@@ -246,8 +246,11 @@ def planned(
 
 
 def _may_wait(t: Any) -> bool:
-    """Whether a plain parameter may get its gradient at the end of the backward pass, see [Note: buckets]."""
-    return t.is_leaf and not t._post_accumulate_grad_hooks and not is_traced(t)
+    """Whether a plain parameter may get its gradient at the end of the backward pass, see [Note: buckets].
+
+    To a tracer all parameters are views of what it was given; what becomes of gradients follows after its graph.
+    """
+    return is_traced(t) or (t.is_leaf and not t._post_accumulate_grad_hooks)
 
 
 def _is_sharded(t: Any) -> bool:

@@ -28,7 +28,8 @@ from .geometry import Interval, intervals_of, length
 from .halo import Fetch
 from .layout import AxisLayout
 from .spec import ShardTensorSpec
-from .tracing import graph_operator, is_traced
+from .tracing import graph_operator, is_traced, no_ticket, ticket_for
+from .tracing import wait as wait_in_graph
 from .waiting import wait_for
 
 __all__ = [
@@ -152,8 +153,8 @@ def start_all_reduce(
     if group.size() == 1:
         return lambda: local if overwrite else local.clone()
     if is_traced(local):
-        reduced = _all_reduce(local, op, group.group_name)
-        return lambda: reduced
+        ticket = _all_reduce(local, op, group.group_name)
+        return lambda: wait_in_graph(ticket, local, local.shape, None)
     if op == "sum" and local.dtype in _SUMMABLE and not debug_enabled():  # most are
         total = local if overwrite else local.clone(memory_format=torch.contiguous_format)
         summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
@@ -222,13 +223,11 @@ def start_sums(
     return wait
 
 
-@graph_operator(
-    "all_reduce(Tensor local, str op, str group) -> Tensor",
-    lambda local, op, group: torch.empty_like(local, memory_format=torch.contiguous_format),
-)
+@graph_operator("all_reduce(Tensor local, str op, str group) -> Tensor", no_ticket)
 def _all_reduce(local: Tensor, op: str, group: str) -> Tensor:
-    """See [Note: communication in graphs] in tracing.py."""
-    return all_reduce(local, process_group(group), op).contiguous()
+    """See [Note: start and wait] in tracing.py."""
+    finish = start_all_reduce(local, process_group(group), op)
+    return ticket_for(lambda: finish().contiguous())
 
 
 # The integers of the same width, as which max and min compare floating-point numbers.

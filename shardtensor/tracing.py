@@ -6,20 +6,28 @@ the graph runs. Each rank traces for itself, so all graphs must communicate in t
 use what it receives (its shard is empty, or it only sends). torch's functional collectives do not guarantee that:
 unused ones are removed. Ours are declared to have ordered effects, so they stay, in the order in which they were
 traced, which is the same on all ranks.
+
+[Note: start and wait] Communication that others may overlap with is two operators. The one that starts it returns a
+ticket, an integer that :func:`wait` exchanges for the result. What is being received is no tensor of the graph before
+that, so no compiler can reuse its memory, or read it too early; what is being sent is an argument of ``wait``, and so
+keeps its memory until then. Compilers are free to move local work to either side of both, but ``wait`` also takes what
+is to be computed before it, which holds them to that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.fx.traceback import get_current_meta
 
 from ._compat import OpOverload, has_ordered_effects, is_traced, no_frames_of
 from .errors import UnsupportedSharding
 
-__all__ = ["graph_operator", "is_traced"]
+__all__ = ["graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
 
 Result = TypeVar("Result")
 
@@ -65,3 +73,35 @@ def _once(name: str, without_data: Callable[..., Any]) -> Callable[..., Any]:
         return without_data(*args)
 
     return checked
+
+
+# -- start and wait ----------------------------------------------------------------------------------------------------
+
+_numbers = count()
+_under_way: dict[int, Callable[[], Tensor]] = {}
+
+
+def ticket_for(finish: Callable[[], Tensor]) -> Tensor:
+    """The ticket of what was started; ``finish`` waits for it, and returns a contiguous tensor."""
+    number = next(_numbers)
+    _under_way[number] = finish
+    return torch.tensor(number, device="cpu")
+
+
+def no_ticket(*_: Any) -> Tensor:
+    """The ticket of what is only traced: ``without_data`` of the operators that start something."""
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@graph_operator(
+    "wait(Tensor ticket, Tensor sent, int[] shape, Tensor? after) -> Tensor",
+    lambda ticket, sent, shape, after: sent.new_empty(shape),
+)
+def wait(ticket: Tensor, sent: Tensor, shape: Sequence[int], after: Tensor | None) -> Tensor:
+    """The result of what was started, like ``sent`` and of this shape. See [Note: start and wait].
+
+    Args:
+        sent: what is being sent, and must not change before.
+        after: what is to be computed while the communication is under way.
+    """
+    return _under_way.pop(int(ticket))()

@@ -218,7 +218,7 @@ class ConvolutionByParts(Convolution):
         pending = halo.start(0, x, sides)
         y = self.shard.convolve(x, weight, bias)
         for i, borders in enumerate(self.borders):
-            halo.finish(i, pending, sides)
+            halo.finish(i, pending, sides, after=y)
             if i + 1 < len(self.borders):
                 pending = halo.start(i + 1, x, sides)
             for side, border in zip(sides[i], borders, strict=True):
@@ -276,7 +276,7 @@ class ConvolutionByParts(Convolution):
     def _add_returned(self, grad_x: Tensor, returning: _Returning, side_grads: Sides) -> None:
         """Add what :meth:`_start_returns` has under way to the gradient of the shard."""
         pending, returned = returning
-        returned[0] = self.halo.finish_return(0, pending, side_grads)
+        returned[0] = self.halo.finish_return(0, pending, side_grads, after=grad_x)
         for i in reversed(range(len(self.sides))):
             self.halo.add_to_shard(i, grad_x, returned[i])
 

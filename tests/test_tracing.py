@@ -1,0 +1,99 @@
+"""Communication as operators of graphs: where they are in a graph, and what they return."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.tensor import Shard
+
+from shardtensor.testing import run_distributed, shard, shared_mesh
+from shardtensor.tracing import ticket_for, wait
+
+START, WAIT, SUM = (f"shardtensor.{name}.default" for name in ("exchange", "wait", "all_reduce"))
+
+
+def test_a_ticket_serves_once():
+    result = torch.ones(3)
+    ticket = ticket_for(lambda: result)
+    assert wait(ticket, result, [3], None) is result
+    with pytest.raises(KeyError):
+        wait(ticket, result, [3], None)
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 4, 3, padding=1))
+
+
+def large_shards():
+    """Large enough to be convolved while halos travel."""
+    return shard(torch.randn(1, 4, 384, 96), shared_mesh(2), [Shard(2)], {0: (201, 183)}, requires_grad=True)
+
+
+def meanwhile(names, kind):
+    """How many operators of a kind there are between the start of each exchange and the next wait."""
+    starts = [i for i, name in enumerate(names) if name == START]
+    return [sum(kind in name for name in names[i : names.index(WAIT, i)]) for i in starts]
+
+
+def assert_overlaps(forward, backward):
+    assert meanwhile(forward, "convolution") == [1, 1]  # the shards, not yet their borders
+    assert meanwhile(backward, "convolution_backward") == [1, 1]
+    assert forward.count(WAIT) == 2 and backward.count(WAIT) == 3
+    assert backward.count(SUM) == 1  # for the parameters of all layers
+
+
+def names_of(graph):
+    """The operators of a graph, in order; for those with effects, which of them."""
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    effects = torch.ops.higher_order.with_effects
+    return [str(node.args[1] if node.target is effects else node.target) for node in nodes]
+
+
+def gradients_of(step, x, net):
+    x.grad = None
+    net.zero_grad()
+    y = step(x)
+    y.sum().backward()
+    return [t.to_local() for t in (y, x.grad)] + [p.grad for p in net.parameters()]
+
+
+def check_graphs():
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(names_of(graph))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    x, net = large_shards(), convolutions()
+    compiled = torch.compile(net, backend=aot_autograd(fw_compiler=record), fullgraph=True)
+    pairs = zip(gradients_of(compiled, x, net), gradients_of(net, x, net), strict=True)
+    assert all(torch.equal(mine, expected) for mine, expected in pairs)
+    return graphs
+
+
+def test_shards_are_convolved_while_halos_travel():
+    for graphs in run_distributed(check_graphs, 2, timeout=200):
+        assert_overlaps(*graphs)
+
+
+def check_generated_code():
+    torch._dynamo.reset()
+    x, net = large_shards(), convolutions()
+    compiled = torch.compile(net, fullgraph=True)
+    found, codes = run_and_get_code(gradients_of, compiled, x, net)
+    for mine, expected in zip(found, gradients_of(net, x, net), strict=True):
+        assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3)
+    return [re.findall(r"torch\.ops\.([\w.]+)\(|extern_kernels\.(\w+)\(", code) for code in codes]
+
+
+@pytest.mark.slow
+def test_inductor_does_not_move_them_from_there():
+    for codes in run_distributed(check_generated_code, 2, timeout=500):
+        assert_overlaps(*([a or b for a, b in code] for code in codes))
