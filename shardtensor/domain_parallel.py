@@ -98,6 +98,9 @@ class DomainParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for what, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
             _check_mesh(what, layouts, device_mesh)
+        for what, given in (("shard_sizes", self.shard_sizes), ("align", self.align)):
+            if isinstance(given, Mapping) and not all(-device_mesh.ndim <= m < device_mesh.ndim for m in given):
+                raise ValueError(f"{what}={given} names mesh dims beyond those of the mesh {tuple(device_mesh.shape)}")
         parameters = _Parameters.of(type(module).__name__, inspect.signature(module.forward))
         inputs = parameters.by_name(self.inputs)
 
@@ -132,12 +135,12 @@ class DomainParallel(ParallelStyle):
         """The sizes to ask for, of the mesh dims that shard this tensor; others may have sizes for other tensors."""
         if self.align == 1 and not isinstance(self.shard_sizes, Mapping):
             return self.shard_sizes
-        unsharded = {k for m, p in enumerate(layout) if p.is_replicate() for k in (m, m - mesh.ndim)}
+        dims = {m: p.dim for m, p in enumerate(layout) if isinstance(p, Shard)}
         if isinstance(self.shard_sizes, Mapping):
-            return {m: sizes for m, sizes in self.shard_sizes.items() if m not in unsharded}
-        multiples = dict.fromkeys(range(mesh.ndim), self.align) if isinstance(self.align, int) else self.align
-        aligned = {m: n for m, n in multiples.items() if m not in unsharded}
-        return {m: aligned_sizes(tensor.shape[layout[m].dim], n, mesh.size(m)) for m, n in aligned.items()}
+            return {m: sizes for m, sizes in self.shard_sizes.items() if m % mesh.ndim in dims}
+        multiples = dict.fromkeys(dims, self.align) if isinstance(self.align, int) else self.align
+        aligned = {m % mesh.ndim: n for m, n in multiples.items() if m % mesh.ndim in dims}
+        return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in aligned.items()}
 
     def __repr__(self) -> str:
         options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output")
