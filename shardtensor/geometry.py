@@ -21,6 +21,7 @@ from itertools import accumulate
 __all__ = [
     "Interval",
     "Window",
+    "aligned_sizes",
     "boundaries_of",
     "chunk_sizes",
     "intersect",
@@ -42,6 +43,17 @@ def chunk_sizes(n: int, parts: int) -> tuple[int, ...]:
     """
     step = max(1, -(-n // parts))  # at least 1, as n may be 0
     return tuple(max(0, min(step, n - step * i)) for i in range(parts))
+
+
+def aligned_sizes(n: int, multiple: int, parts: int) -> tuple[int, ...]:
+    """Sizes with every boundary at a multiple of ``multiple``, as even as that allows.
+
+    Example:
+        >>> aligned_sizes(38, 8, 4), aligned_sizes(5, 8, 2)
+        ((8, 8, 8, 14), (0, 5))
+    """
+    count = -(-n // multiple)
+    return sizes_of([min(n, multiple * (count * i // parts)) for i in range(parts + 1)])
 
 
 def boundaries_of(sizes: Iterable[int]) -> tuple[int, ...]:

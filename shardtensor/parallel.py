@@ -29,12 +29,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, flattened, spmd_options
+from .domain_parallel import DomainParallel
 from .layout import AxisLayout
 from .planning import spec_of
 from .redistribute import redistribute_local
 from .strides import as_bytes
 
 __all__ = [
+    "DomainParallel",
     "Parallelized",
     "clip_grad_norm_",
     "contribute_gradients",

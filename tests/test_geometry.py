@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardtensor.exchange import plan_intervals
 from shardtensor.geometry import (
     Window,
+    aligned_sizes,
     boundaries_of,
     chunk_sizes,
     intersect,
@@ -130,6 +131,14 @@ def test_cuts_and_sizes_are_inverse(sizes):
 def test_chunk_sizes_are_those_of_torch_chunk(n, parts):
     pieces = [len(piece) for piece in torch.zeros(n).chunk(parts)]
     assert chunk_sizes(n, parts) == tuple(pieces + [0] * (parts - len(pieces)))
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 5))
+def test_aligned_sizes_are_as_even_as_multiples_allow(n, multiple, parts):
+    sizes = aligned_sizes(n, multiple, parts)
+    assert len(sizes) == parts and sum(sizes) == n
+    assert all(b % multiple == 0 or b == n for b in boundaries_of(sizes))
+    assert max(sizes) - min(sizes) < 2 * multiple
 
 
 @given(*[st.integers(0, 8)] * 4)

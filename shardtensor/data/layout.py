@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import KeyEntry, PyTree, TensorMeta, keystr, tree_map_with_path
-from ..geometry import sizes_of
+from ..geometry import aligned_sizes
 from ..layout import ShardSizes, Sizes, normalize_placements
 from ..spec import ShardTensorSpec
 from ..strides import contiguous_stride
@@ -111,15 +111,9 @@ def make_spec(
             if isinstance(p, Shard):
                 if not (chunks and chunks[p.dim]):
                     raise ValueError(f"shard_sizes='chunks': dim {p.dim} has no chunks, or is only read in part")
-                between[m] = _between_chunks(shape[p.dim], chunks[p.dim], mesh.size(m))
+                between[m] = aligned_sizes(shape[p.dim], chunks[p.dim], mesh.size(m))
         sizes = between
     return ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=sizes)
-
-
-def _between_chunks(n: int, chunk: int, ranks: int) -> tuple[int, ...]:
-    """Sizes with every boundary at a multiple of ``chunk``, as even as that allows."""
-    count = -(-n // chunk)
-    return sizes_of([min(n, chunk * (count * r // ranks)) for r in range(ranks + 1)])
 
 
 def _at(value: PyTree, path: Sequence[KeyEntry], is_value: Callable[[object], bool], what: str) -> Any:

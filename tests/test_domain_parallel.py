@@ -1,0 +1,352 @@
+"""Modules that take plain tensors and run on shards: results and gradients are those of the module itself."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from shardtensor import ShardTensor
+from shardtensor.parallel import DomainParallel
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Sample:
+    maps: list[Tensor]
+    mask: Tensor | None = None
+    title: str = ""
+
+
+class Decoder(nn.Module):
+    """Layers of all kinds: on shards, with a plain time step and prompt, after a pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.time = nn.Linear(3, 4)
+        self.last = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, latents, time, *, scale=None):
+        x = F.silu(self.norm(self.first(latents))) + self.time(time)[:, :, None, None]
+        x = F.interpolate(self.last(x), scale_factor=2.0)
+        return x if scale is None else x * scale
+
+
+def values(*shapes):
+    torch.manual_seed(1)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def decoder():
+    torch.manual_seed(0)
+    return Decoder().double()
+
+
+def compare(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def trained(shape, layout, options, sizes):
+    mesh = shared_mesh(shape)
+    module, twin = decoder(), decoder()
+    assert (
+        parallelize_module(module, mesh, DomainParallel(inputs=layout, outputs=(Replicate(),) * mesh.ndim, **options))
+        is module
+    )
+    plain = [t.requires_grad_() for t in values((2, 2, 6, 11), (2, 3), (2, 2, 12, 22))]
+    seen = []
+    module.first.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    result = module(plain[0], plain[1], scale=plain[2])
+    assert type(result) is Tensor and seen[0].shard_sizes == sizes
+    twins = [t.detach().clone().requires_grad_() for t in plain]
+    expected = twin(twins[0], twins[1], scale=twins[2])
+    compare(result, expected)
+    (cotangent,) = values(result.shape)
+    (result * cotangent).sum().backward()
+    (expected * cotangent).sum().backward()
+    for p, q in zip([*plain, *module.parameters()], [*twins, *twin.parameters()], strict=True):
+        assert type(p.grad) is Tensor
+        compare(p.grad, q.grad)
+    return [t.grad for t in plain]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "options", "sizes"),
+    [
+        (2, Shard(3), {}, {0: (6, 5)}),
+        (2, Shard(-1), {"shard_sizes": "even"}, {0: (6, 5)}),
+        (3, Shard(3), {"align": 4}, {0: (4, 4, 3)}),
+        (3, Shard(2), {}, {0: (2, 2, 2)}),
+        (3, {"latents": Shard(3)}, {"shard_sizes": {0: (7, 0, 4)}}, {0: (7, 0, 4)}),
+        (2, [Shard(3), Replicate()], {"shard_sizes": {-1: (2, 9)}}, {0: (2, 9)}),
+        ((2, 2), (Shard(2), Shard(3)), {"align": {1: 8}}, {0: (3, 3), 1: (8, 3)}),
+        ((2, 2), (Shard(0), Shard(3)), {}, {0: (1, 1), 1: (6, 5)}),
+        ((2, 2), {"scale": (Replicate(), Shard(3)), "latents": (Shard(0), Shard(3))}, {}, {0: (1, 1), 1: (6, 5)}),
+    ],
+)
+def test_training_with_plain_inputs_and_outputs(shape, layout, options, sizes):
+    ranks = shape if isinstance(shape, int) else shape[0] * shape[1]
+    first, *others = run_distributed(trained, ranks, shape, layout, options, sizes)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+class Nested(nn.Module):
+    """Takes and returns containers."""
+
+    def forward(self, sample, *more, **named):
+        maps = [m * 2 for m in sample.maps]
+        mask = None if sample.mask is None else ~sample.mask
+        moved = tuple(F.avg_pool2d(m, 3, 1, 1) for m in more)
+        table = {key: value + 1 for key, value in named["table"].items()}
+        return Sample(maps, mask, sample.title), moved, OrderedDict(table), Pair(maps[0].sum(), named["text"])
+
+
+def every_container():
+    mesh = shared_mesh(2)
+    a, b, c, step = values((1, 2, 3, 8), (1, 2, 3, 5), (1, 2, 4, 4), (3,))
+    mask = a > 0
+    table = MappingProxyType({"c": c, "step": step})
+    expected = Nested()(Sample([a, b], mask, "t"), a, c, table=table, text="x")
+
+    def run(**options):
+        module = parallelize_module(Nested(), mesh, DomainParallel(**options))
+        return module(Sample([a, b], mask, "t"), a, c, table=table, text="x")
+
+    one, moved, found, pair = run(inputs=Shard(3), outputs=Replicate())
+    assert type(one) is Sample and one.title == "t" and type(found) is OrderedDict and type(pair) is Pair
+    tensors = [*one.maps, one.mask, *moved, *found.values(), pair.first]
+    assert all(type(t) is Tensor for t in tensors) and pair.second == "x"
+    wanted = [*expected[0].maps, expected[0].mask, *expected[1], *expected[2].values(), expected[3].first]
+    for t, u in zip(tensors, wanted, strict=True):
+        compare(t, u)
+
+    layouts = {
+        "sample": {"maps": [None, Shard(2)], "mask": Shard(3)},
+        "more": [None, Shard(3)],
+        "table": {"c": Shard(2)},
+    }
+    one, moved, found, pair = run(inputs=layouts, outputs=[{"maps": [Shard(1)]}, None, {"c": Shard(0)}])
+    kinds = [(type(t), getattr(t, "placements", None)) for t in (*one.maps, one.mask, *moved, *found.values())]
+    sharded = [(ShardTensor, (Shard(d),)) for d in (1, 2, 3, 3, 0)]
+    plain = (Tensor, None)
+    assert kinds == [*sharded[:3], plain, *sharded[3:], plain]
+    assert type(pair.first) is Tensor
+    for t, u in zip([*one.maps, one.mask, moved[1], found["c"]], [*wanted[:3], *wanted[4:6]], strict=True):
+        compare(t.full_tensor(), u)
+
+
+def test_tensors_in_containers():
+    run_distributed(every_container, 2)
+
+
+def what_is_given_back():
+    mesh = shared_mesh(2)
+    (x,) = values((2, 3, 7))
+    cases = [
+        ({"outputs": Shard(2)}, ShardTensor, (2, 3, 7)),
+        ({"outputs": Shard(2), "use_local_output": True}, Tensor, (2, 3, 4 - 1 * mesh.get_local_rank())),
+        ({"outputs": Replicate(), "use_local_output": False}, ShardTensor, (2, 3, 7)),
+        ({"outputs": None}, ShardTensor, (2, 3, 7)),
+    ]
+    for options, kind, shape in cases:
+        with count_communication() as counted:
+            y = parallelize_module(nn.Tanh(), mesh, DomainParallel(inputs=Shard(2), **options))(x)
+        assert type(y) is kind and y.shape == shape
+        assert bool(counted.collectives) == (options["outputs"] == Replicate())
+        expected = x.tanh() if kind is ShardTensor else x.tanh().chunk(2, 2)[mesh.get_local_rank()]
+        compare(y.full_tensor() if kind is ShardTensor else y, expected)
+    # What the module returns may be plain, too.
+    y = parallelize_module(nn.Tanh(), mesh, DomainParallel(inputs=None, outputs=Shard(1)))(x)
+    assert y.shard_sizes == {0: (2, 1)}
+    compare(y.full_tensor(), x.tanh())
+
+
+def test_outputs():
+    run_distributed(what_is_given_back, 2)
+
+
+def distributed_inputs():
+    mesh = shared_mesh(2)
+    (x,) = values((2, 3, 7))
+    uneven = {0: (2, 5)}
+    for options, sizes in (({}, (2, 5)), ({"shard_sizes": "even"}, (4, 3)), ({"align": 3}, (3, 4))):
+        module = parallelize_module(nn.Tanh(), mesh, DomainParallel(inputs=Shard(2), outputs=None, **options))
+        y = module(shard(x, mesh, [Shard(2)], uneven))
+        assert y.shard_sizes == {0: sizes}
+        compare(y.full_tensor(), x.tanh())
+        given = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+        y = module(given)
+        compare(y.full_tensor(), x.tanh())
+        y.square().sum().backward()
+        assert type(given.grad) is DTensor and given.grad.placements == (Shard(0),)
+        compare(given.grad.full_tensor(), 2 * x.tanh() * (1 - x.tanh() ** 2))
+
+
+def test_inputs_that_are_distributed_already():
+    run_distributed(distributed_inputs, 2)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Conv2d(2, 3, 4, stride=4)
+        self.decoder = nn.Sequential(nn.ConvTranspose2d(3, 3, 4, stride=4), nn.Conv2d(3, 2, 3, padding=1))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x) * 2)
+
+
+def planned():
+    mesh = shared_mesh(3)
+    torch.manual_seed(0)
+    module = Autoencoder().double()
+    twin = copy.deepcopy(module)
+    plan: dict[str, Any] = {
+        "encoder": DomainParallel(inputs=Shard(2), outputs=Shard(2), align=4),
+        "decoder": DomainParallel(inputs=Shard(2), outputs=Replicate()),
+    }
+    parallelize_module(module, mesh, plan)
+    (x,) = values((1, 2, 28, 4))
+    with count_communication() as counted:
+        assert module.encoder(x).shard_sizes == {0: (2, 2, 3)}
+    assert not counted.collectives and not counted.messages  # the encoder's windows end where shards do
+    y = module(x)
+    compare(y, twin(x))
+    y.square().mean().backward()
+    twin(x).square().mean().backward()
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        compare(p.grad, q.grad)
+    with torch.inference_mode():
+        compare(module(x), twin(x))
+
+
+def test_a_plan_of_submodules():
+    run_distributed(planned, 3)
+
+
+def pipeline():
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    blocks = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    vae = AutoencoderKL(latent_channels=4, sample_size=32, **blocks, **kinds).double().eval()
+    twin = copy.deepcopy(vae)
+    mesh = shared_mesh(2, "domain")
+    parallelize_module(vae.decoder, mesh["domain"], DomainParallel(inputs=Shard(3), outputs=Replicate()))
+    parallelize_module(vae.encoder, mesh["domain"], DomainParallel(inputs=Shard(3), outputs=Replicate(), align=2))
+    latents, image = values((1, 4, 6, 11), (1, 3, 16, 30))
+    twins = [t.clone().requires_grad_() for t in (latents, image)]
+    latents.requires_grad_(), image.requires_grad_()
+    decoded, encoded = vae.decode(latents), vae.encode(image).latent_dist.mean
+    assert type(decoded.sample) is Tensor and type(encoded) is Tensor
+    expected = twin.decode(twins[0]).sample, twin.encode(twins[1]).latent_dist.mean
+    for found, wanted in zip((decoded.sample, encoded), expected, strict=True):
+        compare(found, wanted)
+        found.square().mean().backward()
+        wanted.square().mean().backward()
+    for p, q in zip([latents, image, *vae.parameters()], [*twins, *twin.parameters()], strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_an_autoencoder_of_diffusers():
+    pytest.importorskip("diffusers")
+    run_distributed(pipeline, 2, timeout=120.0)
+
+
+def pyramid():
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    class Wrapped(nn.Module):
+        def forward(self, x):
+            return DecoderOutput(sample=x * 2)
+
+    (x,) = values((1, 2, 3, 5))
+    out = parallelize_module(Wrapped(), shared_mesh(2), DomainParallel(inputs=Shard(3), outputs=Replicate()))(x)
+    assert type(out) is DecoderOutput and out["sample"] is out.sample and torch.equal(out[0], x * 2)
+    named = DomainParallel(inputs=Shard(3), outputs={"sample": Shard(2)})
+    out = parallelize_module(Wrapped(), shared_mesh(2), named)(x)
+    assert type(out) is DecoderOutput and out.sample.placements == (Shard(2),)
+
+
+def test_outputs_of_diffusers():
+    pytest.importorskip("diffusers")
+    run_distributed(pyramid, 2)
+
+
+def compiled():
+    torch.compiler.reset()
+    (x,) = values((2, 3, 7))
+    module = nn.Sequential(nn.Linear(7, 4), nn.Tanh()).double()
+    expected = module(x)
+    parallelize_module(module, shared_mesh(2), DomainParallel(inputs=Shard(1), outputs=Replicate()))
+    module.forward = torch.compile(module.forward, backend="aot_eager")
+    compare(module(x), expected)
+
+
+def test_compiled_forward():
+    run_distributed(compiled, 2, timeout=120.0)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def misused(case):
+    mesh = shared_mesh(2)
+    x, y = values((2, 3, 7), (2, 3, 9))
+
+    def tanh(inputs, **options):
+        return parallelize_module(nn.Tanh(), mesh, DomainParallel(inputs=inputs, outputs=Replicate(), **options))
+
+    {
+        "placements": lambda: tanh(3),
+        "tuple": lambda: tanh((Shard(0), None)),
+        "partial": lambda: tanh(Partial()),
+        "align": lambda: tanh(Shard(1), align=0),
+        "both": lambda: tanh(Shard(1), align=2, shard_sizes="even"),
+        "mesh dim": lambda: tanh(Shard(1), align={1: 2}),
+        "mesh": lambda: tanh((Shard(1), Shard(2))),
+        "name": lambda: tanh({"x": Shard(1)}),
+        "position": lambda: tanh([None, Shard(1)]),
+        "dim": lambda: tanh(Shard(3))(x),
+        "sizes": lambda: tanh(Shard(2), shard_sizes={0: (4, 4)})(x),
+        "part": lambda: tanh({"input": {"y": Shard(1)}})(x),
+        "call": lambda: tanh(Shard(1))(x, input=y),
+    }[case]()
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("placements", TypeError, "inputs=3: a placement"),
+        ("tuple", TypeError, "a list of layouts by position"),
+        ("partial", ValueError, "only Shard and Replicate"),
+        ("align", ValueError, "align=0: a positive integer"),
+        ("both", ValueError, "give only one of them"),
+        ("mesh dim", ValueError, "align={1: 2} names mesh dims beyond those of the mesh (2,)"),
+        ("mesh", ValueError, "has 2 placements, and the mesh (2,) has 1 dims"),
+        ("name", ValueError, "inputs names 'x', which Tanh.forward(input) does not take"),
+        ("position", ValueError, "inputs has 2 layouts, and Tanh.forward(input) takes fewer"),
+        ("dim", ValueError, "no tensor has the dims that (Shard(dim=3),) shards, only inputs['input'] (2, 3, 7)"),
+        ("sizes", ValueError, "inputs['input'] (2, 3, 7): shard sizes (4, 4) of mesh dim 0 add up to 8"),
+        ("part", ValueError, "inputs['input'], a Tensor, has no y"),
+        ("call", TypeError, "multiple values for argument 'input'"),
+    ],
+)
+def test_errors(case, kind, text):
+    for error in run_expecting_errors(misused, 2, case):
+        assert isinstance(error, kind) and text in str(error), error
