@@ -68,7 +68,7 @@ class DomainParallel(ParallelStyle):
 
     Example::
 
-        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("domain",))
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("domain",))
         style = DomainParallel(inputs=Shard(3), outputs=Replicate())   # latents (N, C, H, W)
         parallelize_module(vae.decoder, mesh["domain"], style)
         image = vae.decode(latents).sample                             # plain, on every rank

@@ -63,6 +63,7 @@ PATCHES = (
     Patch("natten.functional", "merge_attentions", lazy=True, required=True),
     Patch("natten", "attention", lazy=True, required=True),
     Patch("natten", "merge_attentions", lazy=True, required=True),
+    Patch("opt_einsum.contract", "infer_backend", lazy=True),
 )
 
 

@@ -357,6 +357,7 @@ def flash_backward(q):
 # Compared by tests of their own: the file, and what to look for in it.
 ELSEWHERE = {
     ("test_sdpa.py", "inference_mode"): ["operator aten.scaled_dot_product_attention.default"],
+    ("test_opt_einsum.py", "contract"): ["function opt_einsum.contract.infer_backend"],
     ("test_c10d.py", "all_reduce"): ["operator c10d.allreduce_.default"],
     ("test_compile.py", "check_views"): ["function Tensor._is_view"],
     ("test_dispatch.py", "reshape"): ["rule aten.reshape.default"],

@@ -1,3 +1,3 @@
-"""Where a ShardTensor meets what is not one: collectives of ``torch.distributed``, NumPy, DLPack."""
+"""Where a ShardTensor meets what is not one: collectives of ``torch.distributed``, NumPy, DLPack, opt_einsum."""
 
-from . import c10d, export  # noqa: F401
+from . import c10d, export, opt_einsum  # noqa: F401
