@@ -8,6 +8,8 @@ the input sharded in halves over both; "half" and "half compiled", half the inpu
 them, by plain torch. The figure is the time of the compiled step relative to the eager one. What torch.compile gains
 where there are no shards, the last two kinds, is in the row's details: no graph of ours can gain more.
 
+With ``--quick`` graphs are not compiled by inductor, which takes minutes, but run as they were traced.
+
 ``--profile`` prints the operators that differ most between the eager and the compiled step on rank 0.
 """
 
@@ -30,24 +32,24 @@ GROUP = "torch.compile on 2 ranks, a training step"
 COMPILED = ("globe U-Net", "ViT")
 
 
-def compiled(network: Network) -> Network:
+def compiled(network: Network, backend: str) -> Network:
     def make() -> nn.Module:
-        module: nn.Module = torch.compile(network.make(), fullgraph=True)  # type: ignore[assignment]
+        module: nn.Module = torch.compile(network.make(), fullgraph=True, backend=backend)  # type: ignore[assignment]
         return module
 
     return replace(network, make=make)
 
 
-def kinds_of(network: Network, mesh: DeviceMesh) -> dict[str, Run]:
+def kinds_of(network: Network, mesh: DeviceMesh, backend: str = "inductor") -> dict[str, Run]:
     eager = steps_of(network, mesh, network.shape)
-    sharded, plain = (steps_of(compiled(network), mesh, network.shape) for _ in range(2))  # one graph each
+    sharded, plain = (steps_of(compiled(network, backend), mesh, network.shape) for _ in range(2))  # a graph each
     return {"eager": eager["two"], "compiled": sharded["two"], "half": eager["both"], "half compiled": plain["both"]}
 
 
 def measure(name: str, mesh: DeviceMesh, budget: float, quick: bool) -> Figure:
     title = f"{name}: compiled step of an eager one's"
     try:
-        kinds = kinds_of(NETWORKS[name], mesh)
+        kinds = kinds_of(NETWORKS[name], mesh, "aot_eager" if quick else "inductor")
     except ImportError as error:
         return Figure(GROUP, title, None, bar=1.0, note=f"{error.name} is not installed")
     difference = abs(item(kinds["compiled"]()) / item(kinds["eager"]()) - 1)

@@ -32,7 +32,7 @@ from ._compat import c10d_all_reduce, c10d_all_to_all, c10d_messages, is_lazy, p
 from .caches import check_world, forgets
 from .debug import check_communication, debug_enabled
 from .geometry import Interval, intersect
-from .tracing import graph_operator, is_traced, no_ticket, ticket_for
+from .tracing import after_start, graph_operator, is_traced, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 from .waiting import wait_for
 
@@ -251,8 +251,12 @@ class Pending:
         parts = received.split_with_sizes(self._sizes) if self._sizes else ()
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
+    def meanwhile(self, operand: Tensor) -> Tensor:
+        """A small operand of what is to be computed until :meth:`wait`: no compiler may do so before the start."""
+        return operand
+
     def buffer(self, after: Tensor | None = None) -> Tensor:
-        """The same, in the order of the ranks that they come from, as one tensor of one dim."""
+        """What :meth:`wait` gives, in the order of the ranks that it comes from, as one tensor of one dim."""
         for work in self._works:
             if self._direct:
                 work.wait()
@@ -265,6 +269,9 @@ class _PendingInGraph(Pending):
     """The same while a graph is traced; in place of what is received it has the ticket for it."""
 
     __slots__ = ()
+
+    def meanwhile(self, operand: Tensor) -> Tensor:
+        return after_start(operand, self._received)
 
     def buffer(self, after: Tensor | None = None) -> Tensor:
         return wait_in_graph(self._received, self._keep, [sum(self._sizes)], after)

@@ -10,8 +10,9 @@ traced, which is the same on all ranks.
 [Note: start and wait] Communication that others may overlap with is two operators. The one that starts it returns a
 ticket, an integer that :func:`wait` exchanges for the result. What is being received is no tensor of the graph before
 that, so no compiler can reuse its memory, or read it too early; what is being sent is an argument of ``wait``, and so
-keeps its memory until then. Compilers are free to move local work to either side of both, but ``wait`` also takes what
-is to be computed before it, which holds them to that.
+keeps its memory until then. Compilers are free to move local work to either side of both, and do so to save memory. So
+``wait`` also takes what is to be computed before it, and what is to be computed after the start takes an operand that
+:func:`after_start` has copied: the two are arguments, and no compiler goes against these.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.fx.traceback import get_current_meta
 from ._compat import OpOverload, has_ordered_effects, is_traced, no_frames_of
 from .errors import UnsupportedSharding
 
-__all__ = ["graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
+__all__ = ["after_start", "graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
 
 Result = TypeVar("Result")
 
@@ -105,3 +106,9 @@ def wait(ticket: Tensor, sent: Tensor, shape: Sequence[int], after: Tensor | Non
         after: what is to be computed while the communication is under way.
     """
     return _under_way.pop(int(ticket))()
+
+
+@graph_operator("after_start(Tensor value, Tensor ticket) -> Tensor", lambda value, _: value.clone(), ordered=False)
+def after_start(value: Tensor, ticket: Tensor) -> Tensor:
+    """A copy of ``value``, made after what the ticket is for has been started. See [Note: start and wait]."""
+    return value.clone()

@@ -119,10 +119,11 @@ def test_the_globe_is_in_even_bands_unless_asked(module, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["host", "overhead", "operators", "networks", "memory", "scale"])
+@pytest.mark.parametrize("script", ["host", "overhead", "operators", "networks", "compile", "memory", "scale"])
 def test_each_part_runs(script, tmp_path):
     file = tmp_path / "figures.json"
-    only = {"operators": "conv2d", "networks": "Fourier", "memory": "Fourier", "scale": "mean"}.get(script, "linear")
+    rows = {"operators": "conv2d", "networks": "Fourier", "compile": "ViT", "memory": "Fourier", "scale": "mean"}
+    only = rows.get(script, "linear")
     command = [sys.executable, BENCHMARKS / f"bench_{script}.py", "--quick", "--only", only, "--json", file]
     subprocess.run(command, check=True, timeout=300)
     assert any(row["value"] is not None for row in json.loads(file.read_text())["figures"])

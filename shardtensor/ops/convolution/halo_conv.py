@@ -216,7 +216,7 @@ class ConvolutionByParts(Convolution):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         halo, sides = self.halo, self.halo.nothing()
         pending = halo.start(0, x, sides)
-        y = self.shard.convolve(x, weight, bias)
+        y = self.shard.convolve(x, _meanwhile(pending, weight), bias)
         for i, borders in enumerate(self.borders):
             halo.finish(i, pending, sides, after=y)
             if i + 1 < len(self.borders):
@@ -248,6 +248,8 @@ class ConvolutionByParts(Convolution):
         returning = self._start_returns(side_grads, x) if need_x else None
         grad_x = grad_w = grad_b = None
         together = need_x and start_sum is None  # faster, but nothing would travel meanwhile
+        if returning is not None:
+            weight = _meanwhile(returning[0], weight)
         if need_w or need_b:
             grad_x, grad_w, grad_b = self.shard.differentiate(grad, x, weight, (together, need_w, need_b))
         for part, contribution in from_sides:
@@ -298,6 +300,10 @@ class ConvolutionByParts(Convolution):
                 if grad_w is not None:
                     weights.append((part, grad_w))
         return result
+
+
+def _meanwhile(pending: Pending | None, weight: Tensor) -> Tensor:
+    return weight if pending is None else pending.meanwhile(weight)
 
 
 def _flat(sides: Sides) -> tuple[Tensor | None, ...]:
