@@ -195,7 +195,7 @@ class Exchange:
         if len(pieces) == 1 and not is_lazy(pieces[0]):
             packed = pieces[0].contiguous().view(-1)
         else:
-            packed = torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
+            packed = _packed(pieces) if pieces else like.new_empty(0)
         return self._start(packed)
 
     def _start(self, packed: Tensor) -> Pending:
@@ -219,6 +219,17 @@ class Exchange:
         if self._by_rank is not None:
             return self._by_rank
         return _spread(self._sends, group.size()), _spread(self._recvs, group.size())
+
+
+def _packed(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces in one dim, one after the other. Each is copied once, however it lies in memory."""
+    if all(p.is_contiguous() for p in pieces) or any(type(p) is not Tensor or is_lazy(p) for p in pieces):
+        return torch.cat([p.reshape(-1) for p in pieces])
+    sizes = [p.numel() for p in pieces]
+    packed = pieces[0].new_empty(sum(sizes))
+    for place, piece in zip(packed.split_with_sizes(sizes), pieces, strict=True):
+        place.view(piece.shape).copy_(piece)
+    return packed
 
 
 class Pending:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from copied import Copied
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -475,6 +476,22 @@ def swap_several_pieces():
 
 def test_several_pieces_travel_in_one_message():
     run_distributed(swap_several_pieces, 4)
+
+
+def packs_pieces_of_any_strides():
+    mesh = shared_mesh(2)
+    group, me = mesh.get_group(), mesh.get_local_rank()
+    mine = [torch.arange(12.0).view(3, 4).t() + me, torch.arange(6.0).view(2, 3) + me, torch.arange(8.0)[::2] + me]
+    peer = [mine if r != me else [] for r in range(2)]
+    with Copied() as copied:
+        received = start_swap(peer, [[t.shape for t in row] for row in peer], group, mine[0]).wait()
+    assert copied.total == sum(t.numel() for t in mine), copied.elements
+    for t, got in zip(mine, received, strict=True):
+        assert torch.equal(got, t - me + (1 - me))
+
+
+def test_packing_copies_each_piece_once():
+    run_distributed(packs_pieces_of_any_strides, 2)
 
 
 def test_an_unknown_transport_is_refused():
