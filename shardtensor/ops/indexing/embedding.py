@@ -163,7 +163,7 @@ def _embedding_backward(call: AtenCall) -> AtenPlan:
     by_frequency = call.args[4]
     if by_frequency and any(spec.sharded_dims() for spec in call.specs):
         raise call.refuse("scale_grad_by_freq counts the indices of one shard only", "set it to False")
-    return labelled(call, {(0,): [*names, "row"], (1,): names}, [INDEXED, "row"], accumulates=True)
+    return labelled(call, {(0,): [*names, "row"], (1,): names}, [INDEXED, "row"], accumulates="sum")
 
 
 @operator(F.one_hot, tensors="tensor", partial="tensor")

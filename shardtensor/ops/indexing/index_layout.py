@@ -8,6 +8,9 @@ and the dims that are indexed have one that no other operand has. The layout fol
 - Operands that are sharded but lack the label *are broadcast*, one shard at a time: each rank's block goes to all, so
   that nobody holds more than one block of another rank. The blocks' boundaries follow from the specs.
 - Where nothing is broadcast, nothing is sent.
+- What accumulates (a sum, a product, an extreme) *is contributed to*: each rank reduces its own part of the others into
+  a neutral tensor, and the ranks reduce these. If the first operand is replicated, the result is a Partial. If its dim
+  that is indexed is sharded, the contributions are sent to its owners where that is less than to broadcast the others.
 
 [Note: large results] A Partial is as large as the result on every rank. If that is more than an even shard of what is
 read, the result is sharded along the longest dim that it has of the index, in the proportions of the dim that is
@@ -55,19 +58,21 @@ class Axis:
         indexed: the dim of the first operand that is sharded here although it is indexed.
         broadcast: the label of the operands that are broadcast block by block, and the blocks' sizes.
         keeps: the placement of a Partial of which entries are picked.
+        contributes: the first operand, sharded along ``indexed``, gets what the ranks contribute of ``along``.
     """
 
     along: Along | None = None
     indexed: int | None = None
     broadcast: Along | None = None
     keeps: Partial | None = None
+    contributes: bool = False
 
 
 class IndexLayout:
     """The labels of one call, and what happens on each mesh dim."""
 
     def __init__(
-        self, call: AtenCall, roles: Mapping[Path, Labels], out: Labels, accumulates: bool, writes: bool
+        self, call: AtenCall, roles: Mapping[Path, Labels], out: Labels, accumulates: str | None, writes: bool
     ) -> None:
         self.call, self.roles, self.out = call, roles, out
         self.accumulates, self.writes = accumulates, writes
@@ -120,15 +125,22 @@ class IndexLayout:
     def _add_operand(self, axis: Axis, path: Path, m: int, along: Along) -> None:
         """Let another operand, which is sharded along a label that is not decided yet, have it or be broadcast."""
         label, taken = along[0], self.taken()
-        # What is added to has to be complete on one rank and zero on the others: not so if it is plain.
-        adds = self.accumulates and (self.first in self.call.tensors or label in self.roles[self.first])
         open_ = axis.along is None and axis.indexed is None
-        if open_ and (label in self.out or adds) and label not in taken:
+        if open_ and (label in self.out or self.accumulates) and label not in taken:
             axis.along = along
+        elif axis.along is None and label not in taken and self._contributions_are_less(label):
+            axis.along, axis.contributes = along, True
         elif axis.broadcast is None and label not in taken:
             axis.broadcast = along
         elif axis.broadcast is None or axis.broadcast[0] not in self.roles[path]:
             raise self._fixed(path, m)
+
+    def _contributions_are_less(self, label: Hashable) -> bool:
+        """Whether the ranks send each other less in contributions to the first operand than in parts of the others."""
+        if not self.writes or not self.accumulates or label in self.roles[self.first]:
+            return False
+        parts = [path for path, labels in self.roles.items() if path in self.call.tensors and label in labels]
+        return self.call.tensors[self.first].shape.numel() < sum(self.call.tensors[p].shape.numel() for p in parts)
 
     def _fixed(self, path: Path, m: int) -> UnsupportedSharding:
         dim = next(d for d, k in self.call.tensors[path].sharded_dims().items() if k == m)
@@ -170,7 +182,7 @@ class IndexLayout:
         if is_first and axis.keeps is not None:
             return AxisLayout(axis.keeps)
         if is_first and axis.along is not None and axis.along[0] not in self.out:
-            return AxisLayout(Partial())
+            return AxisLayout(Partial(self.accumulates or "sum"))
         return AxisLayout(Replicate())
 
     def result(self) -> ShardTensorSpec:
@@ -184,7 +196,7 @@ class IndexLayout:
         if split is not None and split[0] in out:
             return _along(split, out, self.call.meta.shape)
         if split is not None or (axis.indexed is not None and self.mesh.size(m) > 1):
-            return AxisLayout(Partial())
+            return AxisLayout(Partial(self.accumulates or "sum"))
         return AxisLayout(Replicate() if axis.keeps is None else axis.keeps)
 
 

@@ -18,7 +18,7 @@ from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, run
+from ...tensor import ShardTensor, redistribute_to, run
 from ..common.alignment import is_sharded, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
@@ -68,10 +68,12 @@ def _gather_or_scatter(call: AtenCall) -> AtenPlan:
     if call.func == _aten.gather.default:
         return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
     adds = call.func in (_aten.scatter_add.default, _aten.scatter_add_.default)
-    once = call.func in _REDUCES and (argument(call, 4, "reduce", "sum") == "mean" or not _includes_self(call))
-    return labelled(call, roles, within, indexed={(2,): dim}, writes=True, accumulates=adds, in_blocks=not once)
+    kind, once = ("sum", False) if adds else _reduction(call)
+    return labelled(call, roles, within, indexed={(2,): dim}, writes=True, accumulates=kind, in_blocks=not once)
 
 
+# What reductions are called as those of a Partial; a mean is none.
+_KINDS = {"sum": "sum", "add": "sum", "prod": "product", "multiply": "product", "amax": "max", "amin": "min"}
 _REDUCES = (
     _aten.scatter_reduce.two,
     _aten.scatter_reduce_.two,
@@ -80,8 +82,11 @@ _REDUCES = (
 )
 
 
-def _includes_self(call: AtenCall) -> bool:
-    return bool(call.kwargs.get("include_self", True))
+def _reduction(call: AtenCall) -> tuple[str | None, bool]:
+    """How an operator with ``reduce=`` accumulates, and whether it has to see its index as a whole to do so."""
+    kind = _KINDS.get(argument(call, 4, "reduce", ""))
+    once = call.func in _REDUCES and (kind is None or not call.kwargs.get("include_self", True))
+    return None if once else kind, once
 
 
 @operator(
@@ -107,7 +112,7 @@ def _by_index(call: AtenCall) -> AtenPlan:
     if call.func == _aten.index_select.default:
         return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
     adds = call.func in (_aten.index_add.default, _aten.index_add_.default)
-    once = call.func in _REDUCES and (argument(call, 4, "reduce", "") == "mean" or not _includes_self(call))
+    kind, once = ("sum", False) if adds else _reduction(call)
     wraps = call.func._schema.name.startswith("aten::index_fill")
     return labelled(
         call,
@@ -115,7 +120,7 @@ def _by_index(call: AtenCall) -> AtenPlan:
         within,
         indexed={(2,): dim},
         writes=True,
-        accumulates=adds,
+        accumulates=kind,
         wraps=wraps,
         in_blocks=not once,
     )
@@ -129,23 +134,33 @@ def _step_by_step(
     op: OpOverload, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, include_self: bool = True
 ) -> Tensor:
     """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
-    sharded = [t for t in (x, index, source) if isinstance(t, DTensor) and spec_of(t).sharded_dims()]
-    if len(sharded) < 2 or not isinstance(x, DTensor) or (reduce != "mean" and include_self):
-        return DECLINED
     scatters = op._schema.name.startswith("aten::scatter")
+    parts = [(index, dim if scatters else 0), (source, dim)]
+    cut = [t for t, d in parts if isinstance(t, DTensor) and dim_of(spec_of(t), d) in spec_of(t).sharded_dims()]
+    if not cut or (reduce != "mean" and include_self):
+        return DECLINED
+    if not isinstance(x, DTensor):
+        if is_inplace(op):
+            return DECLINED  # which refuses it
+        x = replicated(x, spec_of(cut[0]))
     add = torch.scatter_add if scatters else torch.index_add
-    touched = (torch.scatter if scatters else torch.index_fill)(torch.zeros_like(x, dtype=torch.bool), dim, index, True)
+    exact = x.dtype.is_floating_point or x.dtype.is_complex
+    count = torch.zeros_like(x, dtype=x.dtype if exact else torch.int64)
+    count = _whole(add(count, dim, index, torch.ones_like(source, dtype=count.dtype)))
     start: Tensor = x
     if not include_self:
-        kind = {"sum": "sum", "mean": "sum", "prod": "product", "amax": "max", "amin": "min"}[reduce]
-        start = x.masked_fill(touched, neutral_element(kind, x.dtype))
+        start = x.masked_fill(count != 0, neutral_element(_KINDS.get(reduce, "sum"), x.dtype))
     if reduce != "mean":
         again = torch.scatter_reduce if scatters else torch.index_reduce
         return again(start, dim, index, source, reduce)
-    count = torch.ones_like(x) if include_self else touched.logical_not().to(x.dtype)
-    count = add(count, dim, index, torch.ones_like(source))
-    exact = x.dtype.is_floating_point or x.dtype.is_complex
-    return torch.div(add(start, dim, index, source), count, rounding_mode=None if exact else "floor")
+    count = count + (1 if include_self else (count == 0).to(count.dtype))
+    mean = torch.div(add(start, dim, index, source), count, rounding_mode=None if exact else "floor")
+    return mean.to(x.dtype)
+
+
+def _whole(t: Tensor) -> Tensor:
+    """A Partial that is used more than once, reduced."""
+    return redistribute_to(t, spec_of(t).for_gradient())
 
 
 def _register_reduce(op: OpOverload) -> None:
@@ -211,7 +226,8 @@ def _index_put(call: AtenCall) -> AtenPlan:
     trailing = result[len(result) - len(values) :]
     roles[(2,)] = [label if n == lengths.get(label, n) else None for label, n in zip(trailing, values, strict=True)]
     accumulates = bool(call.args[3]) if len(call.args) > 3 else bool(call.kwargs.get("accumulate", False))
-    return labelled(call, roles, within, indexed=_index_dims(call), writes=True, accumulates=accumulates, wraps=True)
+    kind = "sum" if accumulates else None
+    return labelled(call, roles, within, indexed=_index_dims(call), writes=True, accumulates=kind, wraps=True)
 
 
 def is_mask(index: object) -> TypeGuard[Tensor]:

@@ -6,11 +6,15 @@ How these are laid out is worked out in index_layout.py.
 contributes zeros for the others: the result is a Partial, or is summed at the owner of the block that is broadcast.
 (The zeros are negative ones, the neutral element of floating-point addition, so that every value comes out as it was.)
 Writing, the others' entries go to a sink, one more index at the end of a copy of the shard.
+
+[Note: contributions] Where a rank has its own part of what is added to a sharded dim, it adds that into a block that is
+neutral, and the blocks are reduced at their owners: all in one exchange if together they are no larger than the part,
+and otherwise owner by owner, so that no rank holds more than one block of another rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +26,16 @@ from ...exchange import plan_intervals
 from ...geometry import Interval, intervals_of
 from ...halo import Axis, Fetch
 from ...planning import AtenCall, AtenPlan, Path, is_inplace, meta_of
-from ...redistribute import reduce_scatter
+from ...redistribute import redistribute_local, reduce_scatter
 from ...spec import ShardTensorSpec
 from ...tracing import is_traced
+from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, Labels, clipped, operand
 
 __all__ = ["labelled"]
+
+# Of dims that are indexed and sharded: the length, and where the part begins and ends that a rank answers for.
+Own = dict[int, tuple[int, int, int]]
 
 
 def _put(values: list[Any], path: Path, value: Any) -> None:
@@ -50,7 +58,7 @@ def labelled(
     *,
     indexed: Mapping[Path, int] | None = None,
     writes: bool = False,
-    accumulates: bool = False,
+    accumulates: str | None = None,
     picks: bool = False,
     wraps: bool = False,
     counts: bool = False,
@@ -63,7 +71,8 @@ def labelled(
         out: those of the result.
         indexed: for each index tensor the dim of the first tensor that it indexes. Without, these must be free.
         writes: the result is the first tensor, changed.
-        accumulates: the operator adds into its result, so that labels which the result lacks may be sharded, too.
+        accumulates: how the operator reduces into its result ("sum", "product", "max", "min"; None: not at all); so
+            that labels which the result lacks may be sharded, too.
         picks: the result consists of entries of the first tensor, so that a Partial stays one.
         wraps: negative indices count from the end.
         counts: the result is a sum of what each part of the first tensor gives.
@@ -88,25 +97,56 @@ def labelled(
         if isinstance(placement, Partial) and axis.along is None and axis.broadcast is None:
             axis.keeps = placement
     targets = {path: layout.target(path) for path in call.tensors}
-    inplace = is_inplace(call.func)
-    if inplace:
-        _check_written(call, first, targets)
     if writes and first in targets:
         result = targets[first].replace(meta=meta_of(call.meta))
     else:
         result = layout.result()
-    work = _Work(layout, indexed or {}, wraps, result)
+    work: Callable[..., Any] = _Work(layout, indexed or {}, wraps, result)
+    inplace = is_inplace(call.func)
+    if inplace:
+        _check_written(call, layout, targets)
+        if targets[first] != call.tensors[first]:
+            work = _written_through(work, first, call.tensors[first], targets.pop(first))
+        result = call.tensors[first]
+    elif writes and accumulates != "sum" and (reduced := result.for_gradient()) != result:
+        # At once, as torch's formulas for gradients read the result.
+        work, result = _reduced(work, result, reduced), reduced
     return call.plan(result, targets, call=work, returns_self=inplace)
 
 
-def _check_written(call: AtenCall, first: Path, targets: Mapping[Path, ShardTensorSpec]) -> None:
+def _written_through(
+    work: Callable[..., Tensor], first: Path, whole: ShardTensorSpec, partial: ShardTensorSpec
+) -> Callable[..., Tensor]:
+    """An in-place operator on a replicated tensor to which the ranks contribute: it gets what these amount to."""
+
+    def write(*args: Any, **kwargs: Any) -> Tensor:
+        values = _copied(args)
+        target = operand(values, first)
+        _put(values, first, redistribute_local(target, whole, partial))
+        written: Tensor = target.copy_(redistribute_local(work(*values, **kwargs), partial, whole))
+        return written
+
+    return write
+
+
+def _reduced(work: Callable[..., Tensor], partial: ShardTensorSpec, whole: ShardTensorSpec) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: redistribute_local(work(*args, **kwargs), partial, whole)
+
+
+def _check_written(call: AtenCall, layout: IndexLayout, targets: Mapping[Path, ShardTensorSpec]) -> None:
     """UnsupportedSharding where what is written to would have to be another tensor."""
-    if first in call.tensors and targets[first] == call.tensors[first]:
-        return
-    reason = "a ShardTensor cannot be written into a plain tensor"
+    first = layout.first
     if first in call.tensors:
-        reason = "what is written is sharded otherwise than the tensor it is written to"
-    raise call.refuse(reason, "use the out-of-place form, or redistribute first")
+        # A replicated tensor may be contributed to.
+        pairs = zip(call.tensors[first].layout, targets[first].layout, strict=True)
+        if all(own == new or (own.placement.is_replicate() and new.placement.is_partial()) for own, new in pairs):
+            return
+    else:
+        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+    raise call.refuse(
+        "what is written is sharded otherwise than the tensor it is written to",
+        "use the out-of-place form, or redistribute first",
+    )
 
 
 class _Work:
@@ -115,20 +155,34 @@ class _Work:
     def __init__(self, layout: IndexLayout, indexed: Mapping[Path, int], wraps: bool, result: ShardTensorSpec) -> None:
         self.func, self.roles, self.out, self.first = layout.call.func, layout.roles, list(layout.out), layout.first
         self.writes, self.wraps, self.result = layout.writes, wraps, result
+        self.accumulates = layout.accumulates
         self.coordinate, self.mesh = result.coordinate, layout.mesh
         self.shortest = layout.shortest
         self.axes = layout.axes
         self.inplace = is_inplace(self.func)
         self.narrowings = self._narrowings(layout.call)
-        # Of the dims that are indexed and sharded: the length, the own part; and the index tensors that index them.
+        # What this rank owns; and the index tensors that index it.
         spec = layout.call.tensors.get(self.first)
-        self.own: dict[int, tuple[int, int, int]] = {}
+        self.own: Own = {}
         for m, axis in enumerate(self.axes):
             if axis.indexed is not None and spec is not None:
                 self.own[axis.indexed] = (spec.shape[axis.indexed], *spec.interval(m))
         self.indexed = {path: dim for path, dim in indexed.items() if dim in self.own}
+        self.contributed = [m for m, axis in enumerate(self.axes) if axis.contributes]
+        self.blocks = {m: intervals_of(spec.cut(m)) for m in self.contributed if spec is not None}
+        self.at_once = [m for m in self.contributed if self._fits_a_shard(layout.call, m)]
+        # The value is on the first rank; a plain tensor is on all.
+        summed = [m for m, axis in enumerate(self.axes) if axis.along is not None and axis.along[0] not in self.out]
+        self.starts_neutral = self.writes and spec is None and any(self.coordinate[m] for m in summed)
         self.broadcast = [m for m, axis in enumerate(self.axes) if axis.broadcast is not None]
         self.held = self._held(layout.call)
+
+    def _fits_a_shard(self, call: AtenCall, m: int) -> bool:
+        """Whether contributions to all ranks are no larger than the shard that they are made of."""
+        along = self.axes[m].along
+        parts = [spec for path, spec in call.tensors.items() if along is not None and along[0] in self.roles[path]]
+        largest = max(spec.shape.numel() for spec in parts)
+        return call.tensors[self.first].shape.numel() * self.mesh.size(m) <= largest
 
     def _narrowings(self, call: AtenCall) -> list[tuple[Path, int, int, int]]:
         """What of a plain tensor this rank works on: ``(path, dim, start, length)``."""
@@ -165,26 +219,67 @@ class _Work:
         for path, d, a, n in self.narrowings:
             _put(values, path, operand(values, path).narrow(d, a, n))
         if not self.writes:
-            return self._in_blocks(self.broadcast, values, kwargs)
+            return self._in_blocks(self.broadcast, values, kwargs, self.own)
+        if self.starts_neutral:
+            plain = operand(values, self.first)
+            _put(values, self.first, torch.full_like(plain, neutral_element(self.accumulates or "sum", plain.dtype)))
         if not self.own and not self.broadcast:
             return self.func(*values, **kwargs)
         target = operand(values, self.first)
-        room = target if self.inplace and not self.own else target.clone()
-        for d in self.own:  # the sink
+        written = self._contributions(self.contributed, values, kwargs, self.own)
+        if self.inplace:
+            return target if written is target else target.copy_(written)
+        return written.contiguous()
+
+    def _contributions(self, mesh_dims: Sequence[int], values: list[Any], kwargs: dict[str, Any], own: Own) -> Tensor:
+        """What is written to, with what all ranks contribute to this rank's part of it, see [Note: contributions]."""
+        if not mesh_dims:
+            return self._written(values, kwargs, own)
+        m, target, partial = mesh_dims[0], operand(values, self.first), Partial(self.accumulates or "sum")
+        ranks, rank, group = self.mesh.size(m), self.coordinate[m], self.mesh.get_group(m)
+        d = self.axes[m].indexed
+        assert d is not None
+        n, start, stop = own[d]
+        blocks = self.blocks[m]
+        rounds = [(0, n, blocks)]
+        if m not in self.at_once:
+            rounds = [
+                (a, b, tuple((0, b - a) if r == s else (0, 0) for r in range(ranks))) for s, (a, b) in enumerate(blocks)
+            ]
+        total = target
+        for a, b, pieces in rounds:
+            if a == b:
+                continue
+            shape = [b - a if k == d else size for k, size in enumerate(target.shape)]
+            room = target.new_full(shape, neutral_element(partial.reduce_op, target.dtype))
+            mine = a <= start and stop <= b
+            if mine:
+                room.narrow(d, start - a, stop - start).copy_(target)
+            part = _copied(values)
+            _put(part, self.first, room)
+            room = self._contributions(mesh_dims[1:], part, kwargs, {**own, d: (n, a, b)})
+            found = reduce_scatter(partial, d, pieces, rank, group, room)
+            total = found if mine and start < stop else total
+        return total
+
+    def _written(self, values: list[Any], kwargs: dict[str, Any], own: Own) -> Tensor:
+        """What is written to, with what this rank writes to the part that it answers for."""
+        target = operand(values, self.first)
+        room = target if self.inplace and not own else target.clone()
+        for d in own:  # the sink
             row = room.new_zeros([1 if k == d else n for k, n in enumerate(room.shape)])
             room = torch.cat([room, row], d)
+        values = _copied(values)
         _put(values, self.first, room)
-        self._in_blocks(self.broadcast, values, kwargs)
-        for d in self.own:
+        self._in_blocks(self.broadcast, values, kwargs, own)
+        for d in own:
             room = room.narrow(d, 0, room.shape[d] - 1)
-        if self.inplace:
-            return target if room is target else target.copy_(room)
-        return room.contiguous()
+        return room
 
-    def _in_blocks(self, mesh_dims: Sequence[int], values: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _in_blocks(self, mesh_dims: Sequence[int], values: list[Any], kwargs: dict[str, Any], own: Own) -> Any:
         """The operator, once for each combination of blocks."""
         if not mesh_dims:
-            return self._on_own(_copied(values), kwargs)
+            return self._on_own(_copied(values), kwargs, own)
         m = mesh_dims[0]
         label, sizes = self.axes[m].broadcast  # type: ignore[misc]
         ranks, rank, group = self.mesh.size(m), self.coordinate[m], self.mesh.get_group(m)
@@ -204,7 +299,7 @@ class _Work:
                 else:
                     block = value.narrow(d, a, b - a)
                 _put(part, path, block)
-            piece = self._in_blocks(mesh_dims[1:], part, kwargs)
+            piece = self._in_blocks(mesh_dims[1:], part, kwargs, own)
             if not self.writes:
                 if indexed:
                     d = self.out.index(label)
@@ -220,11 +315,11 @@ class _Work:
             return sum(pieces[1:], pieces[0])
         return torch.cat(pieces, self.out.index(label)) if len(pieces) > 1 else pieces[0]
 
-    def _on_own(self, values: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _on_own(self, values: list[Any], kwargs: dict[str, Any], own: Own) -> Any:
         """The operator on what this rank owns, see [Note: own entries]."""
         here: Tensor | None = None
         for path, dim in self.indexed.items():
-            n, a, b = self.own[dim]
+            n, a, b = own[dim]
             index = operand(values, path)
             if self.wraps:
                 index = torch.where(index < 0, index + n, index)
@@ -240,7 +335,7 @@ class _Work:
             return _in_place(self.func)(*values, **kwargs)
         if here is not None:
             table = operand(values, self.first)
-            for dim, (_, a, b) in self.own.items():
+            for dim, (_, a, b) in own.items():
                 if a == b:  # an entry to read in vain
                     row = table.new_zeros([1 if k == dim else n for k, n in enumerate(table.shape)])
                     table = torch.cat([table, row], dim)

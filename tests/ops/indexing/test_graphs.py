@@ -1,0 +1,268 @@
+"""Sums over the edges of graphs, as graph networks write them: edges sharded, nodes whole or sharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+EDGES, FEATURES = 11, 3
+CUT = {2: (4, 7), 3: (4, 0, 7)}
+
+
+def graph(nodes):
+    """Messages, source and target of each edge, and nodes; no message is given to node 0, and node 1 gets one."""
+    generator = torch.Generator().manual_seed(0)
+    messages = torch.randn(EDGES, FEATURES, dtype=torch.float64, generator=generator)
+    target = torch.randint(2, nodes, (EDGES,), generator=generator)
+    target[3] = 1
+    source = torch.randint(nodes, (EDGES,), generator=generator)
+    return messages, source, target, torch.randn(nodes, FEATURES, dtype=torch.float64, generator=generator)
+
+
+def wide(index, like):
+    return index.view(-1, 1).expand_as(like)
+
+
+def scatter(messages, index, nodes, reduce):
+    """What graph libraries build on: zeros like the messages, written in place."""
+    size = (nodes, *messages.shape[1:])
+    index_of_all = wide(index, messages) if messages.ndim > 1 else index
+    if reduce in ("sum", "mean"):
+        total = messages.new_zeros(size).scatter_add_(0, index_of_all, messages)
+        if reduce == "sum":
+            return total
+        count = messages.new_zeros(nodes)
+        count.scatter_add_(0, index, messages.new_ones(messages.size(0)))
+        return total / count.clamp(min=1).view(-1, *[1] * (messages.ndim - 1))
+    if reduce == "prod":
+        return messages.new_ones(size).scatter_reduce_(0, index_of_all, messages, reduce="prod", include_self=True)
+    return messages.new_zeros(size).scatter_reduce_(0, index_of_all, messages, reduce=reduce, include_self=False)
+
+
+def in_place(write):
+    def fn(messages, target, x):
+        return write(x * 1, target, messages) ** 2
+
+    return fn
+
+
+def cases():
+    """``{label: fn(messages, target, nodes)}``"""
+    found = {
+        "scatter_add": lambda m, t, x: x.scatter_add(0, wide(t, m), m),
+        "index_add": lambda m, t, x: x.index_add(0, t, m, alpha=2),
+        "index_put": lambda m, t, x: x.index_put((t,), m, accumulate=True),
+        "index_reduce": lambda m, t, x: x.index_reduce(0, t, m, "prod", include_self=False),
+        "scatter_add_": in_place(lambda x, t, m: x.scatter_add_(0, wide(t, m), m)),
+        "index_add_": in_place(lambda x, t, m: x.index_add_(0, t, m)),
+        "index_put_": in_place(lambda x, t, m: x.index_put_((t,), m, accumulate=True)),
+        "index_reduce_": in_place(lambda x, t, m: x.index_reduce_(0, t, m, "mean", include_self=False)),
+        "scatter_, multiply": lambda m, t, x: x.detach().clone().scatter_(0, wide(t, m), m.detach(), reduce="multiply"),
+        "out=": lambda m, t, x: torch.index_add(
+            x.detach(), 0, t, m.detach(), out=torch.zeros_like(x, requires_grad=False)
+        ),
+    }
+    for reduce in ("sum", "mean", "amax", "amin", "prod"):
+        found[f"new_zeros, {reduce}"] = lambda m, t, x, r=reduce: scatter(m, t, x.shape[0], r) * x
+        for itself in (True, False):
+            found[f"scatter_reduce, {reduce}, {itself}"] = lambda m, t, x, r=reduce, i=itself: x.scatter_reduce(
+                0, wide(t, m), m, r, include_self=i
+            )
+    found["scatter_reduce_"] = in_place(lambda x, t, m: x.scatter_reduce_(0, wide(t, m), m, "amax"))
+    return found
+
+
+def check(ranks, nodes, index, x):
+    messages, _, target, values = graph(nodes)
+    edges = {0: CUT[ranks]}
+    for label, fn in cases().items():
+        try:
+            assert_matches_unsharded(
+                fn,
+                *(messages, target, values),
+                mesh_shape=ranks,
+                placements=[[Shard(0)], index, x],
+                shard_sizes=[edges, None if index is None else edges, None],
+            )
+        except Exception as error:
+            raise AssertionError(f"{label} of {nodes} nodes as {x}, index {index}") from error
+
+
+@pytest.mark.parametrize("ranks, nodes", [(2, 5), (2, 9), (3, 5)])
+def test_edges_are_summed_into_whole_and_sharded_nodes(ranks, nodes):
+    # Contributions to 5 nodes go in one exchange, those to 9 nodes owner by owner.
+    for index, x in ((None, [Replicate()]), ([Shard(0)], [Shard(0)])):
+        run_distributed(check, ranks, ranks, nodes, index, x, timeout=200)
+
+
+def mixed():
+    """Index and messages sharded in different ways, nodes plain, edges along a later dim, and on a mesh of two dims."""
+    messages, _, target, values = graph(5)
+    for label in ("scatter_add", "new_zeros, mean", "new_zeros, amax", "scatter_reduce, amin, False"):
+        fn = cases()[label]
+        for placements, sizes in (
+            ([[Shard(0)], [Shard(0)], None], [{0: (4, 7)}, {0: (9, 2)}, None]),
+            ([[Replicate()], [Shard(0)], [Replicate()]], [None, {0: (4, 7)}, None]),
+            ([[Shard(0)], None, [Shard(1)]], [{0: (11, 0)}, None, None]),
+        ):
+            common = dict(mesh_shape=2, placements=placements, shard_sizes=sizes)
+            assert_matches_unsharded(fn, messages, target, values, **common)
+
+    def last(m, t, x):
+        return x.t().clone().scatter_add_(1, t.expand(FEATURES, EDGES), m.t()) * x.t()
+
+    along = dict(placements=[[Shard(0)], [Shard(0)], [Replicate()]], shard_sizes=[{0: (4, 7)}, {0: (4, 7)}, None])
+    assert_matches_unsharded(last, messages, target, values, mesh_shape=2, **along)
+    counts = assert_matches_unsharded(
+        lambda t: torch.zeros_like(t)[:5].index_add(0, t, torch.ones_like(t)),
+        *(target,),
+        mesh_shape=2,
+        placements=[Shard(0)],
+        shard_sizes={0: (4, 7)},
+    )
+    return counts.placements
+
+
+def test_other_layouts():
+    run_distributed(mixed, 2, timeout=200)
+
+
+def two_dims():
+    messages, _, target, values = graph(5)
+    for label in ("new_zeros, sum", "new_zeros, amax", "index_add"):
+        for x in ([Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(1), Shard(0)]):
+            assert_matches_unsharded(
+                cases()[label],
+                *(messages, target, values),
+                mesh_shape=(2, 2),
+                placements=[[Shard(1), Shard(0)], [Replicate(), Shard(0)], x],
+                shard_sizes=[{1: (4, 7)}, {1: (4, 7)}, None],
+            )
+
+
+def test_edges_on_one_dim_of_a_mesh_and_features_on_the_other():
+    run_distributed(two_dims, 4, timeout=200)
+
+
+class Convolution(nn.Module):
+    """Of a graph, with normalization by degrees and self-loops left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 4)
+
+    def forward(self, x, source, target):
+        degree = scatter(torch.ones_like(target, dtype=x.dtype), target, x.shape[0], "sum")
+        norm = degree.pow(-0.5).masked_fill(degree == 0, 0.0)
+        x = self.linear(x)
+        messages = (norm[source] * norm[target]).view(-1, 1) * x.index_select(0, source)
+        return scatter(messages, target, x.shape[0], "sum").relu()
+
+
+class Attention(nn.Module):
+    """Softmax over the edges of each node."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 4)
+        self.score = nn.Linear(8, 1)
+
+    def forward(self, x, source, target):
+        n, x = x.shape[0], self.linear(x)
+        score = self.score(torch.cat([x[source], x[target]], 1)).tanh().squeeze(1)
+        highest = scatter(score.detach(), target, n, "amax")
+        weight = (score - highest.index_select(0, target)).exp()
+        weight = weight / (scatter(weight, target, n, "sum") + 1e-16).index_select(0, target)
+        return scatter(weight.view(-1, 1) * x.index_select(0, source), target, n, "sum")
+
+
+class EdgeConvolution(nn.Module):
+    """The maximum over edges of what is made of both ends."""
+
+    def __init__(self, reduce="amax"):
+        super().__init__()
+        self.reduce = reduce
+        self.layers = nn.Sequential(nn.Linear(2 * FEATURES, 5), nn.SiLU(), nn.Linear(5, 4))
+
+    def forward(self, x, source, target):
+        messages = self.layers(torch.cat([x[target], x[source] - x[target]], -1))
+        return scatter(messages, target, x.shape[0], self.reduce)
+
+
+def layers(ranks):
+    _, source, target, values = graph(6)
+    edges = {0: CUT[ranks]}
+    for make in (Convolution, Attention, EdgeConvolution, lambda: EdgeConvolution("mean")):
+        torch.manual_seed(0)
+        layer = make().double()
+        for x in (None, [Replicate()], [Shard(0)]):
+            assert_matches_unsharded(
+                layer,
+                *(values, source, target),
+                mesh_shape=ranks,
+                placements=[x, [Shard(0)], [Shard(0)]],
+                shard_sizes=[None, edges, edges],
+            )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_of_graph_networks(ranks):
+    run_distributed(layers, ranks, ranks, timeout=200)
+
+
+def traffic():
+    mesh = shared_mesh(2)
+    messages, _, target, values = graph(5)
+    m, t = (shard(value, mesh, [Shard(0)], {0: (4, 7)}) for value in (messages, target))
+    index = wide(t, m)
+    found = {}
+
+    def counted(label, fn):
+        with count_communication() as traffic:
+            result = fn()
+        found[label] = result.placements, dict(traffic.collectives), traffic.bytes_sent
+
+    whole, cut = (shard(values, mesh, [p]) for p in (Replicate(), Shard(0)))
+    counted("out of place", lambda: whole.scatter_add(0, index, m))
+    counted("in place", lambda: whole.scatter_add_(0, index, m))
+    counted("maximum", lambda: whole.scatter_reduce(0, index, m, "amax"))
+    counted("sharded nodes", lambda: cut.scatter_add(0, index, m))
+    return found
+
+
+def test_contributions_are_what_is_sent():
+    nodes = 5 * FEATURES * 8
+    for rank, found in enumerate(run_distributed(traffic, 2)):
+        assert found["out of place"] == ((Partial(),), {}, 0)
+        assert found["in place"][:2] == ((Replicate(),), {"all_reduce": 1})
+        assert found["maximum"][:2] == ((Replicate(),), {"all_reduce": 1})
+        # To the other rank what its nodes get: 3 nodes on rank 0, 2 on rank 1.
+        assert found["sharded nodes"][0] == (Shard(0),)
+        assert found["sharded nodes"][2] == nodes * (2, 3)[rank] // 5
+
+
+def plain_target():
+    mesh = shared_mesh(2)
+    m = shard(torch.ones(4, 2), mesh, [Shard(0)])
+    with count_communication() as traffic:
+        try:
+            torch.zeros(3, 2).index_add_(0, torch.tensor([0, 1, 2, 0]), m)
+        finally:
+            assert not traffic.collectives
+
+
+def test_a_plain_target_is_refused():
+    for error in run_expecting_errors(plain_target, 2):
+        with pytest.raises(NotImplementedError, match="plain tensor"):
+            raise error
