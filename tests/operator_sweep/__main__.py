@@ -7,8 +7,9 @@ import json
 import time
 from collections import Counter
 
-from .cases import DTYPES, operator_names
+from .cases import DTYPES, HALF, operator_names
 from .drive import Report, sweep
+from .half import DATA
 from .table import write
 from .worker import Case, Options
 
@@ -17,7 +18,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m operator_sweep", description=__doc__)
     parser.add_argument("operators", nargs="*", default=[""], help="names start with one of these (default: all)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES, *HALF], default=list(DTYPES))
+    parser.add_argument("--data", choices=DATA, default=DATA[0], help="of half precision, see half.py")
     parser.add_argument("--kind", choices=("function", "forward", "in place"), default="function")
     parser.add_argument("--gather", action="store_true", help="inside allow_gather()")
     parser.add_argument("--refused-in", metavar="FILE", help="only the cases that were refused in what --json wrote")
@@ -37,7 +39,7 @@ def main() -> None:
     for ranks in options.ranks:
         for dtype in options.dtypes:
             start = time.monotonic()
-            wanted = Options(dtype, options.kind, options.gather, options.limit)
+            wanted = Options(dtype, options.kind, options.gather, options.limit, data=options.data)
             swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
             report.cases += swept.cases
             seconds = time.monotonic() - start

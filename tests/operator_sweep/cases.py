@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardtensor.testing import shard, shared_mesh
 
 DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 OTHERS = ("plain", "replicated", "alike")  # how the operands that are not the first one lie on the ranks
 
 
@@ -135,7 +136,8 @@ def copied_sample(sample: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def in_double(sample: Any) -> Any:
     """The sample in double precision, to tell rounding from mistakes."""
-    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    wider = dict.fromkeys([torch.float32, *HALF.values()], torch.float64)
+    wider |= dict.fromkeys([torch.complex64, torch.complex32], torch.complex128)
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype in wider:

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 import shardtensor
 from shardtensor import UnsupportedSharding
 
-from .cases import DTYPES, Cut, copied_sample, cuts, database, first_operands, in_double, place, samples, variant
+from .cases import DTYPES, HALF, Cut, copied_sample, cuts, database, first_operands, in_double, place, samples, variant
+from .half import DATA, less_exact, rounded_weights, shifted
 
 RIGHT, REFUSED, WRONG, FOREIGN, IMPRECISE = range(5)
 NAMES = {RIGHT: "right", REFUSED: "refused", WRONG: "wrong", FOREIGN: "foreign", IMPRECISE: "wrong"}
@@ -46,10 +48,12 @@ class Options:
     """What a sweep runs.
 
     Attributes:
-        dtype: "float", "int" or "bool": the samples.
+        dtype: "float", "int", "bool", "bfloat16" or "float16": the samples. Of half precision the error against float64
+            is compared with one device's.
         kind: "function" (with gradients where there are any), "forward" (without), "in place".
         gather: inside allow_gather().
         limit: at most so many samples of each operator.
+        data: of half precision, what the samples hold; see half.py.
         only: the number of the sample and the name of the cut of cases; None for all.
         setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
     """
@@ -58,6 +62,7 @@ class Options:
     kind: str = "function"
     gather: bool = False
     limit: int = 10**9
+    data: str = DATA[0]
     only: frozenset[tuple[int, str]] | None = None
     setup: tuple[str, str] | None = None
 
@@ -115,16 +120,29 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """A scalar that weighs every value differently."""
+Weights = Callable[[torch.Tensor], torch.Tensor]
+
+
+def different_weights(t: torch.Tensor) -> torch.Tensor:
+    """Weights for a loss that tell all its elements apart."""
+    return torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype.to_real()).reshape(t.shape)
+
+
+def loss_of(outputs: list[torch.Tensor], weights: Weights = different_weights) -> torch.Tensor:
+    """A scalar that weighs every value."""
     total: Any = 0.0
     for t in outputs:
-        weight = torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype.to_real()).reshape(t.shape)
+        weight = weights(t)
         total = total + ((t.abs() if t.is_complex() else t) * weight).sum()
     return total
 
 
-def evaluate(function: Callable[..., Any], arguments: tuple[Any, Any, Any], gradients: bool) -> list[Any]:
+def evaluate(
+    function: Callable[..., Any],
+    arguments: tuple[Any, Any, Any],
+    gradients: bool,
+    weights: Weights = different_weights,
+) -> list[Any]:
     """The results, then the gradients; on shards both are still sharded."""
     first, args, kwargs = arguments
     torch.manual_seed(1)
@@ -134,7 +152,7 @@ def evaluate(function: Callable[..., Any], arguments: tuple[Any, Any, Any], grad
     if not gradients or not roots:
         return results
     leaves = [t for t in tree_leaves((first, args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    found = torch.autograd.grad(loss_of(roots), leaves, allow_unused=True)
+    found = torch.autograd.grad(loss_of(roots, weights), leaves, allow_unused=True)
     for leaf, grad in zip(leaves, found):
         if grad is not None and isinstance(grad, DTensor) != isinstance(leaf, DTensor):
             raise TypeError(f"a gradient of type {type(grad).__name__} for a {type(leaf).__name__}")
@@ -151,14 +169,14 @@ def by_what_they_pick(name: str, sample: Any, results: list[Any]) -> list[Any]:
     return results[:at] + [sample.input.gather(dim, positions), positions.sort(dim)[0]] + results[at + 1 :]
 
 
-def difference(got: list[Any], expected: list[Any], tolerance: float, values: bool) -> str | None:
-    """In words, or None."""
+def difference(got: list[Any], expected: list[Any], tolerance: float | None, values: bool) -> str | None:
+    """In words, or None. Without a tolerance floating-point numbers are not compared."""
     if len(got) != len(expected):
         return f"{len(got)} results instead of {len(expected)}"
     for i, (a, b) in enumerate(zip(got, expected)):
         if not isinstance(b, torch.Tensor):
             if isinstance(a, torch.Tensor) or (values and a != b and not (a != a and b != b)):
-                if not isinstance(b, float) or abs(a - b) > tolerance * max(1, abs(b)):
+                if not isinstance(b, float) or (tolerance or 1.0) * max(1, abs(b)) < abs(a - b):
                     return f"result {i} is {a!r} instead of {b!r}"
             continue
         if not isinstance(a, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
@@ -171,6 +189,8 @@ def difference(got: list[Any], expected: list[Any], tolerance: float, values: bo
         if not (b.is_floating_point() or b.is_complex()):
             if not torch.equal(a, b):
                 return f"result {i} differs"
+            continue
+        if tolerance is None:
             continue
         finite = b[b.isfinite()].abs()
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
@@ -200,10 +220,12 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
         for i, sample in enumerate(samples_of(name, options)):
             reference: Expected | None = None
             for cut in cuts(sample):
+                if reference is not None and options.data != DATA[0] and reference.dim != cut.dim:
+                    reference = None  # what cancels depends on the dim
                 number += 1
                 if number <= skip or (options.only is not None and (i, str(cut)) not in options.only):
                     continue
-                reference = reference or Expected(name, sample, options)
+                reference = reference or Expected(name, shifted(sample, options.data, cut.dim), options, dim=cut.dim)
                 if reference.impossible:
                     break
                 said, detail = reference.compare(cut, lockstep)
@@ -222,7 +244,7 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
 
 def samples_of(name: str, options: Options) -> list[Any]:
     """The samples that the options ask for, if the operator takes them."""
-    op, dtype = database()[name], DTYPES[options.dtype]
+    op, dtype = database()[name], {**DTYPES, **HALF}[options.dtype]
     function = variant(name, options.kind)
     if function is None or not op.supports_dtype(dtype, "cpu"):
         return []
@@ -236,21 +258,29 @@ def samples_of(name: str, options: Options) -> list[Any]:
 
 
 def with_gradients(name: str, options: Options) -> bool:
-    return options.kind != "forward" and options.dtype == "float" and bool(database()[name].supports_autograd)
+    if options.kind == "forward" or options.dtype not in ("float", *HALF):
+        return False
+    op = database()[name]
+    takes = options.dtype == "float" or HALF[options.dtype] in op.supported_backward_dtypes("cpu")
+    return takes and bool(op.supports_autograd)
 
 
 class Expected:
     """What one device gives for a sample, and how a cut compares with it.
 
-    ``function`` is called instead of the operator ``name``.
+    ``function`` is called instead of the operator ``name``; ``dim`` is the one that is sharded, where the data depend
+    on it.
     """
 
     def __init__(
-        self, name: str, sample: Any, options: Options, function: Callable[..., Any] | None = None
+        self, name: str, sample: Any, options: Options, function: Callable[..., Any] | None = None, dim: int = 0
     ) -> None:
         self.name, self.sample, self.options = name, sample, options
         self.function = function or variant(name, options.kind)
         self.gradients = with_gradients(name, options)
+        self.dim = dim
+        half = options.dtype in HALF
+        self.weights = partial(rounded_weights, options.data, dim) if half else different_weights
         self.in_place = options.kind == "in place"
         self.undefined = name.startswith(UNDEFINED)
         self.precise: tuple[Any, list[Any]] | None = None
@@ -267,21 +297,14 @@ class Expected:
         function = self.function
         if self.in_place:
             # Written to must be a result of something, as leaves that require gradients cannot be.
-            first, args, kwargs = arguments
-            return evaluate(lambda x, *a, **k: function(torch.clone(x), *a, **k), (first, args, kwargs), self.gradients)
-        return evaluate(function, arguments, self.gradients)
+            function = lambda x, *a, **k: self.function(torch.clone(x), *a, **k)  # noqa: E731
+        return evaluate(function, arguments, self.gradients, self.weights)
 
     def compare(self, cut: Cut, lockstep: Lockstep, precisely: bool = False) -> tuple[list[int], str]:
         """Every rank's outcome, and this rank's words on it."""
         sample, expected = self.sample, self.values
         if precisely:
-            if self.precise is None:
-                wide = in_double(sample)
-                try:
-                    self.precise = wide, self.run(copied_sample(wide))
-                except Exception:  # the operator does not take doubles
-                    self.precise = sample, self.values
-            sample, expected = self.precise
+            sample, expected = self.in_double()
         got: list[Any] = []
         outcome, detail = RIGHT, ""
         try:
@@ -300,5 +323,20 @@ class Expected:
         tolerance = 1e-9 if precisely and sample is not self.sample else 1e-3 if precisely else 2e-5
         values = not (self.random or self.undefined)
         found, wanted = (by_what_they_pick(self.name, sample, r) for r in ([whole(t) for t in got], expected))
+        if self.options.dtype in HALF:
+            detail = difference(found, wanted, None, values) or ""
+            if values and not detail:
+                detail = less_exact(found, wanted, by_what_they_pick(self.name, *self.in_double())) or ""
+            return lockstep.outcomes(WRONG if detail else RIGHT), detail
         detail = difference(found, wanted, tolerance, values) or ""
         return lockstep.outcomes(RIGHT if not detail else WRONG if precisely else IMPRECISE), detail
+
+    def in_double(self) -> tuple[Any, list[Any]]:
+        """The sample and its results in double precision; as they are if the operator does not take doubles."""
+        if self.precise is None:
+            wide = in_double(self.sample)
+            try:
+                self.precise = wide, self.run(copied_sample(wide))
+            except Exception:
+                self.precise = self.sample, self.values
+        return self.precise
