@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .debug import debug_enabled
-from .layout import ShardSizes, mesh_coordinate, normalize_placements
+from .layout import ShardSizes, as_integers, mesh_coordinate, normalize_placements
 from .spec import ShardTensorSpec
 from .strides import stride_like
 
@@ -70,7 +70,7 @@ def agree_on_local(
     if isinstance(placements, Placement):
         raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
     if isinstance(shard_sizes, Mapping):
-        shard_sizes = {(m + mesh.ndim if m < 0 else m): tuple(s) for m, s in shard_sizes.items()}
+        shard_sizes = {(m + mesh.ndim if m < 0 else m): as_integers(tuple(s)) for m, s in shard_sizes.items()}
     elif shard_sizes is not None and not isinstance(shard_sizes, str):
         raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
     problem = _problem(local, mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "ShardSizes",
     "Sizes",
     "are_integers",
+    "as_integers",
     "check_order",
     "mesh_coordinate",
     "normalize_placements",
@@ -114,7 +116,7 @@ def normalize_sizes(
     """Complete ``{mesh_dim: sizes}`` to one entry per mesh dim, and check it against the global shape.
 
     Raises:
-        TypeError: something that is no mapping of sizes.
+        TypeError: something that is no mapping of sizes, or sizes that are no integers.
         ValueError: sizes of the wrong number, sum or sign, or of a mesh dim that does not shard or does not exist.
     """
     if isinstance(shard_sizes, str):
@@ -133,7 +135,7 @@ def normalize_sizes(
             result.append(None)
             continue
         total, ranks = shape[p.dim], mesh.size(m)
-        sizes = chunk_sizes(total, ranks) if entry is None else _as_integers(entry)
+        sizes = chunk_sizes(total, ranks) if entry is None else as_integers(entry)
         if len(sizes) != ranks:
             raise ValueError(f"{len(sizes)} shard sizes {sizes} for mesh dim {m}, which has {ranks} ranks")
         if min(sizes) < 0:
@@ -153,6 +155,15 @@ def are_integers(sizes: Sequence[int]) -> bool:
     return set(map(type, sizes)) <= {int}
 
 
-def _as_integers(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The same tuple where it is one already, by which specs recognize it."""
-    return sizes if type(sizes) is tuple and are_integers(sizes) else tuple(int(n) for n in sizes)
+def as_integers(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes as Python's integers: the same tuple where it is one already, by which specs recognize it.
+
+    Raises:
+        TypeError: a size that is no integer.
+    """
+    if type(sizes) is tuple and are_integers(sizes):
+        return sizes
+    try:
+        return tuple(index(n) for n in sizes)
+    except TypeError:
+        raise TypeError(f"shard sizes must be integers, not {tuple(sizes)}") from None

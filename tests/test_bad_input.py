@@ -24,6 +24,8 @@ def from_local(case):
             build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (4, 2, 2)})
         case "negative":
             build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (9, -5)})
+        case "fractions":
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (4.7, 3.3)})
         case "names":
             build(ones(4, 2), mesh, [Shard(0)], shard_sizes={1: (4, 4)})
         case "unsharded":
@@ -72,6 +74,7 @@ FROM_LOCAL = [
     ("sum", ValueError, "shape (4, 2), but shard_sizes (5, 3) of mesh dim 0 say"),
     ("count", ValueError, "3 shard sizes (4, 2, 2) for mesh dim 0, which has 2 ranks"),
     ("negative", ValueError, "negative shard size in (9, -5)"),
+    ("fractions", TypeError, "shard sizes must be integers, not (4.7, 3.3)"),
     ("names", ValueError, "mesh dim"),
     ("unsharded", ValueError, "only Shard has sizes"),
     ("dtype", ValueError, "do not agree on the dtype: torch.float32 on ranks [0], torch.float64 on ranks [1]"),
@@ -212,6 +215,8 @@ def scatter(case):
             scatter_tensor(ones.to("meta") if first else None, 0, mesh, [Shard(0)], **given)
         case "sizes":
             scatter_tensor(ones if first else None, 0, mesh, [Shard(0)], shard_sizes={0: (5, 4)})
+        case "fractions":
+            scatter_tensor(ones if first else None, 0, mesh, [Shard(0)], shard_sizes={0: (5.7, 2.3)})
         case "no such dim":
             scatter_tensor(ones if first else None, 0, mesh, [Shard(1)])
         case "partial":
@@ -233,6 +238,7 @@ SCATTER = [
     ("device", ValueError, "not on the mesh's device type; move it there first"),
     ("device, meta given", ValueError, "on another device"),
     ("sizes", ValueError, "add up to 9, but tensor dim 0 has size 8"),
+    ("fractions", TypeError, "shard sizes must be integers, not (5.7, 2.3)"),
     ("no such dim", ValueError, "the tensor has only 1 dims"),
     ("partial", ValueError, "only Shard and Replicate"),
     ("source", ValueError, "global_src=7 is not in the mesh [0, 1]"),

@@ -144,6 +144,7 @@ BAD = [
     ([Shard(0)], (8,), {0: (5, 2)}, ValueError, r"\(5, 2\) of mesh dim 0 add up to 7, but tensor dim 0 has size 8"),
     ([Shard(0)], (8,), {0: (5, 2, 1)}, ValueError, "3 shard sizes .* mesh dim 0, which has 2 ranks"),
     ([Shard(0)], (8,), {0: (9, -1)}, ValueError, "negative shard size"),
+    ([Shard(0)], (8,), {0: (5.7, 3.2)}, TypeError, "must be integers"),
     ([Shard(0)], (8,), {1: (5, 3)}, ValueError, r"names mesh dims \[1\], but the mesh has only 1"),
     ([Replicate()], (8,), {0: (5, 3)}, ValueError, "whose placement is R.*only Shard has sizes"),
     ([Shard(0)], (8,), "odd", ValueError, "a dict"),
