@@ -3,7 +3,7 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
-from . import gradients, ops, patches  # noqa: F401  # the first two fill the registry
+from . import gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
 from .context import allow_gather
 from .errors import UnsupportedSharding
 from .exchange import set_transport

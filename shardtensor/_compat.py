@@ -25,7 +25,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllreduceCoalescedOptions,
     _resolve_process_group,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +58,7 @@ __all__ = [
     "OpOverloadPacket",
     "PyTree",
     "TensorMeta",
+    "acceptable_placements",
     "accumulates_early",
     "after_backward",
     "alias",
@@ -93,6 +96,7 @@ __all__ = [
     "safe_softmax",
     "same_memory",
     "spmd_options",
+    "strategies",
     "tracing",
     "tree_flatten",
     "tree_leaves",
@@ -235,6 +239,32 @@ def accumulates_early() -> bool:
 def decomposes(op: OpOverload) -> bool:
     """Whether torch composes the operator of others, for every backend and for autograd."""
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def strategies() -> dict[OpOverload, Any]:
+    """The functions that choose placements of operators for DTensor; a change of the dict changes DTensor's."""
+    return DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+
+
+def acceptable_placements(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[Any, Any, float]]:
+    """What an operator's strategy accepts: placements of the operands and of the result or results, and their cost.
+
+    ``args`` and ``kwargs`` have DTensorSpecs for tensors. Where there are several results, those that are no tensors
+    have None.
+    """
+    wrap = DTensor._op_dispatcher.sharding_propagator._wrap_with_op_strategy
+    schema = wrap(OpSchema(op, args, kwargs, RuntimeSchemaInfo(needs_pytree=True)))
+    found = strategies()[op](schema)
+    operands = len(schema.args_strategy) + len(schema.kwargs_strategy)
+    accepted: list[tuple[Any, Any, float]] = []
+    for one in found.strategies if isinstance(found, OpStrategy) else ():
+        out: Any = one.output_specs
+        inputs = [out] * operands if one.input_specs is None else one.input_specs
+        results = out.placements if isinstance(out, DTensorSpec) else [spec and spec.placements for spec in out or ()]
+        accepted.append(([spec.placements for spec in inputs], results, sum(map(sum, one.redistribute_cost or ()))))
+    return accepted
 
 
 def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
 """From an aten call on ShardTensors to local work: what is called where torch's autograd is done with a call.
 
-[Note: allowlist] DTensor's sharding propagation is not consulted. It mislabels some results on even shards and cannot
-express uneven ones, and it gathers without a word; a rule here is a few lines. An operator without a rule is refused,
-unless all its tensors are replicated.
+[Note: allowlist] torch's sharding strategies for its own operators are not consulted. They mislabel some results on
+even shards and cannot express uneven ones, and DTensor gathers without a word; a rule here is a few lines. Strategies
+that users have registered are, see strategies.py. An operator without a rule is refused, unless all its tensors are
+replicated.
 
 The functions take the class of tensors to make: the one that torch called ``__torch_dispatch__`` of.
 """
@@ -39,7 +40,7 @@ from .planning import (
     spec_of,
 )
 from .redistribute import redistribute_local
-from .registry import OPERATORS, rule_of
+from .registry import OPERATORS, REMEDY, rule_of
 from .spec import ShardTensorSpec
 
 __all__ = ["run_operator", "wrapper"]
@@ -201,8 +202,7 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
         if gather_allowed() and not random:
             return _Done(gathered(cls, func, args, kwargs))
         reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
-        remedy = "draw on plain tensors" if random else "call inside shardtensor.allow_gather(), or register a handler"
-        raise refuse(func, specs, reason, remedy)
+        raise refuse(func, specs, reason, "draw on plain tensors" if random else REMEDY)
     call = AtenCall(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
     try:
         return build(call)  # type: ignore[no-any-return]

@@ -24,11 +24,12 @@ def gathered(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: 
     What an in-place operator writes to gets its part of the result.
     """
     inplace = is_inplace(func)
-    if inplace and not isinstance(args[0], DTensor):
+    later = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments[1:])
+    if later or (inplace and not isinstance(args[0], DTensor)):
         raise refuse(
             func,
             [spec for _, spec in distributed_operands(args, kwargs)],
-            "it would write to something else than a ShardTensor",
+            "it would write to something else than a ShardTensor, its first operand",
             "use the out-of-place form",
         )
     leaves, structure = tree_flatten((tuple(args), kwargs))
@@ -44,7 +45,7 @@ def gathered(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: 
         func(value, *plain_args[1:], **plain_kwargs)
         written._local_tensor.copy_(redistribute_local(value, spec.replicated(), spec))
         write_back(written)
-        return written
+        return written if func._schema.returns else None
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -8,6 +8,8 @@ Kinds of entry:
   calling an ``autograd.Function`` or differentiable operators.
 - an *aten operator* (``torch.ops.aten.flip.default``) with a *rule*, which makes plans below autograd.
 - an *aten operator* with a handler, which is called below autograd with ShardTensors.
+- default rules, for operators that have no entry: elementwise ones, and those for which a user has given DTensor a
+  sharding strategy.
 
 A handler may return ``NotImplemented``: the call then goes on as if there were no handler.
 """
@@ -20,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ._compat import OpOverload, OpOverloadPacket, decomposes
+from ._compat import OpOverload, OpOverloadPacket, decomposes, strategies
 from .context import Setting
 from .errors import refuse
 
@@ -29,6 +31,7 @@ __all__ = [
     "FUNCTIONS",
     "META_FUNCTIONS",
     "OPERATORS",
+    "REMEDY",
     "RULES",
     "Refusal",
     "Support",
@@ -53,7 +56,12 @@ OPERATORS: dict[OpOverload, Handler] = {}
 RULES: dict[OpOverload, Handler] = {}
 # Functions with the shapes and dtypes of operators that torch does not run on meta tensors.
 META_FUNCTIONS: dict[OpOverload, Handler] = {}
-_default_rules: list[Callable[[OpOverload], Handler | None]] = []
+_default_rules: list[tuple[str, Callable[[OpOverload], Handler | None]]] = []
+# What to do about an operator that has no distributed form.
+REMEDY = (
+    "call inside shardtensor.allow_gather(), or register a handler, or for a custom operator a sharding strategy "
+    "(torch.distributed.tensor.experimental.register_sharding)"
+)
 # How often handlers have been registered or removed; plans and compiled graphs hold for one set of them.
 _changes = Setting(0)
 
@@ -123,16 +131,29 @@ def declare_rule(op: Any, build: Handler, meta: Handler | None = None) -> None:
         META_FUNCTIONS[op] = meta
 
 
-def default_rule(find: Callable[[OpOverload], Handler | None]) -> Callable[[OpOverload], Handler | None]:
-    """Decorator: ``find(op)`` gives the rule of operators that have none of their own, or None."""
-    _default_rules.append(find)
-    return find
+def default_rule(
+    how: str,
+) -> Callable[[Callable[[OpOverload], Handler | None]], Callable[[OpOverload], Handler | None]]:
+    """Decorator: ``find(op)`` gives the rule of operators that have none of their own, or None.
+
+    ``how`` is what :func:`supports` calls them. The first that has a rule gives it.
+    """
+
+    def decorate(find: Callable[[OpOverload], Handler | None]) -> Callable[[OpOverload], Handler | None]:
+        _default_rules.append((how, find))
+        return find
+
+    return decorate
 
 
 def rule_of(op: OpOverload) -> Handler | None:
     """The rule that makes the plans of an aten operator, if there is one."""
-    own = RULES.get(op)
-    return own or next((rule for rule in (find(op) for find in _default_rules) if rule is not None), None)
+    return RULES.get(op) or _default_of(op)[1]
+
+
+def _default_of(op: OpOverload) -> tuple[str, Handler | None]:
+    found = ((how, find(op)) for how, find in _default_rules)
+    return next(((how, rule) for how, rule in found if rule is not None), ("", None))
 
 
 def unregister(*funcs_or_ops: Any) -> None:
@@ -148,8 +169,12 @@ def unregister(*funcs_or_ops: Any) -> None:
 
 
 def registered() -> dict[Any, Handler]:
-    """All entries: ``{function or aten operator: handler or rule}`` (a copy). See also :func:`supports`."""
-    return {**RULES, **OPERATORS, **FUNCTIONS}
+    """All entries: ``{function or aten operator: handler or rule}`` (a copy). See also :func:`supports`.
+
+    Operators that fall back on a sharding strategy of a user's are among them, with ``strategies.fall_back``.
+    """
+    fallen = {op: rule for op in strategies() for how, rule in [_default_of(op)] if rule and how == "strategy"}
+    return {**fallen, **RULES, **OPERATORS, **FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -182,7 +207,8 @@ class Support:
     Attributes:
         supported: whether there is a distributed form, exact for any shards but for those that its plan refuses.
         how: "declared" (a plan or handler of its own), "elementwise" (each rank works on its shard), "decomposed"
-            (torch composes it of other operators, each of which has a form of its own or none), or "refused".
+            (torch composes it of other operators, each of which has a form of its own or none), "strategy" (by the
+            sharding strategy that a user has given DTensor for it), or "refused".
         where: the module that holds the form; empty where there is none of its own.
         reason: what is refused and why, or on what it depends; empty where the form is exact.
     """
@@ -222,20 +248,20 @@ def supports(func_or_op: Any) -> Support:
     if packet is None:  # Python code, which calls other operators
         return Support(True, "decomposed", reason="as far as the operators that it calls are")
     found = [supports(getattr(packet, name)) for name in packet.overloads() if not _writes_out(getattr(packet, name))]
-    order = ("refused", "decomposed", "elementwise", "declared")
+    order = ("refused", "decomposed", "strategy", "elementwise", "declared")
     return max(found, key=lambda answer: order.index(answer.how), default=Support(False, "refused"))
 
 
 def _support_of_overload(op: OpOverload) -> Support:
-    rule = rule_of(op)
+    how, rule = _default_of(op)
     if rule is not None:
-        return Support(True, "elementwise", rule.__module__)
+        return Support(True, how, rule.__module__)
     if decomposes(op):
         return Support(True, "decomposed", reason="as far as the operators that torch composes it of are")
     functional = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
     if op._schema.name.endswith("_") and functional is not None and functional is not op.overloadpacket:
         return supports(functional)
-    reason = "no distributed form is known; call it inside shardtensor.allow_gather(), or register a handler"
+    reason = f"no distributed form is known; {REMEDY}"
     return Support(False, "refused", reason=reason)
 
 

@@ -85,7 +85,7 @@ def pointwise_plan(call: AtenCall) -> AtenPlan:
 operator(_aten.glu_jvp.default, meta=lambda glu, x, dx, dim: torch.empty_like(glu))(pointwise_plan)
 
 
-@default_rule
+@default_rule("elementwise")
 def _default(op: OpOverload) -> Rule | None:
     """See [Note: pointwise by default]."""
     name = op._schema.name.removeprefix("aten::")
