@@ -199,12 +199,42 @@ def cut_where_the_other_is_broadcast():
     here = mesh.get_local_rank()
     assert not counted.collectives["all_gather"]
     assert counted.bytes_sent == 2 * (1, 4)[here] * (3, 4)[here] * 8  # the other rank's rows of the columns here
-    with pytest.raises(UnsupportedSharding, match="operand 1 would have to be gathered"):
-        scores.clone().add_(bias)
+    written = scores.clone()
+    with count_communication() as counted:
+        written.add_(bias)  # which cannot change its layout: the bias is gathered
+    assert counted.bytes_sent == (4, 1)[here] * 8 and torch.equal(written.full_tensor(), x + y)
 
 
 def test_no_operand_is_gathered_where_both_have_a_dim_in_common():
     run_distributed(cut_where_the_other_is_broadcast, 2)
+
+
+def all_pairs(ranks):
+    """Every point with every other one: one of the operands is gathered, the result is sharded."""
+    points = numbers(7, 3)
+    sizes = {2: (5, 2), 3: (4, 0, 3)}[ranks]
+
+    def distances(x):
+        return (x[:, None] - x[None]).square().sum(-1) * torch.where(x[:, None] > x, x[:, None], x).sum(-1)
+
+    assert_matches_unsharded(distances, points, mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes})
+    x = shard(points, shared_mesh(ranks), [Shard(0)], {0: sizes})
+    with count_communication() as counted:
+        pairs = x[:, None] - x[None]
+    assert pairs.shard_sizes == {0: sizes} and pairs.placements == (Shard(0),)
+    here = shared_mesh(ranks).get_local_rank()
+    assert counted.bytes_sent == sizes[here] * 3 * 8 * (ranks - 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x[:, None].bfloat16() * x[None]).dtype == torch.float64
+    if ranks == 3:
+        few = shard(points[:2], shared_mesh(3), [Shard(0)], {0: (1, 0, 1)})
+        with pytest.raises(UnsupportedSharding, match="operand 1 would have to be gathered"):
+            few[:, None] - few[None]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_operand_smaller_than_a_share_of_the_result_is_gathered(ranks):
+    run_distributed(all_pairs, ranks, ranks)
 
 
 def unexercised():

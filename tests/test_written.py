@@ -67,6 +67,52 @@ def in_place():
     assert total.placements == (Partial(),) and torch.allclose(total.full_tensor(), v.sum(0).exp() + 1)
 
 
+PARTIALS = {
+    "add": lambda p, x: p.add_(x),
+    "subtract twice": lambda p, x: p.sub_(x, alpha=2),
+    "add a row": lambda p, x: p.add_(x[3]),
+    "add to rows": lambda p, x: p[1:6].add_(x[1:6]),
+    "copy": lambda p, x: p.copy_(x),
+    "copy to a row": lambda p, x: p[2].copy_(x[3]),
+}
+REDUCED = {
+    "multiply": lambda p, x: p.mul_(x),
+    "addcmul": lambda p, x: p.addcmul_(x, x),
+    "out=": lambda p, x: torch.sub(x, p, out=p),
+    "number": lambda p, x: p.add_(1),
+    "plain": lambda p, x: p.add_(whole()),
+    "copied plain": lambda p, x: p.copy_(whole() * 2),
+}
+
+
+def written_to_partials():
+    v, w = whole(), whole() + 1
+    for placement, sizes in ((Shard(0), (5, 2)), (Shard(1), (0, 4)), (Replicate(), None), (Partial(), None)):
+        for name, function in {**PARTIALS, **REDUCED}.items():
+            p, expected = cut(v, placement=Partial()), v.clone()
+            x = cut(w, sizes, placement)
+            function(expected, w)
+            with count_communication() as counted:
+                function(p, x)
+            assert p.placements == (Partial(),), name
+            assert torch.allclose(p.full_tensor(), expected), (name, placement)
+            if name in PARTIALS:
+                assert not counted.collectives, (name, placement)
+    p = cut(v, placement=Partial())
+    assert torch.equal(p.copy_(cut(w, placement=Partial()).float()).full_tensor(), w.float().double())
+    leaf, plain = cut(w, requires_grad=True), w.clone().requires_grad_()
+    total, expected = cut(v).sum(0), v.sum(0)
+    total += leaf[2] * 2
+    expected = expected + plain[2] * 2
+    total.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.allclose(leaf.grad.full_tensor(), plain.grad)
+
+
+def test_written_to_partials():
+    run_distributed(written_to_partials, 2)
+
+
 def test_in_place():
     run_distributed(in_place, 2)
 
