@@ -237,6 +237,21 @@ def test_an_operand_smaller_than_a_share_of_the_result_is_gathered(ranks):
     run_distributed(all_pairs, ranks, ranks)
 
 
+def asserted():
+    x = shard(numbers(8, 3), shared_mesh(2), [Shard(0)], {0: (5, 3)})
+    torch._assert_async((x < 99).all())
+    torch._assert_async((x < 99).all(), "not raised")
+    torch._assert_async((x < 99)[7:, 2])
+    with pytest.raises(RuntimeError, match="all are to be negative"):
+        torch._assert_async((x < 0).all(), "all are to be negative")
+    with pytest.raises(UnsupportedSharding, match=r"_assert_async.*gathered"):
+        torch._assert_async(x < 99)
+
+
+def test_assertions_on_the_global_value():
+    run_distributed(asserted, 2)
+
+
 def unexercised():
     """Rules that no case above reaches."""
     used = set()
