@@ -45,6 +45,7 @@ __all__ = [
     "on_meta",
     "returns_view",
     "spec_of",
+    "strides_of",
 ]
 
 # Arguments that hold no tensor, and say all about themselves to a plan.
@@ -179,6 +180,18 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Shape, stride and dtype of a tensor, as specs carry them."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def strides_of(op: object, plain: Tensor) -> tuple[int, ...]:
+    """The strides of a plain operand, by which plans are kept.
+
+    Raises:
+        UnsupportedSharding: a sparse one, which has none.
+    """
+    if plain.layout != torch.strided:
+        reason = f"an operand has the layout {plain.layout}, and plans are made for strided ones"
+        raise refuse(op, plain, reason, "make it dense by to_dense(), or call it on to_local() of replicated tensors")
+    return plain.stride()
 
 
 def is_inplace(func: OpOverload) -> bool:

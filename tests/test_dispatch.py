@@ -252,6 +252,36 @@ def test_assertions_on_the_global_value():
     run_distributed(asserted, 2)
 
 
+SPARSE = {
+    "bmm": (lambda s, x: torch.bmm(s[None], x[None]), "coo"),
+    "@": (lambda s, x: s @ x, "coo"),
+    "@, rows": (lambda s, x: s @ x, "csr"),
+    "sparse.mm": (lambda s, x: torch.sparse.mm(s, x), "coo"),
+    "addmm": (lambda s, x: torch.addmm(x, s, x), "coo"),
+    "*": (lambda s, x: s * x, "coo"),
+    "* sparse": (lambda s, x: x * s, "coo"),
+    "in a list": (lambda s, x: torch.cat([x, s]), "coo"),
+}
+
+
+def sparse_operands(placement, sizes):
+    dense = numbers(5, 5)
+    x = shard(dense, shared_mesh(2), [placement], sizes)
+    for name, (function, layout) in SPARSE.items():
+        sparse = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+        text = r"layout torch.sparse.*Remedy: make it dense"
+        with count_communication() as counted, pytest.raises(UnsupportedSharding, match=text):
+            print(name, function(sparse, x))
+        assert not counted.collectives, name
+
+
+@pytest.mark.parametrize(
+    ("placement", "sizes"), [(Shard(1), {0: (3, 2)}), (Replicate(), None)], ids=["sharded", "replicated"]
+)
+def test_sparse_operands_are_refused(placement, sizes):
+    run_distributed(sparse_operands, 2, placement, sizes)
+
+
 def unexercised():
     """Rules that no case above reaches."""
     used = set()
