@@ -252,6 +252,38 @@ def test_assertions_on_the_global_value():
     run_distributed(asserted, 2)
 
 
+LISTS = {
+    "add_": lambda a, b: torch._foreach_add_(a, b, alpha=2),
+    "add": lambda a, b: torch._foreach_add(a, b),
+    "sub, mul": lambda a, b: torch._foreach_mul(torch._foreach_sub(a, b), 3.0),
+    "mul_ by numbers": lambda a, b: torch._foreach_mul_(a, [2.0, 3.0, 4.0, 5.0]),
+    "copy_": lambda a, b: torch._foreach_copy_(a, b),
+    "zero_": lambda a, b: torch._foreach_zero_(a),
+    "sqrt": lambda a, b: torch._foreach_sqrt(torch._foreach_abs(b)),
+}
+
+
+def lists_of_any_layouts():
+    mesh = shared_mesh(2)
+    values, others = [numbers(6, 5, seed=i) for i in range(4)], [numbers(6, 5, seed=i + 4) for i in range(4)]
+    layouts = [([Partial()], None), ([Shard(0)], {0: (5, 1)}), ([Shard(0)], {0: (5, 1)}), ([Replicate()], None)]
+    for name, function in LISTS.items():
+        first = [shard(v, mesh, *layout) for v, layout in zip(values, layouts)]
+        second = [shard(others[0], mesh, *layouts[1]), shard(others[1], mesh, [Shard(1)], {0: (2, 3)}), *others[2:]]
+        expected = [v.clone() for v in values]
+        found, wanted = function(first, second), function(expected, others)
+        for a, b in zip([*first, *(found or [])], [*expected, *(wanted or [])]):
+            whole = a.full_tensor() if isinstance(a, ShardTensor) else a
+            assert torch.allclose(whole, b), name
+        assert [t.placements for t in first] == [tuple(placements) for placements, _ in layouts]
+    with pytest.raises(UnsupportedSharding, match="lists' tensors have different layouts"):
+        torch._foreach_addcmul_(first, second, second)
+
+
+def test_lists_of_any_layouts():
+    run_distributed(lists_of_any_layouts, 2)
+
+
 SPARSE = {
     "bmm": (lambda s, x: torch.bmm(s[None], x[None]), "coo"),
     "@": (lambda s, x: s @ x, "coo"),

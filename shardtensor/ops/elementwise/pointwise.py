@@ -121,8 +121,7 @@ def _default(op: OpOverload) -> Rule | None:
     """See [Note: pointwise by default]."""
     name = op._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
-        # These reduce each of their tensors.
-        return None if name.rstrip("_") in ("_foreach_norm", "_foreach_max", "_foreach_powsum") else _foreach
+        return None  # see foreach.py
     elementwise = torch.Tag.pointwise in op.tags or _writes_pointwise(name)
     if not elementwise or torch.Tag.nondeterministic_seeded in op.tags:
         return None
@@ -205,22 +204,6 @@ def _with_slices(call: AtenCall, target: ShardTensorSpec) -> Callable[..., Any] 
         return func(*local, **kwargs)
 
     return sliced
-
-
-def _foreach(call: AtenCall) -> AtenPlan:
-    """``_foreach_*``, as optimizers use it: lists of tensors that have the same layout, or plain, item by item."""
-    layouts: dict[Any, tuple[AxisLayout, ...]] = {}
-    for path, spec in call.tensors.items():
-        if spec.partial_mesh_dims() or layouts.setdefault(path[-1], spec.layout) != spec.layout:
-            raise call.refuse("the lists' tensors have different layouts", "redistribute them, or loop over the lists")
-    for a in call.args:
-        for i, item in enumerate(a if isinstance(a, (list, tuple)) else ()):
-            if isinstance(item, Tensor) and item.ndim and i in layouts:
-                raise call.refuse("plain tensors meet ShardTensors", "make them ShardTensors, or loop over the lists")
-    if call.meta is None:
-        return AtenPlan(None)
-    firsts = [call.tensors.get((0, i)) for i in range(len(call.meta))]
-    return AtenPlan([s if s is None else s.replace(meta=meta_of(m)) for s, m in zip(firsts, call.meta, strict=True)])
 
 
 # -- the same elements, and new tensors like old ones ------------------------------------------------------------------
