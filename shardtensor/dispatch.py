@@ -38,6 +38,7 @@ from .planning import (
     on_meta,
     returns_view,
     spec_of,
+    strides_of,
 )
 from .redistribute import redistribute_local
 from .registry import OPERATORS, REMEDY, rule_of
@@ -157,7 +158,7 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
                 key.append([])  # cannot be hashed: a plan may hold tensors, and those of a trace are not for others
         elif isinstance(a, Tensor):
             out.append(a)
-            key.append((a.shape, a.stride(), a.dtype, a.device))
+            key.append((a.shape, strides_of(key[0] if key else "operator", a), a.dtype, a.device))
         elif kind is list or kind is tuple:
             key.append(len(a))
             out.append(_localize(a, key))

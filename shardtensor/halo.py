@@ -24,7 +24,7 @@ from ._compat import AutogradFunction
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 from .geometry import Interval, intersect, intervals_of, length
 from .spec import ShardTensorSpec
-from .strides import CHANNELS_LAST, stride_like
+from .strides import CHANNELS_LAST, cat_like
 
 __all__ = ["Axis", "Fetch", "Halo", "Outgoing", "Sides"]
 
@@ -175,11 +175,7 @@ class _FetchedDim:
             pieces.append(local.new_zeros(*after))
         if not pieces:
             return local.new_empty(self._shape)
-        if local.is_contiguous():
-            return torch.cat(pieces, self._dim)
-        stride = stride_like(local, self._shape)
-        result = torch.empty_strided(self._shape, stride, dtype=local.dtype, device=local.device)
-        return torch.cat(pieces, self._dim, out=result)
+        return cat_like(pieces, self._dim, local, self._shape)
 
     def give_back(self, grad: Tensor) -> Tensor:
         """The shard's gradient: its own part, and what the others return of theirs, in the order of ranks."""

@@ -27,7 +27,7 @@ from .copies import check_current
 from .errors import refuse
 from .parameters import GradientSum, contributing
 from .plan import Composed, LocalPlan, Plan, picked
-from .planning import SCALARS, cached_plan, keep_plan, meta_of, spec_of
+from .planning import SCALARS, cached_plan, keep_plan, meta_of, spec_of, strides_of
 from .registry import declare, declare_rule
 from .tensor import ShardTensor, redistribute_to
 
@@ -72,7 +72,7 @@ def _describe(args: Sequence[Any], key: list[Any], tensors: list[Any]) -> None:
             if isinstance(a, DTensor):
                 key.append(spec_of(a))
             else:
-                key.append((a.shape, a.stride(), a.dtype, a.device, _may_wait(a)))
+                key.append((a.shape, strides_of(key[0].name, a), a.dtype, a.device, _may_wait(a)))
         elif kind is list or kind is tuple:
             key.append(len(a))
             _describe(a, key, tensors)

@@ -6,7 +6,8 @@ call with the same key unwraps, runs the operator on the local tensors and wraps
 communicates nothing, and gives the same plan each time: a rank may forget plans, the oldest ones first, by itself.
 
 [Note: no silent gather] A plan may slice what is replicated, reduce what is Partial, reshard by an exchange. It may
-not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`.
+not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`, but for operands that are smaller than
+what a rank holds of the result, see [Note: small operands] in ops/elementwise/pointwise.py.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ __all__ = [
     "on_meta",
     "returns_view",
     "spec_of",
+    "strides_of",
 ]
 
 # Arguments that hold no tensor, and say all about themselves to a plan.
@@ -106,10 +108,13 @@ class AtenCall:
             result[path] = spec
         return result
 
-    def plan(self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, **kwargs: Any) -> AtenPlan:
+    def plan(
+        self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, *, small: int = 1, **kwargs: Any
+    ) -> AtenPlan:
         """A plan with the operands redistributed to ``targets``, refused where that would gather a shard.
 
-        A sharded dim of length 1 is an exception: one rank has all of it, and it is broadcast.
+        Exceptions are a sharded dim of length 1, of which one rank has all and which is broadcast, and operands of no
+        more than ``small`` elements.
         """
         inputs = []
         for path, target in (targets or {}).items():
@@ -117,8 +122,8 @@ class AtenCall:
             if source == target:
                 continue
             for m, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
-                gathers = isinstance(old, Shard) and not isinstance(new, Shard) and source.shape[old.dim] > 1
-                if gathers and not gather_allowed():
+                gathers = isinstance(old, Shard) and new.is_replicate() and source.shape[old.dim] > 1
+                if gathers and source.shape.numel() > small and not gather_allowed():
                     raise self.refuse(
                         f"operand {path[0]} would have to be gathered over mesh dim {m}",
                         "redistribute it yourself, or call inside shardtensor.allow_gather()",
@@ -175,6 +180,18 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Shape, stride and dtype of a tensor, as specs carry them."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def strides_of(op: object, plain: Tensor) -> tuple[int, ...]:
+    """The strides of a plain operand, by which plans are kept.
+
+    Raises:
+        UnsupportedSharding: a sparse one, which has none.
+    """
+    if plain.layout != torch.strided:
+        reason = f"an operand has the layout {plain.layout}, and plans are made for strided ones"
+        raise refuse(op, plain, reason, "make it dense by to_dense(), or call it on to_local() of replicated tensors")
+    return plain.stride()
 
 
 def is_inplace(func: OpOverload) -> bool:

@@ -28,6 +28,7 @@ from .geometry import Interval, intervals_of, length
 from .halo import Fetch
 from .layout import AxisLayout
 from .spec import ShardTensorSpec
+from .strides import cat_like
 from .tracing import graph_operator, is_traced, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 from .waiting import wait_for
@@ -315,10 +316,12 @@ def swap_blocks(
                 shapes[r].append(_resized(part, old_dim, length(own[r])))
     received = start_swap(send, shapes, group, locals_[0]).wait()
     n = len(mine)  # pieces from each peer
-    return [
-        torch.cat([*received[i : n * rank : n], part, *received[n * rank + i :: n]], dim=old_dim)
-        for i, part in enumerate(mine)
-    ]
+    swapped = []
+    for i, (t, part) in enumerate(zip(locals_, mine, strict=True)):
+        pieces = [*received[i : n * rank : n], part, *received[n * rank + i :: n]]
+        total = sum(map(length, owns[i]))
+        swapped.append(cat_like(pieces, old_dim, t, _resized(part, old_dim, total)))
+    return swapped
 
 
 def reduce_scatter(

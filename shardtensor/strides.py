@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CHANNELS_LAST", "as_bytes", "contiguous_stride", "stride_like"]
+__all__ = ["CHANNELS_LAST", "as_bytes", "cat_like", "contiguous_stride", "stride_like"]
 
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -21,18 +21,35 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the global tensor: channels-last where the local tensor is, row-major otherwise."""
-    fmt = CHANNELS_LAST.get(local.ndim)
-    if fmt is not None and not local.is_contiguous() and _is_channels_last(local, fmt):
+def stride_like(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor of another shape: channels-last where this one is, row-major otherwise."""
+    if like.ndim in CHANNELS_LAST and _is_channels_last(like):
         inner = contiguous_stride([shape[0], *shape[2:], shape[1]])
         return (inner[0], inner[-1], *inner[1:-1])
     return contiguous_stride(shape)
 
 
-def _is_channels_last(t: Tensor, fmt: torch.memory_format) -> bool:
-    """Whether torch gives results of this format. Of a single sample it looks at the stride of dim 0, too."""
-    return t.is_contiguous(memory_format=fmt) and (t.shape[0] != 1 or t.stride(0) >= t.stride(2) * t.shape[2])
+def _is_channels_last(t: Tensor) -> bool:
+    """Whether torch gives results of this format: by the order of strides, also those of dims of length 1.
+
+    Unlike torch's, it holds for tensors without elements too: a shard says the same of the global tensor on every rank.
+    """
+    least = 0
+    for d in (1, *range(t.ndim - 1, 1, -1), 0):
+        stride = t.stride(d)
+        if stride < least or (d == 1 and stride == 0) or (d == 0 and least == t.stride(1)):
+            return False
+        least = stride * t.shape[d]
+    return True
+
+
+def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """``torch.cat(pieces, dim)``, which has this shape, channels-last where ``like`` is and row-major otherwise."""
+    stride = stride_like(like, shape)
+    if stride == contiguous_stride(shape):
+        return torch.cat(pieces, dim)
+    out = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+    return torch.cat(pieces, dim, out=out)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

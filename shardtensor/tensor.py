@@ -386,6 +386,24 @@ register(Tensor.share_memory_)(
 )
 
 
+@register(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(self: ShardTensor, value: Tensor) -> None:
+    """``x.data = value``: x gets the value, in its own layout, and where that is the value's too, its memory."""
+    if value.shape != self.shape:
+        reason = f"a tensor of shape {tuple(self.shape)} is assigned data of shape {tuple(value.shape)}"
+        raise refuse("data", [self, value], reason, "make a new tensor, whose shards have their own sizes")
+    value = value.detach()
+    value = ShardTensor.from_dtensor(value) if isinstance(value, DTensor) else promote(value, self.device_mesh)
+    spec = value._spec.with_layout(self._spec.layout)
+    with torch.no_grad():
+        local = redistribute_to(value, spec).to_local()
+    if value.dtype != self.dtype:
+        with DisableTorchFunction():
+            Tensor.data.__set__(self, wrap(local, spec))  # type: ignore[attr-defined]
+    self._local_tensor, self._spec = local, spec
+    self._copied, self._viewed = (), None
+
+
 @register(Tensor._is_view)
 def _is_view(self: ShardTensor) -> Any:
     """torch.compile would build views anew, and cannot where one is a copy or has dims of length 1."""

@@ -199,12 +199,119 @@ def cut_where_the_other_is_broadcast():
     here = mesh.get_local_rank()
     assert not counted.collectives["all_gather"]
     assert counted.bytes_sent == 2 * (1, 4)[here] * (3, 4)[here] * 8  # the other rank's rows of the columns here
-    with pytest.raises(UnsupportedSharding, match="operand 1 would have to be gathered"):
-        scores.clone().add_(bias)
+    written = scores.clone()
+    with count_communication() as counted:
+        written.add_(bias)  # which cannot change its layout: the bias is gathered
+    assert counted.bytes_sent == (4, 1)[here] * 8 and torch.equal(written.full_tensor(), x + y)
 
 
 def test_no_operand_is_gathered_where_both_have_a_dim_in_common():
     run_distributed(cut_where_the_other_is_broadcast, 2)
+
+
+def all_pairs(ranks):
+    """Every point with every other one: one of the operands is gathered, the result is sharded."""
+    points = numbers(7, 3)
+    sizes = {2: (5, 2), 3: (4, 0, 3)}[ranks]
+
+    def distances(x):
+        return (x[:, None] - x[None]).square().sum(-1) * torch.where(x[:, None] > x, x[:, None], x).sum(-1)
+
+    assert_matches_unsharded(distances, points, mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes})
+    x = shard(points, shared_mesh(ranks), [Shard(0)], {0: sizes})
+    with count_communication() as counted:
+        pairs = x[:, None] - x[None]
+    assert pairs.shard_sizes == {0: sizes} and pairs.placements == (Shard(0),)
+    here = shared_mesh(ranks).get_local_rank()
+    assert counted.bytes_sent == sizes[here] * 3 * 8 * (ranks - 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x[:, None].bfloat16() * x[None]).dtype == torch.float64
+    if ranks == 3:
+        few = shard(points[:2], shared_mesh(3), [Shard(0)], {0: (1, 0, 1)})
+        with pytest.raises(UnsupportedSharding, match="operand 1 would have to be gathered"):
+            few[:, None] - few[None]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_operand_smaller_than_a_share_of_the_result_is_gathered(ranks):
+    run_distributed(all_pairs, ranks, ranks)
+
+
+def asserted():
+    x = shard(numbers(8, 3), shared_mesh(2), [Shard(0)], {0: (5, 3)})
+    torch._assert_async((x < 99).all())
+    torch._assert_async((x < 99).all(), "not raised")
+    torch._assert_async((x < 99)[7:, 2])
+    with pytest.raises(RuntimeError, match="all are to be negative"):
+        torch._assert_async((x < 0).all(), "all are to be negative")
+    with pytest.raises(UnsupportedSharding, match=r"_assert_async.*gathered"):
+        torch._assert_async(x < 99)
+
+
+def test_assertions_on_the_global_value():
+    run_distributed(asserted, 2)
+
+
+LISTS = {
+    "add_": lambda a, b: torch._foreach_add_(a, b, alpha=2),
+    "add": lambda a, b: torch._foreach_add(a, b),
+    "sub, mul": lambda a, b: torch._foreach_mul(torch._foreach_sub(a, b), 3.0),
+    "mul_ by numbers": lambda a, b: torch._foreach_mul_(a, [2.0, 3.0, 4.0, 5.0]),
+    "copy_": lambda a, b: torch._foreach_copy_(a, b),
+    "zero_": lambda a, b: torch._foreach_zero_(a),
+    "sqrt": lambda a, b: torch._foreach_sqrt(torch._foreach_abs(b)),
+}
+
+
+def lists_of_any_layouts():
+    mesh = shared_mesh(2)
+    values, others = [numbers(6, 5, seed=i) for i in range(4)], [numbers(6, 5, seed=i + 4) for i in range(4)]
+    layouts = [([Partial()], None), ([Shard(0)], {0: (5, 1)}), ([Shard(0)], {0: (5, 1)}), ([Replicate()], None)]
+    for name, function in LISTS.items():
+        first = [shard(v, mesh, *layout) for v, layout in zip(values, layouts)]
+        second = [shard(others[0], mesh, *layouts[1]), shard(others[1], mesh, [Shard(1)], {0: (2, 3)}), *others[2:]]
+        expected = [v.clone() for v in values]
+        found, wanted = function(first, second), function(expected, others)
+        for a, b in zip([*first, *(found or [])], [*expected, *(wanted or [])]):
+            whole = a.full_tensor() if isinstance(a, ShardTensor) else a
+            assert torch.allclose(whole, b), name
+        assert [t.placements for t in first] == [tuple(placements) for placements, _ in layouts]
+    with pytest.raises(UnsupportedSharding, match="lists' tensors have different layouts"):
+        torch._foreach_addcmul_(first, second, second)
+
+
+def test_lists_of_any_layouts():
+    run_distributed(lists_of_any_layouts, 2)
+
+
+SPARSE = {
+    "bmm": (lambda s, x: torch.bmm(s[None], x[None]), "coo"),
+    "@": (lambda s, x: s @ x, "coo"),
+    "@, rows": (lambda s, x: s @ x, "csr"),
+    "sparse.mm": (lambda s, x: torch.sparse.mm(s, x), "coo"),
+    "addmm": (lambda s, x: torch.addmm(x, s, x), "coo"),
+    "*": (lambda s, x: s * x, "coo"),
+    "* sparse": (lambda s, x: x * s, "coo"),
+    "in a list": (lambda s, x: torch.cat([x, s]), "coo"),
+}
+
+
+def sparse_operands(placement, sizes):
+    dense = numbers(5, 5)
+    x = shard(dense, shared_mesh(2), [placement], sizes)
+    for name, (function, layout) in SPARSE.items():
+        sparse = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+        text = r"layout torch.sparse.*Remedy: make it dense"
+        with count_communication() as counted, pytest.raises(UnsupportedSharding, match=text):
+            print(name, function(sparse, x))
+        assert not counted.collectives, name
+
+
+@pytest.mark.parametrize(
+    ("placement", "sizes"), [(Shard(1), {0: (3, 2)}), (Replicate(), None)], ids=["sharded", "replicated"]
+)
+def test_sparse_operands_are_refused(placement, sizes):
+    run_distributed(sparse_operands, 2, placement, sizes)
 
 
 def unexercised():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from operator_sweep import operator_names, sweep
 from operator_sweep.cases import shard_sizes
 from operator_sweep.drive import Report
+from operator_sweep.memory import MEMORY, copied, in_memory, laid_out
 from operator_sweep.table import render
 from operator_sweep.worker import Case, Options
 
@@ -129,6 +131,53 @@ def test_every_operator_is_right_or_refused():
     report = sweep(operator_names(), 2, Options(limit=1))
     assert not report.bad(), told(report)
     assert len(report.cases) > 3000
+
+
+# One operator of each way to the shards that a memory format can be lost or misread on.
+IN_OTHER_MEMORY = ("nn.functional.avg_pool2d", "nn.functional.batch_norm", "nn.functional.conv2d", "softmax", "flip")
+
+
+@pytest.mark.parametrize("memory", ["channels last, batch 1", "permuted", "expanded", "sliced"])
+def test_samples_in_other_memory(memory):
+    report = sweep(IN_OTHER_MEMORY, 2, Options(limit=1, memory=memory))
+    assert not [case for case in report.bad() if case.outcome != "format"], told(report)
+    assert report.counted()["right"] > 20
+
+
+def test_samples_lie_in_memory_as_said():
+    image = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
+    strides = {name: laid_out(image, name).stride() for name in MEMORY}
+    assert strides["channels last"] == (60, 1, 15, 3) and strides["permuted"] == (1, 2, 6, 24)
+    assert strides["expanded"] == (0, 20, 5, 1) and strides["sliced"] == (132, 44, 11, 2)
+    for name in MEMORY:
+        laid = laid_out(image, name)
+        assert torch.equal(laid, image[:1].expand_as(image) if name == "expanded" else image)
+        again = copied(laid.requires_grad_())
+        assert again.stride() == laid.stride() and again.requires_grad and again.data_ptr() != laid.data_ptr()
+    weight, vector = torch.ones(6, 3, 1, 1), torch.ones(3)
+    sample = types.SimpleNamespace(input=image, args=(weight, vector), kwargs={})
+    for name, shape in (("batch 1", (1, 3, 4, 5)), ("channels 1", (2, 1, 4, 5)), ("rows 1", (2, 3, 1, 5))):
+        short = in_memory(sample, f"channels last, {name}")
+        assert short.input.shape == shape
+        assert short.args[0].shape == ((6, 1, 1, 1) if name == "channels 1" else (6, 3, 1, 1))
+    assert in_memory(types.SimpleNamespace(input=vector, args=(), kwargs={}), "channels last") is None
+
+
+def row_major():
+    """An operator that loses its operand's memory format; on which a sweep is tried."""
+    return broken(lambda x, diagonal=0: x.contiguous() * torch.ones(x.shape).tril(diagonal))
+
+
+def test_lost_memory_formats_are_found_out():
+    wanted = Options(kind="forward", memory="channels last", setup=(__name__, row_major.__name__))
+    assert sweep(["tril"], 2, wanted).counted()["format"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", MEMORY)
+def test_every_operator_in_other_memory(memory):
+    report = sweep(operator_names(), 2, Options(limit=1, memory=memory))
+    assert not [case for case in report.bad() if case.outcome != "format"], told(report)
 
 
 @pytest.mark.slow

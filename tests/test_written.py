@@ -67,6 +67,81 @@ def in_place():
     assert total.placements == (Partial(),) and torch.allclose(total.full_tensor(), v.sum(0).exp() + 1)
 
 
+PARTIALS = {
+    "add": lambda p, x: p.add_(x),
+    "subtract twice": lambda p, x: p.sub_(x, alpha=2),
+    "add a row": lambda p, x: p.add_(x[3]),
+    "add to rows": lambda p, x: p[1:6].add_(x[1:6]),
+    "copy": lambda p, x: p.copy_(x),
+    "copy to a row": lambda p, x: p[2].copy_(x[3]),
+}
+REDUCED = {
+    "multiply": lambda p, x: p.mul_(x),
+    "addcmul": lambda p, x: p.addcmul_(x, x),
+    "out=": lambda p, x: torch.sub(x, p, out=p),
+    "number": lambda p, x: p.add_(1),
+    "plain": lambda p, x: p.add_(whole()),
+    "copied plain": lambda p, x: p.copy_(whole() * 2),
+}
+
+
+def written_to_partials():
+    v, w = whole(), whole() + 1
+    for placement, sizes in ((Shard(0), (5, 2)), (Shard(1), (0, 4)), (Replicate(), None), (Partial(), None)):
+        for name, function in {**PARTIALS, **REDUCED}.items():
+            p, expected = cut(v, placement=Partial()), v.clone()
+            x = cut(w, sizes, placement)
+            function(expected, w)
+            with count_communication() as counted:
+                function(p, x)
+            assert p.placements == (Partial(),), name
+            assert torch.allclose(p.full_tensor(), expected), (name, placement)
+            if name in PARTIALS:
+                assert not counted.collectives, (name, placement)
+    p = cut(v, placement=Partial())
+    assert torch.equal(p.copy_(cut(w, placement=Partial()).float()).full_tensor(), w.float().double())
+    leaf, plain = cut(w, requires_grad=True), w.clone().requires_grad_()
+    total, expected = cut(v).sum(0), v.sum(0)
+    total += leaf[2] * 2
+    expected = expected + plain[2] * 2
+    total.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.allclose(leaf.grad.full_tensor(), plain.grad)
+
+
+def test_written_to_partials():
+    run_distributed(written_to_partials, 2)
+
+
+def data_assigned():
+    v, w = whole(), whole() + 1
+    for placement, sizes in ((Shard(0), (1, 6)), (Shard(1), (0, 4)), (Replicate(), None), (Partial(), None)):
+        x = cut(v)
+        x.data = cut(w, sizes, placement)
+        assert x.shard_sizes == {0: (5, 2)} and torch.equal((x * 1).full_tensor(), w)
+        partial = cut(v, sizes, placement)
+        partial.data = cut(w).float()
+        assert partial.placements == (placement,) and partial.dtype == torch.float32
+        assert torch.equal((partial + 1).full_tensor(), w.float() + 1)
+    leaf, other = cut(v, requires_grad=True), cut(w)
+    leaf.data = other
+    other.mul_(3)  # the same memory, as in torch
+    (leaf * leaf).sum().backward()
+    assert leaf.is_leaf and torch.equal(leaf.grad.full_tensor(), w * 6) and leaf.grad.shard_sizes == {0: (5, 2)}
+    leaf.data = w
+    assert torch.equal(leaf.full_tensor(), w)
+    parameter = torch.nn.Parameter(cut(v))
+    torch.nn.utils.vector_to_parameters(w.flatten(), [parameter])
+    assert torch.equal(parameter.full_tensor(), w)
+    row = leaf.detach()[3:]
+    row.data = row * 0
+    assert torch.equal(leaf.full_tensor(), w) and not row.full_tensor().any()
+
+
+def test_data():
+    run_distributed(data_assigned, 2)
+
+
 def test_in_place():
     run_distributed(in_place, 2)
 
@@ -106,6 +181,8 @@ def fail(case):
         torch.add(x, 1, out=cut(torch.zeros(7, 4), placement=Replicate()))
     elif case == "dtype":
         torch.add(x, 1, out=cut(torch.zeros(7, 4, dtype=torch.int64)))
+    elif case == "data":
+        x.data = cut(torch.zeros(7), (5, 2))
     elif case == "gradient":
         torch.add(cut(whole(), requires_grad=True), 1, out=x)
     elif case == "in-place dtype":
@@ -121,6 +198,7 @@ def fail(case):
         ("plain", UnsupportedSharding, r"add: a ShardTensor cannot be written into a plain tensor.*Remedy"),
         ("shape", UnsupportedSharding, r"add: out= has shape \(7,\), but the result \(7, 4\).*Remedy"),
         ("replicated", UnsupportedSharding, r"copy_.*would have to be gathered.*\[5, 2\].*Remedy"),
+        ("data", UnsupportedSharding, r"data: .*shape \(7, 4\) is assigned data of shape \(7,\).*Remedy"),
         ("dtype", RuntimeError, "can't be cast to the desired output type"),
         ("gradient", RuntimeError, "don't support automatic differentiation"),
         ("in-place dtype", RuntimeError, "dtype"),

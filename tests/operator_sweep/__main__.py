@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from collections import Counter
 from .cases import DTYPES, HALF, operator_names
 from .drive import Report, sweep
 from .half import DATA
+from .memory import MEMORY
 from .table import write
 from .worker import Case, Options
 
@@ -24,6 +26,7 @@ def main() -> None:
     parser.add_argument("--gather", action="store_true", help="inside allow_gather()")
     parser.add_argument("--refused-in", metavar="FILE", help="only the cases that were refused in what --json wrote")
     parser.add_argument("--limit", type=int, default=10**9, help="samples of each operator")
+    parser.add_argument("--formats", nargs="*", choices=MEMORY, help="samples in other memory (default: in all)")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
     parser.add_argument("--json", help="write all cases to this file")
     parser.add_argument("--write", action="store_true", help="renew docs/operators.md; takes hours for all operators")
@@ -36,14 +39,15 @@ def main() -> None:
     index, parts = map(int, options.part.split("/"))
     names = operator_names(tuple(options.operators))[index::parts]
     report, refused_in = Report(), load(options.refused_in) if options.refused_in else None
-    for ranks in options.ranks:
-        for dtype in options.dtypes:
-            start = time.monotonic()
-            wanted = Options(dtype, options.kind, options.gather, options.limit, data=options.data)
-            swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
-            report.cases += swept.cases
-            seconds = time.monotonic() - start
-            print(f"{ranks} ranks, {dtype}: {dict(swept.counted())}, {seconds:.0f} s", flush=True)
+    formats = [None] if options.formats is None else options.formats or MEMORY
+    for ranks, dtype, memory in itertools.product(options.ranks, options.dtypes, formats):
+        start = time.monotonic()
+        wanted = Options(dtype, options.kind, options.gather, options.limit, memory=memory, data=options.data)
+        swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
+        report.cases += swept.cases
+        seconds = time.monotonic() - start
+        title = f"{ranks} ranks, {dtype}" + (f", {memory}" if memory else "")
+        print(f"{title}: {dict(swept.counted())}, {seconds:.0f} s", flush=True)
     if options.refused:
         reasons = Counter((c.operator, c.detail) for c in report.cases if c.outcome == "refused")
         for (operator, reason), count in reasons.most_common():

@@ -15,7 +15,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardtensor import ShardTensor
 from shardtensor.testing import shard, shared_mesh
+
+from .memory import copied, laid_out
 
 DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -100,33 +103,32 @@ def cuts(sample: Any) -> Iterator[Cut]:
                     yield Cut(dim, empty, kind)
 
 
-def place(sample: Any, cut: Cut, ranks: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Fresh arguments, laid out as ``cut`` says."""
+def place(
+    sample: Any, cut: Cut, ranks: int, memory: str | None = None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Fresh arguments, laid out as ``cut`` says, each rank's part in memory as ``memory`` says."""
     longest = max((t for t in first_operands(sample) if t.ndim > cut.dim), key=lambda t: t.shape[cut.dim])
 
-    def laid_out(t: torch.Tensor, dim: int | None) -> torch.Tensor:
-        placement = Replicate() if dim is None else Shard(dim)
+    def placed(t: torch.Tensor, dim: int | None) -> torch.Tensor:
+        mesh, placements = shared_mesh(ranks), [Replicate() if dim is None else Shard(dim)]
         sizes = None if dim is None else {0: shard_sizes(t.shape[dim], ranks, cut.empty)}
-        return shard(t.detach().clone(), shared_mesh(ranks), [placement], sizes, requires_grad=t.requires_grad)
+        made = shard(t.detach().clone(), mesh, placements, sizes)
+        if memory is not None:
+            local = laid_out(made.to_local(), memory)
+            made = ShardTensor.from_local(local, mesh, placements, shard_sizes=sizes or {})
+        return made.requires_grad_(t.requires_grad)
 
     def first(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.ndim <= cut.dim:
             return copied(t)
-        return laid_out(t, cut.dim)
+        return placed(t, cut.dim)
 
     def other(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or t.layout != torch.strided or cut.others == "plain":
             return copied(t)
-        return laid_out(t, _alike(longest, cut.dim, t) if cut.others == "alike" else None)
+        return placed(t, _alike(longest, cut.dim, t) if cut.others == "alike" else None)
 
     return tree_map(first, sample.input), tree_map(other, sample.args), tree_map(other, sample.kwargs)
-
-
-def copied(value: Any) -> Any:
-    """The same tensors again, as leaves of their own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def copied_sample(sample: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -134,14 +136,15 @@ def copied_sample(sample: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return tree_map(copied, sample.input), tree_map(copied, sample.args), tree_map(copied, sample.kwargs)
 
 
-def in_double(sample: Any) -> Any:
+def in_double(sample: Any, memory: str | None) -> Any:
     """The sample in double precision, to tell rounding from mistakes."""
     wider = dict.fromkeys([torch.float32, *HALF.values()], torch.float64)
     wider |= dict.fromkeys([torch.complex64, torch.complex32], torch.complex128)
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype in wider:
-            return value.detach().to(wider[value.dtype]).requires_grad_(value.requires_grad)
+            value = value.detach().to(wider[value.dtype]).requires_grad_(value.requires_grad)
+            return laid_out(value, memory)
         return wider.get(value, value) if isinstance(value, torch.dtype) else value
 
     parts = (sample.input, sample.args, sample.kwargs)

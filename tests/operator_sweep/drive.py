@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from shardtensor.testing import DistributedFailure, run_distributed
 
 from .worker import Case, Options, run_operator
 
-BAD = ("wrong", "foreign", "split", "hang")
+BAD = ("wrong", "foreign", "split", "hang", "format")
 
 
 @dataclass
@@ -73,9 +73,8 @@ def _operator(name: str, ranks: int, options: Options, folder: str, timeout: flo
             path.unlink()
         started = time.monotonic_ns()
         try:
-            return cases + run_distributed(
-                run_operator, ranks, name, options, folder, skip, started, timeout=timeout
-            )[0]
+            found = run_distributed(run_operator, ranks, name, options, folder, skip, started, timeout=timeout)
+            return cases + [_told(of_one_case) for of_one_case in zip(*found)]
         except DistributedFailure as failure:
             seen, skip, split = _from_log(Path(folder) / "log-0", skip)
             cases += seen
@@ -83,6 +82,11 @@ def _operator(name: str, ranks: int, options: Options, folder: str, timeout: flo
                 skip += 1
                 cases.append(Case(name, -1, f"case {skip}", "hang", str(failure)[:2000], False))
     return cases
+
+
+def _told(of_one_case: Sequence[Case]) -> Case:
+    """What a case's ranks say: they agree on how it ended, but not each may know why."""
+    return next((case for case in of_one_case if case.detail), of_one_case[0])
 
 
 def _from_log(path: Path, skip: int) -> tuple[list[Case], int, bool]:

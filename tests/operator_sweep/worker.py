@@ -29,11 +29,32 @@ from torch.utils._pytree import tree_leaves
 import shardtensor
 from shardtensor import UnsupportedSharding
 
-from .cases import DTYPES, HALF, Cut, copied_sample, cuts, database, first_operands, in_double, place, samples, variant
+from .cases import (
+    DTYPES,
+    HALF,
+    Cut,
+    copied_sample,
+    cuts,
+    database,
+    first_operands,
+    in_double,
+    other_operands,
+    place,
+    samples,
+    variant,
+)
 from .half import DATA, less_exact, rounded_weights, shifted
+from .memory import another_format, in_memory
 
-RIGHT, REFUSED, WRONG, FOREIGN, IMPRECISE = range(5)
-NAMES = {RIGHT: "right", REFUSED: "refused", WRONG: "wrong", FOREIGN: "foreign", IMPRECISE: "wrong"}
+RIGHT, REFUSED, WRONG, FOREIGN, IMPRECISE, FORMAT = range(6)
+NAMES = {
+    RIGHT: "right",
+    REFUSED: "refused",
+    WRONG: "wrong",
+    FOREIGN: "foreign",
+    IMPRECISE: "wrong",
+    FORMAT: "format",  # right numbers, but no longer channels-last
+}
 PATIENCE = 15.0  # seconds that a rank waits for the others to end a case
 
 # Results that are memory as it was found.
@@ -53,6 +74,7 @@ class Options:
         kind: "function" (with gradients where there are any), "forward" (without), "in place".
         gather: inside allow_gather().
         limit: at most so many samples of each operator.
+        memory: one of ``MEMORY``; None: as torch makes the samples.
         data: of half precision, what the samples hold; see half.py.
         only: the number of the sample and the name of the cut of cases; None for all.
         setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
@@ -62,6 +84,7 @@ class Options:
     kind: str = "function"
     gather: bool = False
     limit: int = 10**9
+    memory: str | None = None
     data: str = DATA[0]
     only: frozenset[tuple[int, str]] | None = None
     setup: tuple[str, str] | None = None
@@ -232,8 +255,9 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
                 if IMPRECISE in said:
                     said, detail = reference.compare(cut, lockstep, precisely=True)
                 together = NAMES[said[0]] if len(set(said)) == 1 else "split"
-                if WRONG in said and set(said) <= {RIGHT, WRONG}:
-                    together = "wrong"
+                for outcome in (FORMAT, WRONG):  # each rank sees its own gradients and shards
+                    if outcome in said and set(said) <= {RIGHT, FORMAT, WRONG}:
+                        together = NAMES[outcome]
                 case = Case(name, i, str(cut), together, detail, reference.random)
                 found.append(case)
                 print(number, *vars(case).values(), sep="\t", file=log, flush=True)
@@ -252,7 +276,9 @@ def samples_of(name: str, options: Options) -> list[Any]:
     for sample in samples(name, dtype, with_gradients(name, options)):
         if len(made) == options.limit:
             break
-        if first_operands(sample):
+        if options.memory is not None:
+            sample = in_memory(sample, options.memory)
+        if sample is not None and first_operands(sample):
             made.append(sample)
     return made
 
@@ -309,7 +335,7 @@ class Expected:
         outcome, detail = RIGHT, ""
         try:
             with shardtensor.allow_gather() if self.options.gather else contextlib.nullcontext():
-                got = self.run(place(sample, cut, lockstep.ranks))
+                got = self.run(place(sample, cut, lockstep.ranks, self.options.memory))
         except UnsupportedSharding as error:
             outcome, detail = REFUSED, str(error).split(". Operands:")[0].replace("\n", " ")
         except Exception as error:
@@ -329,14 +355,27 @@ class Expected:
                 detail = less_exact(found, wanted, by_what_they_pick(self.name, *self.in_double())) or ""
             return lockstep.outcomes(WRONG if detail else RIGHT), detail
         detail = difference(found, wanted, tolerance, values) or ""
-        return lockstep.outcomes(RIGHT if not detail else WRONG if precisely else IMPRECISE), detail
+        if detail:
+            return lockstep.outcomes(WRONG if precisely else IMPRECISE), detail
+        detail = self.another_format(got) or ""
+        return lockstep.outcomes(FORMAT if detail else RIGHT), detail
 
     def in_double(self) -> tuple[Any, list[Any]]:
         """The sample and its results in double precision; as they are if the operator does not take doubles."""
         if self.precise is None:
-            wide = in_double(self.sample)
+            wide = in_double(self.sample, self.options.memory)
             try:
                 self.precise = wide, self.run(copied_sample(wide))
             except Exception:
                 self.precise = self.sample, self.values
         return self.precise
+
+    def another_format(self, got: list[Any]) -> str | None:
+        """In words, which result, or gradient of a first operand, is no longer channels-last."""
+        if self.options.memory is None:
+            return None
+        others = sum(t.requires_grad for t in other_operands(self.sample)) if self.gradients else 0
+        for i, (a, b) in enumerate(zip(got[: len(got) - others], self.values)):
+            if isinstance(a, DTensor) and (said := another_format(self.name, a, a._local_tensor, b)):
+                return f"result {i} {said}"
+        return None

@@ -1,12 +1,14 @@
-"""``allclose`` and ``equal``: one answer for the global tensors, the same on every rank.
+"""``allclose``, ``equal`` and ``_assert_async``: one answer for the global tensors, the same on every rank.
 
-Both return a number that is read from the data, so they have no plan.
+The first two return a number that is read from the data, so they have no plan.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ...operators import operator
+from ...planning import AtenCall, AtenPlan
 from ...registry import register
 from ...tensor import ShardTensor, run
 from ..interop.export import item
@@ -25,3 +27,9 @@ def _equal(a: ShardTensor, b: ShardTensor) -> bool:
     if a.shape != b.shape:
         return False
     return bool(item(run(_aten.all.default, (run(_aten.eq.Tensor, (a, b), {}),), {})))
+
+
+@operator(_aten._assert_async.default, _aten._assert_async.msg)
+def _assert_async(call: AtenCall) -> AtenPlan:
+    """Every rank checks the same value, so either all raise or none."""
+    return call.plan(None, {path: spec.replicated() for path, spec in call.tensors.items()})

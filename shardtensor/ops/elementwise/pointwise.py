@@ -3,23 +3,32 @@
 Operands with different shard sizes are realigned, see [Note: alignment] in common/alignment.py; for in-place operators
 to the layout of the tensor that is written to.
 
+[Note: small operands] An operand that is broadcast along the dim that shards the result, while its own shards are of
+another dim, would have to be gathered: of ``x[:, None] - x[None]`` one. It is, where it has no more elements than a
+rank's even share of the result: gathered, it takes no more memory than what is computed from it.
+
+[Note: written to a Partial] What is added in place to a Partial is added to the contributions, by each rank what it
+has, without communication. Otherwise the Partial is reduced, to the layout of the other operands; and what it is
+changed to is a Partial again.
+
 [Note: pointwise by default] What torch tags as pointwise needs no declaration: :func:`pointwise_plan` plans it. That is
 the one default; what is elementwise without the tag is declared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import OpOverload
 from ...layout import AxisLayout
 from ...operators import operator
-from ...planning import AtenCall, AtenPlan, Rule, is_inplace, meta_of
+from ...planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of
 from ...redistribute import redistribute_local
 from ...registry import default_rule
 from ...spec import ShardTensorSpec
@@ -43,6 +52,8 @@ _LINEAR = (
     _aten.add_.Tensor,
     _aten.sub_.Tensor,
 )
+# Whose other operand may be a contribution where the one that is written to is; see [Note: written to a Partial].
+_ADDING = (_aten.add_.Tensor, _aten.sub_.Tensor, _aten.copy_.default)
 _SCALED = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
 
 
@@ -62,23 +73,43 @@ def pointwise_plan(call: AtenCall) -> AtenPlan:
     meta = call.meta
     outputs = list(meta) if isinstance(meta, (list, tuple)) else [meta]
     inplace = is_inplace(call.func)
-    current = call.tensors if _keeps_partial(call) else call.reduced()
     if inplace and (0,) not in call.tensors:
         raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
-    target = common_layout([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
+    current = call.tensors if _keeps_partial(call) or _adds_to_partial(call) else call.reduced()
+    target = _target(call, current, inplace)
     targets = {path: fit(spec, target) for path, spec in current.items()}
-    if inplace and targets[(0,)] != current[(0,)]:
+    if inplace and targets[(0,)] != current[(0,)] and not call.specs[0].partial_mesh_dims():
         raise call.refuse(
             "the result is sharded otherwise than the tensor it is written to", "use the out-of-place form"
         )
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
-    if inplace:
-        del targets[(0,)]
-    plan = call.plan(specs if isinstance(meta, (list, tuple)) else specs[0], targets, returns_self=inplace)
+    written = targets.pop((0,)) if inplace else None
+    returned = specs if isinstance(meta, (list, tuple)) else specs[0]
+    plan = call.plan(returned, targets, small=_share(target), returns_self=inplace)
     plan.call = _with_slices(call, target)
-    if inplace and current[(0,)] != call.tensors[(0,)]:
-        plan.call = _written_to_partial(call.tensors[(0,)], current[(0,)], plan.call or call.func)
+    if written is not None and written != call.specs[0]:
+        plan.call = _written_to_partial(call.specs[0], written, plan.call or call.func)
     return plan
+
+
+def _share(spec: ShardTensorSpec) -> int:
+    """The number of elements of an even shard; 1 where nothing is sharded."""
+    ranks = [spec.mesh.size(m) for m in spec.sharded_dims().values()]
+    return spec.shape.numel() // math.prod(ranks) if ranks else 1
+
+
+def _target(call: AtenCall, current: dict[Path, ShardTensorSpec], inplace: bool) -> ShardTensorSpec:
+    """The layout in which the local operators run."""
+    meta = meta_of(call.meta[0] if isinstance(call.meta, (list, tuple)) else call.meta)
+    if not inplace:
+        return common_layout(list(current.values()), meta)
+    written = call.specs[0]
+    sums = [m for m, p in enumerate(written.placements) if p == Partial("sum")]
+    if current[(0,)] != written and len(sums) == len(written.partial_mesh_dims()):
+        target = common_layout(list(current.values()), meta)
+        if all(target.layout[m] == axis for m, axis in enumerate(written.layout) if m not in sums):
+            return target
+    return common_layout([current[(0,)]], meta)
 
 
 # torch does not run it on meta tensors.
@@ -90,8 +121,7 @@ def _default(op: OpOverload) -> Rule | None:
     """See [Note: pointwise by default]."""
     name = op._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
-        # These reduce each of their tensors.
-        return None if name.rstrip("_") in ("_foreach_norm", "_foreach_max", "_foreach_powsum") else _foreach
+        return None  # see foreach.py
     elementwise = torch.Tag.pointwise in op.tags or _writes_pointwise(name)
     if not elementwise or torch.Tag.nondeterministic_seeded in op.tags:
         return None
@@ -134,6 +164,25 @@ def _keeps_partial(call: AtenCall) -> bool:
     return call.func in _SCALED and len(tensors) == 1 and isinstance(call.args[0], ShardTensorSpec)
 
 
+def _adds_to_partial(call: AtenCall) -> bool:
+    """Whether an operator adds to the contributions of a Partial sum; see [Note: written to a Partial]."""
+    written = call.specs[0]
+    if call.func not in _ADDING or call.args[0] is not written or written.tensor_meta.dtype == torch.bool:
+        return False
+    if not any(p == Partial("sum") for p in written.placements) or len(call.specs) < 2:
+        return False
+    other = call.specs[1]
+    wanted = fit(other, written)
+    if call.func == _aten.copy_.default and other.tensor_meta.dtype != written.tensor_meta.dtype:
+        if other.partial_mesh_dims():  # the sum of what is rounded is not the sum, rounded
+            return False
+    # An extreme of contributions becomes no sum without being reduced; a shard that is written to is no contribution.
+    return all(
+        old == new or (new == Partial("sum") and (isinstance(old, Shard) or old.is_replicate()))
+        for old, new in zip(other.placements, wanted.placements, strict=True)
+    ) and not any(p.is_partial() and p != Partial("sum") for p in written.placements)
+
+
 def _with_slices(call: AtenCall, target: ShardTensorSpec) -> Callable[..., Any] | None:
     """The operator on this rank's slices of plain operands, which count as replicated; None: nothing to slice."""
     ndim = len(target.shape)
@@ -155,22 +204,6 @@ def _with_slices(call: AtenCall, target: ShardTensorSpec) -> Callable[..., Any] 
         return func(*local, **kwargs)
 
     return sliced
-
-
-def _foreach(call: AtenCall) -> AtenPlan:
-    """``_foreach_*``, as optimizers use it: lists of tensors that have the same layout, or plain, item by item."""
-    layouts: dict[Any, tuple[AxisLayout, ...]] = {}
-    for path, spec in call.tensors.items():
-        if spec.partial_mesh_dims() or layouts.setdefault(path[-1], spec.layout) != spec.layout:
-            raise call.refuse("the lists' tensors have different layouts", "redistribute them, or loop over the lists")
-    for a in call.args:
-        for i, item in enumerate(a if isinstance(a, (list, tuple)) else ()):
-            if isinstance(item, Tensor) and item.ndim and i in layouts:
-                raise call.refuse("plain tensors meet ShardTensors", "make them ShardTensors, or loop over the lists")
-    if call.meta is None:
-        return AtenPlan(None)
-    firsts = [call.tensors.get((0, i)) for i in range(len(call.meta))]
-    return AtenPlan([s if s is None else s.replace(meta=meta_of(m)) for s, m in zip(firsts, call.meta, strict=True)])
 
 
 # -- the same elements, and new tensors like old ones ------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ...halo import Fetch
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
+from ...strides import stride_like
 from ...tensor import ShardTensor, from_part, redistribute_to, wrap
 from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of
@@ -73,7 +74,7 @@ def _adaptive_pool(
     dtype = result_dtype(
         call, spec.tensor_meta.dtype, lambda t: values_of(function(t, [1] * ndim)), [1] * len(spec.shape)
     )
-    out_meta = meta.new_empty(target)
+    out_meta = torch.empty_strided(target, stride_like(meta, target), dtype=meta.dtype, device="meta")
     shape = resized(spec, out_meta, dtype, sizes).local_shape()[first:]
     if 0 in shape:
         unequal = {}

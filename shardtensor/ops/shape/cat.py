@@ -21,7 +21,7 @@ from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
 from ...spec import ShardTensorSpec
-from ...strides import stride_like
+from ...strides import cat_like
 from .view import carry, wrap_dim
 
 __all__ = ["Assembly", "joined_sizes"]
@@ -122,11 +122,7 @@ class Assembly:
         if not pieces:
             return first.new_empty(self._shape)
         ordered = [pieces[i] for i in self._order]
-        if not self._format:
-            return torch.cat(ordered, dim)
-        strides = stride_like(first, self._shape)
-        out = torch.empty_strided(self._shape, strides, dtype=first.dtype, device=first.device)
-        return torch.cat(ordered, dim, out=out)
+        return cat_like(ordered, dim, first, self._shape) if self._format else torch.cat(ordered, dim)
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:

@@ -197,6 +197,15 @@ def _view(call: AtenCall) -> AtenPlan:
     return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape), may_copy=flattens)
 
 
+@operator(_aten.view.dtype)
+def _view_dtype(call: AtenCall) -> AtenPlan:
+    spec = call.reduced()[0,]
+    if call.meta.shape != spec.shape:
+        reason = f"elements of {spec.tensor_meta.dtype} and {call.meta.dtype} have different sizes"
+        raise call.refuse(reason, "view its to_local(), and make a ShardTensor of that")
+    return call.plan(spec.replace(meta=meta_of(call.meta)), {(0,): spec})
+
+
 def _without(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
     """``spec`` of a tensor without elements, replicated on the mesh dims that shard a dim which ``dims`` lacks."""
     return spec.with_axes({m: AxisLayout(Replicate()) for d, m in spec.sharded_dims().items() if d not in dims})

@@ -57,7 +57,7 @@ def _register_copy(view: OpOverload, copy: OpOverload) -> None:
 for _name in _VIEWS:
     _view, _copy = getattr(_aten, _name), getattr(_aten, f"{_name}_copy")
     for _overload in _copy.overloads():
-        if "out" not in _overload and _overload in _view.overloads() and _overload != "dtype":
+        if "out" not in _overload and _overload in _view.overloads():
             _register_copy(getattr(_view, _overload), getattr(_copy, _overload))
 
 

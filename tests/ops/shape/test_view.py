@@ -304,7 +304,25 @@ def test_views_of_whole_tensors_with_other_strides():
     run_distributed(laid_out_otherwise, 2)
 
 
+def seen_as_another_dtype():
+    value = data(2, 6, 2)
+    for placement, sizes in ((Shard(1), {0: (1, 5)}), (Shard(2), {0: (2, 0)}), (Partial(), None)):
+        x = shard(value, shared_mesh(2), [placement], sizes)
+        seen = x.view(torch.int64)
+        numbers = x.full_tensor().view(torch.int64)  # of a Partial, the sum is rounded
+        assert seen.shard_sizes == x.shard_sizes and torch.equal(seen.full_tensor(), numbers)
+        assert torch.equal(torch.view_copy(x, dtype=torch.int64).full_tensor(), numbers)
+        if sizes:
+            seen.zero_()  # the same memory
+            assert not x.full_tensor().any()
+
+
+def test_views_of_another_dtype():
+    run_distributed(seen_as_another_dtype, 2)
+
+
 WRONG = {
+    "dtype": (lambda x: x.view(torch.int32), NotImplementedError, "float64 and torch.int32 have different sizes"),
     "entry": (lambda x: x[:, 6], IndexError, "index 6 is out of bounds for dimension 1 with size 6"),
     "select": (lambda x: x.select(1, -7), IndexError, "index -7 is out of bounds"),
     "dim": (lambda x: x.narrow(3, 0, 1), IndexError, "Dimension out of range"),
