@@ -17,6 +17,7 @@ from ..._compat import kernel
 from ...operators import Arguments, Operand
 from ...parameters import start_sum
 from ...redistribute import start_sums
+from ...tracing import is_traced
 from .geometry import Geometry
 from .sharded_norm import ShardedNorm
 from .statistics import centered
@@ -180,15 +181,18 @@ class ChannelNorm(ShardedNorm):
         free: Tensor | None,
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``."""
-        scale, rstd_of_sets = rstd if w is None else rstd * w, rstd
-        if self.per_set != 1:
+        scale, rstd_of_sets, view_of_sets = rstd if w is None else rstd * w, rstd, self.of_sets
+        if self.per_set != 1 and free is None and is_traced(x):  # compilers fuse what has one view, by channels
+            totals = totals.unsqueeze(-1).expand(2, self.sets, self.per_set).reshape(2, -1)
+            view_of_sets = self.channels
+        elif self.per_set != 1:
             # The kernel takes twice the time for strided statistics.
             moments = moments.view(2, self.sets, self.per_set).select(2, 0).contiguous()
             rstd_of_sets = rstd.view(self.sets, self.per_set).select(1, 0)
         (mean, var), (slope, offset) = moments.unbind(), (totals * (rstd_of_sets * self.scale)).unbind()
         if free is None:
             scaled = slope, offset, mean, var, False, 0.0, self.geometry.eps
-            dx = torch.native_batch_norm(x.view(self.of_sets), *scaled)[0].view(self.channels)
+            dx = torch.native_batch_norm(x.view(view_of_sets), *scaled)[0].view(self.channels)
             return dx.addcmul_(grad, scale.unsqueeze(-1))
         number, view = self.statistics.shape, self.geometry.view
         dx = centered(x.reshape(view), mean.reshape(number), free).mul_((slope * rstd_of_sets).view(number))
