@@ -246,7 +246,7 @@ class _Work:
             rounds = [
                 (a, b, tuple((0, b - a) if r == s else (0, 0) for r in range(ranks))) for s, (a, b) in enumerate(blocks)
             ]
-        total = target
+        total: Tensor = target
         for a, b, pieces in rounds:
             if a == b:
                 continue
@@ -265,7 +265,7 @@ class _Work:
     def _written(self, values: list[Any], kwargs: dict[str, Any], own: Own) -> Tensor:
         """What is written to, with what this rank writes to the part that it answers for."""
         target = operand(values, self.first)
-        room = target if self.inplace and not own else target.clone()
+        room: Tensor = target if self.inplace and not own else target.clone()
         for d in own:  # the sink
             row = room.new_zeros([1 if k == d else n for k, n in enumerate(room.shape)])
             room = torch.cat([room, row], d)

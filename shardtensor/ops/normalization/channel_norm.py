@@ -17,6 +17,7 @@ from ..._compat import kernel
 from ...operators import Arguments, Operand
 from ...parameters import start_sum
 from ...redistribute import start_sums
+from ...tracing import is_traced
 from .columns import Columns, channels_are_last, columns_of
 from .geometry import Geometry
 from .sharded_norm import ShardedNorm
@@ -175,8 +176,11 @@ class ChannelNorm(ShardedNorm):
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``."""
         rstd = (moments[1] + self.geometry.eps).rsqrt_()
-        scale, rstd_of_sets = rstd if w is None else rstd * w, rstd
-        if self.per_set != 1:
+        scale, rstd_of_sets, view_of_sets = rstd if w is None else rstd * w, rstd, self.of_sets
+        if self.per_set != 1 and columns is None and is_traced(x):  # compilers fuse what has one view, by channels
+            totals = totals.unsqueeze(-1).expand(2, self.sets, self.per_set).reshape(2, -1)
+            view_of_sets = self.channels
+        elif self.per_set != 1:
             # The kernel takes twice the time for strided statistics.
             moments = moments.view(2, self.sets, self.per_set).select(2, 0).contiguous()
             rstd_of_sets = rstd.view(self.sets, self.per_set).select(1, 0)
@@ -185,5 +189,5 @@ class ChannelNorm(ShardedNorm):
             slope = slope * rstd_of_sets
             return columns.combined(x, slope, torch.addcmul(offset, mean, slope, value=-1), grad, scale)
         scaled = slope, offset, mean, var, False, 0.0, self.geometry.eps
-        dx = torch.native_batch_norm(x.view(self.of_sets), *scaled)[0].view(self.channels)
+        dx = torch.native_batch_norm(x.view(view_of_sets), *scaled)[0].view(self.channels)
         return dx.addcmul_(grad, scale.unsqueeze(-1))
