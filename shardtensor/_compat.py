@@ -84,6 +84,7 @@ __all__ = [
     "keep_static",
     "kernel",
     "keystr",
+    "new_wide_wrapper",
     "new_wrapper",
     "nn_functions",
     "no_frames_of",
@@ -129,6 +130,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def new_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapper:
     """Create an instance of ``cls``, a DTensor subclass, around ``local`` (2.4 us; no ``__init__`` is run)."""
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+
+
+def new_wide_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Wrapper:
+    """The same with the spec's dtype around contributions in a wider one, see [Note: rounded once]."""
+    narrow = local.new_empty((), dtype=spec.tensor_meta.dtype)  # torch takes the wrapper's dtype from it
+    made = new_wrapper(cls, narrow, spec, requires_grad)
+    made._local_tensor = local
+    return made
 
 
 _alias = torch.ops.aten.alias.default._op

@@ -42,9 +42,9 @@ def from_local(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     return made
 
 
-def to_local(tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
-    """The local tensor, whose gradient will have the layout ``grad_spec``."""
-    local: Tensor = _ToLocal.apply(tensor, grad_spec)
+def to_local(tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
+    """The local tensor, as it is held or in ``dtype``, whose gradient will have the layout ``grad_spec``."""
+    local: Tensor = _ToLocal.apply(tensor, grad_spec, dtype)
     return local
 
 
@@ -121,15 +121,16 @@ class _FromLocal(AutogradFunction):
 
 class _ToLocal(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, grad_spec: ShardTensorSpec) -> Tensor:
+    def forward(ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None) -> Tensor:
         # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
         # would wait for that rank.
         ctx.cls, ctx.grad_spec = type(tensor), grad_spec
-        return alias(tensor._local_tensor)
+        local: Tensor = tensor._local_tensor
+        return alias(local) if dtype is None or local.dtype is dtype else local.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return from_part(ctx.cls, grad, ctx.grad_spec), None
+        return from_part(ctx.cls, grad, ctx.grad_spec), None, None
 
 
 class _Redistribute(AutogradFunction):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._compat import OpOverload, is_traced, kernel, new_wrapper, tree_map
+from ._compat import OpOverload, is_traced, kernel, new_wide_wrapper, new_wrapper, tree_map
 from .context import gather_allowed, settings
 from .copies import check_current, check_written, note_copies, represents_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
@@ -40,7 +40,7 @@ from .planning import (
     spec_of,
     strides_of,
 )
-from .redistribute import redistribute_local
+from .redistribute import redistribute_local, rounded
 from .registry import OPERATORS, REMEDY, rule_of
 from .spec import ShardTensorSpec
 
@@ -62,6 +62,9 @@ def wrapper(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
             f"internal error: local shape {tuple(local.shape)} does not fit {spec} at {spec.coordinate}; "
             "please report it"
         )
+    if local.dtype is not spec.tensor_meta.dtype:
+        local = rounded(local, spec)
+        return (new_wide_wrapper if local.dtype != spec.tensor_meta.dtype else new_wrapper)(cls, local, spec)
     return new_wrapper(cls, local, spec)
 
 

@@ -22,9 +22,11 @@ __all__ = [
     "are_integers",
     "as_integers",
     "check_order",
+    "held_dtype",
     "mesh_coordinate",
     "normalize_placements",
     "normalize_sizes",
+    "wide_dtype",
 ]
 
 # One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
@@ -43,6 +45,17 @@ class AxisLayout(NamedTuple):
 
     placement: Placement
     sizes: tuple[int, ...] | None = None
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def held_dtype(placements: Sequence[Placement], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a local tensor: for contributions to a sum or a product the wide one, see [Note: rounded once]."""
+    summed = any(isinstance(p, Partial) and p.reduce_op in ("sum", "product") for p in placements)
+    return wide_dtype(dtype) if summed else dtype
 
 
 def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import TensorMeta, accumulates_early, is_traced
 from .arguments import Arguments, Operand, common_mesh, prepared_spec
@@ -25,6 +26,7 @@ from .binding import Declaration, declaration, place_of, placed
 from .context import settings
 from .copies import check_current
 from .errors import refuse
+from .layout import wide_dtype
 from .parameters import GradientSum, contributing
 from .plan import Composed, LocalPlan, Plan, picked
 from .planning import SCALARS, cached_plan, keep_plan, meta_of, spec_of, strides_of
@@ -141,6 +143,10 @@ class Operator:
                 continue
             to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(named.get(name)))
             if isinstance(named.get(name), DTensor) and to_plain:
+                if placements is not None and _keeps_contributions(plan, named[name], call.steps.get(name), placements):
+                    plan.contributed = {**plan.contributed, declared.names.index(name): placements}
+                    steps.append(ShardTensor.from_dtensor)
+                    continue
                 steps.append(_chain(_to_local(placements), call.steps.get(name)))
                 continue
             target = call.tensors.get(name)
@@ -265,6 +271,12 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
         shown = [spec_of(t) if isinstance(t, DTensor) else t for t in (*others, parameter)]
         raise refuse(name, shown, "the parameter is sharded", "redistribute it to Replicate() before the call")
     return spec.tensor_meta
+
+
+def _keeps_contributions(plan: Plan, parameter: Tensor, step: Any, placements: Sequence[Placement]) -> bool:
+    """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank."""
+    contributes = any(p.is_partial() for p in placements) and wide_dtype(parameter.dtype) != parameter.dtype
+    return contributes and step is None and type(plan).run is Plan.run
 
 
 def _to_local(placements: Any) -> Callable[[Any], Any]:

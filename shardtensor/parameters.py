@@ -2,7 +2,8 @@
 
 A plain weight that meets a sharded input gets, on each rank, only the contribution of that rank's shard. The sum over
 the domain is done here, in the gradient's own way back, so ``.grad`` is plain and complete and optimizers, DDP and
-FSDP see what they see on one device.
+FSDP see what they see on one device. Plans give contributions to gradients of half precision in float32; autograd
+rounds the sums where it takes them.
 
 [Note: contributions] The gradient of a DTensor that is Replicate on a mesh dim comes back as ``Partial()`` there,
 always, however it was used. Where ranks worked on different shards that is what they have. Where they all did the same
@@ -26,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
 from .caches import cached
+from .layout import wide_dtype
 from .redistribute import start_sums
 from .spec import ShardTensorSpec
 
@@ -127,6 +129,8 @@ def start_sum(
 ) -> Callable[[], list[Tensor | None]]:
     """Each tensor summed over the mesh dims: one all-reduce per mesh dim and dtype for all of them together.
 
+    Half precision is sent in float32, see [Note: rounded once] in redistribute.py.
+
     The first is under way when this returns; the function that is returned waits, and gives the sums. Which of the
     tensors are None must be the same on every rank; it follows from the graph, which is.
 
@@ -136,11 +140,11 @@ def start_sum(
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         if t is not None:
-            by_dtype.setdefault(t.dtype, []).append(i)
+            by_dtype.setdefault(wide_dtype(t.dtype), []).append(i)
     first = mesh.get_group(mesh_dims[0])
     under_way = [
-        (members, start_sums([tensors[i] for i in members], first, overwrite=overwrite))  # type: ignore[misc]
-        for members in by_dtype.values()
+        (members, start_sums([tensors[i].to(dtype) for i in members], first, overwrite=overwrite))  # type: ignore[union-attr]
+        for dtype, members in by_dtype.items()
     ]
 
     def finish() -> list[Tensor | None]:
@@ -151,6 +155,7 @@ def start_sum(
                 totals = start_sums(totals, mesh.get_group(m), overwrite=True)()
             for i, total in zip(members, totals, strict=True):
                 t = tensors[i]
+                total = total if t is None else total.to(t.dtype)
                 differentiable = torch.is_grad_enabled() and t is not None and t.requires_grad
                 result[i] = _Total.apply(mesh, mesh_dims, t, total) if differentiable else total
         return result

@@ -5,12 +5,13 @@ A plan is made by the function that declares its operator, see [Note: plan and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction
 from .gradients import not_twice
@@ -29,6 +30,7 @@ class Plan:
         saves: which of the tensors the gradient needs, by position.
         total: the sum over ranks that the gradients of plain parameters need, where the plan makes it.
         deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
+        contributed: by position, how the gradients of parameters in half precision that are ShardTensors are placed.
         name, device: of the operator, for errors; the type of its tensors' device.
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
         steps: what is done with each tensor before the run: promotion, casts, redistribution.
@@ -41,6 +43,7 @@ class Plan:
     saves: tuple[int, ...] = ()
     total: GradientSum | None = None
     deferred: GradientSum | None = None
+    contributed: Mapping[int, Sequence[Placement]] = {}
     defers: bool = True
     twice: ClassVar[bool] = False
     linear: ClassVar[bool] = False
@@ -50,6 +53,18 @@ class Plan:
     order: tuple[Any, ...] | None = None
     steps: tuple[Callable[[Any], Any] | None, ...] | None = None
     then: ShardTensorSpec | None = None
+
+    @property
+    def sums(self) -> bool:
+        """Whether the gradients of parameters are contributions, which ranks sum."""
+        return self.total is not None or self.deferred is not None or bool(self.contributed)
+
+    def gradient_spec(self, i: int, t: Any) -> ShardTensorSpec | None:
+        """The layout of the local gradient of the operator's tensor ``i``; None where that is plain."""
+        if type(t) is not ShardTensor:
+            return None
+        placements = self.contributed.get(i)
+        return t._spec if placements is None else t._spec.replace(placements=placements)
 
     def forward(self, *tensors: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
         """The local result (a tensor, or a tuple of them) and what else :meth:`backward` needs.
@@ -120,7 +135,7 @@ class LocalPlan(Plan):
     def local_tensors(self, tensors: Sequence[Any]) -> list[Any]:
         """What the local work gets, differentiably."""
         if self.gradients is None:
-            return [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+            return [to_part(t, t._spec.for_gradient()) if type(t) is ShardTensor else t for t in tensors]
         return [
             t if type(t) is not ShardTensor else t.to_local() if spec is None else to_part(t, spec)
             for t, spec in zip(tensors, self.gradients, strict=True)
@@ -162,7 +177,7 @@ class _Run(AutogradFunction):
         ctx.plan, ctx.contribution = plan, contribution
         given = tensors if contribution is None else contribution.given()
         ctx.save_for_backward(*[given[i] for i in plan.saves], *kept)
-        ctx.specs = [t._spec if type(t) is ShardTensor else None for t in tensors]
+        ctx.specs = [plan.gradient_spec(i, t) for i, t in enumerate(tensors)]
         if plan.twice:
             ctx.others = [None if plan.linear or i in plan.saves else t for i, t in enumerate(given)]
             device = plan.device
@@ -209,7 +224,10 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     tensors = list(ctx.others)
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t
-    locals_ = [t.to_local() if type(t) is ShardTensor else t for t in tensors]
+    locals_ = [
+        to_part(t, s.for_gradient() if s is t._spec else s) if type(t) is ShardTensor else t
+        for t, s in zip(tensors, ctx.specs, strict=True)
+    ]
     if plan.linear:
         locals_ = [_zeros(s, next(g for g in grads if g is not None)) for s in ctx.specs]
     total = plan.total if plan.deferred is None else plan.deferred

@@ -8,6 +8,11 @@ tensor come first, so that later ones send less.
 | Shard(i), sizes | exchange of what differs, or all-to-all (i != j) | exchange of shards | own shard among zeros |
 | Replicate | own slice, nothing sent | - | the value on rank 0, zeros elsewhere |
 | Partial(op) | exchange of slices, reduced in rank order | all-reduce | - |
+
+[Note: rounded once] One device rounds a sum once. Contributions to a sum or a product in half precision are therefore
+held and sent in float32, and rounded when they have been reduced: contributions that cancel leave no error of their
+own size. So the local tensor of a Partial may be float32 where its dtype is not; what an operator computes in float32
+is rounded by :func:`rounded` where it is no contribution.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from .debug import check_communication, debug_enabled
 from .exchange import start_swap
 from .geometry import Interval, intervals_of, length
 from .halo import Fetch
-from .layout import AxisLayout
+from .layout import AxisLayout, wide_dtype
 from .spec import ShardTensorSpec
 from .strides import cat_like
 from .tracing import graph_operator, is_traced, no_ticket, ticket_for
@@ -38,6 +43,7 @@ __all__ = [
     "all_reduce",
     "redistribute_local",
     "reduce_scatter",
+    "rounded",
     "start_all_reduce",
     "start_sums",
     "swap_blocks",
@@ -68,13 +74,24 @@ def _steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[Callable[[Tensor
     """What is done with a local tensor, one mesh dim after the other: all that is known before there is data."""
     if src.mesh != dst.mesh:
         raise ValueError(f"cannot redistribute from mesh {src.mesh} to {dst.mesh}; only the same mesh is possible")
-    steps = []
+    steps, source = [], src
     while (step := _next_step(src, dst)) is not None:
         mesh_dim, axis = step
         target = src.with_axes({mesh_dim: axis})
         steps.append(_step(src, target, mesh_dim))
         src = target
+    wide = source.held_dtype
+    if steps and wide != source.tensor_meta.dtype:  # contributions that the caller gave may be narrow
+        return (lambda local: local.to(wide), *steps, partial(rounded, spec=dst))
     return tuple(steps)
+
+
+def rounded(local: Tensor, spec: ShardTensorSpec) -> Tensor:
+    """What was computed in float32 in the half precision of its spec; contributions as they are."""
+    dtype = spec.tensor_meta.dtype
+    if local.dtype in (dtype, spec.held_dtype) or local.dtype != wide_dtype(dtype):
+        return local
+    return local.to(dtype)
 
 
 def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLayout] | None:

@@ -31,6 +31,7 @@ from .layout import (
     Sizes,
     are_integers,
     check_order,
+    held_dtype,
     mesh_coordinate,
     normalize_placements,
     normalize_sizes,
@@ -249,6 +250,11 @@ class ShardTensorSpec(DTensorSpec):
     def coordinate(self) -> tuple[int, ...]:
         """This rank's position in the mesh."""
         return mesh_coordinate(self.mesh)
+
+    @cached_property
+    def held_dtype(self) -> torch.dtype:
+        """The dtype in which ranks hold their parts; a wider one than the tensor's for contributions."""
+        return held_dtype(self.placements, self.tensor_meta.dtype)
 
     def cut(self, mesh_dim: int) -> tuple[int, ...]:
         """The shard sizes along a mesh dim that shards the tensor."""

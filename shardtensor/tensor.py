@@ -21,6 +21,7 @@ from ._compat import (
     current_mesh,
     is_traced,
     keep_static,
+    new_wide_wrapper,
     new_wrapper,
     not_in_graphs,
     tracing,
@@ -126,15 +127,18 @@ class ShardTensor(DTensor):
         if self._viewed is not None:
             check_current("to_local", self)
         differentiable = torch.is_grad_enabled() and self.requires_grad
+        local = self._local_tensor
+        if not differentiable and local.dtype is not self.dtype:
+            local = local.to(self.dtype)  # see [Note: rounded once] in redistribute.py
         if grad_placements is None and not differentiable:
-            return self._local_tensor
+            return local
         spec = self._spec.for_gradient()
         if grad_placements is not None:
             sizes = tuple(s if p == q else None for s, p, q in zip(spec.sizes, spec.placements, grad_placements))
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
             spec = spec.replace(placements=grad_placements)
-        return conversions.to_local(self, spec) if differentiable else self._local_tensor
+        return conversions.to_local(self, spec, self.dtype) if differentiable else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
@@ -287,7 +291,9 @@ class ShardTensor(DTensor):
         mesh, placements, order, dtype, requires_grad = unflattened(inner_tensors, flatten_spec)
         meta = TensorMeta(torch.Size(outer_size), tuple(outer_stride), dtype)
         spec = ShardTensorSpec.of(mesh, placements, meta, order.sizes)
-        return new_wrapper(ShardTensor, inner_tensors["_local_tensor"], spec, requires_grad)
+        local = inner_tensors["_local_tensor"]
+        make = new_wrapper if local.dtype is dtype else new_wide_wrapper
+        return make(ShardTensor, local, spec, requires_grad)
 
     def __coerce_tangent_metadata__(self) -> ShardTensor:
         return conversions.redistributed(self, self._spec.for_gradient())  # type: ignore[no-any-return]
@@ -324,12 +330,16 @@ def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     return conversions.from_part(ShardTensor, local, spec)
 
 
-def to_part(tensor: ShardTensor, grad_spec: ShardTensorSpec) -> Tensor:
-    """The local tensor of a ShardTensor. Differentiable; ``grad_spec`` is the layout in which its gradient arrives."""
+def to_part(tensor: ShardTensor, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
+    """The local tensor of a ShardTensor as it is held, or in ``dtype``.
+
+    Differentiable; ``grad_spec`` is the layout in which its gradient arrives.
+    """
     if tensor._viewed is not None:
         check_current("to_local", tensor)
-    differentiable = torch.is_grad_enabled() and tensor.requires_grad
-    return conversions.to_local(tensor, grad_spec) if differentiable else tensor._local_tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return conversions.to_local(tensor, grad_spec, dtype)
+    return tensor._local_tensor if dtype is None else tensor._local_tensor.to(dtype)
 
 
 def redistribute_to(tensor: Tensor, target: ShardTensorSpec) -> ShardTensor:

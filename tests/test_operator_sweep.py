@@ -11,12 +11,14 @@ import torch.distributed as dist
 from operator_sweep import operator_names, sweep
 from operator_sweep.cases import shard_sizes
 from operator_sweep.drive import Report
+from operator_sweep.half import less_exact
 from operator_sweep.memory import MEMORY, copied, in_memory, laid_out
 from operator_sweep.table import render
 from operator_sweep.worker import Case, Options
 
 import shardtensor
-from shardtensor import UnsupportedSharding
+from shardtensor import UnsupportedSharding, caches
+from shardtensor.spec import ShardTensorSpec
 
 aten = torch.ops.aten
 
@@ -92,6 +94,32 @@ def test_broken_operators_are_found_out(setup, outcome):
     good = sweep(["tril"], 2, Options(kind="forward", limit=1))
     assert len(report.cases) == len(good.cases)  # it has gone on behind each
     assert not good.bad() and good.counted()["right"]
+
+
+def contributions_rounded():
+    """Ranks that round what they contribute to sums of half precision."""
+    kept = ShardTensorSpec.held_dtype
+    ShardTensorSpec.held_dtype = property(lambda spec: spec.tensor_meta.dtype)
+    caches.forget()
+
+    def restore():
+        ShardTensorSpec.held_dtype = kept
+        caches.forget()
+
+    return restore
+
+
+def test_rounded_contributions_are_found_out():
+    for data, outcome in [("samples", "right"), ("cancelling", "wrong")]:
+        options = Options("bfloat16", data=data, limit=6, setup=(__name__, contributions_rounded.__name__))
+        report = sweep(["matmul"], 2, options)
+        assert report.counted()[outcome] >= 1, told(report)
+    assert less_exact([torch.tensor([256.0])], [torch.tensor([256.0])], [torch.tensor([256.0])]) is None
+    one, exact = torch.tensor([256.0]).bfloat16(), torch.tensor([256.0]).double()
+    assert less_exact([one + 2], [one], [exact]) is None  # a unit
+    assert "off by 4" in less_exact([one + 4], [one], [exact])
+    assert less_exact([one + 4], [one - 2], [exact]) is None  # as one device's
+    assert "not finite" in less_exact([one * torch.inf], [one], [exact])
 
 
 def test_what_is_swept():
@@ -178,6 +206,20 @@ def test_lost_memory_formats_are_found_out():
 def test_every_operator_in_other_memory(memory):
     report = sweep(operator_names(), 2, Options(limit=1, memory=memory))
     assert not [case for case in report.bad() if case.outcome != "format"], told(report)
+
+
+SUMMING = """
+    trace var cumsum matmul addmm einsum nn.functional.linear nn.functional.conv2d nn.functional.conv_transpose1d
+    nn.functional.layer_norm nn.functional.batch_norm nn.functional.mse_loss
+"""
+
+
+@pytest.mark.parametrize("dtype, data, ranks", [("bfloat16", "cancelling", 2), ("float16", "offset", 3)])
+def test_half_precision_is_as_exact_as_on_one_device(dtype, data, ranks):
+    """Sums over ranks of numbers that cancel; with gradients."""
+    report = sweep(SUMMING.split(), ranks, Options(dtype, data=data, limit=2))
+    assert not report.bad(), told(report)
+    assert report.counted()["right"] > 100
 
 
 @pytest.mark.slow

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ...geometry import Interval
 from ...tracing import graph_operator, is_traced
+from ..common.half import cast
 
-__all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "cast", "finite", "pieces"]
+__all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "finite", "pieces"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -269,11 +270,6 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
     step = max(1, TILE // max(1, math.prod(q.shape[:-2]) * k.shape[-2]))
     for start in range(0, rows, step):
         yield start, min(step, rows - start)
-
-
-def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t.to(dtype)``, which takes the host a microsecond also where it does nothing."""
-    return t if t.dtype == dtype else t.to(dtype)
 
 
 def _like_queries(t: Tensor, q: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
-from .blockwise import DTYPES, cast
+from ..common.alignment import wide_dtype
+from ..common.half import cast, product
+from .blockwise import DTYPES
 from .multihead_operators import MultiheadOptions, by_heads, multihead_by_operators, multihead_output
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 
@@ -153,16 +155,29 @@ class MultiheadPlan(LocalPlan):
             return found
         query, out_weight, in_weight, q, *kept = saved
         grad, attended = grads[0].flatten(0, 1), kept[2]
-        found[4], found[5] = _of_parameters(grad, _merged(attended), needed[4:6], out_weight)
+        found[4], found[5] = self._of_parameters(grad, _merged(attended), needed[4:6], out_weight)
         of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
         of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], q, None, *kept)
         packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
-        found[7], found[3] = _of_parameters(packed, query, (needed[7], needed[3]), in_weight)
+        found[7], found[3] = self._of_parameters(packed, query, (needed[7], needed[3]), in_weight)
         finish = None if self.total is None else self.total.start(found, overwrite=True)
         of_query = torch.mm(packed, cast(in_weight, packed.dtype)).view(query.shape) if needed[0] else None
         found = found if finish is None else finish()
         found[0] = None if of_query is None else cast(of_query, query.dtype)
         return found
+
+    def _of_parameters(
+        self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias of a projection of ``x``; ``grad`` has rows."""
+        dtype = wide_dtype(weight.dtype) if self.sums else weight.dtype
+        of_weight = of_bias = None
+        if needed[0]:
+            x = cast(x.flatten(0, 1), grad.dtype)
+            of_weight = cast(product(grad, x) if self.sums else torch.mm(grad.t(), x), dtype)
+        if needed[1]:
+            of_bias = cast(grad.sum(0, dtype=wide_dtype(grad.dtype)), dtype)
+        return of_weight, of_bias
 
     def _by_heads(self, packed: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values of each head, out of what they were projected to in one product."""
@@ -216,14 +231,6 @@ def _projected(
 def _merged(attended: Tensor) -> Tensor:
     """(batch, heads, sequence, features of a head) as (sequence, batch, features)."""
     return attended.permute(2, 0, 1, 3).flatten(2)
-
-
-def _of_parameters(
-    grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias of a projection of ``x``; ``grad`` has rows."""
-    of_weight = cast(torch.mm(grad.t(), cast(x.flatten(0, 1), grad.dtype)), weight.dtype) if needed[0] else None
-    return of_weight, cast(grad.sum(0), weight.dtype) if needed[1] else None
 
 
 @planned(

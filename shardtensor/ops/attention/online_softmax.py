@@ -25,8 +25,9 @@ from ...halo import Axis, Fetch
 from ...redistribute import all_reduce, swap_blocks
 from ...spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
+from ..common.half import cast
 from ..common.ring import Form, Trip
-from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, cast, finite, pieces
+from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
 from .layout import Layout
 
 _DIMS = 4  # that torch's kernels take

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..._compat import TensorMeta
 from ...errors import different_meshes, refuse
 from ...geometry import chunk_sizes
-from ...layout import AxisLayout
+from ...layout import AxisLayout, wide_dtype
 from ...planning import spec_of
 from ...redistribute import redistribute_local
 from ...spec import ShardTensorSpec
@@ -40,11 +40,6 @@ __all__ = [
     "same_layout",
     "wide_dtype",
 ]
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 # -- on specs -----------------------------------------------------------------------------------------------------

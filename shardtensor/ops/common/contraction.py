@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...operators import Arguments, LocalPlan
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to
-from .alignment import as_operand, common_mesh
+from ...tensor import ShardTensor, from_part, redistribute_to, to_part
+from .alignment import as_operand, common_mesh, wide_dtype
 from .arrangement import Arrangement, Form, Label, Labels, arrange
 from .part_by_part import Tour, part_by_part
 
@@ -30,7 +31,11 @@ __all__ = [
 
 
 class ContractionPlan(LocalPlan):
-    """``function`` of local operands that have an arrangement's targets."""
+    """``function`` of local operands that have an arrangement's targets.
+
+    Where half precision is summed over ranks, in the result or in the gradient of an operand, it runs in float32: see
+    [Note: rounded once] in redistribute.py.
+    """
 
     outputs: ShardTensorSpec
 
@@ -42,8 +47,26 @@ class ContractionPlan(LocalPlan):
 
     def run(self, tensors: Sequence[Any]) -> ShardTensor:
         # Some operators have arguments behind the operands that may be tensors, but are none in this call.
-        result = self.function(*self.local_tensors(tensors[: len(self.targets)]))
-        return from_part(result, self.outputs.with_dtype(result.dtype))  # autocast decides by the operator
+        operands = tensors[: len(self.targets)]
+        dtype = self._summed_dtype(operands)
+        if dtype is None:
+            result = self.function(*self.local_tensors(operands))
+            return from_part(result, self.outputs.with_dtype(result.dtype))  # autocast decides by the operator
+        wide = [to_part(t, s or t._spec, torch.float32) for t, s in zip(operands, self.gradients or (), strict=True)]
+        with torch.autocast(wide[0].device.type, enabled=False):
+            result = self.function(*wide)
+        return from_part(result, self.outputs.with_dtype(dtype))
+
+    def _summed_dtype(self, operands: Sequence[ShardTensor]) -> torch.dtype | None:
+        """The dtype of a result in half precision, where sums over ranks are part of the call; otherwise None."""
+        device, dtype = operands[0].device.type, operands[0].dtype
+        if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        if wide_dtype(dtype) == dtype:
+            return None
+        graded = zip(operands, self.gradients or (), strict=True)
+        summed = any(s is not None and s.partial_mesh_dims() and t.requires_grad for t, s in graded)
+        return dtype if summed or self.outputs.partial_mesh_dims() else None
 
     def run_on(self, tensors: Sequence[ShardTensor]) -> ShardTensor:
         """:meth:`run` for operands that do not have their targets yet."""

@@ -2,6 +2,8 @@
 
 [Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go round
 once more, and what was computed with each is computed again. Nothing of what came by is saved.
+
+What is added up over the parts is computed in float32, and rounded once: see [Note: rounded once] in redistribute.py.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._compat import AutogradFunction
 from ...geometry import Interval
 from ...gradients import once_differentiable
+from .alignment import wide_dtype
+from .half import widened
 from .ring import Trip, ring_of, trip
 
 __all__ = ["Tour", "part_by_part"]
@@ -64,14 +68,15 @@ class _PartByPart(AutogradFunction):
         ctx.save_for_backward(part, *others)
         results: dict[int, Tensor] = {}
         total: Tensor | None = None
+        dtype = part.dtype
         for owner, (block,) in _trip(tour, part).travel([_plain(part)]):
-            result = function(owner, block, *others)
             if tour.into is not None:
-                results[owner] = result
-            else:
-                total = result if total is None else total + result
+                results[owner] = function(owner, block, *others)
+                continue
+            result = function(owner, *widened(block, *others))
+            total = result if total is None else total + result
         if total is not None:
-            return total
+            return total.to(dtype) if total.dtype == wide_dtype(dtype) else total
         return torch.cat([results[owner] for owner in sorted(results)], dim=tour.into or 0)
 
     @staticmethod
@@ -87,8 +92,10 @@ class _PartByPart(AutogradFunction):
             a, b = tour.intervals[owner]
             mine = grad if tour.into is None else grad.narrow(tour.into, a, b - a)
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
-                leaves = [t.detach().requires_grad_(n) for t, n in zip((*blocks, *others), needs, strict=True)]
+                given = (t.detach() for t in widened(*blocks, *others))
+                leaves = [t.requires_grad_(n) for t, n in zip(given, needs, strict=True)]
                 result = ctx.function(owner, *leaves)
+                mine = mine.to(result.dtype)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = dict(zip(map(id, wanted), torch.autograd.grad(result, wanted, mine, materialize_grads=True)))
             for i, leaf in enumerate(leaves[1:]):
@@ -109,8 +116,9 @@ class _PartByPart(AutogradFunction):
 def _trip(tour: Tour, part: Tensor) -> Trip:
     """The way of the parts around the ring."""
     ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
-    forms = tuple(((tour.shape_at(part, owner), part.dtype),) for owner in range(len(tour.intervals)))
-    return trip(ring, forms, forms, tour.mesh.get_group(tour.mesh_dim))
+    shapes, wide = [tour.shape_at(part, owner) for owner in range(len(tour.intervals))], wide_dtype(part.dtype)
+    forms, gradients = (tuple(((shape, dtype),) for shape in shapes) for dtype in (part.dtype, wide))
+    return trip(ring, forms, gradients, tour.mesh.get_group(tour.mesh_dim))
 
 
 def _plain(t: Tensor) -> Tensor:

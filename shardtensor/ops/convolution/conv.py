@@ -47,7 +47,7 @@ class ConvolutionPlan(Plan):
             return [None, None, None]
         # The kernel has made the parameters' gradients for this call alone.
         start_sum = None if self.total is None else partial(self.total.start, overwrite=True)
-        return self.work.backward(needed, grad, start_sum, *saved)
+        return self.work.differentiate(needed, grad, start_sum, self.sums, *saved)
 
 
 # -- entry points above autograd --------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def _aten_convolution_backward(
     saved = [(x, w)[i] for i in work.saves]
     with torch.no_grad():
         local = as_gradient(grad, work.out_spec)._local_tensor
-        gx, gw, gb = work.backward(output_mask, local, None, *saved, *work.fetched(x))
+        gx, gw, gb = work.differentiate(output_mask, local, None, True, *saved, *work.fetched(x))
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
 
     def parameter(g: Tensor | None) -> Any:

@@ -20,6 +20,7 @@ from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
 from ..common.alignment import free_dims
+from ..common.half import cast, widened
 from .conv import per_spatial_dim
 from .halo_conv import nothing_of, stride_of
 
@@ -158,15 +159,19 @@ class TransposedConvolutionPlan(Plan):
         if grad is None:
             return [None, None, None]
         part = x if part is None else part
-        grad_b = grad.sum([0, *range(2, grad.ndim)]) if needed[2] else None
-        together = needed[0] and self.total is None
-        grad_x, grad_w = self.work.gradients(grad, part, weight, (together, needed[1]))
+        # Contributions are not rounded yet, see [Note: rounded once] in redistribute.py.
+        summed = self.sums or self.work.fetches
+        wide = widened(grad, part, weight) if summed else [grad, part, weight]
+        grad_b = wide[0].sum([0, *range(2, grad.ndim)]) if needed[2] else None
+        of_input = wide if self.work.fetches else [grad, part, weight]
+        together = needed[0] and self.total is None and of_input[0].dtype == wide[0].dtype
+        grad_x, grad_w = self.work.gradients(*wide, (together, needed[1]))
         finish = None if self.total is None else self.total.start([None, grad_w, grad_b])
         if needed[0]:
             if not together:
-                grad_x, _ = self.work.gradients(grad, part, weight, (True, False))
+                grad_x, _ = self.work.gradients(*of_input, (True, False))
             assert grad_x is not None
-            grad_x = self.work.fetch.backward(grad_x)
+            grad_x = cast(self.work.fetch.backward(grad_x), x.dtype)
         if finish is not None:
             _, grad_w, grad_b = finish()
         return [grad_x if needed[0] else None, grad_w if needed[1] else None, grad_b]

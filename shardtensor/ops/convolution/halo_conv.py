@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,11 @@ from ...caches import cached
 from ...errors import refuse
 from ...exchange import Pending, plan_intervals
 from ...geometry import Interval, Window, intersect, intervals_of, map_boundaries
-from ...halo import Axis, Fetch, Halo, Outgoing, Sides
+from ...halo import Axis, Fetch, Halo, Narrow, Outgoing, Sides
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
-from .parts import Common, Geometry, Part
+from ..common.half import cast, is_half, widened
+from .parts import Common, Geometry, Part, check_arguments
 
 __all__ = [
     "Convolution",
@@ -90,6 +92,29 @@ class Convolution:
         """This rank's outputs, computed in a way that autograd can differentiate any number of times."""
         raise NotImplementedError
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether other ranks add to the gradient of the shard, or get contributions to theirs from this one."""
+        raise NotImplementedError
+
+    def differentiate(
+        self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, sums: bool, *saved: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        """:meth:`backward`, in float32 where ranks sum half precision: see [Note: rounded once] in redistribute.py.
+
+        Args:
+            sums: whether they sum the gradients of weight and bias, here or later.
+        """
+        if not is_half(grad) or not (sums or self.exchanges):
+            return self.backward(needed, grad, start_sum, *saved)
+        need_x, need_w, need_b = needed
+        apart = need_x and not self.exchanges
+        wide = widened(grad, *saved)
+        found = list(self.backward((need_x and not apart, need_w, need_b), wide[0], start_sum, *wide[1:]))
+        if apart:
+            found[0] = self.backward((True, False, False), grad, None, *saved)[0]
+        return [None if found[0] is None else cast(found[0], grad.dtype), *found[1:]]
+
     def _without_input(self, like: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs of a rank that reads nothing."""
         y = like.new_zeros(self.out_shape)
@@ -142,6 +167,10 @@ class JoinedConvolution(Convolution):
             return self.part.convolve(read, weight, bias)
         y = read.new_zeros(self.out_shape) + nothing_of(read, weight)
         return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
+
+    @property
+    def exchanges(self) -> bool:
+        return bool(self.fetch)
 
     def backward(
         self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, *saved: Tensor | None
@@ -202,6 +231,7 @@ class ConvolutionByParts(Convolution):
         borders: per axis those before and after the shard; None where there is nothing to compute.
         sides: per axis the sides of the halo before and after the shard, among zeros; None likewise.
         joined: the same with shard and halo in one, for second derivatives.
+        edges: the parts of the shard that others read, by themselves, and their places in it.
     """
 
     out_spec: ShardTensorSpec
@@ -211,6 +241,7 @@ class ConvolutionByParts(Convolution):
     borders: tuple[tuple[Border | None, Border | None], ...]
     sides: tuple[tuple[Part | None, Part | None], ...]
     joined: Callable[[], JoinedConvolution]
+    edges: tuple[tuple[Narrow, Part], ...]
     saves: tuple[int, ...] = (0, 1)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -226,6 +257,10 @@ class ConvolutionByParts(Convolution):
                     border.compute(y, side, x, sides, weight, bias)
         return y, _flat(sides)
 
+    @property
+    def exchanges(self) -> bool:
+        return True
+
     def fetched(self, x: Tensor) -> tuple[Tensor | None, ...]:
         sides = self.halo.nothing()
         for i in range(len(self.sides)):
@@ -239,6 +274,30 @@ class ConvolutionByParts(Convolution):
         self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, *saved: Tensor | None
     ) -> Sequence[Tensor | None]:
         """First what travels: the halo's gradients, then the sum of the parameters'; meanwhile the shard's."""
+        return self._backward(needed, grad, start_sum, saved)
+
+    def differentiate(
+        self, needed: Sequence[bool], grad: Tensor, start_sum: StartSum | None, sums: bool, *saved: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        if not is_half(grad):
+            return self._backward(needed, grad, start_sum, saved)
+        wide_grad, *wide = widened(grad, *saved)
+        grad_x, grad_w, grad_b = self._backward(needed, wide_grad, start_sum, wide, (grad, saved[0], saved[1]))
+        return None if grad_x is None else grad_x.to(grad.dtype), grad_w, grad_b
+
+    def _backward(
+        self,
+        needed: Sequence[bool],
+        grad: Tensor,
+        start_sum: StartSum | None,
+        saved: Sequence[Tensor | None],
+        narrow: tuple[Any, ...] | None = None,
+    ) -> Sequence[Tensor | None]:
+        """:meth:`backward`.
+
+        Args:
+            narrow: output's gradient, input and weight in half precision, if the others are in float32 instead of it.
+        """
         x, weight, *kept = saved
         assert x is not None and weight is not None
         need_x, need_w, need_b = needed
@@ -247,7 +306,7 @@ class ConvolutionByParts(Convolution):
         side_grads = self._backward_of_sides(grad, weight, sides, (need_x, need_w), from_sides)
         returning = self._start_returns(side_grads, x) if need_x else None
         grad_x = grad_w = grad_b = None
-        together = need_x and start_sum is None  # faster, but nothing would travel meanwhile
+        together = need_x and start_sum is None and narrow is None  # faster, but nothing would travel meanwhile
         if returning is not None:
             weight = _meanwhile(returning[0], weight)
         if need_w or need_b:
@@ -258,12 +317,29 @@ class ConvolutionByParts(Convolution):
         finish = None if start_sum is None else start_sum([None, grad_w, grad_b])
         if returning is not None:
             if grad_x is None:
-                grad_x = self.shard.differentiate(grad, x, weight, (True, False, False))[0]
-            assert grad_x is not None
+                grad_x = self._gradient_of_shard((grad, x, weight), narrow)
             self._add_returned(grad_x, returning, side_grads)
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b
+
+    def _gradient_of_shard(self, given: tuple[Tensor, Tensor, Tensor], narrow: tuple[Any, ...] | None) -> Tensor:
+        """The shard's gradient without what others return, in the dtype of ``given``: output's gradient, input, weight.
+
+        The kernel takes several times as long in float32. So that is left to the edges, to which others add.
+        """
+        only_x = True, False, False
+        found = self.shard.differentiate(*(given if narrow is None else narrow), only_x)[0]
+        assert found is not None
+        if narrow is None:
+            return found
+        grad, x, weight = given
+        total = found.to(grad.dtype)
+        for place, part in self.edges:
+            edge = part.differentiate(part.region(grad), x.narrow(*place), weight, only_x)[0]
+            assert edge is not None
+            total.narrow(*place).copy_(edge)
+        return total
 
     def _start_returns(self, side_grads: Sides, x: Tensor) -> _Returning:
         """Send the halo's gradients to their owners, one axis after the other: see [Note: corners] in halo.py."""
@@ -322,7 +398,7 @@ def plan_convolution(
     """Everything about a convolution that follows from specs and arguments; errors here are raised on all ranks."""
     name = f"conv{len(stride)}d"
     shape = spec.shape
-    _check(name, spec, weight, stride, pads, dilation, groups)
+    check_arguments(name, tuple(shape), weight, stride, pads, dilation, groups)
     windows = [
         Window(shape[2 + i], weight[2 + i], stride[i], dilation[i], before, after)
         for i, (before, after) in enumerate(pads)
@@ -377,7 +453,9 @@ def _on_this_rank(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Ge
 
     borders = tuple((border(i, 0), border(i, 1)) for i in range(len(axes)))
     sides = tuple((geometry.side(i, 0), geometry.side(i, 1)) for i in range(len(axes)))
-    return ConvolutionByParts(out_spec, geometry.out_shape, halo, shard, borders, sides, joined)
+    edges = (geometry.edge(i, part) for i, axis in enumerate(axes) for _, part in axis.transfers.sends)
+    read = tuple(edge for edge in edges if edge is not None)
+    return ConvolutionByParts(out_spec, geometry.out_shape, halo, shard, borders, sides, joined, read)
 
 
 def _joined(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Geometry, large: bool) -> JoinedConvolution:
@@ -392,35 +470,3 @@ def stride_of(spec: ShardTensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of an output of ``shape``: channels-last where the input is."""
     meta = spec.tensor_meta
     return stride_like(torch.empty_strided(meta.shape, meta.stride, device="meta"), shape)
-
-
-def _check(
-    name: str,
-    spec: ShardTensorSpec,
-    weight: tuple[int, ...],
-    stride: tuple[int, ...],
-    pads: Pads,
-    dilation: tuple[int, ...],
-    groups: int,
-) -> None:
-    """The errors that the whole tensor would give, in terms of the whole tensor."""
-    shape = tuple(spec.shape)
-    if len(weight) != len(shape):
-        raise RuntimeError(f"{name}: a weight of shape {weight} for an input of shape {shape}")
-    if min(stride) < 1 or min(dilation) < 1 or groups < 1 or min(min(p) for p in pads) < 0:
-        raise RuntimeError(
-            f"{name}: stride {stride}, dilation {dilation} and groups {groups} must be positive, padding {pads} not "
-            "negative"
-        )
-    if shape[1] != weight[1] * groups or weight[0] % groups:
-        raise RuntimeError(
-            f"{name}: weight {weight} with groups={groups} does not fit {shape[1]} input channels: "
-            f"it expects {weight[1] * groups}, and output channels that are a multiple of groups"
-        )
-    padded = tuple(n + a + b for n, (a, b) in zip(shape[2:], pads, strict=True))
-    extents = tuple((k - 1) * d + 1 for k, d in zip(weight[2:], dilation, strict=True))
-    if any(e > n for e, n in zip(extents, padded, strict=True)):
-        raise RuntimeError(
-            f"{name}: kernel size {weight[2:]} (dilated to {extents}) is greater than the padded input {padded} of the "
-            f"whole tensor {shape}; use a smaller kernel or more padding"
-        )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..._compat import kernel
-from ...geometry import Interval, Window, length
+from ...geometry import Interval, Window, intersect, length
 from ...halo import Axis, Narrow
 
-__all__ = ["Common", "Geometry", "Part"]
+__all__ = ["Common", "Geometry", "Part", "check_arguments"]
 
 _convolution_backward = kernel(torch.ops.aten.convolution_backward.default)
 
@@ -176,6 +176,18 @@ class Geometry:
         part = self._part(i, (min(side[0], edge[0]), max(side[1], edge[1])), touched)
         return None if part is None else (edge, part)
 
+    def edge(self, i: int, part: Interval) -> tuple[Narrow, Part] | None:
+        """A part of the shard along axis ``i`` by itself, among zeros: what the shard's own outputs read of it.
+
+        Returns:
+            Its place in the shard, and the part; None where they read nothing of it.
+        """
+        axis = self.axes[i]
+        here = intersect(part, axis.main)
+        touched = self._touched(i, here)
+        found = self._part(i, here, touched, alone=True) if length(touched) else None
+        return None if found is None else ((axis.dim, here[0] - axis.transfers.own[0], length(here)), found)
+
     def divides(self) -> bool:
         """Whether the outputs that read a side of the halo read nothing else than that side and a part of the shard."""
         if 0 in self.shape or 0 in self.out_shape:
@@ -191,11 +203,12 @@ class Geometry:
         dim = self.axes[i].dim
         return self.windows[dim - 2].touching(here, self.outs[dim]) if length(here) else (0, 0)
 
-    def _part(self, i: int, here: Interval = (0, 0), touched: Interval = (0, 0)) -> Part | None:
+    def _part(self, i: int, here: Interval = (0, 0), touched: Interval = (0, 0), *, alone: bool = False) -> Part | None:
         """The part that spans what is read along the axes before axis ``i``, ``here`` along it, the shard after it.
 
         Args:
             touched: the outputs along axis ``i`` that it contributes to.
+            alone: along the other axes, the shard only.
         """
         order = {axis.dim: j for j, axis in enumerate(self.axes)}
         shape, crop, pads = list(self.shape), [], []
@@ -214,7 +227,7 @@ class Geometry:
                         return None
                     taps = (d, first, stop - first)
                     read = (read[0] + first * window.dilation, read[0] + (stop - 1) * window.dilation + 1)
-            elif order[d] < i:
+            elif order[d] < i and not alone:
                 span = axis.transfers.need
                 shape[d] = length(span)
             else:
@@ -252,3 +265,34 @@ def _taps(window: Window, start: int, part: Interval) -> Interval:
     """Which taps of a window that starts at ``start`` reach into ``part``."""
     first = max(0, -(-(part[0] - start) // window.dilation))
     return first, max(first, min(window.kernel, -(-(part[1] - start) // window.dilation)))
+
+
+def check_arguments(
+    name: str,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: tuple[int, ...],
+    pads: Sequence[Interval],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> None:
+    """The errors that the whole tensor would give, in terms of the whole tensor."""
+    if len(weight) != len(shape):
+        raise RuntimeError(f"{name}: a weight of shape {weight} for an input of shape {shape}")
+    if min(stride) < 1 or min(dilation) < 1 or groups < 1 or min(min(p) for p in pads) < 0:
+        raise RuntimeError(
+            f"{name}: stride {stride}, dilation {dilation} and groups {groups} must be positive, padding {pads} not "
+            "negative"
+        )
+    if shape[1] != weight[1] * groups or weight[0] % groups:
+        raise RuntimeError(
+            f"{name}: weight {weight} with groups={groups} does not fit {shape[1]} input channels: "
+            f"it expects {weight[1] * groups}, and output channels that are a multiple of groups"
+        )
+    padded = tuple(n + a + b for n, (a, b) in zip(shape[2:], pads, strict=True))
+    extents = tuple((k - 1) * d + 1 for k, d in zip(weight[2:], dilation, strict=True))
+    if any(e > n for e, n in zip(extents, padded, strict=True)):
+        raise RuntimeError(
+            f"{name}: kernel size {weight[2:]} (dilated to {extents}) is greater than the padded input {padded} of the "
+            f"whole tensor {shape}; use a smaller kernel or more padding"
+        )

@@ -20,8 +20,9 @@ from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...parameters import GradientSum
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
-from ..common.alignment import as_operand
+from ..common.alignment import as_operand, wide_dtype
 from ..common.contraction import Form, contract
+from ..common.half import cast, product
 
 _aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ class LinearPlan(Plan):
     ) -> Sequence[Tensor | None]:
         if grads[0] is None:
             return None, None, None
-        return _gradients(needed, grads[0], x, weight, self.bias, self.total)
+        return _gradients(needed, grads[0], x, weight, self.bias, self.total, self.sums)
 
 
 def _gradients(
@@ -54,26 +55,32 @@ def _gradients(
     weight: Tensor,
     bias: TensorMeta | None,
     total: GradientSum | None,
+    sums: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, weight and bias. The sum of the latter two travels while the input's is computed."""
+    """The gradients of input, weight and bias. The sum of the latter two travels while the input's is computed.
+
+    Args:
+        sums: whether the latter two are contributions, which must not be rounded yet.
+    """
     columns = weight if weight.ndim == 2 else weight.unsqueeze(0)
     rows = _rows(grad if weight.ndim == 2 else grad.unsqueeze(-1))
     grad_x = grad_w = grad_b = None
-    by_columns = False
+    by_columns, held = False, wide_dtype if sums else lambda dtype: dtype
     if needed[1]:
         given = _rows(x)
         by_columns = given.stride(0) == 1 and given.stride(1) >= given.shape[0] > 1
-        grad_w = torch.mm(rows.t(), _like(given, rows)).view(weight.shape)
-        grad_w = grad_w if grad_w.dtype == weight.dtype else grad_w.to(weight.dtype)
+        factors = rows, _like(given, rows)
+        grad_w = (product(*factors) if sums else torch.mm(factors[0].t(), factors[1])).view(weight.shape)
+        grad_w = cast(grad_w, held(weight.dtype))
     if needed[2] and bias is not None:
-        grad_b = rows.sum(0) if bias.shape == columns.shape[:1] else rows.sum(0).sum_to_size(bias.shape)
-        grad_b = grad_b if grad_b.dtype == bias.dtype else grad_b.to(bias.dtype)
+        grad_b = rows.sum(0, dtype=held(rows.dtype))
+        grad_b = cast(grad_b if bias.shape == columns.shape[:1] else grad_b.sum_to_size(bias.shape), held(bias.dtype))
     finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
     if needed[0]:
         factors = rows, _like(columns, rows)
         # By columns where the input is, so that what follows has both in one order of memory.
-        product = torch.mm(factors[1].t(), factors[0].t()).t() if by_columns else torch.mm(*factors)
-        grad_x = product.view(x.shape)
+        grad_x = torch.mm(factors[1].t(), factors[0].t()).t() if by_columns else torch.mm(*factors)
+        grad_x = grad_x.view(x.shape)
         grad_x = grad_x if grad_x.dtype == x.dtype else grad_x.to(x.dtype)
     if finish is not None:
         _, grad_w, grad_b = finish()

@@ -20,8 +20,9 @@ from ...operators import Arguments, Composed, Operand, Plan, operator, planned
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
-from ..common.alignment import common_layout, common_mesh, fit
+from ..common.alignment import common_layout, common_mesh, fit, wide_dtype
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
+from ..common.half import widened
 from ..common.reduce import check_dtype, reduced_spec
 
 _aten = torch.ops.aten
@@ -116,14 +117,14 @@ def _plan_added(
     beta: Number,
     alpha: Number,
 ) -> Plan:
-    """The plan of ``beta * input + alpha * product(a, b)``."""
+    """The plan of ``beta * input + alpha * product(a, b)``; of half precision in float32, as it is rounded once."""
     dtype = call.returned(function, *operands, beta=beta, alpha=alpha).dtype
 
     def added(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        result, factor = _scaled(product(a, b), dtype, beta, alpha)
-        if factor == 0:
-            return result  # what input holds, NaN even, does not matter then
-        return torch.add(result, input.to(result.dtype), alpha=factor)
+        result, factor = _scaled(product(*widened(a, b)), wide_dtype(dtype), beta, alpha)
+        if factor != 0:  # otherwise what input holds, NaN even, does not matter
+            result = torch.add(result, input.to(result.dtype), alpha=factor)
+        return result if wide_dtype(dtype) == dtype else result.to(dtype)
 
     return Composed(added)
 
@@ -208,7 +209,7 @@ def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
             reason = "it would change the shape of a tensor in place"
             raise refuse(call.name, input, reason, "use the out-of-place form")
         dtype = meta.dtype
-        return Composed(lambda input, a, b: _scaled(product(a, b), dtype, beta, alpha))
+        return Composed(lambda input, a, b: _scaled(product(*widened(a, b)), wide_dtype(dtype), beta, alpha))
 
     @register(getattr(Tensor, name + "_"))
     def added_(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
@@ -254,14 +255,15 @@ def plan_product(call: planning.AtenCall) -> planning.AtenPlan:
         for d, m in t.sharded_dims().items()
     ]
     work = how.local_work(call.func)
+    out = how.out(call.meta.shape, call.meta.dtype).replace(meta=planning.meta_of(call.meta))
+    held = out.held_dtype
 
     def local(*operands: Tensor) -> Tensor:
-        parts = list(operands)
+        parts = [t.to(held) for t in operands]
         for i, d, start, stop in plain_slices:
             parts[i] = parts[i].narrow(d, start, stop - start)
         return work(*parts)
 
-    out = how.out(call.meta.shape, call.meta.dtype).replace(meta=planning.meta_of(call.meta))
     return call.plan(out, {path: how.targets[path[0]] for path in reduced}, call=local)
 
 
@@ -311,7 +313,7 @@ def plan_dot(call: planning.AtenCall) -> planning.AtenPlan:
     plain = [i for i in (0, 1) if (i,) not in reduced]
 
     def compute(*vectors: Tensor) -> Tensor:
-        parts = list(vectors)
+        parts = [v.to(out.held_dtype) for v in vectors]
         for i in plain:  # counts as replicated
             for start, stop in bounds:
                 parts[i] = parts[i][start:stop]

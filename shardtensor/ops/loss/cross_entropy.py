@@ -29,6 +29,7 @@ from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ...tensor import redistribute_to
 from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype
+from ..common.half import widened
 from .base import full_precision, loss, outputs_spec, reduced
 from .kernels import scalar_spec
 
@@ -350,16 +351,18 @@ _OF_LINEAR = "linear_weight linear_bias weight"
 
 
 def plan_linear_cross_entropy(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-    """Torch's reference: a linear layer, then ``cross_entropy``. ``options`` would save memory."""
+    """Torch's reference: a linear layer, then ``cross_entropy``. With ``options`` torch keeps logits in float32."""
     call.returned(F.linear_cross_entropy, **{**given, "options": None}, reduction=reduction)
     names = [name for name in given if name in ("input", "target", *_OF_LINEAR.split())]
     ignored, smoothing = given["ignore_index"], given["label_smoothing"]
 
+    dtype, widens = given["input"].tensor_meta.dtype, given.get("options") is not None
+
     def compute(*tensors: Any) -> Any:
-        found = dict(zip(names, tensors, strict=True))
+        found = dict(zip(names, widened(*tensors) if widens else tensors, strict=True))
         w, bias = found["linear_weight"], found["linear_bias"]
         logits = F.linear(found["input"], w.flatten(0, -2), None if bias is None else bias.flatten())
-        return F.cross_entropy(
+        found_loss = F.cross_entropy(
             logits if w.ndim == 2 else logits.unflatten(-1, w.shape[:-1]),  # type: ignore[no-untyped-call]
             found["target"],
             found["weight"],
@@ -367,6 +370,7 @@ def plan_linear_cross_entropy(call: Arguments, given: dict[str, Any], reduction:
             reduction=reduction,
             label_smoothing=smoothing,
         )
+        return found_loss.to(dtype) if widens else found_loss
 
     return Composed(compute)
 

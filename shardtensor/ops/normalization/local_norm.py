@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..._compat import batch_norm_legit, kernel
 from ...operators import Arguments, Operand
+from ..common.half import widened
 from .geometry import Geometry
 from .norm import Norm
 
@@ -64,7 +65,8 @@ class LocalNorm(Norm):
         grad = grads[0]
         if grad is None:
             return result
-        given = self._cast(grad), self._cast(x), self._cast(self._own(weight, 0), False), *saved
+        given = [self._cast(grad), self._cast(x), self._cast(self._own(weight, 0), False), *saved]
+        given = widened(*given) if self.sums else given
         # One call of the kernel takes less time than two, unless the sum travels during the second.
         together = needed[0] and (self.total is None or not self.divides or x.numel() < WORTH_OVERLAPPING)
         result[:3] = self._gradients((together, *needed[1:3]), x.dtype, given)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..._compat import TensorMeta
 from ...operators import Arguments, Operand, Plan
 from ...spec import ShardTensorSpec
+from ..common.alignment import wide_dtype
 from .geometry import Geometry
 
 __all__ = ["Norm"]
@@ -51,7 +52,8 @@ class Norm(Plan):
         """The gradient of weight (0) or bias (1), from what belongs to the shard; zeros for what other ranks hold."""
         meta, geometry = self.metas[i], self.geometry
         assert meta is not None
-        mine = contribution if contribution.dtype == meta.dtype else contribution.to(meta.dtype)
+        dtype = wide_dtype(meta.dtype) if self.sums else meta.dtype
+        mine = contribution if contribution.dtype == dtype else contribution.to(dtype)
         if not self.narrows[i]:
             return mine if mine.ndim == 1 else mine.reshape(geometry.own_shape(meta.shape))
         full = mine.new_zeros(meta.shape)

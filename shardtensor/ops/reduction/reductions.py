@@ -2,11 +2,13 @@
 
 A reduction over a sharded dim leaves a Partial: each rank's contribution to the result, reduced when it is needed. A
 mean is a sum over the global count, never a mean of means. Ranks with empty shards contribute the neutral element.
+In half precision the kernels give contributions in float32, see [Note: rounded once] in redistribute.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +59,13 @@ def reduction_plan(
             return torch.full(shape, value, dtype=out.tensor_meta.dtype, device=x.device)
 
         local = neutral
+    elif local is None and out.held_dtype != out.tensor_meta.dtype:
+        func, held = call.func, out.held_dtype
+
+        def held_local(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return func(x, *args, **{**kwargs, "dtype": held})  # type: ignore[no-any-return]
+
+        local = held_local
     return call.plan(out, {(0,): spec}, call=local)
 
 
@@ -83,10 +92,10 @@ def plan_mean_below(call: AtenCall) -> planning.AtenPlan:
     spec = call.specs[0]
     dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
     count = count_along(spec, dims)
-    keepdim, dtype = argument(call, 2, "keepdim", False), call.meta.dtype
+    keepdim = argument(call, 2, "keepdim", False)
     if not any(d in dims for d in spec.sharded_dims()):
         return reduction_plan(call, dims, keepdim, "sum")
-    mean = _local_mean(dims, keepdim, count, dtype)
+    mean = _local_mean(dims, keepdim, count, call.meta.dtype)
     return reduction_plan(call, dims, keepdim, "sum", lambda x, *_, **__: mean(x))
 
 
@@ -108,12 +117,9 @@ def plan_truth(call: AtenCall) -> planning.AtenPlan:
 
 
 def _local_mean(dims: list[int], keepdim: bool, count: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """A rank's contribution to a mean over ``count`` elements.
-
-    Divided before it is rounded: the sum of half precision numbers may overflow where their mean does not.
-    """
+    """A rank's contribution to a mean over ``count`` elements."""
     wide = wide_dtype(dtype)
-    return lambda x: (x.sum(dims, keepdim, dtype=wide) / count).to(dtype)
+    return lambda x: x.sum(dims, keepdim, dtype=wide) / count
 
 
 # -- sum and mean above autograd: their gradient is expanded to the shard, never to the global tensor ------------------
@@ -136,7 +142,8 @@ def _plan_sum_or_mean(
     out = reduced_spec(input, meta, dims, keepdim, "sum")
     if function is torch.mean and mesh_dims_of(input, dims):
         return LocalPlan(_local_mean(dims, keepdim, count_along(input, dims), dtype), out)
-    return LocalPlan(lambda x: function(x, dims, keepdim, dtype=dtype), out)
+    held = out.held_dtype
+    return LocalPlan(lambda x: function(x, dims, keepdim, dtype=held), out)
 
 
 @operator(torch.sum, Tensor.sum, tensors="input", partial="input")
@@ -177,7 +184,7 @@ class ProductPlan(Plan):
 
     def __init__(self, spec: ShardTensorSpec, out: ShardTensorSpec, dims: list[int], keepdim: bool) -> None:
         self.outputs, self.dims, self.keepdim = out, dims, keepdim
-        self.dtype, self.given = out.tensor_meta.dtype, spec.tensor_meta.dtype
+        self.dtype, self.given = wide_dtype(out.tensor_meta.dtype), spec.tensor_meta.dtype
         self.reduce = rank_reduction(spec, mesh_dims_of(spec, dims))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[()]]:
@@ -189,7 +196,7 @@ class ProductPlan(Plan):
             return [None]
         for d in [] if self.keepdim else self.dims:
             grad = grad.unsqueeze(d)
-        x = x.to(grad.dtype)
+        x = x.to(self.dtype)
         zero = x == 0
         factors = x.masked_fill(zero, 1)
         zeros = self.reduce(zero.sum(self.dims, keepdim=True), "sum")
@@ -238,6 +245,7 @@ def plan_trace(call: Arguments, input: ShardTensorSpec) -> LocalPlan:
 
     def trace(x: Tensor) -> Tensor:
         diagonal = x.reshape(-1)[:0] if outside else x.diagonal(offset)
-        return diagonal.sum(dtype=meta.dtype)
+        return diagonal.sum(dtype=out.held_dtype)
 
-    return LocalPlan(trace, reduced_spec(input, meta, [0, 1], False, "sum"))
+    out = reduced_spec(input, meta, [0, 1], False, "sum")
+    return LocalPlan(trace, out)
