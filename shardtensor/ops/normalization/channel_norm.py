@@ -77,12 +77,12 @@ class ChannelNorm(ShardedNorm):
         self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self.per_set != 1:
-            moments = moments.unsqueeze(-1).expand(2, self.sets, self.per_set).reshape(2, -1)
+            moments = moments.repeat_interleave(self.per_set, 1)
         mean, var = moments.unbind()
         w, b, eps = self._of_channels(weight, 0), self._of_channels(bias, 1), self.geometry.eps
         if self.empty:
             return torch.empty_like(x, dtype=self.dtype), (moments,)
-        columns = None if x.is_contiguous() else self._columns(x)
+        columns = None if x.is_contiguous() else self.columns
         if columns is None:
             x_view = x.view(self.channels)
             x_view = x_view if x.dtype == self.dtype else x_view.to(self.dtype)

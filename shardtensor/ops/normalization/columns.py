@@ -56,23 +56,25 @@ class Columns:
         """
         found = [torch.batch_norm_update_stats(block, None, None, 0.0) for block in self._blocks(x)]
         mean, var = found[0] if len(found) == 1 else map(torch.stack, zip(*found, strict=True))
-        if not bool((mean.square() <= var * _FAR**2).all()):
+        if not bool(torch.addcmul(var, mean, mean, value=-(_FAR**-2)).min() >= 0):
             return None
         if mean.numel() != sets:
             shape = self.samples, -1, sets // self.samples, self.samples * self.channels // sets
             of_columns, var = mean.view(shape), var.view(shape)
             mean = of_columns.mean((1, 3), keepdim=True)
-            var = var.mean((1, 3)).add_((of_columns - mean).square_().mean((1, 3)))
+            offset = of_columns - mean
+            var = torch.addcmul(var, offset, offset).mean((1, 3))
         return torch.stack((mean.view(-1), var.view(-1)))
 
     def sums(self, x: Tensor, grad: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
         """Numbers for those of mean and variance: the sums of ``grad * xhat`` and of ``grad``, stacked."""
-        blocks = self._blocks(grad), self._blocks(x)
-        given, each = [self._repeated(t)[:, 0] for t in (mean, var)], len(blocks[0]) // self.samples
-        found = [
-            torch.stack(_batch_norm_backward(g, t, None, m, v, None, None, False, eps, (False, True, True))[1:])
-            for g, t, m, v in zip(*blocks, *(t.repeat_interleave(each, 0) for t in given), strict=True)
-        ]
+        given, each = [self._repeated(t) for t in (mean, var)], x.numel() // (self.length * self.width * self.samples)
+        means, variances = (t.view(self.samples, -1).unbind() for t in given)
+        found = []
+        for i, (g, t) in enumerate(zip(self._blocks(grad), self._blocks(x), strict=True)):
+            numbers = means[i // each], variances[i // each]
+            _, *both = _batch_norm_backward(g, t, None, *numbers, None, None, False, eps, (False, True, True))
+            found.append(torch.stack(both))
         sums = found[0] if len(found) == 1 else torch.stack(found, 1)
         per_sample = len(mean) // self.samples
         return sums.view(2, self.samples, -1, per_sample, self.channels // per_sample).sum((2, 4)).view(2, -1)
@@ -82,7 +84,7 @@ class Columns:
     ) -> Tensor:
         """``(x - mean) / sqrt(var + eps) * weight + bias``."""
         if self.samples == 1 and (x.dtype != mean.dtype or x.device.type != "cpu"):
-            numbers = [None if t is None else self._repeated(t)[0, 0] for t in (weight, bias, mean, var)]
+            numbers = [None if t is None else self._repeated(t) for t in (weight, bias, mean, var)]
             settings: Any = (*numbers, False, 0.0, eps)
             return _in_shape(torch.native_batch_norm(self._rows(x)[0], *settings)[0], x)
         # What that kernel does on CPUs, in half the time.
@@ -109,10 +111,12 @@ class Columns:
         return x.movedim(1, -1).reshape(-1, self.length, self.width)
 
     def _repeated(self, numbers: Tensor) -> Tensor:
-        """Numbers for each column, ``(samples, 1, columns)``."""
-        of_sets = numbers.view(self.samples, 1, -1, 1)
-        per_set = self.channels // of_sets.shape[2]
-        return of_sets.expand(-1, self.repeats, -1, per_set).reshape(self.samples, 1, -1)
+        """Numbers for each column, ``(columns,)``, or of several samples ``(samples, 1, columns)``."""
+        per_set = self.samples * self.channels // len(numbers)
+        numbers = numbers if per_set == 1 else numbers.repeat_interleave(per_set)
+        if self.samples == 1:
+            return numbers.repeat(self.repeats)
+        return numbers.view(self.samples, 1, self.channels).repeat(1, 1, self.repeats)
 
 
 def _in_shape(rows: Tensor, x: Tensor) -> Tensor:
