@@ -136,7 +136,7 @@ def new_wide_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: Any, require
     """The same with the spec's dtype around contributions in a wider one, see [Note: rounded once]."""
     narrow = local.new_empty((), dtype=spec.tensor_meta.dtype)  # torch takes the wrapper's dtype from it
     made = new_wrapper(cls, narrow, spec, requires_grad)
-    made._local_tensor = local
+    made._local_tensor = local  # type: ignore[attr-defined]
     return made
 
 
