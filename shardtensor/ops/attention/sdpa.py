@@ -291,7 +291,12 @@ def _prepared(
 
 
 def _result_spec(work: Work, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
-    return work.query.with_layout(work.layout.out, TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+    stride = contiguous_stride(shape)
+    if len(shape) == 4 and work.kernel().fused:
+        # It writes the heads of a query next to each other. Models join them, with ``transpose(1, 2).contiguous()``.
+        batch, rows, heads, last = contiguous_stride([shape[i] for i in (0, 2, 1, 3)])
+        stride = (batch, heads, rows, last)
+    return work.query.with_layout(work.layout.out, TensorMeta(torch.Size(shape), stride, dtype))
 
 
 @register(_aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -1,9 +1,10 @@
 """Transposed convolution over sharded spatial dims.
 
 Output ``o`` sums the inputs ``i`` with ``o = i * stride - padding + t * dilation`` for some tap ``t``. A rank fetches
-the inputs that reach its outputs, runs the kernel of torch on them without padding, and crops what lies outside. An
-output belongs to the rank that owns the input in the middle of those that reach it: a kernel as long as its stride
-doubles (or triples ...) the size of every shard.
+the inputs that reach its outputs and runs the kernel of torch on them, with the padding that leaves out what lies
+outside; what no padding expresses is cropped afterwards, which is a copy. An output belongs to the rank that owns the
+input in the middle of those that reach it: a kernel as long as its stride doubles (or triples ...) the size of every
+shard, and so does one of 3 with stride 2 and padding 1.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ class TransposedWindow:
             return 0
         if b >= self.size:
             return self.outputs
-        return max(0, min(self.outputs, b * self.stride + (self.extent - self.stride) // 2 - self.padding))
+        shift, two = divmod(self.extent - self.stride, 2)
+        shift -= self.padding
+        if two and shift < 0:  # of the two that are as close, the one that keeps the sizes in proportion
+            shift += 1
+        return max(0, min(self.outputs, b * self.stride + shift))
 
     def reads(self, out: Interval) -> Interval:
         """The inputs that reach the outputs ``out``."""
@@ -71,6 +76,24 @@ class TransposedWindow:
         """Zeros to add before and after (negative: to crop) what the kernel makes of ``part``, to get ``out``."""
         start = part[0] * self.stride - self.padding
         return (start - out[0], out[1] - (start + (part[1] - part[0] - 1) * self.stride + self.extent))
+
+    def options(self, part: Interval, out: Interval) -> tuple[int, int, Interval]:
+        """The kernel's padding and output padding for ``part``, and the margins that are left then.
+
+        Example:
+            >>> w = TransposedWindow(size=5, kernel=3, stride=2, dilation=1, padding=1, extra=1)
+            >>> w.margins((0, 3), (0, 5)), w.options((0, 3), (0, 5))
+            ((-1, -1), (1, 0, (0, 0)))
+        """
+        before, after = self.margins(part, out)
+        if before >= 0 or after > 0:
+            return 0, 0, (before, after)
+        extra = after - before
+        if extra < 0:  # more to crop at the end than the padding at both ends leaves out
+            return -before, 0, (0, extra)
+        if extra < self.stride:  # an output padding must be
+            return -before, extra, (0, 0)
+        return -after, 0, (-extra, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +133,19 @@ class _Work:
         if self.is_empty(part):
             y = part.new_zeros(self.shape) + nothing_of(part, weight)
         else:
+            given = None if self.adds_zeros else bias
             y = self.function(
-                part, weight, None, self.stride, self.padding, self.output_padding, self.groups, self.dilation
+                part, weight, given, self.stride, self.padding, self.output_padding, self.groups, self.dilation
             )
             y = torch.constant_pad_nd(y, self.crop) if self.crop else y
+            if given is not None:
+                return y
         return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
+
+    @property
+    def adds_zeros(self) -> bool:
+        """Whether there are outputs that no input reaches: they are the bias."""
+        return any(n > 0 for n in self.crop)
 
     def gradients(
         self, grad: Tensor, part: Tensor, weight: Tensor, needed: tuple[bool, bool]
@@ -256,8 +287,7 @@ def _work(
         layout[m] = layout[m]._replace(sizes=sizes)
         outs = intervals_of(sizes)
         needs[d] = [window.reads(out) for out in outs]
-        margins[d] = window.margins(needs[d][rank], outs[rank])
-        padding[i] = extra[i] = 0
+        padding[i], extra[i], margins[d] = window.options(needs[d][rank], outs[rank])
     crop = tuple(n for d in reversed(range(2, len(spec.shape))) for n in margins.get(d, (0, 0)))
     out_meta = TensorMeta(meta.shape, stride_of(spec, meta.shape), spec.tensor_meta.dtype)
     out, fetch = spec.with_layout(layout, out_meta), Fetch.of(spec, needs)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from copied import Copied
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
@@ -778,3 +779,27 @@ def test_conflicting_mesh_dims():
     for error in run_expecting_errors(conflicting, 4):
         assert isinstance(error, UnsupportedSharding)
         assert "two mesh dims would have to shard the same dim" in str(error)
+
+
+def joins_heads(method):
+    mesh = shared_mesh(2)
+    inputs = [torch.randn(1, 3, 8, 4, dtype=torch.float64) for _ in range(3)]
+    # As a projection and a view leave them: the heads of a row next to each other.
+    inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
+    sharded = [shard(t, mesh, [Shard(2)], {0: (5, 3)}) for t in inputs]
+    with shardtensor.attention_method(method), Copied() as copied:
+        out = sdpa(*sharded)
+        sent = copied.total
+        joined = out.transpose(1, 2).contiguous().view(1, 8, 12)
+    assert out.stride() == sdpa(*inputs).stride()
+    assert copied.total == sent, "the kernel's result lies like that"
+    expected = sdpa(*inputs).transpose(1, 2).reshape(1, 8, 12)
+    torch.testing.assert_close(joined.full_tensor(), expected)
+    block = sum(t.to_local().numel() for t in sharded[1:]) * inputs[0].itemsize
+    return sent, block, out.to_local()[..., 0].numel()
+
+
+def test_heads_are_joined_without_a_copy():
+    for sent, block, rows in run_distributed(joins_heads, 2, "ring"):
+        assert sent <= block + rows, "keys and values are packed, and copied nowhere else"  # rows: a number of each
+    run_distributed(joins_heads, 2, "fetch")

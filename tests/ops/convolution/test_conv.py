@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from copied import Copied
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from spatial_cases import convolving
@@ -610,3 +611,27 @@ def gathered():
 
 def test_inside_allow_gather_what_is_refused_outside_is_right():
     run_distributed(gathered, 2)
+
+
+def trace_of_convolution():
+    """What a rank does one after the other, forward and backward."""
+    mesh = shared_mesh(3)
+    x = shard(torch.randn(1, 4, 9, 6), mesh, [Shard(2)], {0: (3, 4, 2)}).requires_grad_()
+    w = torch.randn(4, 4, 3, 3)
+    with convolving("by parts"):
+        F.conv2d(x, w, None, 1, 1).sum().backward()  # makes the plans
+        with Copied() as forward:
+            y = F.conv2d(x, w, None, 1, 1)
+        loss = y.sum()
+        with Copied() as backward:
+            loss.backward()
+    kept = {"send": "send", "wait": "wait", "aten::convolution": "compute", "aten::convolution_backward": "compute"}
+    orders = [[kept[name] for name in traced.order if name in kept] for traced in (forward, backward)]
+    return mesh.get_local_rank(), *orders
+
+
+def test_the_halo_travels_while_the_shard_is_convolved():
+    for rank, forward, backward in run_distributed(trace_of_convolution, 3):
+        sides = ["compute"] * (2 if rank == 1 else 1)  # nothing is computed on a side without a halo
+        assert forward == ["send", "compute", "wait", *sides]
+        assert backward == [*sides, "send", "compute", "wait"]

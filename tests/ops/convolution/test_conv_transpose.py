@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from copied import Copied
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -50,6 +51,10 @@ def test_geometry_against_brute_force(size, kernel, stride, dilation, padding, e
     if stop > first:
         before, after = w.margins((first, stop), (a, b))
         assert (stop - first - 1) * stride + w.extent + before + after == b - a
+        p, more, (before, after) = w.options((first, stop), (a, b))
+        assert p >= 0 and (more == 0 or 0 < more < stride)
+        assert first * stride - padding + p == a + before
+        assert (stop - first - 1) * stride + w.extent - 2 * p + more + before + after == b - a
 
 
 def check(cases):
@@ -130,6 +135,30 @@ def test_sizes_and_traffic():
     run_distributed(sizes_and_traffic, 2)
 
 
+def doubles(n):
+    """A network's usual way down and up again: the result is sharded like the input, and copied at most once."""
+    mesh = shared_mesh(2)
+    x = torch.randn(1, 4, *[8] * n)
+    down, up = torch.randn(4, 4, *[3] * n), torch.randn(4, 4, *[3] * n)
+    convolve, transposed = getattr(F, f"conv{n}d"), getattr(F, f"conv_transpose{n}d")
+    sharded = shard(x, mesh, [Shard(2)], {0: (4, 4)})
+    half = convolve(sharded, down, None, 2, 1)
+    with Copied() as copied:
+        y = transposed(half, up, torch.ones(4), 2, 1, 1)
+    assert y.shard_sizes == sharded.shard_sizes
+    # What reaches the last outputs ends with them, so there the kernel's padding leaves out all that others own.
+    assert copied.elements["aten::constant_pad_nd"] == (y.to_local().numel() if mesh.get_local_rank() == 0 else 0)
+    assert not [name for name in copied.order if "add" in name], "the kernel adds the bias"
+    with count_communication() as counts:
+        torch.cat([sharded, y], 1)
+    assert not counts.messages
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_doubling_keeps_the_sizes(n):
+    run_distributed(doubles, 2, n)
+
+
 def bad(which):
     mesh = shared_mesh(2)
     x = torch.randn(2, 4, 8, 5)
@@ -150,5 +179,7 @@ def test_errors():
 
 def test_cuts_follow_the_upsampling():
     w = TransposedWindow(size=9, kernel=2, stride=2, dilation=1, padding=0, extra=0)
+    assert map_boundaries((4, 0, 5), w.boundary) == (8, 0, 10)
+    w = TransposedWindow(size=9, kernel=3, stride=2, dilation=1, padding=1, extra=1)
     assert map_boundaries((4, 0, 5), w.boundary) == (8, 0, 10)
     assert boundaries_of((8, 0, 10)) == (0, 8, 8, 18) and intervals_of((8, 0, 10))[2] == (8, 18)
