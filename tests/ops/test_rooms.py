@@ -127,7 +127,7 @@ TESTED_WITH = {
     "attention/test_sdpa.py": "attention/blockwise attention/flex attention/layout attention/online_softmax",
     "common/test_contraction.py": "common/arrangement common/part_by_part common/ring linalg/einsum",
     "common/test_distributed_sort.py": "sorting/quantile",
-    "convolution/test_conv.py": "convolution/halo_conv convolution/parts",
+    "convolution/test_conv.py": "convolution/by_parts convolution/halo_conv convolution/joined convolution/parts",
     "elementwise/test_random.py": "elementwise/dropout",
     "elementwise/test_softmax.py": "reduction/logsumexp",
     "indexing/test_gather.py": "indexing/combinations indexing/embedding indexing/take sorting/searchsorted",
@@ -136,6 +136,7 @@ TESTED_WITH = {
     "linalg/test_matmul.py": "linalg/linear",
     "loss/test_elementwise.py": "loss/base loss/cross_entropy loss/kernels",
     "neighborhood/test_attention.py": "neighborhood/natten_kernels neighborhood/tiled neighborhood/window",
+    "normalization/test_channels_last.py": "normalization/columns",
     "normalization/test_layer_group_rms.py": "normalization/batch_instance normalization/geometry "
     "normalization/local_norm normalization/norm",
     "normalization/test_sharded_norm.py": "normalization/channel_norm normalization/statistics",

@@ -44,6 +44,7 @@ def product(rows: Tensor, others: Tensor) -> Tensor:
     if rows.is_cuda:
         return torch.mm(rows.t(), others, out_dtype=torch.float32)
     total = rows.new_zeros(rows.shape[1], others.shape[1], dtype=torch.float32)
-    for a, b in zip(rows.split(ROWS), others.split(ROWS), strict=True):
-        total.addmm_(a.to(torch.float32).t(), b.to(torch.float32))
+    for i in range(0, len(rows), ROWS):
+        some, of_others = (t[i : i + ROWS].to(torch.float32) for t in (rows, others))
+        total.addmm_(some.t(), of_others)
     return total

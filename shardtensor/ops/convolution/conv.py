@@ -22,7 +22,8 @@ from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import as_gradient, wrap
 from ..common.alignment import free_dims
-from .halo_conv import Convolution, Pads, plan_convolution
+from .halo_conv import Pads, plan_convolution
+from .joined import Convolution
 
 _aten = torch.ops.aten
 
