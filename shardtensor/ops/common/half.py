@@ -44,6 +44,6 @@ def product(rows: Tensor, others: Tensor) -> Tensor:
     if rows.is_cuda:
         return torch.mm(rows.t(), others, out_dtype=torch.float32)
     total = rows.new_zeros(rows.shape[1], others.shape[1], dtype=torch.float32)
-    for a, b in zip(rows.split(ROWS), others.split(ROWS), strict=True):
+    for a, b in zip(torch.split(rows, ROWS), torch.split(others, ROWS), strict=True):
         total.addmm_(a.to(torch.float32).t(), b.to(torch.float32))
     return total

@@ -166,11 +166,11 @@ class TransposedConvolutionPlan(Plan):
         grad_b = wide[0].sum([0, *range(2, grad.ndim)]) if needed[2] else None
         of_input = wide if self.work.fetches else [grad, part, weight]
         together = needed[0] and self.total is None and of_input[0].dtype == wide[0].dtype
-        grad_x, grad_w = self.work.gradients(*wide, (together, needed[1]))
+        grad_x, grad_w = self.work.gradients(wide[0], wide[1], wide[2], (together, needed[1]))
         finish = None if self.total is None else self.total.start([None, grad_w, grad_b])
         if needed[0]:
             if not together:
-                grad_x, _ = self.work.gradients(*of_input, (True, False))
+                grad_x, _ = self.work.gradients(of_input[0], of_input[1], of_input[2], (True, False))
             assert grad_x is not None
             grad_x = cast(self.work.fetch.backward(grad_x), x.dtype)
         if finish is not None:

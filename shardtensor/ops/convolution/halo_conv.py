@@ -293,7 +293,8 @@ class ConvolutionByParts(Convolution):
         The kernel takes several times as long in float32. So that is left to the edges, to which others add.
         """
         only_x = True, False, False
-        found = self.shard.differentiate(*(given if narrow is None else narrow), only_x)[0]
+        grad, x, weight = given if narrow is None else narrow
+        found = self.shard.differentiate(grad, x, weight, only_x)[0]
         assert found is not None
         if narrow is None:
             return found
