@@ -148,6 +148,23 @@ def test_one_volume_with_channels_last(sizes):
     run_distributed(check_volumes, len(sizes), sizes)
 
 
+def empty_and_short_shards():
+    """Every rank's part of a channels-last tensor says so, also one that is empty or has one row."""
+    mesh = shared_mesh(2)
+    for sizes in ((0, 8), (8, 0), (1, 7)):
+        rows = sizes[mesh.get_local_rank()]
+        local = torch.empty(1, 4, 8, 6).contiguous(memory_format=torch.channels_last)[:, :, :rows]
+        x = ShardTensor.from_local(local, mesh, [Shard(2)], shard_sizes={0: sizes})
+        moved = x.redistribute(placements=[Shard(3)])
+        for t in (x, moved, x.relu(), x.redistribute(shard_sizes="even")):
+            assert t.stride() == (192, 1, 24, 4), (sizes, t.stride())
+            assert not t.to_local().numel() or t.to_local().is_contiguous(memory_format=torch.channels_last)
+
+
+def test_empty_and_short_shards_are_channels_last_too():
+    run_distributed(empty_and_short_shards, 2)
+
+
 def strides_of_a_local_view():
     mesh = shared_mesh(2)
     given = in_memory((1, 4, 5 if mesh.get_local_rank() == 0 else 3, 6), (0, 2, 3, 1)).requires_grad_()
