@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import OpOverload
+from ...errors import PLAIN_TARGET, UnsupportedSharding
 from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Rule, is_inplace, meta_of
@@ -29,10 +30,11 @@ _aten = torch.ops.aten
 
 # Elementwise, but not tagged as such by torch, in some releases at least: aten operators, or overloads of them.
 _UNTAGGED = """
-    _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy_.default elu_backward fill fill_
-    floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_ hardswish_backward
-    hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward masked_fill.Tensor masked_fill_
-    mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward softshrink_backward zero_
+    _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy.default copy_.default elu_backward
+    fill fill_ floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_
+    hardswish_backward hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward
+    masked_fill.Tensor masked_fill_ mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward
+    softshrink_backward zero_
 """
 # Linear in all their tensors, so the sum over ranks may be taken afterwards.
 _LINEAR = (
@@ -64,17 +66,27 @@ def pointwise_plan(call: AtenCall) -> AtenPlan:
     inplace = is_inplace(call.func)
     current = call.tensors if _keeps_partial(call) else call.reduced()
     if inplace and (0,) not in call.tensors:
-        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+        raise call.refuse(*PLAIN_TARGET)
     target = common_layout([current[(0,)]] if inplace else list(current.values()), meta_of(outputs[0]))
     targets = {path: fit(spec, target) for path, spec in current.items()}
     if inplace and targets[(0,)] != current[(0,)]:
         raise call.refuse(
-            "the result is sharded otherwise than the tensor it is written to", "use the out-of-place form"
+            "the result is sharded otherwise than the tensor it is written to",
+            "use the out-of-place form",
         )
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
     if inplace:
         del targets[(0,)]
-    plan = call.plan(specs if isinstance(meta, (list, tuple)) else specs[0], targets, returns_self=inplace)
+    try:
+        plan = call.plan(specs if isinstance(meta, (list, tuple)) else specs[0], targets, returns_self=inplace)
+    except UnsupportedSharding:
+        if not inplace:
+            raise
+        raise call.refuse(
+            "a value would have to be gathered to be written to a tensor that is not sharded alike",
+            "redistribute that tensor first; one that a network makes itself gets the layout of the first value inside "
+            "shardtensor.implicit_replication(mesh)",
+        ) from None
     plan.call = _with_slices(call, target)
     if inplace and current[(0,)] != call.tensors[(0,)]:
         plan.call = _written_to_partial(call.tensors[(0,)], current[(0,)], plan.call or call.func)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import OpOverload
+from ...errors import PLAIN_TARGET
 from ...exchange import plan_intervals
 from ...geometry import Interval, intervals_of
 from ...halo import Axis, Fetch
@@ -142,7 +143,7 @@ def _check_written(call: AtenCall, layout: IndexLayout, targets: Mapping[Path, S
         if all(own == new or (own.placement.is_replicate() and new.placement.is_partial()) for own, new in pairs):
             return
     else:
-        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+        raise call.refuse(*PLAIN_TARGET)
     raise call.refuse(
         "what is written is sharded otherwise than the tensor it is written to",
         "use the out-of-place form, or redistribute first",
@@ -246,7 +247,7 @@ class _Work:
             rounds = [
                 (a, b, tuple((0, b - a) if r == s else (0, 0) for r in range(ranks))) for s, (a, b) in enumerate(blocks)
             ]
-        total = target
+        total: Tensor = target
         for a, b, pieces in rounds:
             if a == b:
                 continue
@@ -265,7 +266,7 @@ class _Work:
     def _written(self, values: list[Any], kwargs: dict[str, Any], own: Own) -> Tensor:
         """What is written to, with what this rank writes to the part that it answers for."""
         target = operand(values, self.first)
-        room = target if self.inplace and not own else target.clone()
+        room: Tensor = target if self.inplace and not own else target.clone()
         for d in own:  # the sink
             row = room.new_zeros([1 if k == d else n for k, n in enumerate(room.shape)])
             room = torch.cat([room, row], d)
