@@ -12,6 +12,7 @@ from .ops.attention.sdpa import attention_method
 from .patches import install
 from .plan import Composed, LocalPlan, Plan
 from .registry import Support, register, registered, supports, unregister
+from .replication import implicit_replication
 from .scatter import scatter_tensor
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
@@ -29,6 +30,7 @@ __all__ = [
     "UnsupportedSharding",
     "allow_gather",
     "attention_method",
+    "implicit_replication",
     "set_transport",
     # which operators there are, and new ones
     "Arguments",

@@ -23,6 +23,7 @@ from .errors import refuse
 __all__ = [
     "check_current",
     "check_written",
+    "lose",
     "mark_copied",
     "note_copies",
     "represents_view",
@@ -53,6 +54,12 @@ def note_copies(view: View, viewed: Tensor, *, moved: bool, may_copy: bool) -> V
     if may_copy and not same_memory(copy, original):
         copies = (*copies, (copy, original))
     return _noted(view, viewed, copies) if copies else view
+
+
+def lose(view: Tensor, viewed: Tensor) -> None:
+    """Record that ``view`` does not show what ``viewed`` holds any longer, and cannot: reading it is refused."""
+    lost: Any = view
+    lost._copied, lost._viewed = None, (viewed, -1)
 
 
 def _noted(view: View, viewed: Tensor, copies: Copies | None) -> View:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from .context import gather_allowed, settings
 from .copies import check_current, check_written, note_copies, represents_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .gathering import gathered
+from .open_layouts import decide, is_open, note_open_views
 from .planning import (
     SCALARS,
     AtenCall,
@@ -36,6 +36,7 @@ from .planning import (
     keep_plan,
     meta_of,
     on_meta,
+    returning,
     returns_view,
     spec_of,
     strides_of,
@@ -68,8 +69,14 @@ def wrapper(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     return new_wrapper(cls, local, spec)
 
 
-def run_operator(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an aten operator on ShardTensors (and plain tensors, which count as replicated)."""
+def run_operator(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves: bool = True
+) -> Any:
+    """Run an aten operator on ShardTensors (and plain tensors, which count as replicated).
+
+    Args:
+        moves: operands may be redistributed; UnsupportedSharding if not, and one would have to be.
+    """
     if torch.is_inference_mode_enabled() and returns_view(func) and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
         with torch.inference_mode(False), torch.no_grad():
@@ -79,6 +86,8 @@ def run_operator(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwar
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    if args and is_open(args[0]) and is_inplace(func):
+        decide(func, args, kwargs)
     key: list[Any] = [func, settings(), torch.get_default_dtype()]
     local_args = _localize(args, key)
     local_kwargs = {}
@@ -93,6 +102,8 @@ def run_operator(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwar
         plan = made
     if plan.returns_self:
         check_written(func, args[0])
+    if plan.inputs and not moves:
+        raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
     for path, source, target in plan.inputs:
         _replace(local_args, local_kwargs, path, source, target)
     result = plan.call(*local_args, **local_kwargs)
@@ -106,9 +117,7 @@ def run_operator(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwar
         return result
     else:
         out = type(result)([r if s is None else wrapper(cls, r, s) for r, s in zip(result, plan.outputs, strict=True)])
-    if plan.view and (plan.inputs or plan.may_copy or represents_view(args[0])):
-        return tree_map(lambda view: _viewing(view, args[0], plan), out)
-    return out
+    return _as_views(cls, out, func, args, kwargs, plan) if plan.view else out
 
 
 def _planned(
@@ -123,21 +132,24 @@ def _planned(
         plan.call, plan.view = plan.call or kernel(func), returns_view(func)
         keep_plan(key, plan)
         if isinstance(made, _Done):
-            return _Done(_done(made.value, args[0], plan))
+            if plan.returns_self:
+                write_back(args[0])
+            elif plan.view:
+                _as_views(cls, made.value, func, args, kwargs, plan)
     return made
 
 
-def _done(value: Any, first: Any, plan: AtenPlan) -> Any:
-    """A result that was computed while looking for a plan, with what a call by the plan would note."""
-    if plan.returns_self:
-        write_back(first)
-    elif plan.view and represents_view(first):
-        tree_map(lambda out: _viewing(out, first, plan), value)
-    return value
-
-
-def _viewing(view: Any, viewed: Any, plan: AtenPlan) -> Any:
-    return note_copies(view, viewed, moved=bool(plan.inputs), may_copy=plan.may_copy)
+def _as_views(
+    cls: type[DTensor], out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], plan: AtenPlan
+) -> Any:
+    """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
+    viewed = args[0]
+    if plan.inputs or plan.may_copy or represents_view(viewed):
+        moved = bool(plan.inputs)
+        out = tree_map(lambda view: note_copies(view, viewed, moved=moved, may_copy=plan.may_copy), out)
+    if is_open(viewed):
+        note_open_views(out, viewed, lambda t: run_operator(cls, func, (t, *args[1:]), kwargs, moves=False))
+    return out
 
 
 def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
@@ -198,7 +210,7 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
     _check(func, specs)
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
-    if build is None and not replicated and _returning(func) is not None:
+    if build is None and not replicated and returning(func) is not None:
         return _Done(_written(cls, func, args, kwargs))
     if replicated and not random and func not in RESHAPES:
         return _run_replicated(cls, func, args, kwargs, specs[0].replicated())
@@ -244,19 +256,9 @@ def _run_replicated(
     return _Done(value, AtenPlan(outputs, returns_self=returns_self and result is not None))
 
 
-@cache
-def _returning(func: OpOverload) -> OpOverload | None:
-    """The operator that returns what the in-place operator ``func`` writes, if there is one."""
-    namespace, name = func._schema.name.split("::")
-    if not is_inplace(func) or not name.endswith("_"):
-        return None
-    found = getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
-    return None if found is None or is_inplace(found) else found
-
-
 def _written(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An in-place operator without a rule: what its other form returns, copied into the first argument."""
     on_meta(func, args, kwargs)  # raises where the result's dtype does not fit
-    returning = _returning(func)
-    assert returning is not None
-    return run_operator(cls, _aten.copy_.default, (args[0], run_operator(cls, returning, args, kwargs)), {})
+    new = returning(func)
+    assert new is not None
+    return run_operator(cls, _aten.copy_.default, (args[0], run_operator(cls, new, args, kwargs)), {})

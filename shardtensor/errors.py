@@ -7,7 +7,14 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["UnsupportedSharding", "different_meshes", "refuse"]
+__all__ = ["PLAIN_TARGET", "UnsupportedSharding", "different_meshes", "refuse"]
+
+# Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
+PLAIN_TARGET = (
+    "a ShardTensor cannot be written into a plain tensor",
+    "make that tensor from a ShardTensor (x.new_zeros, torch.zeros_like(x)), or call the network inside "
+    "shardtensor.implicit_replication(mesh), where torch.zeros and the like make ShardTensors",
+)
 
 
 class UnsupportedSharding(NotImplementedError):

@@ -16,7 +16,7 @@ from ._compat import OpOverload
 from .context import gather_allowed
 from .conversions import from_dtensor, promote, redistributed
 from .copies import mark_copied
-from .errors import UnsupportedSharding, refuse
+from .errors import PLAIN_TARGET, UnsupportedSharding, refuse
 from .planning import SCALARS
 from .registry import FUNCTIONS
 from .spec import ShardTensorSpec
@@ -60,7 +60,7 @@ def promote_operands(
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
     if _writes(func) and not isinstance(first, cls):
-        raise refuse(name, flat, "a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+        raise refuse(name, flat, *PLAIN_TARGET)
     if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
         "torch.autograd"
     ):
@@ -94,7 +94,7 @@ def write_out(cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[A
     outs = out if isinstance(out, (list, tuple)) else (out,)
     name, tensors = getattr(func, "__name__", str(func)), [a for a in (*args, *outs) if isinstance(a, Tensor)]
     if any(not isinstance(t, cls) for t in outs):
-        raise refuse(name, tensors, "a ShardTensor cannot be written into a plain tensor", "use the form without out=")
+        raise refuse(name, tensors, *PLAIN_TARGET)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
     if isinstance(func, OpOverload):

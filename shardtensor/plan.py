@@ -137,7 +137,7 @@ class LocalPlan(Plan):
         if self.gradients is None:
             return [to_part(t, t._spec.for_gradient()) if type(t) is ShardTensor else t for t in tensors]
         return [
-            t if type(t) is not ShardTensor else t.to_local() if spec is None else to_part(t, spec)
+            to_part(t, t._spec.for_gradient() if spec is None else spec) if type(t) is ShardTensor else t
             for t, spec in zip(tensors, self.gradients, strict=True)
         ]
 

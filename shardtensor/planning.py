@@ -43,6 +43,7 @@ __all__ = [
     "keep_plan",
     "meta_of",
     "on_meta",
+    "returning",
     "returns_view",
     "spec_of",
     "strides_of",
@@ -202,6 +203,16 @@ def is_inplace(func: OpOverload) -> bool:
 def returns_view(func: OpOverload) -> bool:
     """Whether the operator's result is a view of its first argument."""
     return _traits(func)[1]
+
+
+@cache
+def returning(func: OpOverload) -> OpOverload | None:
+    """The operator that returns what the in-place operator ``func`` writes, if there is one."""
+    namespace, name = func._schema.name.split("::")
+    if not is_inplace(func) or not name.endswith("_"):
+        return None
+    found = getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
+    return None if found is None or is_inplace(found) else found
 
 
 @cache

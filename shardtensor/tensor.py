@@ -32,6 +32,7 @@ from .agreement import MAX_NDIM, agree_on_local
 from .copies import check_current
 from .errors import refuse
 from .layout import mesh_coordinate
+from .open_layouts import close
 from .registry import FUNCTIONS, Refusal, register
 from .spec import ShardTensorSpec
 
@@ -69,6 +70,8 @@ class ShardTensor(DTensor):
     # See copies.py.
     _copied: Any = ()
     _viewed: Any = None
+    # See open_layouts.py.
+    _open: Any = None
 
     # -- construction and conversion ----------------------------------------------------------------------
 
@@ -126,6 +129,8 @@ class ShardTensor(DTensor):
         """
         if self._viewed is not None:
             check_current("to_local", self)
+        if self._open is not None:
+            close(self)
         differentiable = torch.is_grad_enabled() and self.requires_grad
         local = self._local_tensor
         if not differentiable and local.dtype is not self.dtype:
@@ -371,6 +376,8 @@ def _leaf(local: Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTen
 
 def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
     """Set ``requires_grad``; the gradient of a leaf that requires it will have the leaf's own cut."""
+    if tensor._open is not None:
+        close(tensor)
     with DisableTorchFunction():
         before = tensor.requires_grad
         tensor.requires_grad_(requires_grad)

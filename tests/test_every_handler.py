@@ -208,6 +208,7 @@ def more():
     yield below(aten.allclose.default), (x.detach(), x.detach())
     yield below(aten._standard_gamma_grad.default), (y.detach(), y.detach())
     yield below(aten._dirichlet_grad.default), (y.detach() / 2, y.detach(), y.detach() + 1)
+    yield below(aten.copy.default), (x.detach(), x.detach() * 2)
     yield below(aten.detach_copy.default), (x.detach(),)
     yield below(aten.select_copy.int), (x.detach(), 1, 2)
     yield below(aten.slice_copy.Tensor), (x.detach(), 1, 1, 4)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import OpOverload
+from ...errors import PLAIN_TARGET, UnsupportedSharding
 from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of
@@ -38,10 +39,11 @@ _aten = torch.ops.aten
 
 # Elementwise, but not tagged as such by torch, in some releases at least: aten operators, or overloads of them.
 _UNTAGGED = """
-    _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy_.default elu_backward fill fill_
-    floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_ hardswish_backward
-    hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward masked_fill.Tensor masked_fill_
-    mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward softshrink_backward zero_
+    _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy.default copy_.default elu_backward
+    fill fill_ floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_
+    hardswish_backward hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward
+    masked_fill.Tensor masked_fill_ mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward
+    softshrink_backward zero_
 """
 # Linear in all their tensors, so the sum over ranks may be taken afterwards.
 _LINEAR = (
@@ -74,7 +76,7 @@ def pointwise_plan(call: AtenCall) -> AtenPlan:
     outputs = list(meta) if isinstance(meta, (list, tuple)) else [meta]
     inplace = is_inplace(call.func)
     if inplace and (0,) not in call.tensors:
-        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+        raise call.refuse(*PLAIN_TARGET)
     current = call.tensors if _keeps_partial(call) or _adds_to_partial(call) else call.reduced()
     target = _target(call, current, inplace)
     targets = {path: fit(spec, target) for path, spec in current.items()}
@@ -85,7 +87,16 @@ def pointwise_plan(call: AtenCall) -> AtenPlan:
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
     written = targets.pop((0,)) if inplace else None
     returned = specs if isinstance(meta, (list, tuple)) else specs[0]
-    plan = call.plan(returned, targets, small=_share(target), returns_self=inplace)
+    try:
+        plan = call.plan(returned, targets, small=_share(target), returns_self=inplace)
+    except UnsupportedSharding:
+        if not inplace:
+            raise
+        raise call.refuse(
+            "a value would have to be gathered to be written to a tensor that is not sharded alike",
+            "redistribute that tensor first; one that a network makes itself gets the layout of the first value inside "
+            "shardtensor.implicit_replication(mesh)",
+        ) from None
     plan.call = _with_slices(call, target)
     if written is not None and written != call.specs[0]:
         plan.call = _written_to_partial(call.specs[0], written, plan.call or call.func)

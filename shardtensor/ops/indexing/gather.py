@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction
+from ...errors import PLAIN_TARGET
 from ...operators import Arguments, Composed, operator
 from ...registry import DECLINED
 from ...spec import ShardTensorSpec
@@ -56,7 +57,7 @@ def any_sharded(*specs: ShardTensorSpec | None) -> bool:
 def refuse_plain_target(call: Arguments, argument: str) -> None:
     """UnsupportedSharding where an operator would write in place to what is no ShardTensor yet."""
     if argument in call.steps:  # by which it is made one
-        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+        raise call.refuse(*PLAIN_TARGET)
 
 
 def gathered(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:

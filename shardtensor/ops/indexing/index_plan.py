@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import OpOverload
+from ...errors import PLAIN_TARGET
 from ...exchange import plan_intervals
 from ...geometry import Interval, intervals_of
 from ...halo import Axis, Fetch
@@ -142,7 +143,7 @@ def _check_written(call: AtenCall, layout: IndexLayout, targets: Mapping[Path, S
         if all(own == new or (own.placement.is_replicate() and new.placement.is_partial()) for own, new in pairs):
             return
     else:
-        raise call.refuse("a ShardTensor cannot be written into a plain tensor", "use the out-of-place form")
+        raise call.refuse(*PLAIN_TARGET)
     raise call.refuse(
         "what is written is sharded otherwise than the tensor it is written to",
         "use the out-of-place form, or redistribute first",

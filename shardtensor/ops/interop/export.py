@@ -8,6 +8,8 @@ These functions have handlers, not plans: they refuse, or read data.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,18 @@ __all__: list[str] = []
 _REMEDY = "take x.full_tensor(), which gathers, or this rank's shard, x.to_local()"
 
 
+def _register_export(name: str) -> None:
+    refusal = Refusal(name, __name__, "no rank holds all values", _REMEDY)
+
+    @register(getattr(Tensor, name))
+    def _(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, ShardTensor) or not self._spec.is_replicate():
+            return refusal(self, *args, **kwargs)
+        return getattr(self.to_local(), name)(*args, **kwargs)
+
+
 for _name in ("numpy", "tolist", "__array__"):
-    register(getattr(Tensor, _name))(Refusal(_name, __name__, "no rank holds all values", _REMEDY))
+    _register_export(_name)
 for _name in ("__dlpack__", "__dlpack_device__"):
     register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _REMEDY))
 for _name in ("apply_", "map_", "map2_"):

@@ -182,7 +182,7 @@ def _channels(x: Tensor) -> Tensor:
 
 def _channels_last(x: Tensor) -> Tensor:
     n, c = x.shape[:2]
-    return x.movedim(1, -1).reshape(n, x.shape[2:].numel(), 1, c).permute(0, 3, 1, 2)
+    return x.movedim(1, -1).reshape(n, x.shape[2:].numel(), 1, c).contiguous().permute(0, 3, 1, 2)
 
 
 def _with_shape(y: Tensor, x: Tensor) -> Tensor:

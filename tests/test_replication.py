@@ -1,0 +1,269 @@
+"""Networks that write sharded values into tensors which they make themselves, inside ``implicit_replication``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spatial_cases import data
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import shardtensor
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+
+class Inside(nn.Module):
+    """A network whose forward pass is called inside the context."""
+
+    def __init__(self, inner, mesh):
+        super().__init__()
+        self.inner, self.mesh = inner, [mesh]  # which deepcopy leaves alone in a list of one
+
+    def forward(self, *args):
+        with shardtensor.implicit_replication(self.mesh[0]):
+            return self.inner(*args)
+
+    def __deepcopy__(self, memo):
+        import copy
+
+        return Inside(copy.deepcopy(self.inner, memo), self.mesh[0])
+
+
+class SpectralConvolution(nn.Module):
+    """The low modes, at both ends of the first dim, are multiplied by weights and written into zeros."""
+
+    def __init__(self, channels, modes=(3, 3)):
+        super().__init__()
+        self.modes = modes
+        shape = (2, channels, channels, *modes)
+        self.weight = nn.Parameter(torch.randn(shape, dtype=torch.complex128))
+
+    def forward(self, x):
+        b, c, h, w = x.shape
+        m, n = self.modes
+        spectrum = torch.fft.rfft2(x)
+        out = torch.zeros(b, c, h, w // 2 + 1, dtype=torch.cfloat).to(spectrum.dtype)
+        out[:, :, :m, :n] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m, :n], self.weight[0])
+        out[:, :, -m:, :n] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -m:, :n], self.weight[1])
+        return torch.fft.irfft2(out, s=(h, w))
+
+
+class AdaptiveFourier(nn.Module):
+    """Blocks of channels are mixed for the modes that are kept, real and imaginary parts in zeros of their own."""
+
+    def __init__(self, channels, blocks=2, kept=3):
+        super().__init__()
+        size = channels // blocks
+        self.blocks, self.size, self.kept = blocks, size, kept
+        self.weight = nn.Parameter(torch.randn(2, blocks, size, size, dtype=torch.float64))
+
+    def forward(self, x):
+        b, h, w, c = x.shape
+        f = torch.fft.rfft2(x, dim=(1, 2), norm="ortho").reshape(b, h, w // 2 + 1, self.blocks, self.size)
+        real = torch.zeros([b, h, w // 2 + 1, self.blocks, self.size], device=x.device, dtype=x.dtype)
+        imag = torch.zeros(real.shape, device=x.device, dtype=x.dtype)
+        k = slice(0, self.kept)
+
+        def mixed(y, i):
+            return torch.einsum("...bi,bio->...bo", y, self.weight[i])
+
+        real[:, :, k] = F.relu(mixed(f[:, :, k].real, 0) - mixed(f[:, :, k].imag, 1))
+        imag[:, :, k] = F.relu(mixed(f[:, :, k].imag, 0) + mixed(f[:, :, k].real, 1))
+        y = F.softshrink(torch.stack([real, imag], dim=-1), lambd=0.01)
+        y = torch.view_as_complex(y.contiguous()).reshape(b, h, w // 2 + 1, c)
+        return torch.fft.irfft2(y, s=(h, w), dim=(1, 2), norm="ortho") + x
+
+
+class Tokens(nn.Module):
+    """Masks, positions, tokens put in another order, padding, and sums by index."""
+
+    def forward(self, x):
+        b, n, c = x.shape
+        mask = torch.zeros(b, n, dtype=torch.bool)
+        mask[:, 1::2] = True
+        mask[x[..., 0] > 0.5] = False
+        positions = torch.arange(n, dtype=x.dtype) / torch.ones(n, dtype=x.dtype)
+        y = (x + torch.sin(positions)[:, None]).masked_fill(mask[..., None], 0.0)
+        order = torch.arange(n).flip(0)
+        shuffled = torch.empty(b, n, c, dtype=x.dtype)
+        shuffled[:, order] = y
+        padded = torch.full((b, n + 3, c), -1.0, dtype=x.dtype)
+        padded[:, 2 : n + 2] = shuffled
+        padded[:, 0] = padded[:, 0] + y.mean(1)
+        groups = torch.zeros(b, 4, c, dtype=x.dtype).index_add_(1, torch.arange(n) % 4, y)
+        return padded, groups, mask.sum()
+
+
+def views(x):
+    """Written to through views, which are read before and after."""
+    b, c, n = x.shape
+    out = torch.zeros(2, b, n, c + 1, dtype=x.dtype)
+    rest, all_of_it = out[1], out.detach()
+    before = rest.sum()
+    channels = out.transpose(2, 3)[:, :, :c]
+    channels[0].add_(x)
+    channels[1].copy_(2 * x).mul_(0.5)
+    last = out[..., -1]
+    last[0, :] = x[:, 0]
+    return before, rest, out * 3, channels.sum(1), last, all_of_it * 1
+
+
+def rolled(x):
+    """The layout is open until the first value that is sharded, whatever is written before."""
+    out = torch.ones(x.shape[0], x.shape[1], x.shape[2] + 2, dtype=x.dtype).clone()
+    out[..., 0] = 3
+    out[..., -1] = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+    out *= 2
+    out[..., 1:-1] = x
+    return out
+
+
+def networks(ranks):
+    torch.manual_seed(0)
+    mesh = shared_mesh(ranks)
+    image, tokens = data(2, 4, 9, 8), data(2, 7, 3)
+    cuts = {2: ({0: (4, 5)}, {0: (0, 7)}), 3: ({0: (2, 0, 7)}, {0: (3, 0, 4)})}[ranks]
+    for layer, x, dim, sizes in (
+        (SpectralConvolution(4), image, 2, cuts[0]),
+        (SpectralConvolution(4), image, 3, None),
+        (AdaptiveFourier(4), image.permute(0, 2, 3, 1).contiguous(), 1, cuts[0]),
+        (Tokens(), tokens, 1, cuts[1]),
+    ):
+        assert_matches_unsharded(
+            Inside(layer.double() if not isinstance(layer, SpectralConvolution) else layer, mesh),
+            *(x,),
+            mesh_shape=ranks,
+            placements=[Shard(dim)],
+            shard_sizes=sizes,
+        )
+
+    def inside(fn):
+        def call(*args):
+            with shardtensor.implicit_replication(mesh):
+                return fn(*args)
+
+        return call
+
+    for fn in (views, rolled):
+        for dim in (1, 2):
+            assert_matches_unsharded(inside(fn), data(2, 4, 7), mesh_shape=ranks, placements=[Shard(dim)])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_networks_that_make_tensors(ranks):
+    run_distributed(networks, ranks, ranks, timeout=300)
+
+
+def layouts():
+    mesh = shared_mesh(2)
+    x = shard(data(2, 3, 8), mesh, [Shard(2)], {0: (5, 3)})
+    found = {}
+
+    def noted(label, out):
+        found[label] = out.placements, out.shard_sizes
+
+    with shardtensor.implicit_replication(mesh), count_communication() as traffic:
+        whole = torch.zeros(3, 8)
+        noted("open", whole)
+        out = torch.zeros(2, 3, 8)
+        out[:] = x
+        noted("same sizes", out)
+        out = torch.zeros(2, 3, 20)
+        out[..., 4:12] = x
+        noted("a part", out)
+        out = torch.zeros(2, 3, 20)
+        out[..., 1:17:2] = x
+        noted("every second one", out)
+        out = torch.zeros(3, 8, 2).permute(2, 0, 1)
+        out[0] = x[1]
+        noted("transposed", out)
+        kept = torch.zeros(2, 3, 8)
+        kept.to_local()
+        rows = torch.zeros(8, 3).index_add_(0, torch.arange(8) % 3, x[0].t().float())
+        noted("added", rows)
+        # Numbers of one device, on every rank.
+        torch.manual_seed(3)
+        drawn = torch.rand(4), torch.randperm(5), torch.arange(3).tolist(), int(torch.full((), 2))
+    torch.manual_seed(3)
+    assert torch.equal(drawn[0].to_local(), torch.rand(4)) and torch.equal(drawn[1].to_local(), torch.randperm(5))
+    assert drawn[2:] == ([0, 1, 2], 2) and isinstance(drawn[0], shardtensor.ShardTensor)
+    assert type(torch.zeros(2)) is torch.Tensor and type(x.to_local()) is torch.Tensor
+    return found, dict(traffic.collectives)
+
+
+def test_the_first_value_decides_the_layout_and_nothing_is_gathered():
+    for found, collectives in run_distributed(layouts, 2):
+        assert found == {
+            "open": ((Replicate(),), {}),
+            "same sizes": ((Shard(2),), {0: (5, 3)}),
+            "a part": ((Shard(2),), {0: (9, 11)}),
+            "every second one": ((Shard(2),), {0: (11, 9)}),
+            "transposed": ((Shard(2),), {0: (5, 3)}),
+            "added": ((Replicate(),), {}),
+        }
+        assert collectives == {"all_reduce": 1}
+
+
+def recomputed():
+    mesh = shared_mesh(2)
+    torch.manual_seed(0)
+    layer = SpectralConvolution(4)
+    x = shard(data(2, 4, 9, 8), mesh, [Shard(2)], {0: (4, 5)}, requires_grad=True)
+    with shardtensor.implicit_replication(mesh):
+        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    expected = layer.weight.grad.clone(), x.grad.full_tensor()
+    layer.weight.grad = x.grad = None
+    with shardtensor.implicit_replication(mesh):
+        layer(x).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected[0])
+    torch.testing.assert_close(x.grad.full_tensor(), expected[1])
+
+
+def test_activation_checkpointing_recomputes_inside():
+    run_distributed(recomputed, 2)
+
+
+def written_elsewhere(case):
+    mesh = shared_mesh(2)
+    x = shard(data(2, 3, 8), mesh, [Shard(2)], {0: (5, 3)})
+    with count_communication() as traffic:
+        try:
+            if case == "outside":
+                torch.zeros(2, 3, 8)[:] = x
+            elif case == "closed":
+                with shardtensor.implicit_replication(mesh):
+                    out = torch.zeros(2, 3, 8)
+                    out.to_local()
+                    out[:] = x
+            elif case == "merged":
+                with shardtensor.implicit_replication(mesh):
+                    torch.zeros(2, 24).view(2, 3, 8)[:] = x
+            else:
+                with shardtensor.implicit_replication():
+                    pass
+        finally:
+            assert not traffic.collectives
+
+
+@pytest.mark.parametrize(
+    "case, text",
+    [
+        ("outside", r"x\.new_zeros.*implicit_replication"),
+        ("closed", "gathered.*implicit_replication"),
+        ("merged", "gathered.*implicit_replication"),
+        ("no mesh", "no mesh was given"),
+    ],
+)
+def test_what_is_refused(case, text):
+    for error in run_expecting_errors(written_elsewhere, 2, case):
+        with pytest.raises((NotImplementedError, RuntimeError), match=text):
+            raise error
