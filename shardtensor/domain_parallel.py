@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import Parameter
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat import not_in_graphs
 from .geometry import aligned_sizes
 from .layout import ShardSizes
+from .replication import implicit_replication
 from .tensor import ShardTensor, promote
 
 __all__ = ["DomainParallel"]
@@ -60,6 +62,8 @@ class DomainParallel(ParallelStyle):
             need not.
         use_local_output: whether outputs are plain tensors, each rank's own part. None: those that are replicated
             are plain, and those that are sharded are ShardTensors.
+        implicit_replication: whether the module runs inside :func:`shardtensor.implicit_replication`, so that sharded
+            values can be written to tensors that it makes itself. It takes the host a few microseconds per operator.
 
     Raises:
         TypeError, ValueError: layouts that are none, or, when the style is applied, that do not fit the mesh or the
@@ -82,6 +86,7 @@ class DomainParallel(ParallelStyle):
         shard_sizes: ShardSizes = None,
         align: int | Mapping[int, int] = 1,
         use_local_output: bool | None = None,
+        implicit_replication: bool = True,
     ) -> None:
         super().__init__()
         multiples = tuple(align.values()) if isinstance(align, Mapping) else (align,)
@@ -94,6 +99,7 @@ class DomainParallel(ParallelStyle):
         self.shard_sizes = shard_sizes
         self.align = align
         self.use_local_output = use_local_output
+        self.implicit_replication = implicit_replication
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for what, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
@@ -127,6 +133,8 @@ class DomainParallel(ParallelStyle):
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return _placed(output, self.outputs, give_back, "output")
 
+        if self.implicit_replication:
+            _run_inside(module, lambda: implicit_replication(device_mesh))
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
@@ -143,8 +151,27 @@ class DomainParallel(ParallelStyle):
         return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in aligned.items()}
 
     def __repr__(self) -> str:
-        options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output")
+        options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output", "implicit_replication")
         return f"DomainParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
+
+
+def _run_inside(module: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have the module run inside a context, also in calls of itself, and where its forward raises."""
+    entered: list[AbstractContextManager[None]] = []
+
+    @not_in_graphs(_NO_GRAPH)
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+        entering = context()
+        entering.__enter__()
+        entered.append(entering)
+
+    @not_in_graphs(_NO_GRAPH)
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if entered:  # not where another hook has raised before
+            entered.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 # -- layouts as they are given ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from shardtensor import ShardTensor
+from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.parallel import DomainParallel
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -286,6 +286,43 @@ def pyramid():
 def test_outputs_of_diffusers():
     pytest.importorskip("diffusers")
     run_distributed(pyramid, 2)
+
+
+class Spectral(nn.Module):
+    """Writes to a tensor that it makes, as spectral convolutions do; and may fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+
+    def forward(self, x, fails=False):
+        out = torch.zeros(x.shape[0], 3, *x.shape[2:], dtype=x.dtype)
+        out[:, :, :, :4] = torch.einsum("bihw,io->bohw", x[:, :, :, :4], self.weight)
+        if fails:
+            raise ArithmeticError("as asked")
+        return out
+
+
+def tensors_of_its_own():
+    mesh = shared_mesh(2)
+    module, twin = Spectral(), Spectral()
+    parallelize_module(module, mesh, DomainParallel(inputs=Shard(2), outputs=Replicate()))
+    (x,) = values((2, 2, 5, 6))
+    for _ in range(2):
+        compare(module(x), twin(x))
+        with pytest.raises(ArithmeticError, match="as asked"):
+            module(x, fails=True)
+        assert type(torch.zeros(3)) is Tensor  # the context has been left
+    module(x).sum().backward()
+    twin(x).sum().backward()
+    compare(module.weight.grad, twin.weight.grad)
+    without = DomainParallel(inputs=Shard(2), outputs=Replicate(), implicit_replication=False)
+    with pytest.raises(UnsupportedSharding, match=r"plain tensor.*shardtensor\.implicit_replication"):
+        parallelize_module(Spectral(), mesh, without)(x)
+
+
+def test_tensors_that_the_module_makes():
+    run_distributed(tensors_of_its_own, 2)
 
 
 def compiled():
