@@ -26,7 +26,10 @@ _SHORT = {"batch 1": 0, "channels 1": 1, "rows 1": 2}
 
 
 def laid_out(t: Any, memory: str | None) -> Any:
-    """The same values in this memory; ``t`` itself where it cannot lie so. Expanded: dim 0 repeats its first index."""
+    """The same values in this memory; ``t`` itself where it cannot lie so.
+
+    Expanded: dim 0 repeats its first index. (Vectors do not: they may be buffers, which are written.)
+    """
     kind = (memory or "").split(",")[0]
     if not isinstance(t, torch.Tensor) or t.layout != torch.strided or not t.ndim:
         return t
@@ -43,7 +46,7 @@ def _made(t: torch.Tensor, kind: str) -> torch.Tensor | None:
     if kind == "permuted" and t.ndim > 1:
         order = tuple(reversed(range(t.ndim)))
         return t.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
-    if kind == "expanded" and t.shape[0] > 1:
+    if kind == "expanded" and t.ndim > 1 and t.shape[0] > 1:
         return t[:1].clone().expand(t.shape)
     if kind == "sliced":
         wide = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1] + 1))
