@@ -65,7 +65,13 @@ CASES = {
         [(7, 3)],
     ),
     "copied": (
-        lambda x: aten.alias_copy(x) + torch.zeros_like(x).copy_(x) + torch.rsub(x, x * x) + torch.rsub(x, 2),
+        lambda x: (
+            aten.alias_copy(x)
+            + aten.copy(x.detach(), x.detach() * 2)
+            + torch.zeros_like(x).copy_(x)
+            + torch.rsub(x, x * x)
+            + torch.rsub(x, 2)
+        ),
         [(7, 3)],
     ),
     "floor": (
