@@ -133,7 +133,8 @@ class ShardTensor(DTensor):
             close(self)
         differentiable = torch.is_grad_enabled() and self.requires_grad
         local = self._local_tensor
-        if not differentiable and local.dtype is not self.dtype:
+        wide = local.dtype is not self.dtype and local.dtype is self._spec.held_dtype
+        if wide and not differentiable:
             local = local.to(self.dtype)  # see [Note: rounded once] in redistribute.py
         if grad_placements is None and not differentiable:
             return local
@@ -143,7 +144,7 @@ class ShardTensor(DTensor):
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
             spec = spec.replace(placements=grad_placements)
-        return conversions.to_local(self, spec, self.dtype) if differentiable else local
+        return conversions.to_local(self, spec, self.dtype if wide else None) if differentiable else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
