@@ -65,7 +65,7 @@ def wrapper(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
         )
     if local.dtype is not spec.tensor_meta.dtype:
         local = rounded(local, spec)
-        if local.dtype is spec.held_dtype and local.dtype is not spec.tensor_meta.dtype:
+        if spec.is_wide(local):
             return new_wide_wrapper(cls, local, spec)
     return new_wrapper(cls, local, spec)
 

@@ -59,13 +59,6 @@ class Plan:
         """Whether the gradients of parameters are contributions, which ranks sum."""
         return self.total is not None or self.deferred is not None or bool(self.contributed)
 
-    def gradient_spec(self, i: int, t: Any) -> ShardTensorSpec | None:
-        """The layout of the local gradient of the operator's tensor ``i``; None where that is plain."""
-        if type(t) is not ShardTensor:
-            return None
-        placements = self.contributed.get(i)
-        return t._spec if placements is None else t._spec.replace(placements=placements)
-
     def forward(self, *tensors: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
         """The local result (a tensor, or a tuple of them) and what else :meth:`backward` needs.
 
@@ -134,11 +127,10 @@ class LocalPlan(Plan):
 
     def local_tensors(self, tensors: Sequence[Any]) -> list[Any]:
         """What the local work gets, differentiably."""
-        if self.gradients is None:
-            return [to_part(t, t._spec.for_gradient()) if type(t) is ShardTensor else t for t in tensors]
+        gradients = (None,) * len(tensors) if self.gradients is None else self.gradients
         return [
             to_part(t, t._spec.for_gradient() if spec is None else spec) if type(t) is ShardTensor else t
-            for t, spec in zip(tensors, self.gradients, strict=True)
+            for t, spec in zip(tensors, gradients, strict=True)
         ]
 
     def run(self, tensors: Sequence[Any]) -> Any:
@@ -177,7 +169,9 @@ class _Run(AutogradFunction):
         ctx.plan, ctx.contribution = plan, contribution
         given = tensors if contribution is None else contribution.given()
         ctx.save_for_backward(*[given[i] for i in plan.saves], *kept)
-        ctx.specs = [plan.gradient_spec(i, t) for i, t in enumerate(tensors)]
+        ctx.specs = [t._spec if type(t) is ShardTensor else None for t in tensors]
+        for i, placements in plan.contributed.items():
+            ctx.specs[i] = tensors[i]._spec.replace(placements=placements)
         if plan.twice:
             ctx.others = [None if plan.linear or i in plan.saves else t for i, t in enumerate(given)]
             device = plan.device

@@ -256,6 +256,10 @@ class ShardTensorSpec(DTensorSpec):
         """The dtype in which ranks hold their parts; a wider one than the tensor's for contributions."""
         return held_dtype(self.placements, self.tensor_meta.dtype)
 
+    def is_wide(self, local: torch.Tensor) -> bool:
+        """Whether a local tensor is a contribution in that wider dtype."""
+        return local.dtype is not self.tensor_meta.dtype and local.dtype is self.held_dtype
+
     def cut(self, mesh_dim: int) -> tuple[int, ...]:
         """The shard sizes along a mesh dim that shards the tensor."""
         sizes = self.sizes[mesh_dim]

@@ -133,7 +133,7 @@ class ShardTensor(DTensor):
             close(self)
         differentiable = torch.is_grad_enabled() and self.requires_grad
         local = self._local_tensor
-        wide = local.dtype is not self.dtype and local.dtype is self._spec.held_dtype
+        wide = self._spec.is_wide(local)
         if wide and not differentiable:
             local = local.to(self.dtype)  # see [Note: rounded once] in redistribute.py
         if grad_placements is None and not differentiable:
@@ -298,7 +298,7 @@ class ShardTensor(DTensor):
         meta = TensorMeta(torch.Size(outer_size), tuple(outer_stride), dtype)
         spec = ShardTensorSpec.of(mesh, placements, meta, order.sizes)
         local = inner_tensors["_local_tensor"]
-        make = new_wrapper if local.dtype is dtype else new_wide_wrapper
+        make = new_wide_wrapper if spec.is_wide(local) else new_wrapper
         return make(ShardTensor, local, spec, requires_grad)
 
     def __coerce_tangent_metadata__(self) -> ShardTensor:
