@@ -1,0 +1,137 @@
+"""What every network of another package is held to: on two ranks it does what it does on one device.
+
+A module of networks names its ``PACKAGE``, lists its ``NETWORKS``, and gives the names of these to :func:`check`; a few
+run always, the others with ``-m slow``, and all of a package that is not installed are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from shardtensor.testing import count_communication, shard, shared_mesh
+
+
+@dataclass(frozen=True)
+class Network:
+    """A small one of its kind.
+
+    Attributes:
+        make: the network, from the module :data:`PACKAGE`.
+        shape: of the input.
+        dim: of the input that is cut, 5/8 to the first rank.
+        call: the network's result for an input, a tensor.
+        tolerance: relative; larger where the network computes in float32 whatever its weights are.
+        reduced: bytes that are summed over ranks in all, relative to the input's: statistics, pooled features and the
+            like, of which some networks have many for so small an image. No activation.
+        norms_train: norms that keep running statistics compute them from the batch, as in training.
+        half: run in bfloat16, too; not where the network's one device cannot.
+    """
+
+    make: Callable[[Any], nn.Module]
+    shape: tuple[int, ...]
+    dim: int = 2
+    call: Callable[[nn.Module, Tensor], Tensor] = field(default=lambda network, x: network(x))
+    tolerance: float = 1e-9
+    reduced: float = 0.5
+    norms_train: bool = False
+    half: bool = False
+
+
+def names(networks: Mapping[str, Network], always: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test: those not in ``always`` are slow."""
+    return [pytest.param(name, marks=() if name in always else pytest.mark.slow) for name in networks]
+
+
+def text(*shape: int) -> Tensor:
+    """What a prompt gives, the same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def check(module: str, name: str) -> None:
+    """Compare the network ``name`` of a module of networks on two ranks with itself in one process: the result, the
+    input's gradient, those of all parameters, and all buffers. To be called by every rank."""
+    torch.manual_seed(0)
+    listed = importlib.import_module(module)
+    network: Network = listed.NETWORKS[name]
+    model = built(network, importlib.import_module(listed.PACKAGE))
+    twin = copy.deepcopy(model)
+    x = torch.randn(network.shape, dtype=torch.float64)
+    sharded = cut(x, network.dim)
+    x.requires_grad_()
+    with count_communication() as counted:
+        y = network.call(model, sharded)
+    assert counted.collective_bytes < network.reduced * x.nbytes
+    expected = network.call(twin, x)
+    assert_near(whole(y), expected, network.tolerance)
+    y.square().mean().backward()
+    expected.square().mean().backward()
+    assert_near(whole(sharded.grad), x.grad, network.tolerance)
+    # Biases in front of norms have gradients of nothing but rounding.
+    largest = max((float(p.grad.abs().max()) for p in twin.parameters() if p.grad is not None), default=0.0)
+    for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), key
+        if q.grad is not None:
+            assert_near(p.grad, q.grad, network.tolerance, largest, key)
+    for (key, p), q in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert_near(p, q, network.tolerance, name=key)
+    if network.half:
+        check_half(network, twin, x.detach())
+
+
+def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
+    """In bfloat16 the error of two ranks, against float64, is at most twice that of one device: of the result and of
+    the input's gradient, in the root of mean squares."""
+    model.zero_grad()
+    model.bfloat16()
+    x = x.bfloat16()
+    reference = copy.deepcopy(model).double()
+
+    def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+        y = network.call(model, x)
+        y.square().mean().backward()
+        assert x.grad is not None
+        return [whole(y).detach().double(), whole(x.grad).double()]
+
+    exact = run(reference, x.double().requires_grad_())
+    one = run(copy.deepcopy(model), x.clone().requires_grad_())
+    two = run(model, cut(x, network.dim))
+    for what, ours, theirs, truth in zip(("the result", "the input's gradient"), two, one, exact, strict=True):
+        error, allowed = ((each - truth).square().mean().sqrt() for each in (ours, theirs))
+        assert error <= 2 * allowed, f"{what} in bfloat16: error {error:.2e}, that of one device {allowed:.2e}"
+
+
+def built(network: Network, package: Any) -> nn.Module:
+    model = network.make(package).double().eval()
+    for layer in model.modules() if network.norms_train else ():
+        if getattr(layer, "running_mean", None) is not None:
+            layer.train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # some start at zero, and some at whatever was in memory
+            if not parameter.isfinite().all() or not 1e-9 < parameter.abs().max() < 1e3:
+                nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def cut(x: Tensor, dim: int) -> Tensor:
+    first = x.shape[dim] * 5 // 8
+    sizes = {0: (first, x.shape[dim] - first)}
+    return shard(x, shared_mesh(2), [Shard(dim)], sizes, requires_grad=True)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float, scale: float = 0.0, name: str = "") -> None:
+    """Equal to ``tolerance`` times ``scale``, or times the largest expected value if that is larger."""
+    scale = max(scale, float(expected.detach().abs().max()) if expected.numel() else 0.0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{name} {m}".strip())

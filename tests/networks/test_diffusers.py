@@ -1,0 +1,204 @@
+"""The networks of diffusers: autoencoders, U-Nets and diffusion transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from networks.oracle import Network, check, names, text
+from shardtensor.testing import run_distributed
+
+PACKAGE = "diffusers"
+pytest.importorskip(PACKAGE)
+
+BLOCKS = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
+CODER = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
+
+
+def there_and_back(network: Any, x: Tensor) -> Tensor:
+    code = network.encode(x)
+    return network.decode(code.latent if hasattr(code, "latent") else code.latent_dist.mode()).sample
+
+
+def flux_call(network: nn.Module, x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[1], dtype=torch.float64)
+    places = torch.stack([torch.zeros_like(rows), rows // 8, rows % 8], 1)
+    prompt = {"encoder_hidden_states": text(1, 6, 8), "pooled_projections": text(1, 8), "txt_ids": text(6, 3) * 0}
+    return network(x, timestep=torch.tensor([0.5]).double(), img_ids=places, **prompt).sample
+
+
+NETWORKS = {
+    "UNet2D": Network(
+        lambda d: d.UNet2DModel(
+            sample_size=32,
+            in_channels=3,
+            out_channels=3,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=4,
+            **BLOCKS,
+        ),
+        (2, 3, 32, 32),
+        call=lambda network, x: network(x, torch.tensor([3, 7])).sample,
+    ),
+    "UNet2DCondition": Network(
+        lambda d: d.UNet2DConditionModel(
+            sample_size=16,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=8,
+            attention_head_dim=4,
+            **BLOCKS,
+        ),
+        (2, 4, 16, 16),
+        call=lambda network, x: network(x, 3, encoder_hidden_states=text(2, 5, 8)).sample,
+    ),
+    "UNet3DCondition": Network(
+        lambda d: d.UNet3DConditionModel(
+            sample_size=16,
+            down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+            up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+            cross_attention_dim=8,
+            attention_head_dim=4,
+            **BLOCKS,
+        ),
+        (1, 4, 3, 16, 16),
+        3,
+        lambda network, x: network(x, 3, encoder_hidden_states=text(1, 5, 8)).sample,
+    ),
+    "AutoencoderKL": Network(
+        lambda d: d.AutoencoderKL(latent_channels=4, sample_size=32, **BLOCKS, **CODER),
+        (2, 3, 32, 32),
+        call=there_and_back,
+    ),
+    "VQModel": Network(
+        lambda d: d.VQModel(latent_channels=4, num_vq_embeddings=16, **BLOCKS, **CODER),
+        (2, 3, 32, 32),
+        call=lambda network, x: network(x).sample,
+    ),
+    "AutoencoderDC": Network(
+        lambda d: d.AutoencoderDC(
+            latent_channels=4,
+            attention_head_dim=4,
+            encoder_block_types=("ResBlock", "EfficientViTBlock"),
+            decoder_block_types=("ResBlock", "EfficientViTBlock"),
+            encoder_block_out_channels=(8, 16),
+            decoder_block_out_channels=(8, 16),
+            encoder_layers_per_block=(1, 1),
+            decoder_layers_per_block=(1, 1),
+            encoder_qkv_multiscales=((), (5,)),
+            decoder_qkv_multiscales=((), (5,)),
+        ),
+        (1, 3, 32, 32),
+        call=there_and_back,
+        tolerance=1e-4,
+    ),
+    "AutoencoderKLCogVideoX": Network(
+        lambda d: d.AutoencoderKLCogVideoX(
+            block_out_channels=(8,) * 4,
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=4,
+            sample_height=32,
+            sample_width=32,
+        ),
+        (1, 3, 5, 32, 32),
+        3,
+        there_and_back,
+    ),
+    "AutoencoderKLWan": Network(
+        lambda d: d.AutoencoderKLWan(
+            base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False]
+        ),
+        (1, 3, 5, 32, 32),
+        3,
+        there_and_back,
+    ),
+    "WanTransformer3D": Network(
+        lambda d: d.WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=8,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=1,
+            cross_attn_norm=True,
+            rope_max_seq_len=32,
+        ),
+        (1, 4, 3, 16, 16),
+        3,
+        lambda network, x: network(x, torch.tensor([3]), text(1, 6, 8)).sample,
+        tolerance=1e-5,
+    ),
+    "FluxTransformer2D": Network(
+        lambda d: d.FluxTransformer2DModel(
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=8,
+            pooled_projection_dim=8,
+            axes_dims_rope=(4, 4, 8),
+        ),
+        (1, 64, 4),
+        1,
+        flux_call,
+    ),
+    "SD3Transformer2D": Network(
+        lambda d: d.SD3Transformer2DModel(
+            sample_size=16,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            joint_attention_dim=8,
+            caption_projection_dim=16,
+            pooled_projection_dim=8,
+            **HEADS,
+        ),
+        (1, 4, 16, 16),
+        call=lambda network, x: network(x, text(1, 6, 8), text(1, 8), torch.tensor([3])).sample,
+    ),
+    "PixArtTransformer2D": Network(
+        lambda d: d.PixArtTransformer2DModel(
+            in_channels=4,
+            num_layers=1,
+            cross_attention_dim=16,
+            sample_size=16,
+            caption_channels=8,
+            use_additional_conditions=False,
+            **HEADS,
+        ),
+        (2, 4, 16, 16),
+        call=lambda network, x: (
+            network(x, encoder_hidden_states=text(2, 5, 8), timestep=torch.tensor([3, 7]), added_cond_kwargs={}).sample
+        ),
+    ),
+    "SanaTransformer2D": Network(
+        lambda d: d.SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=8,
+            cross_attention_dim=16,
+            caption_channels=8,
+            sample_size=16,
+            **HEADS,
+        ),
+        (1, 4, 16, 16),
+        call=lambda network, x: network(x, encoder_hidden_states=text(1, 5, 8), timestep=torch.tensor([3])).sample,
+        tolerance=1e-4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", names(NETWORKS, always=("UNet2DCondition", "AutoencoderKLWan")))
+def test_networks_are_exact(name):
+    run_distributed(check, 2, __name__, name, timeout=300.0)
