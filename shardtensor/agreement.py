@@ -2,14 +2,17 @@
 
 Everything a rank claims about its local tensor fits in one row of integers. The rows of all ranks of the mesh are
 gathered, one small all-gather per mesh dim, and every rank checks the same table, so either all go on or all raise the
-same error. With ``SHARDTENSOR_DEBUG=1`` this is done even where the caller has given all sizes.
+same error. What does not fit a row, such as placements, is compared by a checksum; where these differ, all ranks know
+it, and gather the texts, to show them. With ``SHARDTENSOR_DEBUG=1`` this is done even where the caller has given all
+sizes.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,13 +26,25 @@ from .layout import ShardSizes, as_integers, mesh_coordinate, normalize_placemen
 from .spec import ShardTensorSpec
 from .strides import stride_like
 
-__all__ = ["DTYPES", "MAX_NDIM", "agree_on_local", "check_process_group", "gather_over_mesh"]
+__all__ = [
+    "MAX_NDIM",
+    "OTHER_META",
+    "Claim",
+    "Table",
+    "agree_on_local",
+    "check_process_group",
+    "claims_of",
+    "described",
+    "gather_over_mesh",
+    "problem_of",
+    "say",
+]
 
 MAX_NDIM = 16
 # In the same order on every rank, so that a dtype can be sent as its index.
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 
-# Every rank's row, by its coordinate in the mesh.
+# Every rank's row of integers, by its coordinate in the mesh.
 Table = dict[tuple[int, ...], list[int]]
 
 
@@ -40,21 +55,6 @@ def check_process_group() -> None:
             "ShardTensor needs a process group: start with torchrun and call torch.distributed.init_process_group() "
             "or init_device_mesh() first"
         )
-
-
-def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> Table:
-    """Every rank's ``row`` of integers (equally long everywhere), by mesh coordinate."""
-    table = torch.tensor(row, dtype=torch.int64, device=mesh.device_type)
-    for m in range(mesh.ndim):
-        parts = [torch.empty_like(table) for _ in range(mesh.size(m))]
-        if len(parts) > 1:
-            dist.all_gather(parts, table, group=mesh.get_group(m))
-        else:
-            parts = [table]
-        table = torch.stack(parts)
-    # Each gather has put its mesh dim in front, so the dims are those of the mesh in reverse, and the row.
-    rows = table.permute(*reversed(range(mesh.ndim)), mesh.ndim).reshape(-1, len(row)).tolist()
-    return dict(zip(product(*(range(n) for n in mesh.shape)), rows, strict=True))
 
 
 def agree_on_local(
@@ -73,12 +73,13 @@ def agree_on_local(
         shard_sizes = {(m + mesh.ndim if m < 0 else m): as_integers(tuple(s)) for m, s in shard_sizes.items()}
     elif shard_sizes is not None and not isinstance(shard_sizes, str):
         raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
-    problem = _problem(local, mesh)
+    problem = problem_of(local, mesh)
     if shard_sizes is None or debug_enabled():
-        table = gather_over_mesh(_claims(local, placements, shard_sizes, problem), mesh)
-        return _from_table(table, local, mesh, placements, shard_sizes)
+        asked = described(placements, shard_sizes)
+        claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh)
+        return _from_claims(claims, local, mesh, placements, shard_sizes)
     if problem:
-        raise _ERRORS[problem](_describe_problem(problem, mesh))
+        raise say(problem, "the local tensor", mesh)
     assert isinstance(local, Tensor)
     placements = normalize_placements(placements, mesh, local.ndim)
     shape = list(local.shape)
@@ -109,58 +110,120 @@ def _checked(
 
 # -- what a rank claims ------------------------------------------------------------------------------------
 
-_NOT_A_TENSOR, _IS_DTENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS = 1, 2, 3, 4
-_ERRORS = {_NOT_A_TENSOR: TypeError, _IS_DTENSOR: TypeError, _WRONG_DEVICE: ValueError, _TOO_MANY_DIMS: ValueError}
-
-# The columns of a row: a problem or 0, a checksum of placements and sizes, an index of DTYPES, the number of dims, and
-# the sizes of the dims, padded to MAX_NDIM.
-_PROBLEM, _CHECKSUM, _DTYPE, _NDIM, _SHAPE = range(5)
-
-
-def _problem(local: object, mesh: DeviceMesh) -> int:
-    """What is wrong with a local tensor by itself, or 0."""
-    if not isinstance(local, Tensor):
-        return _NOT_A_TENSOR
-    if isinstance(local, DTensor):
-        return _IS_DTENSOR
-    if local.device.type != mesh.device_type:
-        return _WRONG_DEVICE
-    return _TOO_MANY_DIMS if local.ndim > MAX_NDIM else 0
+_PROBLEMS: dict[int, tuple[type[Exception], str]] = {
+    (NOT_A_TENSOR := 1): (TypeError, "must be a torch.Tensor"),
+    (IS_DTENSOR := 2): (TypeError, "is a DTensor already; use ShardTensor.from_dtensor, or pass its to_local()"),
+    (WRONG_DEVICE := 3): (ValueError, "is not on the mesh's device type {device!r}; move it there first"),
+    (TOO_MANY_DIMS := 4): (ValueError, "has more than {dims} dims, which is not supported"),
+    (NOT_STRIDED := 5): (TypeError, "is sparse or quantized; pass a dense tensor, such as its to_dense()"),
+    (OTHER_META := 6): (ValueError, "is not of the given global_shape and dtype"),
+}
 
 
-def _describe_problem(problem: int, mesh: DeviceMesh) -> str:
+def problem_of(tensor: object, mesh: DeviceMesh) -> int:
+    """What is wrong with a plain tensor by itself, or 0."""
+    if not isinstance(tensor, Tensor):
+        return NOT_A_TENSOR
+    if isinstance(tensor, DTensor):
+        return IS_DTENSOR
+    if tensor.device.type != mesh.device_type:
+        return WRONG_DEVICE
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return NOT_STRIDED
+    return TOO_MANY_DIMS if tensor.ndim > MAX_NDIM else 0
+
+
+def say(problem: int, which: str, mesh: DeviceMesh) -> Exception:
+    """The error for a problem of ``which`` tensor."""
+    kind, text = _PROBLEMS[problem]
+    return kind(f"{which} {text.format(device=mesh.device_type, dims=MAX_NDIM)}")
+
+
+def described(placements: object, shard_sizes: object) -> str:
+    """What a rank has been asked for, in the same words wherever it is the same."""
+    if isinstance(shard_sizes, Mapping):
+        shard_sizes = {m: tuple(sizes) for m, sizes in sorted(shard_sizes.items())}
+    if isinstance(placements, Sequence):
+        placements = tuple(placements)
+    return f"placements={placements}, shard_sizes={shard_sizes}"
+
+
+class Claim(NamedTuple):
+    """What a rank says about its tensor; with a problem, or without a tensor, nothing of dtype and shape."""
+
+    rank: int
+    problem: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+def claims_of(tensor: object, problem: int, what: str, asked: str, mesh: DeviceMesh) -> dict[tuple[int, ...], Claim]:
+    """Every rank's claim, by mesh coordinate. Collective over the mesh.
+
+    Args:
+        tensor: this rank's, or None.
+        what, asked: what all ranks have to be asked for alike, and what this rank was.
+
+    Raises:
+        ValueError: on all ranks, where they were asked for different things; the text shows these.
+    """
+    dtype, shape = -1, torch.Size()
+    if isinstance(tensor, Tensor) and not problem:
+        dtype, shape = DTYPES.index(tensor.dtype), tensor.shape
+    # A problem or 0, a checksum, an index of DTYPES, the number of dims, and their sizes padded to MAX_NDIM.
+    row = [problem, zlib.crc32(asked.encode()), dtype, len(shape), *shape, *[-1] * (MAX_NDIM - len(shape))]
+    table = gather_over_mesh(row, mesh)
+    if len({checksum for _, checksum, *_ in table.values()}) > 1:
+        _check_equal(_gather_texts(asked, mesh), what, mesh)
     return {
-        _NOT_A_TENSOR: "the local tensor must be a torch.Tensor",
-        _IS_DTENSOR: "the local tensor is a DTensor already; use ShardTensor.from_dtensor, or pass its to_local()",
-        _WRONG_DEVICE: f"the local tensor is not on the mesh's device type {mesh.device_type!r}; move it there first",
-        _TOO_MANY_DIMS: f"tensors of more than {MAX_NDIM} dims are not supported",
-    }[problem]
+        at: Claim(_rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]))
+        for at, (problem, _, dtype, ndim, *shape) in table.items()
+    }
 
 
-def _claims(local: object, placements: Sequence[Placement], shard_sizes: ShardSizes, problem: int) -> list[int]:
-    """This rank's row."""
-    sizes = sorted((m, tuple(s)) for m, s in shard_sizes.items()) if isinstance(shard_sizes, Mapping) else shard_sizes
-    checksum = zlib.crc32(repr((tuple(placements), sizes)).encode())
-    if problem == _TOO_MANY_DIMS or not isinstance(local, Tensor):
-        return [problem, checksum, -1, -1, *[-1] * MAX_NDIM]
-    shape = [*local.shape, *[-1] * (MAX_NDIM - local.ndim)]
-    return [problem, checksum, DTYPES.index(local.dtype), local.ndim, *shape]
+def _rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
+    return int(mesh.mesh[at].item())
 
 
-# -- what the table of all claims says -----------------------------------------------------------------------
+def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> Table:
+    """Every rank's ``row`` of integers (equally long everywhere), by mesh coordinate."""
+    table = torch.tensor(row, dtype=torch.int64, device=mesh.device_type)
+    for m in range(mesh.ndim):
+        parts = [torch.empty_like(table) for _ in range(mesh.size(m))]
+        if len(parts) > 1:
+            dist.all_gather(parts, table, group=mesh.get_group(m))
+        else:
+            parts = [table]
+        table = torch.stack(parts)
+    # Each gather has put its mesh dim in front, so the dims are those of the mesh in reverse, and the row.
+    rows = table.permute(*reversed(range(mesh.ndim)), mesh.ndim).reshape(-1, len(row)).tolist()
+    return dict(zip(product(*(range(n) for n in mesh.shape)), rows, strict=True))
 
 
-def _from_table(
-    table: Table, local: object, mesh: DeviceMesh, placements: Sequence[Placement], shard_sizes: ShardSizes
+def _gather_texts(text: str, mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
+    """Every rank's ``text``, by mesh coordinate."""
+    data = list(text.encode())
+    longest = max(length for [length] in gather_over_mesh([len(data)], mesh).values())
+    rows = gather_over_mesh([len(data), *data, *[0] * (longest - len(data))], mesh)
+    return {at: bytes(data[:length]).decode() for at, (length, *data) in rows.items()}
+
+
+# -- what all claims say -----------------------------------------------------------------------
+
+
+def _from_claims(
+    claims: Mapping[tuple[int, ...], Claim],
+    local: object,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shard_sizes: ShardSizes,
 ) -> ShardTensorSpec:
-    ranks = {at: int(mesh.mesh[at].item()) for at in table}
-    for at, row in table.items():
-        if row[_PROBLEM]:
-            raise _ERRORS[row[_PROBLEM]](f"rank {ranks[at]}: {_describe_problem(row[_PROBLEM], mesh)}")
+    for claim in claims.values():
+        if claim.problem:
+            raise say(claim.problem, f"rank {claim.rank}: the local tensor", mesh)
     assert isinstance(local, Tensor)
-    _check_equal(table, ranks, _DTYPE, "dtype", lambda v: str(DTYPES[v]))
-    _check_equal(table, ranks, _NDIM, "number of dims")
-    _check_equal(table, ranks, _CHECKSUM, "placements or shard_sizes", lambda v: f"<{v:08x}>")
+    _check_equal({at: str(claim.dtype) for at, claim in claims.items()}, "dtype", mesh)
+    _check_equal({at: str(len(claim.shape)) for at, claim in claims.items()}, "number of dims", mesh)
     placements = normalize_placements(placements, mesh, local.ndim)
     sharded = {p.dim: m for m, p in enumerate(placements) if isinstance(p, Shard)}
     shape = list(local.shape)
@@ -168,9 +231,10 @@ def _from_table(
     for d in range(local.ndim):
         m = sharded.get(d)
         if m is None:
-            _check_equal(table, ranks, _SHAPE + d, f"size of tensor dim {d}, which is not sharded")
+            sizes = {at: str(claim.shape[d]) for at, claim in claims.items()}
+            _check_equal(sizes, f"size of tensor dim {d}, which is not sharded", mesh)
         else:
-            inferred[m] = _sizes_along(table, ranks, mesh, m, d)
+            inferred[m] = _sizes_along(claims, mesh, m, d)
             shape[d] = sum(inferred[m])
     for m, given in shard_sizes.items() if isinstance(shard_sizes, Mapping) else ():
         if given != inferred.get(m):
@@ -181,25 +245,21 @@ def _from_table(
     return _checked(local, mesh, placements, shape, inferred)
 
 
-def _check_equal(
-    table: Table, ranks: Mapping[tuple[int, ...], int], column: int, what: str, show: Callable[[int], str] = str
-) -> None:
-    """ValueError where a column has several values, which names the ranks that have each."""
-    values: dict[int, list[int]] = {}
-    for at, row in table.items():
-        values.setdefault(row[column], []).append(ranks[at])
-    if len(values) > 1:
-        seen = ", ".join(f"{show(v)} on ranks {some}" for v, some in values.items())
+def _check_equal(values: Mapping[tuple[int, ...], str], what: str, mesh: DeviceMesh) -> None:
+    """ValueError where ranks have different values, which names the ranks that have each."""
+    having: dict[str, list[int]] = {}
+    for at, value in values.items():
+        having.setdefault(value, []).append(_rank_at(mesh, at))
+    if len(having) > 1:
+        seen = ", ".join(f"{value} on ranks {ranks}" for value, ranks in having.items())
         raise ValueError(f"ranks do not agree on the {what}: {seen}; every rank must pass the same")
 
 
-def _sizes_along(
-    table: Table, ranks: Mapping[tuple[int, ...], int], mesh: DeviceMesh, m: int, d: int
-) -> tuple[int, ...]:
+def _sizes_along(claims: Mapping[tuple[int, ...], Claim], mesh: DeviceMesh, m: int, d: int) -> tuple[int, ...]:
     """The shard sizes of tensor dim ``d`` on mesh dim ``m``, on which ranks that share a position must agree."""
     sizes: list[int] = []
     for k in range(mesh.size(m)):
-        along = {ranks[at]: row[_SHAPE + d] for at, row in table.items() if at[m] == k}
+        along = {claim.rank: claim.shape[d] for at, claim in claims.items() if at[m] == k}
         if len(set(along.values())) > 1:
             raise ValueError(
                 f"ranks {list(along)} share position {k} of mesh dim {m}, but their shards of tensor dim {d} have "

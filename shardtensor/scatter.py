@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, not_in_graphs
-from .agreement import DTYPES, MAX_NDIM, check_process_group
+from .agreement import OTHER_META, check_process_group, claims_of, described, problem_of, say
+from .debug import debug_enabled
 from .geometry import intervals_of
 from .layout import ShardSizes, mesh_coordinate
 from .spec import ShardTensorSpec
@@ -22,9 +23,6 @@ from .strides import as_bytes
 from .tensor import ShardTensor, mark_leaf, wrap
 
 __all__ = ["part_at", "scatter_tensor"]
-
-# What the source may report: 0 is no problem.
-_NO_TENSOR, _WRONG_DEVICE, _TOO_MANY_DIMS, _OTHER_META = 1, 2, 3, 4
 
 
 @not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
@@ -42,6 +40,7 @@ def scatter_tensor(
     """Shard a tensor that one rank holds over a mesh. Collective over the mesh.
 
     Each rank receives one message with its shard and allocates nothing else; the source packs one shard at a time.
+    Before that, the ranks gather a row of integers with the tensor's shape and dtype, and compare their arguments.
 
     Args:
         tensor: the global tensor on rank ``global_src``, on the mesh's device type; ignored elsewhere (pass None).
@@ -49,16 +48,18 @@ def scatter_tensor(
         mesh: where the shards go; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
         shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes for sharded mesh dims that are left out.
-        global_shape, dtype: of ``tensor``. If every rank passes both, no metadata is sent first.
+        global_shape, dtype: of ``tensor``. If every rank passes both, nothing is gathered first, and arguments are not
+            compared (but with ``SHARDTENSOR_DEBUG=1``).
         requires_grad: make the result a leaf that accumulates gradients.
 
     Returns:
         A ShardTensor of shape ``global_shape``.
 
     Raises:
-        ValueError: on every rank alike: a source outside the mesh, sizes that do not add up, a tensor on the wrong
-            device or one that does not have the given ``global_shape`` and ``dtype``, a Partial placement.
-        TypeError: the source rank has passed no tensor.
+        ValueError: on every rank alike: arguments that differ between ranks, a source outside the mesh, sizes that do
+            not add up, a tensor on the wrong device or one that does not have the given ``global_shape`` and
+            ``dtype``, a Partial placement.
+        TypeError: the source rank has passed no tensor, or a DTensor or a sparse tensor.
         RuntimeError: no process group; an integer tensor with ``requires_grad``.
 
     Example::
@@ -68,94 +69,56 @@ def scatter_tensor(
     check_process_group()
     mesh = current_mesh() if mesh is None else mesh
     placements = [Replicate()] * mesh.ndim if placements is None else placements
-    _check_arguments(global_src, mesh, placements)
+    mesh_coordinate(mesh)
     is_src = dist.get_rank() == global_src
-    problem = _problem(tensor, mesh) if is_src else 0
-    if global_shape is None or dtype is None:
-        shape, dtype = _share_header(tensor, problem, global_src, mesh, global_shape, dtype)
+    problem = _problem(tensor, mesh, global_shape, dtype) if is_src else 0
+    if global_shape is None or dtype is None or debug_enabled():
+        asked = (
+            f"global_src={global_src}, {described(placements, shard_sizes)}, "
+            f"global_shape={global_shape and tuple(global_shape)}, dtype={dtype}, requires_grad={requires_grad}"
+        )
+        claims = claims_of(tensor if is_src else None, problem, "arguments of scatter_tensor", asked, mesh)
+        _check_arguments(global_src, mesh, placements)
+        source = next(claim for claim in claims.values() if claim.rank == global_src)
+        if source.problem:
+            raise say(source.problem, f"scatter_tensor: source rank {global_src} reports a problem: its tensor", mesh)
+        shape, dtype = source.shape, source.dtype
+        assert dtype is not None
     else:
+        _check_arguments(global_src, mesh, placements)
         shape = tuple(global_shape)
-        if is_src and not problem and _differs(tensor, shape, dtype):
-            problem = _OTHER_META
     # What follows is computed from arguments that are equal on all ranks, so it raises on all or none. The source
     # reports its own problem with the shards.
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
     local = _send_shards(None if problem else tensor, spec) if is_src else _receive_shard(spec, global_src)
-    if local is None or problem:
-        raise _error(problem, global_src)
+    if problem:
+        raise say(problem, f"scatter_tensor: source rank {global_src} is this one, and its tensor", mesh)
+    if local is None:
+        raise ValueError(
+            f"scatter_tensor: source rank {global_src} reports a problem: its tensor is missing, on another device "
+            "than the mesh, not dense, or not of the given global_shape and dtype; its own error says which"
+        )
     return mark_leaf(wrap(local, spec), requires_grad)
 
 
 def _check_arguments(src: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """What every rank can see by itself."""
-    mesh_coordinate(mesh)
     ranks = mesh.mesh
     if not bool((ranks == src).any()):
         raise ValueError(f"global_src={src} is not in the mesh {ranks.tolist()}; name a global rank of the mesh")
-    if any(p.is_partial() for p in placements):
+    if any(isinstance(p, Partial) for p in placements):
         raise ValueError(f"scatter_tensor cannot place {tuple(placements)}: only Shard and Replicate")
 
 
-def _problem(tensor: object, mesh: DeviceMesh) -> int:
-    """What is wrong with the source's tensor by itself, or 0."""
-    if not isinstance(tensor, Tensor):
-        return _NO_TENSOR
-    if tensor.device.type != mesh.device_type:
-        return _WRONG_DEVICE
-    return _TOO_MANY_DIMS if tensor.ndim > MAX_NDIM else 0
-
-
-def _differs(tensor: Tensor | None, shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
-    """Whether the source's tensor is not what it was said to be; None: nothing was said."""
-    assert tensor is not None
-    return (shape is not None and tuple(shape) != tuple(tensor.shape)) or (dtype is not None and dtype != tensor.dtype)
-
-
-def _error(problem: int, src: int) -> Exception:
-    if problem == _NO_TENSOR:
-        return TypeError(f"scatter_tensor: source rank {src} has passed no tensor; it must pass the global one")
-    reasons = {
-        # A rank that has received a shard without data knows only that there was a problem.
-        0: "its tensor is missing, on another device than the mesh, or not of the given global_shape and dtype",
-        _WRONG_DEVICE: "its tensor is not on the mesh's device type; move it there first",
-        _TOO_MANY_DIMS: f"its tensor has more than {MAX_NDIM} dims",
-        _OTHER_META: "its tensor is not of the given global_shape and dtype",
-    }
-    return ValueError(f"scatter_tensor: source rank {src} reports a problem: {reasons[problem]}")
-
-
-def _share_header(
-    tensor: Tensor | None,
-    problem: int,
-    src: int,
-    mesh: DeviceMesh,
-    global_shape: Sequence[int] | None,
-    dtype: torch.dtype | None,
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Send shape and dtype from the source to all ranks; raises on every rank where the source has a problem."""
-    # One row of integers: a problem or 0, an index of DTYPES, the number of dims, their sizes padded to MAX_NDIM.
-    header = torch.full((3 + MAX_NDIM,), -1, dtype=torch.int64)
-    if dist.get_rank() == src:
-        header[0] = problem
-        if not problem:
-            assert tensor is not None
-            if _differs(tensor, global_shape, dtype):
-                header[0] = _OTHER_META
-            header[1], header[2] = DTYPES.index(tensor.dtype), tensor.ndim
-            header[3 : 3 + tensor.ndim] = torch.tensor(tensor.shape, dtype=torch.int64)
-        header = header.to(mesh.device_type)
-        for peer in mesh.mesh.flatten().tolist():
-            if peer != src:
-                dist.send(header, int(peer))
-    else:
-        header = header.to(mesh.device_type)
-        dist.recv(header, src)
-    problem, code, ndim, *shape = header.tolist()
-    if problem:
-        raise _error(problem, src)
-    return tuple(shape[:ndim]), DTYPES[code]
+def _problem(tensor: object, mesh: DeviceMesh, shape: Sequence[int] | None, dtype: torch.dtype | None) -> int:
+    """What is wrong with the source's tensor, or 0; it may have been said to be of this shape and dtype."""
+    if problem := problem_of(tensor, mesh):
+        return problem
+    assert isinstance(tensor, Tensor)
+    other = (shape is not None and tuple(shape) != tuple(tensor.shape)) or (dtype or tensor.dtype) != tensor.dtype
+    return OTHER_META if other else 0
 
 
 def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:

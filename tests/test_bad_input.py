@@ -140,6 +140,8 @@ def different_sizes_given():
 def test_debugging_shows_that_ranks_give_different_sizes():
     for error in run_expecting_errors(debugging, 2, different_sizes_given):
         assert isinstance(error, ValueError) and "do not agree on the placements or shard_sizes" in str(error)
+        assert "shard_sizes={0: (5, 3)} on ranks [0]" in str(error)
+        assert "shard_sizes={0: (4, 4)} on ranks [1]" in str(error)
 
 
 def inconsistent_grid():
@@ -227,15 +229,19 @@ def scatter(case):
             scatter_tensor(ones.long() if first else None, 0, mesh, [Shard(0)], requires_grad=True)
         case "placements":
             scatter_tensor(ones if first else None, 0, mesh, [Shard(0), Shard(0)])
+        case "shardtensor":
+            scatter_tensor(ShardTensor.from_local(ones, mesh, [Shard(0)]), 0, mesh, [Shard(0)])
+        case "sparse":
+            scatter_tensor(ones.to_sparse() if first else None, 0, mesh, [Shard(0)])
 
 
 SCATTER = [
-    ("none", TypeError, "source rank 0 has passed no tensor; it must pass the global one"),
+    ("none", TypeError, "source rank 0 reports a problem: its tensor must be a torch.Tensor"),
     ("none, meta given", (TypeError, ValueError), "source rank 0"),
     ("other shape", ValueError, "not of the given global_shape and dtype"),
     ("other dtype", ValueError, "not of the given global_shape and dtype"),
     ("other shape, dtype not given", ValueError, "not of the given global_shape and dtype"),
-    ("device", ValueError, "not on the mesh's device type; move it there first"),
+    ("device", ValueError, "not on the mesh's device type 'cpu'; move it there first"),
     ("device, meta given", ValueError, "on another device"),
     ("sizes", ValueError, "add up to 9, but tensor dim 0 has size 8"),
     ("fractions", TypeError, "shard sizes must be integers, not (5.7, 2.3)"),
@@ -244,6 +250,8 @@ SCATTER = [
     ("source", ValueError, "global_src=7 is not in the mesh [0, 1]"),
     ("integer", RuntimeError, "only floating point and complex tensors can require gradients"),
     ("placements", ValueError, "2 placements"),
+    ("shardtensor", TypeError, "its tensor is a DTensor already"),
+    ("sparse", TypeError, "its tensor is sparse or quantized; pass a dense tensor"),
 ]
 
 
@@ -254,6 +262,44 @@ def test_scatter_says_what_is_wrong_on_every_rank(case, kind, text):
     # Where the shards themselves carry the bad news, only the source knows the details.
     assert any(text in str(error) for error in errors), errors
     assert all("source rank 0" in str(error) or text in str(error) for error in errors), errors
+
+
+def scatter_differently(what):
+    mesh, rank = shared_mesh(3), dist.get_rank()
+    last = rank == 2
+    arguments = {"global_src": 0, "placements": [Shard(0)], "shard_sizes": {0: (3, 3, 2)}}
+    if last:
+        other = {"global_src": 2, "placements": [Shard(1)], "shard_sizes": {0: [2, 3, 3]}, "requires_grad": True}
+        arguments[what] = other[what]
+    scatter_tensor(torch.ones(8, 8), mesh=mesh, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("global_src", "global_src=0, ", "global_src=2, "),
+        ("placements", "placements=(Shard(dim=0),)", "placements=(Shard(dim=1),)"),
+        ("shard_sizes", "shard_sizes={0: (3, 3, 2)}", "shard_sizes={0: (2, 3, 3)}"),
+        ("requires_grad", "requires_grad=False", "requires_grad=True"),
+    ],
+)
+def test_scatter_shows_arguments_that_differ_to_every_rank(what, first, second):
+    for error in run_expecting_errors(scatter_differently, 3, what):
+        assert isinstance(error, ValueError) and "do not agree on the arguments of scatter_tensor" in str(error)
+        said_first, said_second = str(error).split(" on ranks [0, 1]")
+        assert first in said_first and second in said_second and "on ranks [2]; every rank must pass" in said_second
+
+
+def scatter_differently_with_meta():
+    sizes = ((5, 3), (4, 4))[dist.get_rank()]
+    given = {"global_shape": (8,), "dtype": torch.float32}
+    scatter_tensor(torch.ones(8), 0, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes}, **given)
+
+
+def test_debugging_compares_the_arguments_of_scatter_where_nothing_else_is_gathered():
+    for error in run_expecting_errors(debugging, 2, scatter_differently_with_meta):
+        assert isinstance(error, ValueError)
+        assert "{0: (5, 3)}" in str(error) and "{0: (4, 4)}" in str(error)
 
 
 def test_without_a_process_group_the_error_tells_how_to_start():
