@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +14,16 @@ from torch.distributed.tensor import Shard
 
 def physicsnemo(mesh: DeviceMesh) -> Callable[[Tensor, int], Tensor]:
     """Makes PhysicsNeMo's ShardTensor of a shard and its dim; ImportError where it is not installed."""
-    from physicsnemo.domain_parallel import ShardTensor
+    from physicsnemo.domain_parallel import ShardTensor, register_custom_ops
 
-    return lambda local, dim: ShardTensor.from_local(local, mesh, (Shard(dim),), sharding_shapes="infer")
+    if not torch.cuda.is_available():
+        register_custom_ops()  # which importing it does only next to a GPU
+
+    def sharded(local: Tensor, dim: int) -> Any:
+        # Given, because it infers sizes by way of a GPU.
+        return ShardTensor.from_local(local, mesh, (Shard(dim),), sharding_shapes={0: (local.shape,) * mesh.size()})
+
+    return sharded
 
 
 def distvae(decoder: nn.Module, mesh: DeviceMesh) -> Any:
