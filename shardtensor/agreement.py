@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -21,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .debug import debug_enabled
+from .debug import check_call, debug_enabled
+from .geometry import chunk_sizes
 from .layout import ShardSizes, as_integers, mesh_coordinate, normalize_placements
+from .rows import gather_rows, gather_texts
 from .spec import ShardTensorSpec
 from .strides import stride_like
 
@@ -33,6 +34,7 @@ __all__ = [
     "Table",
     "agree_on_local",
     "check_process_group",
+    "check_same",
     "claims_of",
     "described",
     "gather_over_mesh",
@@ -174,7 +176,7 @@ def claims_of(tensor: object, problem: int, what: str, asked: str, mesh: DeviceM
     row = [problem, zlib.crc32(asked.encode()), dtype, len(shape), *shape, *[-1] * (MAX_NDIM - len(shape))]
     table = gather_over_mesh(row, mesh)
     if len({checksum for _, checksum, *_ in table.values()}) > 1:
-        _check_equal(_gather_texts(asked, mesh), what, mesh)
+        _show_difference(what, asked, mesh)
     return {
         at: Claim(_rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]))
         for at, (problem, _, dtype, ndim, *shape) in table.items()
@@ -187,25 +189,34 @@ def _rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
 
 def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> Table:
     """Every rank's ``row`` of integers (equally long everywhere), by mesh coordinate."""
-    table = torch.tensor(row, dtype=torch.int64, device=mesh.device_type)
-    for m in range(mesh.ndim):
-        parts = [torch.empty_like(table) for _ in range(mesh.size(m))]
-        if len(parts) > 1:
-            dist.all_gather(parts, table, group=mesh.get_group(m))
+    rows: Table = {(): list(row)}
+    for m in reversed(range(mesh.ndim)):
+        flat = [number for theirs in rows.values() for number in theirs]
+        if mesh.size(m) == 1:
+            gathered = {0: flat}
         else:
-            parts = [table]
-        table = torch.stack(parts)
-    # Each gather has put its mesh dim in front, so the dims are those of the mesh in reverse, and the row.
-    rows = table.permute(*reversed(range(mesh.ndim)), mesh.ndim).reshape(-1, len(row)).tolist()
-    return dict(zip(product(*(range(n) for n in mesh.shape)), rows, strict=True))
+            group = mesh.get_group(m)
+            if debug_enabled():
+                check_call("comparison of ranks", group, mesh.device_type)
+            gathered = gather_rows(flat, group, mesh.device_type)
+        starts = {at: i * len(row) for i, at in enumerate(rows)}
+        rows = {(k, *at): part[i : i + len(row)] for k, part in gathered.items() for at, i in starts.items()}
+    return rows
 
 
-def _gather_texts(text: str, mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Every rank's ``text``, by mesh coordinate."""
-    data = list(text.encode())
-    longest = max(length for [length] in gather_over_mesh([len(data)], mesh).values())
-    rows = gather_over_mesh([len(data), *data, *[0] * (longest - len(data))], mesh)
-    return {at: bytes(data[:length]).decode() for at, (length, *data) in rows.items()}
+def check_same(what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
+    """ValueError on all ranks of the mesh where their lines of text differ; it shows the first one that does."""
+    text = "\n".join(lines)
+    if len({checksum for [checksum] in gather_over_mesh([zlib.crc32(text.encode())], mesh).values()}) > 1:
+        _show_difference(what, text, mesh)
+
+
+def _show_difference(what: str, text: str, mesh: DeviceMesh) -> None:
+    """ValueError with the first line in which the ranks' texts differ."""
+    texts = gather_texts(text, lambda row: gather_over_mesh(row, mesh))
+    lines = {at: theirs.split("\n") for at, theirs in texts.items()}
+    for i in range(max(map(len, lines.values()))):
+        _check_equal({at: theirs[i] if i < len(theirs) else "nothing" for at, theirs in lines.items()}, what, mesh)
 
 
 # -- what all claims say -----------------------------------------------------------------------
@@ -236,7 +247,10 @@ def _from_claims(
         else:
             inferred[m] = _sizes_along(claims, mesh, m, d)
             shape[d] = sum(inferred[m])
-    for m, given in shard_sizes.items() if isinstance(shard_sizes, Mapping) else ():
+    said = shard_sizes if isinstance(shard_sizes, Mapping) else {}
+    if isinstance(shard_sizes, str):
+        said = {m: chunk_sizes(sum(sizes), len(sizes)) for m, sizes in inferred.items()}
+    for m, given in said.items():
         if given != inferred.get(m):
             raise ValueError(
                 f"shard_sizes {given} of mesh dim {m} do not match the local tensors, which have sizes "

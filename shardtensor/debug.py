@@ -1,23 +1,34 @@
 """``SHARDTENSOR_DEBUG=1``: ranks compare what they are about to communicate, and raise alike where they would hang.
 
-This costs one small all-gather per communication, so it is off by default.
+Whatever ShardTensors communicate then begins with the same small all-gather, which says what it is and where it was
+called; so ranks that are about to do different things find out here. It is followed by one of how much is sent to whom.
+This is off by default.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_communication", "debug_enabled"]
+from .rows import gather_rows, gather_texts
+
+__all__ = ["check_call", "check_communication", "debug_enabled"]
 
 
 # The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
 _environment = os.environ._data  # type: ignore[attr-defined]
 _NAME, *_OFF = (os.environ.encodekey(text) for text in ("SHARDTENSOR_DEBUG", "", "0"))
+
+_PACKAGE = str(Path(__file__).parent)
+_OPERATORS = os.path.join(_PACKAGE, "ops", "")
+_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), "<")
 
 
 def debug_enabled() -> bool:
@@ -27,6 +38,58 @@ def debug_enabled() -> bool:
     """
     value = _environment.get(_NAME)
     return value is not None and value not in _OFF
+
+
+def check_call(what: str, group: dist.ProcessGroup, device: torch.device | str) -> None:
+    """Compare which communication the ranks of ``group`` are about to start.
+
+    Args:
+        what: the same text on all ranks, whatever their shards are.
+
+    Raises:
+        RuntimeError: on all ranks, where they disagree; the text has what each is about to do, and its line of code.
+    """
+    family, lines = _called_from()
+    what = f"{what} in {family}" if family else what
+    where = lines[0] if lines else "a thread without code of yours"
+    # Checksums in place of texts: rows have the same length on every rank, whatever the ranks start.
+    checksums = [zlib.crc32(text.encode()) for text in (what, "\n".join(lines))]
+    rows = gather_rows(checksums, group, device)
+    if all(row == checksums for row in rows.values()):
+        return
+    texts = gather_texts(f"{what}, at {where}", lambda row: gather_rows(row, group, device))
+    named = [f"rank {rank}: {text}" for rank, text in zip(dist.get_process_group_ranks(group), texts.values())]
+    if len({kind for kind, _ in rows.values()}) > 1:
+        raise RuntimeError(
+            f"ranks do not agree on the next communication: {'; '.join(named)}. Every rank must call the same "
+            "operators in the same order, over the same transport"
+        )
+    warnings.warn(
+        f"ranks start the same communication from different lines of code: {'; '.join(named)}. This is right where "
+        "these lines do the same, and otherwise mixes up numbers",
+        stacklevel=2,
+    )
+
+
+def _called_from() -> tuple[str, list[str]]:
+    """The family of the operator that communicates, and the lines outside of torch that led to it, innermost first.
+
+    The function is no part of it: ranks with empty or small shards may take another way through an operator.
+    """
+    family, lines = "", []
+    for file, line in _frames():
+        if file.startswith(_OPERATORS):
+            family = family or file.removeprefix(_OPERATORS).split(os.sep)[0]
+        elif not file.startswith(_LIBRARIES):
+            lines.append(f"{file}:{line}")
+    return family, lines
+
+
+def _frames() -> Iterator[tuple[str, int]]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def check_communication(
@@ -46,29 +109,15 @@ def check_communication(
     Raises:
         RuntimeError: on all ranks, where they disagree; the text names the ranks and what each is about to do.
     """
-    kinds = f"{what} of {str(dtype).removeprefix('torch.')}"
-    # A checksum in place of the text: rows of integers have the same length on every rank, whatever the ranks start.
-    row = torch.tensor([zlib.crc32(kinds.encode()), *send, *receive], dtype=torch.int64, device=device)
-    table = [torch.empty_like(row) for _ in send]
-    dist.all_gather(table, row, group=group)
-    rows = [t.tolist() for t in table]
-    n = len(rows)
-    ranks = dist.get_process_group_ranks(group)
-    mine = dist.get_rank(group)
-    for r, other in enumerate(rows):
-        if other[0] != rows[0][0]:
-            # A rank knows the text of its own checksum only.
-            first, second = (kinds, "something else") if rows[mine][0] == rows[0][0] else ("something else", kinds)
-            raise RuntimeError(
-                f"ranks do not agree on the next communication: rank {ranks[0]} is about to start {first}, rank "
-                f"{ranks[r]} {second}; every rank must call the same operators in the same order, over the same "
-                "transport"
-            )
+    kind = f"{what} of {str(dtype).removeprefix('torch.')}"
+    check_call(kind, group, device)
+    rows = gather_rows([*send, *receive], group, device)
+    ranks, n = dist.get_process_group_ranks(group), len(rows)
     for s in range(n):
         for r in range(n):
-            sent, expected = rows[s][1 + r], rows[r][1 + n + s]
+            sent, expected = rows[s][r], rows[r][n + s]
             if sent != expected:
                 raise RuntimeError(
-                    f"{kinds}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects "
+                    f"{kind}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects "
                     f"{expected}; the ranks' ShardTensors differ in shape or sizes"
                 )

@@ -17,11 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -30,10 +28,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, flattened, spmd_options
 from .domain_parallel import DomainParallel
+from .equal_weights import synchronize, verify
 from .layout import AxisLayout
 from .planning import spec_of
 from .redistribute import redistribute_local
-from .strides import as_bytes
 
 __all__ = [
     "DomainParallel",
@@ -259,87 +257,6 @@ def _about_inputs(axes: Sequence[str], data: str | None, domain: str, tensor: st
 
 def _named(mesh: DeviceMesh, axes: Sequence[str]) -> str:
     return " x ".join(f"{n}={size}" for n, size in zip(axes, mesh.shape, strict=True))
-
-
-# -- equal weights ----------------------------------------------------------------------------------------------------
-
-
-def synchronize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all ranks of ``mesh`` the parameters and buffers of its first one, in place.
-
-    DDP and FSDP2 over a data axis do not make weights equal along the domain axis: with different seeds the results
-    would be silently wrong. Call this before you wrap the model. A DTensor that is sharded on a mesh dim has one owner
-    of each shard there, and is left unchanged.
-
-    Raises:
-        ValueError: a tensor on the meta device, which has no values yet.
-
-    Example::
-
-        synchronize(model, mesh["domain"])
-    """
-    for _, tensor, group in _copies(model, mesh):
-        received = tensor.contiguous()  # broadcast takes no other memory format
-        dist.broadcast(received, group=group, group_src=0)
-        if received is not tensor:
-            tensor.copy_(received)
-
-
-def verify(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that parameters and buffers are bitwise equal on all ranks of ``mesh``.
-
-    Raises:
-        RuntimeError: on every rank of the mesh, naming those that are not.
-
-    Example::
-
-        verify(model, mesh["domain"])
-    """
-    names: dict[str, bool] = {}
-    for name, tensor, group in _copies(model, mesh):
-        first = tensor.contiguous().clone()
-        dist.broadcast(first, group=group, group_src=0)
-        # As bytes NaN equals itself, and 0.0 differs from -0.0.
-        names[name] = names.get(name, False) or not torch.equal(as_bytes(first), as_bytes(tensor))
-    differ = torch.tensor(list(names.values()), dtype=torch.uint8, device=mesh.device_type)
-    for m in range(mesh.ndim):
-        dist.all_reduce(differ, op=dist.ReduceOp.MAX, group=mesh.get_group(m))
-    wrong = [name for name, bad in zip(names, differ.tolist(), strict=True) if bad]
-    if wrong:
-        shown = ", ".join(wrong[:8]) + f" and {len(wrong) - 8} more" * (len(wrong) > 8)
-        raise RuntimeError(
-            f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}. "
-            "Call shardtensor.parallel.synchronize(model, mesh) before wrapping the model"
-        )
-
-
-@torch.no_grad()
-def _local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, tensor and local tensor of each parameter and buffer."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values yet; initialise the model first")
-        yield name, tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _copies(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-    """Each local tensor with each group of the mesh over which it is replicated."""
-    groups = [mesh.get_group(m) for m in range(mesh.ndim)]
-    ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
-    for name, tensor, local in _local_tensors(model):
-        owners = _owners(tensor)
-        for group, members in zip(groups, ranks, strict=True):
-            if not any(len(members & others) > 1 for others in owners):
-                yield name, local, group
-
-
-def _owners(tensor: Tensor) -> list[set[int]]:
-    """For each mesh dim on which a DTensor is not replicated, the ranks of this rank's group."""
-    if not isinstance(tensor, DTensor):
-        return []
-    mesh = tensor.device_mesh
-    owned = [m for m, p in enumerate(tensor.placements) if not p.is_replicate()]
-    return [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in owned]
 
 
 # -- DTensor weights --------------------------------------------------------------------------------------------------

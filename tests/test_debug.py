@@ -26,6 +26,18 @@ def disagree(how):
         elif how == "transports":
             with set_transport("p2p" if rank else "all_to_all"):
                 F.conv1d(x, torch.ones(1, 1, 3), padding=1)
+        elif how == "operators":  # of the same counts
+            F.max_pool1d(x, 3, 1, 1) if rank else F.conv1d(x, torch.ones(1, 1, 3), padding=1)
+        elif how == "construction":  # a comparison of one kind, and a sum
+            x.sum().item() if rank else ShardTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        elif how == "even":
+            ShardTensor.from_local(torch.ones(3 if rank else 5), mesh, [Shard(0)], shard_sizes="even")
+        elif how == "lines":
+            with pytest.warns(UserWarning, match=r"different lines of code: rank 0: .*test_debug.py:\d+; rank 1: "):
+                if rank:
+                    x.sum().full_tensor()
+                else:
+                    x.sum().full_tensor()
         elif how == "agree":
             x.sum().full_tensor()
             F.conv1d(x, torch.ones(1, 1, 3), padding=1)
@@ -38,16 +50,27 @@ def disagree(how):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("order", "ranks do not agree on the next communication: rank 0 .*, rank 1 .*same operators in the same order"),
+        (
+            "order",
+            r"next communication: rank 0: exchange of float32 in convolution, at .*test_debug.py:\d+; "
+            r"rank 1: all_reduce sum of float32.*, at .*test_debug.py:\d+. Every rank must call the same operators",
+        ),
+        ("operators", r"rank 0: exchange of float32 in convolution, .*; rank 1: exchange of float32 in pooling, "),
+        ("construction", r"rank 0: comparison of ranks, at .*test_debug.py:\d+; rank 1: all_reduce sum of float32"),
+        ("even", r"shard_sizes \(4, 4\) of mesh dim 0 do not match the local tensors, which have sizes \(5, 3\)"),
         ("sizes", "exchange of float32: rank 0 would send 2 elements to rank 1, which expects 1"),
-        ("transports", "ranks do not agree on the next communication: rank 0 .*, rank 1 .*over the same transport"),
+        ("transports", r"rank 0: exchange of .*; rank 1: exchange by messages of .*over the same transport"),
     ],
 )
 def test_ranks_that_would_hang_raise_alike(how, text):
     for error in run_expecting_errors(disagree, 2, how):
-        with pytest.raises(RuntimeError, match=text):
+        with pytest.raises((RuntimeError, ValueError), match=text):
             raise error
 
 
 def test_ranks_that_agree_are_left_alone():
     assert run_expecting_errors(disagree, 2, "agree") == [None, None]
+
+
+def test_the_same_communication_from_different_lines_is_a_warning():
+    assert run_expecting_errors(disagree, 2, "lines") == [None, None]

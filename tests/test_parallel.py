@@ -622,7 +622,58 @@ def different_seeds():
         verify(model, mesh)
 
 
+def one_rank_decides():
+    mesh = shared_mesh((2, 2), AXES)
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(2, 2)
+    mine = model.weight.detach().clone()
+    synchronize(model, mesh, source=2)
+    verify(model, mesh)
+    assert torch.equal(mine, model.weight) == (dist.get_rank() == 2)
+    with pytest.raises(ValueError, match=r"source=5 is not in the mesh \[\d, \d\]; name a global rank of the mesh"):
+        synchronize(model, mesh["dp"], source=5)
+
+
+def different_models(what):
+    mesh, last = shared_mesh(3), dist.get_rank() == 2
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
+    if last and what == "number":
+        layers.append(nn.Linear(2, 2))
+    if last and what == "order":
+        layers.reverse()
+    model = nn.Sequential(*layers)
+    if last and what == "dtype":
+        model[1].double()
+    if last and what == "shape":
+        model[1] = nn.Linear(3, 2, bias=False)
+    if last and what == "device":
+        model[1].to("meta")
+    if what == "source":
+        synchronize(model, mesh, source=1 if last else 0)
+    for function in (synchronize, verify):
+        with pytest.raises(ValueError, match="do not agree on the model's parameters and buffers"):
+            function(model, mesh)
+    synchronize(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("number", "nothing on ranks [0, 1], 2.weight ((2, 2), torch.float32, cpu) on ranks [2]"),
+        ("order", "0.bias ((2,), torch.float32, cpu) on ranks [0, 1], 1.weight ((2, 2), torch.float32, cpu) on"),
+        ("dtype", "1.weight ((2, 2), torch.float32, cpu) on ranks [0, 1], 1.weight ((2, 2), torch.float64, cpu) on"),
+        ("shape", "1.weight ((2, 2), torch.float32, cpu) on ranks [0, 1], 1.weight ((2, 3), torch.float32, cpu) on"),
+        ("device", "1.weight ((2, 2), torch.float32, cpu) on ranks [0, 1], 1.weight ((2, 2), torch.float32, meta) on"),
+        ("source", "source=0 on ranks [0, 1], source=1 on ranks [2]"),
+    ],
+)
+def test_models_that_differ_are_shown_before_weights_are_sent(what, text):
+    for error in run_expecting_errors(different_models, 3, what):
+        assert isinstance(error, ValueError) and text in str(error), error
+
+
 def test_synchronize_and_verify():
+    run_distributed(one_rank_decides, 4)
     run_distributed(different_seeds, 4)
 
 

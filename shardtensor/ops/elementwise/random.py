@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import OpOverload
-from ...debug import debug_enabled
+from ...debug import check_call, debug_enabled
 from ...errors import refuse
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, meta_of
@@ -113,6 +113,7 @@ def _check_agreement(drawn: int, spec: ShardTensorSpec, device: torch.device) ->
     """RuntimeError on every rank of the mesh where two of them have drawn different numbers."""
     least = torch.tensor([drawn, -drawn], dtype=torch.int64, device=device)
     for m in range(spec.mesh.ndim):
+        check_call("comparison of random numbers", spec.mesh.get_group(m), device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=spec.mesh.get_group(m))
     low, high = least.tolist()
     if low != -high:

@@ -1,0 +1,115 @@
+"""Weights that all ranks have a copy of: made equal, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .agreement import check_same
+from .strides import as_bytes
+
+__all__ = ["synchronize", "verify"]
+
+
+def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None) -> None:
+    """Give all ranks of ``mesh`` the parameters and buffers of one of them, in place.
+
+    DDP and FSDP2 over a data axis do not make weights equal along the domain axis: with different seeds the results
+    would be silently wrong. Call this before you wrap the model. A DTensor that is sharded on a mesh dim has one owner
+    of each shard there, and is left unchanged.
+
+    Args:
+        source: the *global* rank whose values all get; default: the mesh's first.
+
+    Raises:
+        ValueError: on every rank of the mesh, before any value is sent: names, shapes, dtypes, placements or the order
+            of parameters and buffers differ between ranks; a tensor on the meta device, which has no values yet; a
+            source outside the mesh.
+
+    Example::
+
+        synchronize(model, mesh["domain"])
+    """
+    source = int(mesh.mesh.flatten()[0]) if source is None else source
+    _check_alike(model, mesh, f"source={source}")
+    found = (mesh.mesh == source).nonzero().tolist()
+    if not found:
+        raise ValueError(f"source={source} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
+    for _, tensor, m in _copies(model, mesh):
+        received = tensor.contiguous()  # broadcast takes no other memory format
+        dist.broadcast(received, group=mesh.get_group(m), group_src=found[0][m])
+        if received is not tensor:
+            tensor.copy_(received)
+
+
+def verify(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that parameters and buffers are bitwise equal on all ranks of ``mesh``.
+
+    Raises:
+        RuntimeError: on every rank of the mesh, naming those that are not.
+        ValueError: on every rank, as with :func:`synchronize`.
+
+    Example::
+
+        verify(model, mesh["domain"])
+    """
+    _check_alike(model, mesh)
+    names: dict[str, bool] = {}
+    for name, tensor, m in _copies(model, mesh):
+        first = tensor.contiguous().clone()
+        dist.broadcast(first, group=mesh.get_group(m), group_src=0)
+        # As bytes NaN equals itself, and 0.0 differs from -0.0.
+        names[name] = names.get(name, False) or not torch.equal(as_bytes(first), as_bytes(tensor))
+    differ = torch.tensor(list(names.values()), dtype=torch.uint8, device=mesh.device_type)
+    for m in range(mesh.ndim):
+        dist.all_reduce(differ, op=dist.ReduceOp.MAX, group=mesh.get_group(m))
+    wrong = [name for name, bad in zip(names, differ.tolist(), strict=True) if bad]
+    if wrong:
+        shown = ", ".join(wrong[:8]) + f" and {len(wrong) - 8} more" * (len(wrong) > 8)
+        raise RuntimeError(
+            f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}. "
+            "Call shardtensor.parallel.synchronize(model, mesh) before wrapping the model"
+        )
+
+
+@torch.no_grad()
+def _local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, tensor and local tensor of each parameter and buffer."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values yet; initialise the model first")
+        yield name, tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _check_alike(model: nn.Module, mesh: DeviceMesh, *asked: str) -> None:
+    """ValueError on every rank where the ranks' models do not have the same tensors in the same order."""
+    lines = list(asked)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        placed = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
+        lines.append(f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device.type}{placed})")
+    check_same("model's parameters and buffers", lines, mesh)
+
+
+def _copies(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, int]]:
+    """Each local tensor with each mesh dim over which it is replicated."""
+    groups = [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in range(mesh.ndim)]
+    for name, tensor, local in _local_tensors(model):
+        owners = _owners(tensor)
+        for m, members in enumerate(groups):
+            if not any(len(members & others) > 1 for others in owners):
+                yield name, local, m
+
+
+def _owners(tensor: Tensor) -> list[set[int]]:
+    """For each mesh dim on which a DTensor is not replicated, the ranks of this rank's group."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    owned = [m for m, p in enumerate(tensor.placements) if not p.is_replicate()]
+    return [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in owned]

@@ -1,0 +1,29 @@
+"""Rows of integers, and texts, from every rank: what ranks compare is gathered in this form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["gather_rows", "gather_texts"]
+
+Key = TypeVar("Key")
+
+
+def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> dict[int, list[int]]:
+    """Every rank's ``row`` of integers, equally long everywhere, by rank of the group."""
+    mine = torch.tensor(row, dtype=torch.int64, device=device)
+    table = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(table, mine, group=group)
+    return {rank: theirs.tolist() for rank, theirs in enumerate(table)}
+
+
+def gather_texts(text: str, gather: Callable[[Sequence[int]], Mapping[Key, list[int]]]) -> dict[Key, str]:
+    """Every rank's ``text``, by the keys of ``gather``, which gathers rows as :func:`gather_rows` does."""
+    data = list(text.encode())
+    longest = max(length for [length] in gather([len(data)]).values())
+    rows = gather([len(data), *data, *[0] * (longest - len(data))])
+    return {key: bytes(data[:length]).decode() for key, (length, *data) in rows.items()}
