@@ -63,7 +63,11 @@ def redistributed(tensor: Any, target: ShardTensorSpec) -> Any:
     """``tensor`` in the layout of ``target``; itself where it has that already."""
     if tensor._viewed is not None:
         check_current("redistribute", tensor)
-    return tensor if tensor._spec.lies_like(target) else _Redistribute.apply(tensor, target)
+    spec = tensor._spec
+    if spec.lies_like(target):
+        return tensor
+    # The layout of what may have another dtype: the eigenvectors of a real matrix are complex.
+    return _Redistribute.apply(tensor, target.with_dtype(spec.tensor_meta.dtype))
 
 
 def promote(cls: type[D], plain: Tensor, mesh: DeviceMesh) -> D:

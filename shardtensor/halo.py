@@ -24,7 +24,7 @@ from ._compat import AutogradFunction
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 from .geometry import Interval, intersect, intervals_of, length
 from .spec import ShardTensorSpec
-from .strides import CHANNELS_LAST, cat_like
+from .strides import CHANNELS_LAST, cat_like, zeros_like
 
 __all__ = ["Axis", "Fetch", "Halo", "Outgoing", "Sides"]
 
@@ -192,7 +192,7 @@ class _FetchedDim:
         if self._kept is not None and self._keeps_all:
             total = _copied(grad, self._kept[1])
         else:
-            total = grad.new_zeros(self._own_shape)
+            total = zeros_like(grad, self._own_shape)
             if self._kept is not None:
                 total.narrow(*self._kept[0]).copy_(grad.narrow(*self._kept[1]))
         for place, piece in zip(self._sent, pending.wait() if pending is not None else ()):

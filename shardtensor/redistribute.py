@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ._compat import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, process_group
+from ._compat import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, process_group, untraced
 from .caches import cached
 from .debug import check_communication, debug_enabled
 from .exchange import start_swap
@@ -130,7 +130,9 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
         if isinstance(new, Shard) and new.dim != old.dim:
             own, blocks = [intervals_of(src.cut(m))], [intervals_of(dst.cut(m))]
             before, after = old.dim, new.dim
-            return lambda local: swap_blocks([local], before, own, after, blocks, rank, group)[0]
+            with untraced():
+                like = torch.empty_strided(src.shape, src.stride, device="meta")
+            return lambda local: swap_blocks([local], before, own, after, blocks, rank, group, like)[0]
         if isinstance(new, Partial):
             return partial(_own_among_zeros, old.dim, src.interval(m), length_of_all, new)
         need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else ((0, length_of_all),) * ranks
@@ -314,11 +316,12 @@ def swap_blocks(
     blocks: Sequence[Sequence[Interval]],
     rank: int,
     group: dist.ProcessGroup,
+    like: Tensor | None = None,
 ) -> list[Tensor]:
     """From shards of ``old_dim`` to shards of ``new_dim``, for several tensors of one dtype in one all-to-all.
 
     Rank ``r`` gets the block ``blocks[i][r]`` (along ``new_dim``) of every rank's shard of tensor ``i``; the shards are
-    ``owns[i]`` along ``old_dim``.
+    ``owns[i]`` along ``old_dim``. What comes to an empty shard, whose memory format says little, gets that of ``like``.
     """
     ranks = dist.get_world_size(group)
     mine = [t.narrow(new_dim, b[rank][0], length(b[rank])) for t, b in zip(locals_, blocks, strict=True)]
@@ -337,7 +340,8 @@ def swap_blocks(
     for i, (t, part) in enumerate(zip(locals_, mine, strict=True)):
         pieces = [*received[i : n * rank : n], part, *received[n * rank + i :: n]]
         total = sum(map(length, owns[i]))
-        swapped.append(cat_like(pieces, old_dim, t, _resized(part, old_dim, total)))
+        pattern = t if like is None or t.numel() else like
+        swapped.append(cat_like(pieces, old_dim, pattern, _resized(part, old_dim, total)))
     return swapped
 
 

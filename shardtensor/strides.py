@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CHANNELS_LAST", "as_bytes", "cat_like", "contiguous_stride", "stride_like"]
+__all__ = [
+    "CHANNELS_LAST",
+    "as_bytes",
+    "cat_like",
+    "contiguous_stride",
+    "index_select_like",
+    "stride_like",
+    "zeros_like",
+]
 
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -48,8 +56,21 @@ def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int])
     stride = stride_like(like, shape)
     if stride == contiguous_stride(shape):
         return torch.cat(pieces, dim)
-    out = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+    out = torch.empty_strided(shape, stride, dtype=pieces[0].dtype, device=pieces[0].device)
     return torch.cat(pieces, dim, out=out)
+
+
+def zeros_like(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros of this shape, channels-last where ``like`` is and row-major otherwise."""
+    return torch.empty_strided(shape, stride_like(like, shape), dtype=like.dtype, device=like.device).zero_()
+
+
+def index_select_like(t: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``t.index_select(dim, index)``, channels-last where ``t`` is, as is its gradient. Differentiable."""
+    if t.ndim not in CHANNELS_LAST or not _is_channels_last(t):
+        return t.index_select(dim, index)
+    inner = t.ndim - 1 if dim == 1 else dim - (dim > 1)
+    return t.movedim(1, -1).index_select(inner, index).movedim(-1, 1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
-from shardtensor.testing import assert_matches_unsharded, run_distributed, shared_mesh
+from shardtensor.strides import CHANNELS_LAST
+from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 
 def parameters(*shapes):
@@ -81,6 +82,8 @@ IMAGES = {
     "matmul": lambda x: x @ x.mT,
     "einsum": lambda x: torch.einsum("nchw,ncvw->nchv", x, x),
     "attention": lambda x: F.scaled_dot_product_attention(x, x * 2, x - 1),
+    "max_unpool2d": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "interpolate, area": lambda x: F.interpolate(x, (5, 4), mode="area"),
     "mse_loss": lambda x: F.mse_loss(x, x.detach().square()),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(1, 8, 6, dtype=torch.long)),
     "fft2": lambda x: torch.fft.fft2(x).abs(),
@@ -115,7 +118,7 @@ FORMATS = {
     "one channel": ((1, 1, 8, 6), (0, 2, 3, 1)),
 }
 # That need several channels.
-CHANNELS = ("channel", "pixel_shuffle", "grid", "conv", "norm", "prelu", "glu", "gather", "cross", "linear")
+CHANNELS = ("channel", "pixel_shuffle", "unpool", "grid", "conv", "norm", "prelu", "glu", "gather", "cross", "linear")
 
 
 def check(name, function, x, sizes):
@@ -146,6 +149,73 @@ def test_one_sample_in_another_memory_format(format_name, sizes):
 @pytest.mark.parametrize("sizes", [(5, 3), (0, 8)], ids=str)
 def test_one_volume_with_channels_last(sizes):
     run_distributed(check_volumes, len(sizes), sizes)
+
+
+# What torch calls row-major on meta tensors, as it is on other devices: so the global strides say.
+BY_DEVICE = ("pad, reflect", "pad, replicate", "pad", "channel_shuffle", "flip, roll")
+
+
+def is_channels_last(t):
+    """Whether it is nothing else."""
+    return t.is_contiguous(memory_format=CHANNELS_LAST.get(t.ndim)) and not t.is_contiguous()
+
+
+def with_gradient(function, x):
+    y = function(x)
+    weights = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape)
+    return y.detach(), torch.autograd.grad((y * weights).sum(), x)[0]
+
+
+def formats_of(functions, shape, sizes, dim):
+    mesh, order = shared_mesh(len(sizes)), (0, *range(2, len(shape)), 1)
+    inverse = [order.index(d) for d in range(len(shape))]
+    lost = []
+    for name, function in functions.items():
+        if shape[0] > 1 and any(part in name for part in ("grid", "expand", "gather", "cross")):
+            continue  # made for one sample
+        x = in_memory(shape, order)
+        local = shard(x, mesh, [Shard(dim)], {0: sizes}).to_local().permute(order).contiguous().permute(inverse)
+        sharded = ShardTensor.from_local(local, mesh, [Shard(dim)], shard_sizes={0: sizes})
+        expected = with_gradient(function, x.requires_grad_())
+        found = with_gradient(function, sharded.requires_grad_())
+        for what, a, b in zip(("result", "gradient"), found, expected):
+            if b.ndim not in CHANNELS_LAST or not is_channels_last(b):
+                continue
+            fmt, local = CHANNELS_LAST[b.ndim], a.to_local()
+            claims = name in BY_DEVICE or a.is_contiguous(memory_format=fmt)
+            if not claims or (local.numel() and not local.is_contiguous(memory_format=fmt)):
+                lost.append((name, what, dim, sizes, a.stride(), local.stride(), b.stride()))
+    assert not lost, lost
+
+
+def formats_of_all(sizes):
+    formats_of(IMAGES, (1, 4, 8, 6), sizes, 2)
+    formats_of(IMAGES, (2, 4, 8, 6), sizes, 2)
+    formats_of(VOLUMES, (1, 3, 8, 4, 4), sizes, 2)
+
+
+@pytest.mark.parametrize("sizes", [(6, 2), (0, 8)], ids=str)
+def test_channels_last_results_and_gradients_stay_so(sizes):
+    run_distributed(formats_of_all, 2, sizes)
+
+
+def likelihoods():
+    """The gradient's kernel refuses channels-last logarithms; of shards, one may say so and the other not."""
+    target = torch.randint(0, 3, (2, 4, 2), generator=torch.Generator().manual_seed(0))
+    for loss in (F.nll_loss, F.cross_entropy):
+        for dim, sizes in ((1, (2, 1)), (2, (3, 1)), (3, (0, 2)), (0, (2, 0))):
+            x = in_memory((2, 3, 4, 2), (0, 2, 3, 1))
+            local = shard(x, shared_mesh(2), [Shard(dim)], {0: sizes}).to_local()
+            local = torch.empty_like(local, memory_format=torch.channels_last).copy_(local)
+            sharded = ShardTensor.from_local(local, shared_mesh(2), [Shard(dim)], shard_sizes={0: sizes})
+            x = x.contiguous().requires_grad_()
+            expected = torch.autograd.grad(loss(x, target), x)[0]
+            found = torch.autograd.grad(loss(sharded.requires_grad_(), target), sharded)[0]
+            torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_likelihoods_of_channels_last_logarithms():
+    run_distributed(likelihoods, 2)
 
 
 def empty_and_short_shards():

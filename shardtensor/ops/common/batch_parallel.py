@@ -33,11 +33,12 @@ Names = Sequence[str | None]
 
 
 class Result(NamedTuple):
-    """One result of an operator: its global shape, the names of its dims, its dtype."""
+    """One result of an operator: global shape, names of its dims, dtype; its strides where it is not row-major."""
 
     shape: Sequence[int]
     names: Names
     dtype: torch.dtype
+    stride: Sequence[int] | None = None
 
 
 class _Axis(NamedTuple):
@@ -100,7 +101,8 @@ def _laid_out(spec: ShardTensorSpec, names: Names, axes: Sequence[_Axis]) -> Sha
 def _outputs(mesh: DeviceMesh, results: Sequence[Result], axes: Sequence[_Axis]) -> list[ShardTensorSpec]:
     replicated = [Replicate()] * mesh.ndim
     return [
-        _laid_out(ShardTensorSpec.make(mesh, replicated, shape, dtype), names, axes) for shape, names, dtype in results
+        _laid_out(ShardTensorSpec.make(mesh, replicated, r.shape, r.dtype, stride=r.stride), r.names, axes)
+        for r in results
     ]
 
 

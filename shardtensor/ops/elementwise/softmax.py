@@ -2,7 +2,7 @@
 
 What a rank needs of the others' parts of a row (a line of elements along the dim) is two numbers: its maximum and its
 sum of exponentials. Each is one all-reduce with all rows packed into it. An empty shard contributes the neutral
-element.
+element. The results are row-major whatever the operands are, as torch's are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plan_softmax(call: AtenCall) -> AtenPlan:
         shifted = x - reduce(maximum_over(x, dims), "max")
         weights = shifted.exp()
         total = reduce(weights.sum(dims, keepdim=True), "sum")
-        return (shifted - total.log() if logs else weights / total).to(dtype)
+        return (shifted - total.log() if logs else weights / total).to(dtype).contiguous()
 
     return call.plan(out, {(0,): spec}, call=compute)
 
@@ -67,7 +67,7 @@ def plan_softmax_backward(call: AtenCall) -> AtenPlan:
         if not logs:
             grad = grad * output
         total = reduce(grad.sum(dims, keepdim=True), "sum")
-        return (grad - (output.exp() if logs else output) * total).to(dtype)
+        return (grad - (output.exp() if logs else output) * total).to(dtype).contiguous()
 
     return call.plan(base, {path: fit(s, base) for path, s in reduced.items()}, call=compute)
 

@@ -4,6 +4,10 @@
 on the others the target counts as ignored. So the terms (one number per row) are a Partial over the mesh dim that
 shards the classes, and go into the loss's Partial scalar without being reduced on their own. What cross entropy sends
 is what a log-softmax over a sharded dim sends: two all-reduces of one number per row.
+
+[Note: row-major logarithms] The gradient's kernel refuses logarithms with their channels last. Whether a shard has them
+so may differ from rank to rank, as dims of length 1 do not tell; a rank that raises would leave the others waiting. So
+the kernels get row-major ones.
 """
 
 from __future__ import annotations
@@ -167,6 +171,7 @@ def _loss_of_rows(
     groups, shape, ignore_index = _groups(rows), rows.local_shape(), options["ignore_index"]
 
     def compute(logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        logits = logits.contiguous()  # see [Note: row-major logarithms]
         pending = _start_total_weight(target, weight, ignore_index, groups) if reduction == "mean" else None
         at_once = reduction != "none" and wide_dtype(logits.dtype) == logits.dtype
         if not logits.numel():
@@ -217,7 +222,8 @@ def _plan_of_logs(
         w, ignored = own_weights(weight), target == ignore_index
         t = _own_targets(target, ignored, here, number)
         if logs.numel():
-            found = F.nll_loss(logs, t, w, ignore_index=_ELSEWHERE, reduction="none")
+            rows_of_logs = logs.contiguous()  # see [Note: row-major logarithms]
+            found = F.nll_loss(rows_of_logs, t, w, ignore_index=_ELSEWHERE, reduction="none")
         else:
             found = _no_terms(F.nll_loss, logs, own_shape)
         if smoothing:

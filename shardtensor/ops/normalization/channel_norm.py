@@ -120,7 +120,9 @@ class ChannelNorm(ShardedNorm):
         finish = self._start_rest(result)
         if needed[0]:
             dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, w, totals, columns)
-            result[0] = (dx if dx.dtype == given.dtype else dx.to(given.dtype)).reshape(given.shape)
+            dx = (dx if dx.dtype == given.dtype else dx.to(given.dtype)).reshape(given.shape)
+            copied = columns is None and not given.is_contiguous()
+            result[0] = torch.empty_like(given).copy_(dx) if copied else dx
         return result if finish is None else [result[0], *finish()[1:]]
 
     def _sums(self, x: Tensor, grad: Tensor, moments: Tensor, columns: Columns | None) -> Tensor:

@@ -21,7 +21,7 @@ from ...halo import Fetch
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
-from ...strides import stride_like
+from ...strides import index_select_like, stride_like
 from ...tensor import ShardTensor, from_part, redistribute_to, wrap
 from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of
@@ -132,9 +132,10 @@ class _EvenWindows:
 
     def spread(self, local: Tensor) -> Tensor:
         """What the kernel is given."""
-        result = local.index_select(self.dim, self._index.like(local))
+        result = index_select_like(local, self.dim, self._index.like(local))
         if self._averaged:
-            result = result.masked_fill(self._along(self._excess.like(local), local), 0)
+            # masked_fill would return it row-major.
+            result = torch.where(self._along(self._excess.like(local), local), result.new_zeros(()), result)
         return result
 
     def rescale(self, averages: Tensor) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...operators import Arguments, Plan, operator
 from ...spec import ShardTensorSpec
+from ...strides import stride_like
 from ..common.batch_parallel import Result, image_names, plan_by_batch
 from .pool import Numbers
 
@@ -33,7 +35,9 @@ def _declare(n: int) -> None:
         def unpool(x: Tensor, places: Tensor) -> Tensor:
             return function(x, places, kernel_size, stride, padding, out)  # type: ignore[no-any-return]
 
-        result = Result(shape, names, input.tensor_meta.dtype)
+        given = torch.empty_strided(input.shape, input.stride, device="meta")
+        # The kernel gives it the input's memory format; on tensors without data torch calls it row-major.
+        result = Result(shape, names, input.tensor_meta.dtype, stride_like(given, shape))
         return plan_by_batch(call, unpool, {"input": names, "indices": names}, [result])
 
 

@@ -76,7 +76,7 @@ class Assembly:
         shapes: of this rank's local tensor of each part.
         owned: for each part and rank, which interval of the result that rank's local tensor is.
         need: for each rank, the interval of the result that it gets.
-        keeps_format: the result has the memory format of the first local tensor.
+        like: of the memory format that the result has; None where it has that of the first local tensor.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Assembly:
         rank: int,
         group: dist.ProcessGroup,
         *,
-        keeps_format: bool = False,
+        like: Tensor | None = None,
     ) -> None:
         self._dim = dim
         plans = [plan_intervals(own, need, rank) for own in owned]
         self._shape = _resized(shapes[0], dim, length(need[rank]))
-        self._format = keeps_format
+        self._like = like
         common = ((i, plan.own[0], *intersect(plan.own, plan.need)) for i, plan in enumerate(plans))
         self._kept = [_Run(a, i, a - begin, b - a) for i, begin, a, b in common if b > a]
         # The messages of the peers in their order, in each the parts in theirs.
@@ -122,7 +122,7 @@ class Assembly:
         if not pieces:
             return first.new_empty(self._shape)
         ordered = [pieces[i] for i in self._order]
-        return cat_like(ordered, dim, first, self._shape) if self._format else torch.cat(ordered, dim)
+        return cat_like(ordered, dim, first if self._like is None else self._like, self._shape)
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
@@ -191,7 +191,7 @@ def _along_sharded(
         a, b = owned[-1][rank]
         shapes.append(_resized(out.own_shape, dim, b - a))
     parts, dtype = _own_parts(call, pattern, joined, m, dim, narrowed), call.meta.dtype
-    assembly = Assembly(dim, shapes, owned, need, rank, group)
+    assembly = Assembly(dim, shapes, owned, need, rank, group, like=call.meta)
 
     def join(tensors: Sequence[Tensor], *_: int, **__: int) -> Tensor:
         return assembly([part(tensors).to(dtype) for part in parts])

@@ -99,11 +99,7 @@ def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Work:
         if d in flipped:
             need, n = intervals_of(spec.cut(m)), spec.shape[d]
             own = [(n - b, n - a) for a, b in need]
-            assemblies.append(
-                Assembly(
-                    d, [spec.own_shape], [own], need, spec.coordinate[m], spec.mesh.get_group(m), keeps_format=True
-                )
-            )
+            assemblies.append(Assembly(d, [spec.own_shape], [own], need, spec.coordinate[m], spec.mesh.get_group(m)))
 
     def flip(x: Tensor) -> Tensor:
         x = x.flip(flipped)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import nn_functions
+from ..._compat import AutogradFunction, nn_functions
 from ...exchange import plan_intervals
 from ...geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
 from ...halo import Axis, Fetch
 from ...operators import Arguments, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
+from ...strides import stride_like
 from ..common.stencil import keeping_sums, per_dim, resized, result_dtype
 
 __all__ = ["pad_sizes", "pad_sources"]
@@ -86,7 +88,25 @@ class _PaddedDim:
         body = self.body(local)
         first, last = (None if end is None else end[1](end[0](local)) for end in self.ends)
         pieces = [t for t in (first, body, last) if t is not None]
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else body
+        if len(pieces) == 1:
+            return body
+        stride = stride_like(local, self.shape)
+        return _Joined.apply(self.dim, stride, *pieces)  # type: ignore[no-any-return]
+
+
+class _Joined(AutogradFunction):
+    """``torch.cat(pieces, dim)`` in memory with these strides: pieces may lie otherwise, such as those that repeat."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, stride: Sequence[int], *pieces: Tensor) -> Tensor:
+        ctx.dim, ctx.sizes = dim, [t.shape[dim] for t in pieces]
+        shape = [sum(ctx.sizes) if d == dim else n for d, n in enumerate(pieces[0].shape)]
+        out = torch.empty_strided(shape, stride, dtype=pieces[0].dtype, device=pieces[0].device)
+        return torch.cat(pieces, dim, out=out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, *grad.split_with_sizes(ctx.sizes, ctx.dim)
 
 
 def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Plan:

@@ -242,3 +242,17 @@ def check_no_matrices():
 
 def test_gradients_of_no_matrices():
     run_distributed(check_no_matrices, 2)
+
+
+def check_complex_results():
+    """Of real matrices: where they are exchanged back to the layout of the matrices, too."""
+    for shape, dim in (((5, 3), 1), ((5, 3), 2), ((2, 0), 1), ((0, 3), 0)):
+        x = shard(square(*shape), shared_mesh(2), [Shard(dim)])
+        for function in (lambda t: linalg.eig(t)[1], lambda t: torch.linalg.eigvals(t)):
+            y = function(x)
+            assert y.dtype == y.to_local().dtype == y._spec.tensor_meta.dtype == torch.complex128
+            assert torch.equal(y.full_tensor(), function(x.full_tensor()))
+
+
+def test_eigenvectors_of_real_matrices_are_complex():
+    run_distributed(check_complex_results, 2)
