@@ -223,6 +223,11 @@ def _index_put(call: AtenCall) -> AtenPlan:
     roles, within, result = _advanced(call)
     values = call.args[2].shape
     lengths = {label: n for path, labels in roles.items() for label, n in zip(labels, operand(call.args, path).shape)}
+    if len(values) > len(result):
+        shape = [lengths[label] for label in result]
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values)} cannot be broadcast to indexing result of shape {shape}"
+        )
     trailing = result[len(result) - len(values) :]
     roles[(2,)] = [label if n == lengths.get(label, n) else None for label, n in zip(trailing, values, strict=True)]
     accumulates = bool(call.args[3]) if len(call.args) > 3 else bool(call.kwargs.get("accumulate", False))
