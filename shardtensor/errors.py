@@ -33,9 +33,9 @@ class UnsupportedSharding(NotImplementedError):
 class LocalSizeError(RuntimeError, ValueError, IndexError):
     """A plain tensor has the size of this rank's shard where it must have that of the global tensor.
 
-    The text names the operator, the sizes and the remedy, and ends with the error that torch has raised, which is the ``__cause__``.
-    Torch raises one of three exceptions where sizes do not fit, depending on the function; callers that handle any of
-    them handle this one, too.
+    The text names the operator, the sizes and the remedy, and ends with that of the error which torch has raised, the
+    ``__cause__``. Where sizes do not fit torch raises one of three exceptions, depending on the function; callers that
+    handle any of them handle this one, too.
 
     Example:
         >>> import shardtensor

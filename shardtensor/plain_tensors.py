@@ -176,20 +176,22 @@ def _text(
     written: bool,
 ) -> str:
     is_parameter = isinstance(plain, torch.nn.Parameter)
-    kind = "plain parameter" if is_parameter else "replicated" if isinstance(plain, DTensor) else "plain"
-    tensor = kind if is_parameter else f"{kind} tensor"
+    kind = "replicated" if isinstance(plain, DTensor) else "plain"
+    noun = "parameter" if is_parameter else "tensor"
     lengths = " and ".join(_length(spec, match) for match in matches)
     reason = (
-        f"a {tensor} of shape {tuple(plain.shape)} meets a ShardTensor of shape {tuple(spec.shape)}. {kind.capitalize()}"
-        f"{'s' if is_parameter else ' tensors'} are global, and the same on every rank; this one has the size of a "
-        f"shard: {lengths}"
+        f"a {kind} {noun} of shape {tuple(plain.shape)} meets a ShardTensor of shape {tuple(spec.shape)}. "
+        f"{kind.capitalize()} {noun}s are global, and the same on every rank; this one has the size of a shard: "
+        f"{lengths}"
     )
     if written:
         remedy = PLAIN_TARGET[1]
     elif is_parameter:
         remedy = "make the module, its parameters and its buffers, for the sizes of the global tensor"
     else:
-        remedy = f"pass the global tensor, or make one ShardTensor of the ranks' parts by {_from_local(spec, matches)}"
+        remedy = "pass the global tensor"
+        if not any(list(plain.shape).count(plain.shape[match.dim]) > 1 for match in matches):  # it is that dim
+            remedy += f", or make one ShardTensor of the ranks' parts by {_from_local(spec, matches)}"
     return f"{error_text(op, tensors, reason, remedy)} Cause: {said.strip()}"
 
 

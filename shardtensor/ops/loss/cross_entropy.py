@@ -162,7 +162,7 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
 
 
 def _check_rows(input: torch.Size, target: torch.Size, classes: int, soft: bool) -> None:
-    """Raise where rows have no target each. Torch compares them on tensors without data only where there are no columns."""
+    """Raise where there is not one target per row; of images, torch does not see that on tensors without data."""
     rows = torch.Size([*input[:classes], *input[classes + 1 :]])
     if len(input) > 2 and not soft and target != rows:
         raise RuntimeError(f"size mismatch (got input: {list(input)}, target: {list(target)})")

@@ -146,6 +146,7 @@ def _bin_edges(
 ) -> list[ShardTensor]:
     if spec_of(x).is_replicate():
         return DECLINED
+    _check_weight("histogramdd", weight, x.shape[:-1])
     local, spec = _free_coordinates(x)
     return [_replicated(t, spec) for t in _edges(local, spec, bins, range)]
 
