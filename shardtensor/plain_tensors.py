@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .errors import PLAIN_TARGET, LocalSizeError, UnsupportedSharding, error_text
-from .planning import spec_of
 from .spec import ShardTensorSpec
 
 __all__ = ["explain", "local_size_error", "writes"]
@@ -72,8 +71,8 @@ def local_size_error(
         said: what torch says about the sizes. It names the length of the shard and the global one.
         written: the tensor that the call writes to, if any.
     """
-    specs = [spec for t in tensors if isinstance(t, DTensor) and (spec := spec_of(t)).sharded_dims()]
-    whole = [t for t in tensors if not isinstance(t, DTensor) or not spec_of(t).sharded_dims()]
+    specs = [spec for t in tensors if isinstance(spec := getattr(t, "_spec", None), ShardTensorSpec)]
+    whole = [t for t in tensors if not isinstance(t, DTensor) or all(p.is_replicate() for p in t.placements)]
     found = [
         (*_unlikely(plain, said), min(m.distance for m in matches), i, plain, spec, matches)
         for i, plain in enumerate(whole)
