@@ -5,7 +5,7 @@
 
 from . import gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
 from .context import allow_gather
-from .errors import UnsupportedSharding
+from .errors import LocalSizeError, UnsupportedSharding
 from .exchange import set_transport
 from .operators import Arguments, operator
 from .ops.attention.sdpa import attention_method
@@ -27,6 +27,7 @@ __all__ = [
     "ShardTensorSpec",
     "scatter_tensor",
     # how operators run
+    "LocalSizeError",
     "UnsupportedSharding",
     "allow_gather",
     "attention_method",

@@ -1,4 +1,4 @@
-"""``UnsupportedSharding``, and the functions that write its text."""
+"""The exceptions, and the functions that write their text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PLAIN_TARGET", "UnsupportedSharding", "different_meshes", "refuse"]
+__all__ = ["PLAIN_TARGET", "LocalSizeError", "UnsupportedSharding", "different_meshes", "error_text", "refuse"]
 
 # Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
 PLAIN_TARGET = (
@@ -30,6 +30,20 @@ class UnsupportedSharding(NotImplementedError):
     """
 
 
+class LocalSizeError(RuntimeError, ValueError, IndexError):
+    """A plain tensor has the size of this rank's shard where it must have that of the global tensor.
+
+    The text names the operator, the sizes and the remedy, and ends with that of the error which torch has raised, the
+    ``__cause__``. Where sizes do not fit torch raises one of three exceptions, depending on the function; callers that
+    handle any of them handle this one, too.
+
+    Example:
+        >>> import shardtensor
+        >>> issubclass(shardtensor.LocalSizeError, ValueError)
+        True
+    """
+
+
 def describe(value: object) -> str:
     """One operand as an error shows it: the spec of a DTensor (or the spec itself), the shape of a plain tensor."""
     spec = getattr(value, "_spec", value)
@@ -42,10 +56,15 @@ def describe(value: object) -> str:
 
 def refuse(op: object, operands: object, reason: str, remedy: str) -> UnsupportedSharding:
     """Build (not raise) the exception for ``op`` on ``operands``, a tensor, a spec or a sequence of them."""
+    return UnsupportedSharding(error_text(op, operands, reason, remedy))
+
+
+def error_text(op: object, operands: object, reason: str, remedy: str) -> str:
+    """The text of an exception for ``op`` on ``operands``, as for :func:`refuse`."""
     name = op if isinstance(op, str) else getattr(op, "__name__", None) or str(op)
     items = operands if isinstance(operands, (list, tuple)) else [operands]
     shown = "; ".join(describe(item) for item in items)
-    return UnsupportedSharding(f"{name}: {reason}. Operands: {shown}. Remedy: {remedy}.")
+    return f"{name}: {reason}. Operands: {shown}. Remedy: {remedy}."
 
 
 def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding:

@@ -17,6 +17,7 @@ from .context import gather_allowed
 from .conversions import from_dtensor, promote, redistributed
 from .copies import mark_copied
 from .errors import PLAIN_TARGET, UnsupportedSharding, refuse
+from .plain_tensors import writes
 from .planning import SCALARS
 from .registry import FUNCTIONS
 from .spec import ShardTensorSpec
@@ -59,7 +60,7 @@ def promote_operands(
         return args, kwargs
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
-    if _writes(func) and not isinstance(first, cls):
+    if writes(func) and not isinstance(first, cls):
         raise refuse(name, flat, *PLAIN_TARGET)
     if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
         "torch.autograd"
@@ -111,14 +112,6 @@ def write_out(cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[A
     return type(result)(outs) if isinstance(result, (list, tuple)) else out
 
 
-def _writes(func: Callable[..., Any]) -> bool:
-    """Whether a function writes to its first argument, as its name tells."""
-    name = getattr(func, "__name__", "")
-    if name in ("__invert__", "__index__"):
-        return False
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
 def _gather_and_call(
     cls: type[ShardTensor], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -134,7 +127,7 @@ def _gather_and_call(
             return redistributed(a, a._spec.replicated())
         return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
 
-    written = args[0] if args and (_writes(func) or kwargs.get("inplace")) else None
+    written = args[0] if args and (writes(func) or kwargs.get("inplace")) else None
     args, kwargs = tuple(whole(a) for a in args), {k: whole(v) for k, v in kwargs.items()}
     result = call_registered(cls, func, args, kwargs)  # libraries' functions dispatch on nothing
     if result is NotImplemented:

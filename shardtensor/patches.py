@@ -24,6 +24,7 @@ import wrapt
 
 from ._compat import register_scripting
 from .errors import refuse
+from .plain_tensors import explain
 from .tensor import ShardTensor, call_registered
 
 __all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
@@ -91,7 +92,11 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
         operands = _operands(args) or _operands(kwargs.values())
         if not operands:
             return wrapped(*args, **kwargs)
-        result = call_registered(wrapped, args, kwargs)
+        try:
+            result = call_registered(wrapped, args, kwargs)
+        except Exception as error:
+            explain(wrapped, args, kwargs, error)
+            raise
         if result is not NotImplemented:
             return result
         if self._self_patch.required:

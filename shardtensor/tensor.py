@@ -33,6 +33,7 @@ from .copies import check_current
 from .errors import refuse
 from .layout import mesh_coordinate
 from .open_layouts import close
+from .plain_tensors import explain, local_size_error
 from .registry import FUNCTIONS, Refusal, register
 from .spec import ShardTensorSpec
 
@@ -227,16 +228,20 @@ class ShardTensor(DTensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("out") is not None:
-            return functions.write_out(cls, func, args, kwargs)
-        if func in FUNCTIONS or isinstance(func, OpOverload):
-            result = functions.call_registered(cls, func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        if len(args) > 1 or kwargs or type(args[0]) in (list, tuple):
-            args, kwargs = functions.promote_operands(cls, func, args, kwargs)
-        return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        given, kwargs = args, kwargs or {}
+        try:
+            if kwargs.get("out") is not None:
+                return functions.write_out(cls, func, args, kwargs)
+            if func in FUNCTIONS or isinstance(func, OpOverload):
+                result = functions.call_registered(cls, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if len(args) > 1 or kwargs or type(args[0]) in (list, tuple):
+                args, kwargs = functions.promote_operands(cls, func, args, kwargs)
+            return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            explain(func, given, kwargs, error)
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
@@ -409,7 +414,8 @@ def _set_data(self: ShardTensor, value: Tensor) -> None:
     """``x.data = value``: x gets the value, in its own layout, and where that is the value's too, its memory."""
     if value.shape != self.shape:
         reason = f"a tensor of shape {tuple(self.shape)} is assigned data of shape {tuple(value.shape)}"
-        raise refuse("data", [self, value], reason, "make a new tensor, whose shards have their own sizes")
+        refused = refuse("data", [self, value], reason, "make a new tensor, whose shards have their own sizes")
+        raise local_size_error("data", [self, value], reason) or refused
     value = value.detach()
     value = ShardTensor.from_dtensor(value) if isinstance(value, DTensor) else promote(value, self.device_mesh)
     spec = value._spec.with_layout(self._spec.layout)

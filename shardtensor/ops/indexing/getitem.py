@@ -26,8 +26,8 @@ from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
 from .gather import any_sharded, flat_cumsum, gathered, refuse_plain_target
-from .index_operators import is_mask
-from .masked_select import check_mask, selected
+from .index_operators import check_mask, is_mask
+from .masked_select import selected
 
 __all__: list[str] = []
 

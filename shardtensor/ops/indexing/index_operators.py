@@ -223,6 +223,10 @@ def _index_put(call: AtenCall) -> AtenPlan:
     roles, within, result = _advanced(call)
     values = call.args[2].shape
     lengths = {label: n for path, labels in roles.items() for label, n in zip(labels, operand(call.args, path).shape)}
+    if len(values) > len(result):
+        shape = [lengths[label] for label in result]
+        text = f"value tensor of shape {list(values)} cannot be broadcast to indexing result of shape {shape}"
+        raise RuntimeError(f"shape mismatch: {text}")
     trailing = result[len(result) - len(values) :]
     roles[(2,)] = [label if n == lengths.get(label, n) else None for label, n in zip(trailing, values, strict=True)]
     accumulates = bool(call.args[3]) if len(call.args) > 3 else bool(call.kwargs.get("accumulate", False))
@@ -235,6 +239,14 @@ def is_mask(index: object) -> TypeGuard[Tensor]:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+def check_mask(x: Tensor, dim: int, mask: Tensor) -> None:
+    """IndexError where the dims of ``x`` from ``dim`` on are not those of the mask."""
+    if mask.shape != x.shape[dim : dim + mask.ndim]:
+        raise IndexError(
+            f"the mask of shape {tuple(mask.shape)} does not fit the dims {tuple(x.shape[dim : dim + mask.ndim])}"
+        )
+
+
 def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
     """Masks as index tensors. A replicated mask gives the same ones everywhere."""
     result: list[Tensor | None] = []
@@ -242,6 +254,7 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
         if not is_mask(index):
             result.append(index)
             continue
+        check_mask(x, len(result), index)
         if isinstance(index, DTensor):
             if not all(p.is_replicate() for p in index.placements):
                 raise refuse(
@@ -271,8 +284,7 @@ def _put_by_mask(op: OpOverload, x: Tensor, indices: Indices, values: Tensor, ac
         # One value wherever the mask says so: elementwise, with a mask that may be sharded.
         mask = indices[0]
         assert mask is not None
-        if mask.shape != x.shape[: mask.ndim]:
-            raise IndexError(f"the mask of shape {tuple(mask.shape)} does not fit the tensor of {tuple(x.shape)}")
+        check_mask(x, 0, mask)
         for _ in range(x.ndim - mask.ndim):
             mask = mask.unsqueeze(-1)
         fill = _aten.masked_fill_.Tensor if is_inplace(op) else _aten.masked_fill.Tensor

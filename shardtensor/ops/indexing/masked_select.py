@@ -32,8 +32,9 @@ from ..common.alignment import (
     reduced_value,
 )
 from .gather import any_sharded
+from .index_operators import check_mask
 
-__all__ = ["check_mask", "selected"]
+__all__ = ["selected"]
 
 _aten = torch.ops.aten
 
@@ -61,14 +62,6 @@ def _moved_along(x: ShardTensor, dim: int, mask: ShardTensorSpec) -> ShardTensor
         return redistributed("masked_select", x, x._spec)
     axis = AxisLayout(Shard(dim + along[0]), mask.sizes[along[1]])
     return redistributed("masked_select", x, x._spec.with_axes({along[1]: axis}))
-
-
-def check_mask(x: Tensor, dim: int, mask: Tensor) -> None:
-    """IndexError where the dims of ``x`` from ``dim`` on are not those of the mask."""
-    if mask.shape != x.shape[dim : dim + mask.ndim]:
-        raise IndexError(
-            f"the mask of shape {tuple(mask.shape)} does not fit the dims {tuple(x.shape[dim : dim + mask.ndim])}"
-        )
 
 
 def selected(x: Tensor, dim: int, mask: Tensor) -> ShardTensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ... import planning
 from ..._compat import OpOverload
-from ...errors import refuse
+from ...errors import PLAIN_TARGET, refuse
 from ...operators import Arguments, Composed, Operand, Plan, operator, planned
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
@@ -216,8 +216,7 @@ def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
         if common_mesh(name, [input, a, b]) is None:
             return DECLINED
         if not isinstance(input, DTensor):
-            reason = "a ShardTensor cannot be written into a plain tensor"
-            raise refuse(name + "_", [input, a, b], reason, "use the out-of-place form")
+            raise refuse(name + "_", [input, a, b], *PLAIN_TARGET)
         result, beta = plan_added(input, a, b, beta, alpha)
         if beta == 0:
             return input.copy_(result)

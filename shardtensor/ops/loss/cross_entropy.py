@@ -139,6 +139,7 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
     meta = meta_of(call.returned(function, **given, reduction="none"))
     soft = input.shape == target.shape and function is F.cross_entropy
     classes = min(1, len(input.shape) - 1)
+    _check_rows(input.shape, target.shape, classes, soft)
     targets = target if soft else _with_dim(target, classes, input)
     common = common_layout([input, targets], input.tensor_meta)
     refuse_gathering(call.name, [input], [common])
@@ -162,6 +163,13 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
         return _of_logs[function](logs, target, weight, meta.dtype, soft, smoothing, ignore_index, reduction)
 
     return Composed(compute_logs) if soft else _ComposedWithFixedWeights(compute_logs)
+
+
+def _check_rows(input: torch.Size, target: torch.Size, classes: int, soft: bool) -> None:
+    """Raise where there is not one target per row; of images, torch does not see that on tensors without data."""
+    rows = torch.Size([*input[:classes], *input[classes + 1 :]])
+    if len(input) > 2 and not soft and target != rows:
+        raise RuntimeError(f"size mismatch (got input: {list(input)}, target: {list(target)})")
 
 
 def _loss_of_rows(

@@ -20,11 +20,24 @@ def _whole_numbers(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(list(value))
 
 
+def _check_batch(given: dict[str, Any], batch: int) -> None:
+    """Raise where targets or lengths are not those of ``batch`` sequences."""
+    for name in ("input_lengths", "target_lengths"):
+        lengths = given[name]
+        n = lengths.numel() if isinstance(lengths, Tensor) else len(lengths)
+        if n != batch:
+            raise RuntimeError(f"{name} must be of size batch_size, {batch}, but has {n} elements")
+    targets = given["targets"]
+    if targets.ndim == 2 and targets.shape[0] != batch:
+        raise RuntimeError(f"targets of shape {tuple(targets.shape)} are not of size {batch} at dimension 0")
+
+
 @composed_loss(F.ctc_loss, tensors="log_probs", parameters="targets input_lengths target_lengths")
 def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
     logs, targets = given["log_probs"], given["targets"]
     mesh = logs.device_mesh
     batched = logs.ndim == 3
+    _check_batch(given, logs.shape[1] if batched else 1)
     inputs, lengths = (_whole_numbers(given[k]).reshape(-1) for k in ("input_lengths", "target_lengths"))
     if not batched:
         logs, targets = logs.unsqueeze(1), targets.unsqueeze(0)

@@ -41,6 +41,12 @@ def _plain(op: str, t: Tensor) -> Tensor:
     return redistributed(op, ShardTensor.from_dtensor(t), spec_of(t).replicated())._local_tensor
 
 
+def _check_weight(op: str, weight: Tensor | None, shape: torch.Size) -> None:
+    """Raise where the weight of a histogram has not the shape that there are elements, or points."""
+    if weight is not None and weight.shape != shape:
+        raise RuntimeError(f"{op}(): weight has shape {tuple(weight.shape)}, but the elements have {tuple(shape)}")
+
+
 def _weights(op: str, weight: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
     """The weights of a shard's elements, or of its points."""
     if weight is None:
@@ -104,6 +110,7 @@ def _histogram(
 ) -> tuple[ShardTensor, ShardTensor]:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
+    _check_weight("histogram", weight, x.shape)
     local, spec = reduced_value(x)
     weight = _weights("histogram", weight, spec)
     seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
@@ -118,6 +125,7 @@ def _histogram_of_bins(
 ) -> tuple[ShardTensor, ShardTensor]:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
+    _check_weight("histogram", weight, x.shape)
     local, spec = reduced_value(x)
     edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
     counts = torch.histogram(local, edges, weight=weight).hist
@@ -138,6 +146,7 @@ def _bin_edges(
 ) -> list[ShardTensor]:
     if spec_of(x).is_replicate():
         return DECLINED
+    _check_weight("histogramdd", weight, x.shape[:-1])
     local, spec = _free_coordinates(x)
     return [_replicated(t, spec) for t in _edges(local, spec, bins, range)]
 
@@ -148,6 +157,7 @@ def _from_counts(
 ) -> ShardTensor:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
+    _check_weight("histogramdd", weight, x.shape[:-1])
     local, spec = _free_coordinates(x)
     edges, weight = _edges(local, spec, bins, range), _weights("histogramdd", weight, spec)
     ends = [float(t[i]) for t in edges for i in (0, -1)]
@@ -161,6 +171,7 @@ def _from_tensors(
 ) -> ShardTensor:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
+    _check_weight("histogramdd", weight, x.shape[:-1])
     local, spec = _free_coordinates(x)
     edges, weight = [_plain("histogramdd", t) for t in bins], _weights("histogramdd", weight, spec)
     counts = _aten._histogramdd_from_bin_tensors.default(local, edges, weight=weight)
@@ -177,6 +188,12 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> S
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
+    if weights is not None and weights.shape != x.shape:
+        raise RuntimeError(
+            f"weights should be 1-d and have the same length as input, {len(x)}, but have shape {tuple(weights.shape)}"
+            if x.ndim == 1
+            else "bincount only supports 1-d non-negative integral inputs."
+        )
     local, spec = reduced_value(x)
     torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
     over = list(spec.sharded_dims().values())
@@ -185,8 +202,6 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> S
     if spec.shape.numel() and least > 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     if weights is not None:
-        if tuple(weights.shape) != tuple(spec.shape):
-            raise RuntimeError("weights should be 1-d and have the same length as input")
         if isinstance(weights, DTensor):
             like = spec.with_dtype(weights.dtype)
             weights = redistributed("bincount", ShardTensor.from_dtensor(weights), like)._local_tensor
