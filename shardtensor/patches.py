@@ -24,6 +24,7 @@ import wrapt
 
 from ._compat import register_scripting
 from .errors import refuse
+from .replication import note_result
 from .tensor import ShardTensor, call_registered
 
 __all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
@@ -93,6 +94,7 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
             return wrapped(*args, **kwargs)
         result = call_registered(wrapped, args, kwargs)
         if result is not NotImplemented:
+            note_result(result, args, kwargs)
             return result
         if self._self_patch.required:
             raise refuse(
