@@ -79,7 +79,8 @@ def check(module: str, name: str) -> None:
     x.requires_grad_()
     with count_communication() as counted:
         y = network.run(model, sharded)
-    assert counted.collective_bytes < network.reduced * x.nbytes
+    summed = f"{counted.collective_bytes / x.nbytes:.2f} of the input's bytes, {dict(counted.collectives)}"
+    assert counted.collective_bytes < network.reduced * x.nbytes, summed
     expected = network.run(twin, x)
     assert_near(whole(y), expected, network.tolerance)
     y.square().mean().backward()
