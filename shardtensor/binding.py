@@ -63,6 +63,7 @@ class Declaration:
     Attributes:
         build: the function that makes plans.
         tensors, parameters, partial, sharded: names of its arguments.
+        sparse: what is called where one of them is sparse, if anything.
         signature: of the operator, as ``build`` has it after the call.
     """
 
@@ -71,6 +72,7 @@ class Declaration:
     parameters: tuple[str, ...]
     partial: tuple[str, ...]
     sharded: tuple[str, ...]
+    sparse: Callable[..., Any] | None
     signature: inspect.Signature
 
     @property
@@ -120,14 +122,21 @@ class Declaration:
         return bound
 
 
-def declaration(build: Callable[..., Any], tensors: str, parameters: str, partial: str, sharded: str) -> Declaration:
+def declaration(
+    build: Callable[..., Any],
+    tensors: str,
+    parameters: str,
+    partial: str,
+    sharded: str,
+    sparse: Callable[..., Any] | None = None,
+) -> Declaration:
     """What :func:`shardtensor.operator` was given, its names split. The function's first argument is the call."""
     signature = inspect.signature(build)
     own = signature.replace(parameters=list(signature.parameters.values())[1:])
     tensor_names, parameter_names, partial_names, sharded_names = (
         tuple(names.split()) for names in (tensors, parameters, partial, sharded)
     )
-    return Declaration(build, tensor_names, parameter_names, partial_names, sharded_names, own)
+    return Declaration(build, tensor_names, parameter_names, partial_names, sharded_names, sparse, own)
 
 
 def argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:

@@ -25,7 +25,7 @@ from .arguments import Arguments, Operand, common_mesh, prepared_spec
 from .binding import Declaration, declaration, place_of, placed
 from .context import settings
 from .copies import check_current
-from .errors import refuse
+from .errors import UnsupportedSharding, refuse
 from .layout import wide_dtype
 from .parameters import GradientSum, contributing
 from .plan import Composed, LocalPlan, Plan, picked
@@ -97,12 +97,26 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
-        key = plan_key(self, args, kwargs, tensors)
+        try:
+            key = plan_key(self, args, kwargs, tensors)
+        except UnsupportedSharding:
+            result = self._of_sparse(args, kwargs)
+            if result is NotImplemented:
+                raise
+            return result
         plan = cached_plan(key)
         if plan is None:
             plan = self._make(args, kwargs, tensors)
             keep_plan(key, plan)
         return NotImplemented if plan is NotImplemented else plan(tensors)
+
+    def _of_sparse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the operator returns for a sparse operand, of which no plan is made; NotImplemented if it takes none."""
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not isinstance(a, DTensor)]
+        if self._declared.sparse is None or all(a.layout is torch.strided for a in given):
+            return NotImplemented
+        bound = self._declared.bind(self.name, self._arguments, args, kwargs)
+        return self._declared.sparse(self.name, *bound.args, **bound.kwargs)
 
     def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
         # Tensors are bound by their place among the call's tensors: the next call may have others there.
@@ -178,6 +192,7 @@ def operator(
     parameters: str = "",
     partial: str = "",
     sharded: str = "",
+    sparse: Callable[..., Any] | None = None,
     meta: Callable[..., Any] | None = None,
 ) -> Callable[[Build], Build]:
     """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
@@ -202,6 +217,9 @@ def operator(
         partial: which of ``tensors`` may stay Partial.
         sharded: which of ``parameters`` may be sharded DTensors. The function gets their specs, and returns a
             :class:`Composed` or has them made plain by :meth:`Arguments.then_do`; their gradients are not summed.
+        sparse: called instead where a plain tensor is sparse, of which no plan is made: with the operator's name and
+            its arguments, by the names of the declaration. It returns the result, or NotImplemented to have the call
+            refused.
         meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
             tensors.
 
@@ -226,7 +244,7 @@ def operator(
             for spelling in spellings:
                 declare_rule(spelling, build, meta)
             return build
-        declared = declaration(build, tensors, parameters, partial, sharded)
+        declared = declaration(build, tensors, parameters, partial, sharded, sparse)
         for spelling in dict.fromkeys(spellings):
             declare(spelling, Operator(spelling, declared))
         return build

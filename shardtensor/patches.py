@@ -25,6 +25,7 @@ import wrapt
 from ._compat import register_scripting
 from .errors import refuse
 from .plain_tensors import explain
+from .replication import note_result
 from .tensor import ShardTensor, call_registered
 
 __all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
@@ -98,6 +99,7 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
             explain(wrapped, args, kwargs, error)
             raise
         if result is not NotImplemented:
+            note_result(result, args, kwargs)
             return result
         if self._self_patch.required:
             raise refuse(

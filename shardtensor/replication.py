@@ -8,7 +8,8 @@ an operator, a hook of FSDP2 or the backward pass, stays plain: the mode looks a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ from .open_layouts import leave_open
 from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
 
-__all__ = ["implicit_replication"]
+__all__ = ["implicit_replication", "note_result"]
 
 _FACTORIES = frozenset(
     {
@@ -36,6 +37,8 @@ _FACTORIES = frozenset(
 
 _ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _PACKAGES = ("torch", __name__.partition(".")[0])
+# torch's Python code through which a network computes: layers, functions, operators of tensors.
+_COMPUTES = ("torch.nn.modules.", "torch.nn.functional", "torch.functional", "torch.overrides", "torch._tensor")
 
 
 @not_in_graphs("enter shardtensor.implicit_replication() around the compiled function's call")
@@ -76,6 +79,15 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.mesh = mesh
 
+    def __enter__(self) -> _Mode:
+        _entered.depth = _depth() + 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _entered.depth = _depth() - 1
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -84,12 +96,12 @@ class _Mode(TorchFunctionMode):
             with self:  # for what is recomputed
                 return FUNCTIONS[func](*args, **kwargs)
         result = func(*args, **kwargs)
-        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
-            return result
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        internal = caller.partition(".")[0] in _PACKAGES
         if type(result) is ShardTensor:
-            if result._spec.is_replicate() and result._open is None and not _is_old(result, (*args, *kwargs.values())):
-                leave_open(result)
-        elif func in _FACTORIES and self._may_be_replicated(result):
+            if not internal or caller.startswith(_COMPUTES):
+                _leave_open(result, (*args, *kwargs.values()))
+        elif not internal and func in _FACTORIES and self._may_be_replicated(result):
             result = promote(result, self.mesh)
             leave_open(result)
         return result
@@ -98,6 +110,24 @@ class _Mode(TorchFunctionMode):
         if type(t) is not Tensor or t.requires_grad or t.layout is not torch.strided or tracing():
             return False
         return t.device.type == self.mesh.device_type
+
+
+_entered = threading.local()
+
+
+def _depth() -> int:
+    return getattr(_entered, "depth", 0)
+
+
+def note_result(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Leave open what a patched function returns, which goes past all modes, if this thread is inside of one."""
+    if type(result) is ShardTensor and _depth():
+        _leave_open(result, (*args, *kwargs.values()))
+
+
+def _leave_open(result: ShardTensor, arguments: Sequence[Any]) -> None:
+    if result._spec.is_replicate() and result._open is None and not _is_old(result, arguments):
+        leave_open(result)
 
 
 def _is_old(result: ShardTensor, arguments: Sequence[Any]) -> bool:

@@ -291,11 +291,8 @@ def test_lists_of_any_layouts():
 
 
 SPARSE = {
-    "bmm": (lambda s, x: torch.bmm(s[None], x[None]), "coo"),
-    "@": (lambda s, x: s @ x, "coo"),
-    "@, rows": (lambda s, x: s @ x, "csr"),
-    "sparse.mm": (lambda s, x: torch.sparse.mm(s, x), "coo"),
-    "addmm": (lambda s, x: torch.addmm(x, s, x), "coo"),
+    "x @": (lambda s, x: x @ s, "coo"),
+    "addmm of": (lambda s, x: torch.addmm(s, x, x), "csr"),
     "*": (lambda s, x: s * x, "coo"),
     "* sparse": (lambda s, x: x * s, "coo"),
     "in a list": (lambda s, x: torch.cat([x, s]), "coo"),

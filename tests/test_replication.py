@@ -103,6 +103,25 @@ class Tokens(nn.Module):
         return padded, groups, mask.sum()
 
 
+class Layers(nn.Module):
+    """What layers make of a tensor, and functions that are Python code of torch's, is open, too."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.linear, self.conv = nn.Linear(channels, channels), nn.Conv1d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        places = torch.linspace(0, 1, n, dtype=x.dtype)[:, None].expand(b, n, c).contiguous()
+        features = self.linear(places)
+        features.mul_(x)
+        windows = self.conv(places.transpose(1, 2))
+        windows.add_(x.transpose(1, 2))
+        scaled = F.layer_norm(places, (c,))
+        scaled.mul_(x)
+        return features, windows, scaled
+
+
 def views(x):
     """Written to through views, which are read before and after."""
     b, c, n = x.shape
@@ -137,6 +156,7 @@ def networks(ranks):
         (SpectralConvolution(4), image, 3, None),
         (AdaptiveFourier(4), image.permute(0, 2, 3, 1).contiguous(), 1, cuts[0]),
         (Tokens(), tokens, 1, cuts[1]),
+        (Layers(3), tokens, 1, cuts[1]),
     ):
         assert_matches_unsharded(
             Inside(layer.double() if not isinstance(layer, SpectralConvolution) else layer, mesh),

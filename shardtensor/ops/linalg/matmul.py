@@ -24,6 +24,7 @@ from ..common.alignment import common_layout, common_mesh, fit, wide_dtype
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
 from ..common.half import widened
 from ..common.reduce import check_dtype, reduced_spec
+from .sparse import MATRIX, MATRIX_BATCH, MATRIX_VECTOR, added_sparse_product, sparse_product
 
 _aten = torch.ops.aten
 
@@ -50,7 +51,11 @@ def _plan_product(
     return plan_contraction(call, function.__name__, function, form, "input", name)
 
 
-@operator(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, tensors="input other")
+@operator(
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul),
+    tensors="input other",
+    sparse=sparse_product(torch.matmul),
+)
 def plan_matmul(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec) -> Plan:
     return _plan_product(call, torch.matmul, None, input, other, "other")
 
@@ -60,29 +65,26 @@ def plan_rmatmul(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec
     return Composed(lambda input, other: torch.matmul(other, input))
 
 
-_MM = Form(("ik", "kj"), "ij")
-_BMM = Form(("bik", "bkj"), "bij")
-_MV = Form(("ik", "k"), "i")
 _OUTER = Form(("i", "j"), "ij")
 
 
-@operator(torch.mm, Tensor.mm, tensors="input mat2")
+@operator(torch.mm, Tensor.mm, tensors="input mat2", sparse=sparse_product(torch.mm))
 def plan_mm(
     call: Arguments, input: ShardTensorSpec, mat2: ShardTensorSpec, out_dtype: torch.dtype | None = None
 ) -> Plan:
-    return _plan_product(call, torch.mm, _MM, input, mat2, "mat2") if out_dtype is None else DECLINED
+    return _plan_product(call, torch.mm, MATRIX, input, mat2, "mat2") if out_dtype is None else DECLINED
 
 
-@operator(torch.bmm, Tensor.bmm, tensors="input mat2")
+@operator(torch.bmm, Tensor.bmm, tensors="input mat2", sparse=sparse_product(torch.bmm))
 def plan_bmm(
     call: Arguments, input: ShardTensorSpec, mat2: ShardTensorSpec, out_dtype: torch.dtype | None = None
 ) -> Plan:
-    return _plan_product(call, torch.bmm, _BMM, input, mat2, "mat2") if out_dtype is None else DECLINED
+    return _plan_product(call, torch.bmm, MATRIX_BATCH, input, mat2, "mat2") if out_dtype is None else DECLINED
 
 
-@operator(torch.mv, Tensor.mv, tensors="input vec")
+@operator(torch.mv, Tensor.mv, tensors="input vec", sparse=sparse_product(torch.mv))
 def plan_mv(call: Arguments, input: ShardTensorSpec, vec: ShardTensorSpec) -> Plan:
-    return _plan_product(call, torch.mv, _MV, input, vec, "vec")
+    return _plan_product(call, torch.mv, MATRIX_VECTOR, input, vec, "vec")
 
 
 @operator(torch.outer, Tensor.outer, torch.ger, Tensor.ger, tensors="input vec2")
@@ -129,7 +131,7 @@ def _plan_added(
     return Composed(added)
 
 
-@operator(torch.addmm, Tensor.addmm, tensors="input mat1 mat2")
+@operator(*(torch.addmm, Tensor.addmm), tensors="input mat1 mat2", sparse=added_sparse_product(torch.addmm, torch.mm))
 def plan_addmm(
     call: Arguments,
     input: ShardTensorSpec,
@@ -246,7 +248,7 @@ def plan_product(call: planning.AtenCall) -> planning.AtenPlan:
         # A plain operand counts as replicated.
         plain = None if (i,) in reduced else ShardTensorSpec.make(mesh, [Replicate()] * mesh.ndim, a.shape, a.dtype)
         specs.append(reduced[(i,)] if plain is None else plain)
-    how = arrange(call.func, _MM if call.func == _aten.mm.default else _BMM, tuple(specs))
+    how = arrange(call.func, MATRIX if call.func == _aten.mm.default else MATRIX_BATCH, tuple(specs))
     plain_slices = [
         (i, d, *t.interval(m))
         for i, t in enumerate(how.targets)
