@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from shardtensor import ShardTensor, implicit_replication
 from shardtensor.testing import count_communication, shard, shared_mesh
 
 
@@ -32,6 +33,7 @@ class Network:
         tolerance: relative; larger where the network computes in float32 whatever its weights are.
         reduced: bytes that are summed over ranks in all, relative to the input's: statistics, pooled features and the
             like, of which some networks have many for so small an image. No activation.
+        replicated: runs inside ``implicit_replication``: sharded values are written to tensors that the network makes.
         norms_train: norms that keep running statistics compute them from the batch, as in training.
         half: run in bfloat16, too; not where the network's one device cannot.
     """
@@ -42,6 +44,7 @@ class Network:
     call: Callable[[nn.Module, Tensor], Tensor] = field(default=lambda network, x: network(x))
     tolerance: float = 1e-9
     reduced: float = 0.5
+    replicated: bool = False
     norms_train: bool = False
     half: bool = False
 
@@ -59,24 +62,26 @@ def text(*shape: int) -> Tensor:
 def check(module: str, name: str) -> None:
     """Compare the network ``name`` of a module of networks on two ranks with itself in one process: the result, the
     input's gradient, those of all parameters, and all buffers. To be called by every rank."""
-    torch.manual_seed(0)
     listed = importlib.import_module(module)
     network: Network = listed.NETWORKS[name]
-    model = built(network, importlib.import_module(listed.PACKAGE))
-    twin = copy.deepcopy(model)
+    # Both are built, as some cannot be copied; with the seed of the call, too, for those that draw numbers in it.
+    model, twin = (built(network, importlib.import_module(listed.PACKAGE)) for _ in range(2))
     x = torch.randn(network.shape, dtype=torch.float64)
     sharded = cut(x, network.dim)
     x.requires_grad_()
+    torch.manual_seed(1)
     with count_communication() as counted:
-        y = network.call(model, sharded)
+        y = called(network, model, sharded)
     assert counted.collective_bytes < network.reduced * x.nbytes
+    torch.manual_seed(1)
     expected = network.call(twin, x)
     assert_near(whole(y), expected, network.tolerance)
     y.square().mean().backward()
     expected.square().mean().backward()
     assert_near(whole(sharded.grad), x.grad, network.tolerance)
     # Biases in front of norms have gradients of nothing but rounding.
-    largest = max((float(p.grad.abs().max()) for p in twin.parameters() if p.grad is not None), default=0.0)
+    gradients = [p.grad for p in twin.parameters() if p.grad is not None and p.numel()]
+    largest = max((float(gradient.abs().max()) for gradient in gradients), default=0.0)
     for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), key
         if q.grad is not None:
@@ -96,7 +101,7 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
     reference = copy.deepcopy(model).double()
 
     def run(model: nn.Module, x: Tensor) -> list[Tensor]:
-        y = network.call(model, x)
+        y = called(network, model, x)
         y.square().mean().backward()
         assert x.grad is not None
         return [whole(y).detach().double(), whole(x.grad).double()]
@@ -109,14 +114,24 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
         assert error <= 2 * allowed, f"{what} in bfloat16: error {error:.2e}, that of one device {allowed:.2e}"
 
 
+def called(network: Network, model: nn.Module, x: Tensor) -> Tensor:
+    """The result of a network, whole or on a shard."""
+    if not network.replicated or not isinstance(x, ShardTensor):
+        return network.call(model, x)
+    with implicit_replication(x.device_mesh):
+        return network.call(model, x)
+
+
 def built(network: Network, package: Any) -> nn.Module:
+    torch.manual_seed(0)
     model = network.make(package).double().eval()
     for layer in model.modules() if network.norms_train else ():
         if getattr(layer, "running_mean", None) is not None:
             layer.train()
     with torch.no_grad():
         for parameter in model.parameters():  # some start at zero, and some at whatever was in memory
-            if not parameter.isfinite().all() or not 1e-9 < parameter.abs().max() < 1e3:
+            largest = parameter.abs().max() if parameter.numel() else torch.tensor(1.0)
+            if not parameter.isfinite().all() or not 1e-9 < largest < 1e3:
                 nn.init.normal_(parameter, std=0.1)
     return model
 
