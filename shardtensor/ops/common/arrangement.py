@@ -7,9 +7,10 @@ have it; the others are replicated there. :func:`arrange` chooses it:
 |---|---|---|
 | are sharded along one label, or have one in common | plain ones are sliced, others resharded | sharded alike |
 | the same, and the label is summed over | the same, or resharded to one that is not | Partial(sum), or sharded |
-| have no label in common | the smaller one is sent around, see [Note: ring] in ring.py | as the one that stays |
+| have no label in common | one is sent around, see [Note: ring] in ring.py | as the one that stays |
 
-Where there is a choice, the one that moves the fewest elements is taken; a sum that is larger than the operands' shards
+Where there is a choice, the one that moves the fewest elements is taken, and of two operands that may be sent around
+the second one, unless it is half as large again as the first; a sum that is larger than the operands' shards
 counts as its all-reduce would. So where sharded features meet a replicated weight, rows are sharded instead. To a label
 along which nothing is sharded yet an operand is resharded only if it has at least as many elements as there are ranks;
 to one that is summed over only if the sum, which every rank holds in full, is no larger than the operands' shards. So
@@ -37,6 +38,10 @@ from ...tensor import redistribute_to, to_part
 from .part_by_part import Tour, part_by_part
 
 __all__ = ["Arrangement", "Form", "Label", "Labels", "arrange"]
+
+# Scores of queries and keys are read along the keys next: by a softmax, and by a product with values. Cut along the
+# queries, keys and values are sent; cut along the keys, the queries, and the result is summed, which is twice its size.
+_ROWS_PREFERRED = 1.5
 
 Label = Hashable
 Labels = tuple[Label, ...]
@@ -335,10 +340,12 @@ class _Choice:
         """One of two operands is sent around the ranks, the other one stays."""
         if not self.form.by_parts or len(self.held) != 2:
             return
+        first = next(iter(self.held.values()))
         for sent, stays in zip(reversed(self.held), self.held.values(), strict=True):
             labels = (stays.label, self.held[sent].label)
             if labels[0] != labels[1] and not self.form.summed(stays.label) and all(map(self._may_shard, labels)):
-                yield _Option(self.elements[sent], stays, sent)
+                preferred = 1.0 if stays == first else _ROWS_PREFERRED
+                yield _Option(preferred * self.elements[sent], stays, sent)
 
 
 def _target(

@@ -1,4 +1,4 @@
-"""Padding and cropping: constant, reflect, replicate and circular, at any dims.
+"""Padding and cropping: constant, reflect, replicate and circular, at any dims; sequences of several lengths.
 
 The rank at a global end holds the padding of that end: a boundary ``b`` moves to ``b + left`` (within the new length),
 but 0 stays 0 and the other end stays the end. Ranks with empty shards at an end get none of it. What is padded is read
@@ -19,7 +19,7 @@ from ..._compat import AutogradFunction, nn_functions
 from ...exchange import plan_intervals
 from ...geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
 from ...halo import Axis, Fetch
-from ...operators import Arguments, LocalPlan, Plan, operator
+from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
 from ..common.stencil import keeping_sums, per_dim, resized, result_dtype
@@ -257,3 +257,29 @@ def _declare(name: str, mode: str, n: int) -> None:
 for _n in (1, 2, 3):
     _declare(f"reflection_pad{_n}d", "reflect", _n)
     _declare(f"replication_pad{_n}d", "replicate", _n)
+
+
+@operator(_nn.pad_sequence, _aten.pad_sequence, tensors="sequences", partial="sequences")
+def plan_pad_sequence(
+    call: Arguments,
+    sequences: Sequence[ShardTensorSpec],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Composed:
+    dtype = call.returned(_nn.pad_sequence, sequences, batch_first, padding_value, padding_side).dtype
+    lengths = [spec.shape[0] for spec in sequences]
+    n, dim = max(lengths), 0 if batch_first else 1
+    # The first sharded tensor of a stack gives it its cut. That of a short sequence, padded, would be uneven.
+    first = max(range(len(lengths)), key=lambda i: (bool(sequences[i].sharded_dims()), lengths[i]))
+    others = (0, 0) * (len(sequences[0].shape) - 1)
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        padded = []
+        for t, k in zip(tensors, lengths, strict=True):
+            ends = (0, n - k) if padding_side == "right" else (n - k, 0)
+            padded.append(F.pad(t.to(dtype), (*others, *ends), value=padding_value) if k < n else t.to(dtype))
+        stacked = torch.stack(padded[first:] + padded[:first], dim)
+        return stacked.roll(first, dim) if first else stacked
+
+    return Composed(join)

@@ -231,6 +231,8 @@ def communication():
 
     rows = ((9, 6), [Shard(0)], {0: (5, 1, 3)})
     count("ring", torch.matmul, rows, ((6, 3), [Shard(1)], {0: (1, 1, 1)}))
+    count("longer second", torch.matmul, rows, ((6, 12), [Shard(1)], {0: (4, 4, 4)}))
+    count("longest second", torch.matmul, rows, ((6, 15), [Shard(1)], {0: (5, 5, 5)}))
     count("batch", torch.matmul, ((3, 9, 6), [Shard(1)], {0: (3, 3, 3)}), ((3, 6, 3), [Shard(0)], {0: (1, 1, 1)}))
     count("aligned", torch.matmul, ((9, 6), [Shard(1)], {0: (1, 2, 3)}), ((6, 3), [Shard(0)], {0: (1, 2, 3)}))
     count("realigned", torch.matmul, ((9, 6), [Shard(1)], {0: (1, 2, 3)}), ((6, 3), [Shard(0)], {0: (2, 2, 2)}))
@@ -247,6 +249,9 @@ def test_what_is_sent():
         assert forward[1] == 2 * 6 * 8
         assert backward[1] == 4 * 6 * 8
         assert placements == (Shard(0),)
+        # As scores are read along the keys, what is cut along the queries stays unless there are far more keys.
+        assert found["longer second"][2] == (Shard(0),)
+        assert found["longest second"][2] == (Shard(1),)
         # An exchange to the batch dim, of the smaller shards or the larger ones' blocks, and none for the other.
         forward, backward, placements = found["batch"]
         assert forward[1] == 2 * 18 * 8

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
+from torch.nn.utils.rnn import pad_sequence
 
 from shardtensor.geometry import boundaries_of
 from shardtensor.ops.spatial.pad import pad_sizes, pad_sources
@@ -173,3 +174,44 @@ def test_sources_are_torchs(mode, n, draw):
         taken = list(range(start, stop))
         found.append(taken * count if mode == "replicate" else taken[::-1] if mode == "reflect" else taken)
     assert found[0] + list(range(n)) + found[1] == padded
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+def check_pad_sequence(sizes):
+    mesh = shared_mesh(len(sizes))
+    generator = torch.Generator().manual_seed(0)
+    n = sum(sizes)
+    whole = [torch.randn(k, 3, dtype=torch.float64, generator=generator) for k in (n // 2, n, 0, n - 1)]
+    for options in ({}, {"batch_first": True, "padding_value": 1.5}, {"padding_side": "left"}):
+        for kinds in ((Shard(0),) * 4, (Shard(1), Shard(0), Shard(0), Shard(0)), (None, None, Shard(0), Shard(0))):
+            sharded = [
+                t.clone()
+                if kind is None
+                else shard(t, mesh, [kind], {0: sizes} if kind == Shard(0) and len(t) == n else None)
+                for t, kind in zip(whole, kinds, strict=True)
+            ]
+            twins = [t.clone().requires_grad_() for t in whole]
+            for t in sharded:
+                t.requires_grad_()
+            y = pad_sequence(sharded, **options)
+            expected = pad_sequence(twins, **options)
+            torch.testing.assert_close(y.full_tensor(), expected)
+            y.square().sum().backward()
+            expected.square().sum().backward()
+            for t, twin in zip(sharded, twins, strict=True):
+                torch.testing.assert_close(
+                    t.grad.full_tensor() if hasattr(t.grad, "full_tensor") else t.grad, twin.grad
+                )
+    if n:
+        y = pad_sequence([shard(t, mesh, [Shard(0)], {0: sizes} if len(t) == n else None) for t in whole])
+        assert y.shard_sizes == {0: sizes}  # those of the longest, not of the first
+    with count_communication() as counted:
+        pad_sequence([shard(whole[1], mesh, [Shard(0)], {0: sizes})] * 2)
+    assert not counted.messages and not counted.collectives
+
+
+@pytest.mark.parametrize("sizes", [(7,), (5, 3), (0, 4, 3)])
+def test_sequences_are_padded_as_on_one_device(sizes):
+    run_distributed(check_pad_sequence, len(sizes), sizes)
