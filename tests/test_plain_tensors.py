@@ -59,6 +59,7 @@ ELEMENTWISE = {
     "clamp": lambda x, n: x.clamp(min=ones(n, 7)),
     "_foreach_add": lambda x, n: torch._foreach_add([x], [ones(2, n, 7)]),
     "bernoulli_": lambda x, n: x.clone().bernoulli_(ones(2, n, 7)),
+    "bernoulli.Tensor": lambda x, n: torch.ops.aten.bernoulli.Tensor(x, ones(2, n, 7)),
     "allclose": lambda x, n: torch.allclose(x, ones(2, n, 7)),
     "add_": lambda x, n: x.clone().add_(ones(n, 7)),
     "mul_": lambda x, n: x.clone().__imul__(ones(n, 7)),
@@ -86,6 +87,8 @@ PRODUCTS = {
     "addmm": lambda x, n: torch.addmm(ones(n, 4), x[0], ones(7, 4)),
     "baddbmm": lambda x, n: torch.baddbmm(ones(2, n, 4), x, ones(2, 7, 4)),
     "cdist": lambda x, n: torch.cdist(x.mT, ones(2, 4, n)),
+    "linalg_solve": lambda x, n: torch.linalg.solve(x.transpose(0, 1)[..., :2], ones(n, 2, 1)),
+    "cholesky_solve": lambda x, n: torch.cholesky_solve(ones(n, 2, 1), x.transpose(0, 1)[..., :2]),
     "bilinear": lambda x, n: F.bilinear(x, ones(2, n, 7), ones(2, 7, 7)),
 }
 JOINS = {

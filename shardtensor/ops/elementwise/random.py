@@ -188,7 +188,6 @@ def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -
 @operator(
     _aten.bernoulli.default,
     _aten.bernoulli.p,
-    _aten.bernoulli.Tensor,
     _aten.bernoulli_.float,
     _aten.uniform.default,
     _aten.uniform_.default,
@@ -227,6 +226,7 @@ def plan_draw(call: AtenCall) -> AtenPlan:
 
 # torch's own does not compare sizes on meta tensors.
 operator(_aten.bernoulli_.Tensor, meta=lambda x, p, generator=None: x.copy_(p))(plan_draw)
+operator(_aten.bernoulli.Tensor, meta=lambda x, p, generator=None: torch.empty_like(x).copy_(p))(plan_draw)
 # torch does not run these on meta tensors.
 operator(_aten.binomial.default, meta=lambda count, prob, generator=None: count + prob)(plan_draw)
 operator(_aten._standard_gamma.default, meta=lambda x, generator=None: torch.empty_like(x))(plan_draw)

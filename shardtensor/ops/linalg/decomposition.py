@@ -23,6 +23,7 @@ from ...operators import Arguments, Composed, Plan, operator
 from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to
+from ..common.alignment import broadcast_shape
 from ..common.contraction import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import reduce_over
 
@@ -52,7 +53,9 @@ def plan_by_matrix(
     cores = [*terms[0], *[""] * (len(specs) - len(terms[0]))]
     if any(len(spec.shape) < len(core) for spec, core in zip(specs, cores)):
         return DECLINED  # torch says what is wrong
-    leads, lead = batch_labels(*(s.shape[: len(s.shape) - len(core)] for s, core in zip(specs, cores, strict=True)))
+    batches = [s.shape[: len(s.shape) - len(core)] for s, core in zip(specs, cores, strict=True)]
+    broadcast_shape(*batches)  # raises where they do not fit: below, equal labels have equal lengths
+    leads, lead = batch_labels(*batches)
     form = Form(
         tuple((*labels, *core) for labels, core in zip(leads, cores, strict=True)),
         (*lead, "K"),
