@@ -55,6 +55,9 @@ D = TypeVar("D", bound=DTensor)
 # So whole tensors, too, go by their rule.
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
+# A spec has strides.
+_WITHOUT_STRIDES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 def wrapper(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     """A tensor of ``cls`` around ``local``, which must have the shape that the spec says."""
@@ -245,6 +248,8 @@ def _run_replicated(
     returns_self = is_inplace(func)
 
     def spec(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.layout in _WITHOUT_STRIDES:
+            raise refuse(func, base, f"a ShardTensor holds no {value.layout}", "call it on to_local()")
         return base.replace(meta=meta_of(value)) if isinstance(value, Tensor) else None
 
     def wrapped(value: Any) -> Any:

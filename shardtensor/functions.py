@@ -61,7 +61,10 @@ def promote_operands(
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
     if writes(func) and not isinstance(first, cls):
-        raise refuse(name, flat, *PLAIN_TARGET)
+        if isinstance(first, DTensor) or not all(a._spec.is_replicate() for a in flat if isinstance(a, cls)):
+            raise refuse(name, flat, *PLAIN_TARGET)
+        # Every rank has all of what is written, and of the places, such as torch.arange in implicit_replication.
+        return _local(cls, args), {k: _local(cls, v) for k, v in kwargs.items()}
     if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
         "torch.autograd"
     ):
@@ -77,6 +80,13 @@ def promote_operands(
         return type(a)(convert(x) for x in a) if type(a) in (list, tuple) else a
 
     return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+
+def _local(cls: type[ShardTensor], a: Any) -> Any:
+    """An argument with replicated ShardTensors as plain tensors."""
+    if isinstance(a, cls):
+        return a.to_local()
+    return type(a)(_local(cls, x) for x in a) if type(a) in (list, tuple) else a
 
 
 def _to_promote(cls: type[ShardTensor], a: Any) -> bool:

@@ -33,7 +33,8 @@ _FACTORIES = frozenset(
         *(torch.randn_like, torch.randint_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
     }
 )
-
+_FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
+_NUMBERS = (bool, int, float, complex, list, tuple)
 
 _ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _PACKAGES = ("torch", __name__.partition(".")[0])
@@ -47,16 +48,17 @@ def implicit_replication(mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Make ShardTensors of the tensors that a network creates, so that sharded values can be written to them.
 
     Inside, ``torch.zeros``, ``ones``, ``empty``, ``full``, ``eye``, ``arange``, ``linspace``, ``rand``, ``randn``,
-    ``randint``, ``randperm``, the like, and their ``*_like`` and ``new_*`` forms return replicated ShardTensors. Their
-    layout is open, as is that of what is computed from them: the first sharded value that is written to such a tensor,
-    or to a view of it, gives it its cut, along the dims that both have, and nothing is gathered. Sums over an index
-    (``scatter_add_``, ``index_add_``) keep it replicated: the ranks' contributions are summed.
+    ``randint``, ``randperm``, the like, and their ``*_like`` and ``new_*`` forms return replicated ShardTensors, and so
+    do ``torch.tensor`` and ``as_tensor`` of numbers. Their layout is open, as is that of what is computed from them:
+    the first sharded value that is written to such a tensor, or to a view of it, gives it its cut, along the dims that
+    both have, and nothing is gathered. Sums over an index (``scatter_add_``, ``index_add_``) keep it replicated: the
+    ranks' contributions are summed.
 
     The mode holds for the calling thread. Random tensors have the values of one device if all ranks have the same
     seed, which they must have in any case. Tensors on other devices than the mesh's, those that require grad, what
-    torch's own Python code makes, and ``torch.tensor`` remain plain. Enter it around the network's call, not where its
-    parameters are made; activation checkpointing recomputes a network's part inside it if ``backward()`` is called
-    inside it, too. In compiled functions it has no effect.
+    torch's own Python code makes, and what is made of tensors and arrays remain plain. Enter it around the network's
+    call, not where its parameters are made; activation checkpointing recomputes a network's part inside it if
+    ``backward()`` is called inside it, too. In compiled functions it has no effect.
 
     Args:
         mesh: of the network's ShardTensors; default: the mesh of the surrounding ``with mesh:``.
@@ -101,10 +103,16 @@ class _Mode(TorchFunctionMode):
         if type(result) is ShardTensor:
             if not internal or caller.startswith(_COMPUTES):
                 _leave_open(result, (*args, *kwargs.values()))
-        elif not internal and func in _FACTORIES and self._may_be_replicated(result):
+        elif not internal and self._makes(func, args, kwargs) and self._may_be_replicated(result):
             result = promote(result, self.mesh)
             leave_open(result)
         return result
+
+    @staticmethod
+    def _makes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call makes a tensor of nothing, or of numbers, or nested lists of them; arrays share their memory."""
+        given = args[0] if args else kwargs.get("data")
+        return func in _FACTORIES or (func in _FROM_NUMBERS and isinstance(given, _NUMBERS))
 
     def _may_be_replicated(self, t: Any) -> bool:
         if type(t) is not Tensor or t.requires_grad or t.layout is not torch.strided or tracing():

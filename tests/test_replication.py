@@ -146,6 +146,21 @@ def rolled(x):
     return out
 
 
+def filled(x):
+    """A tensor made of a number."""
+    out = torch.as_tensor(0.5, dtype=x.dtype).repeat(x.shape[0], x.shape[1] + 2, *x.shape[2:])
+    out[:, torch.tensor([3, 0, 5, 1])] = x.exp()
+    return out
+
+
+def chosen(x, whole):
+    """Whole tensors, written at places that the network makes."""
+    table = whole * 2
+    table[torch.arange(3)] = whole[:3].exp()
+    table.index_add_(0, torch.arange(2), whole[2:4])
+    return x * table.t()
+
+
 def networks(ranks):
     torch.manual_seed(0)
     mesh = shared_mesh(ranks)
@@ -174,8 +189,9 @@ def networks(ranks):
         return call
 
     # (Of the channels, ``last`` would be one entry of a sharded dim, which is a copy.)
-    for fn, dim in ((views, 2), (rolled, 1), (rolled, 2)):
+    for fn, dim in ((views, 2), (rolled, 1), (rolled, 2), (filled, 2)):
         assert_matches_unsharded(inside(fn), data(2, 4, 7), mesh_shape=ranks, placements=[Shard(dim)])
+    assert_matches_unsharded(inside(chosen), data(2, 4, 7), data(7, 4), mesh_shape=ranks, placements=[[Shard(2)], None])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

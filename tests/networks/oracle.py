@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,17 +88,22 @@ def check(module: str, name: str) -> None:
     y.square().mean().backward()
     expected.square().mean().backward()
     assert_near(whole(sharded.grad), x.grad, network.tolerance)
+    compare(model, twin, network.tolerance)
+    if network.half:
+        check_half(network, twin, x.detach())
+
+
+def compare(model: nn.Module, twin: nn.Module, tolerance: float) -> None:
+    """The parameters' gradients and the buffers of a network, with those of the same one in one process."""
     # Biases in front of norms have gradients of nothing but rounding.
     gradients = [p.grad for p in twin.parameters() if p.grad is not None and p.numel()]
     largest = max((float(gradient.abs().max()) for gradient in gradients), default=0.0)
     for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), key
         if q.grad is not None:
-            assert_near(p.grad, q.grad, network.tolerance, largest, key)
+            assert_near(p.grad, q.grad, tolerance, largest, key)
     for (key, p), q in zip(model.named_buffers(), twin.buffers(), strict=True):
-        assert_near(p, q, network.tolerance, name=key)
-    if network.half:
-        check_half(network, twin, x.detach())
+        assert_near(p, q, tolerance, name=key)
 
 
 def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
@@ -124,7 +130,8 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
 
 def built(network: Network, package: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = network.make(package).double()._apply(lambda t: t.cdouble() if t.is_complex() else t).eval()
+    with uninitialized_is_nan():
+        model = network.make(package).double()._apply(lambda t: t.cdouble() if t.is_complex() else t).eval()
     for layer in model.modules() if network.norms_train else ():
         if getattr(layer, "running_mean", None) is not None:
             layer.train()
@@ -134,6 +141,17 @@ def built(network: Network, package: Any) -> nn.Module:
             if not parameter.isfinite().all() or not 1e-9 < largest < 1e3:
                 nn.init.normal_(parameter, std=0.1)
     return model
+
+
+@contextmanager
+def uninitialized_is_nan() -> Iterator[None]:
+    """What a network leaves as it was in memory would differ between ranks."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def cut(x: Tensor, dim: int) -> Tensor:

@@ -1,0 +1,436 @@
+"""The networks of torch_geometric: convolutions on graphs, pools, norms, and a network for meshes made of these.
+
+A graph's edges are sharded, its nodes, or both, each with their own sizes. torch_geometric's compiled extensions are
+not needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import networks.oracle as oracle
+from networks.oracle import assert_near, built, names, whole
+from shardtensor import ShardTensor, UnsupportedSharding, implicit_replication
+from shardtensor.parallel import DomainParallel
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+PACKAGE = "torch_geometric.nn"
+pytest.importorskip(PACKAGE)
+
+NODES, EDGES, GRAPHS = 12, 29, 3
+SIZES = {2: {"edge": (17, 12), "node": (5, 7)}, 3: {"edge": (16, 0, 13), "node": (0, 8, 4)}}
+CUTS = {"edges": ("edge",), "nodes": ("node",), "both": ("edge", "node")}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A small one of its kind.
+
+    Attributes:
+        make: the network, from the module :data:`PACKAGE`.
+        takes: the inputs, by their names in :func:`inputs`.
+        call: the network's result for these, a tensor or several of which the first one counts.
+        makes: the network writes to tensors that it makes itself, and so is called inside ``implicit_replication``.
+        norms_train: as in the oracle.
+        half: run in bfloat16, too.
+    """
+
+    make: Callable[[Any], nn.Module]
+    takes: tuple[str, ...] = ("x", "edge_index")
+    call: Callable[..., Any] = field(default=lambda network, *inputs: network(*inputs))
+    makes: bool = False
+    norms_train: bool = False
+    half: bool = False
+
+
+def inputs() -> dict[str, tuple[Tensor, str, int]]:
+    """Of a graph: tensors, what they belong to, and the dim that this is. Node 3 has no edges, two edges are loops."""
+    edge_index = torch.randint(0, NODES - 1, (2, EDGES))
+    edge_index += edge_index >= 3
+    edge_index[:, :2] = torch.tensor([[0, 7], [0, 7]])
+    normal = functools.partial(torch.randn, dtype=torch.float64)
+    return {
+        "x": (normal(NODES, 4), "node", 0),
+        "pos": (normal(NODES, 3), "node", 0),
+        "batch": (torch.arange(NODES) * GRAPHS // NODES, "node", 0),
+        "edge_index": (edge_index, "edge", 1),
+        "sorted_index": (edge_index[:, edge_index[1].argsort()], "edge", 1),
+        "edge_weight": (normal(EDGES).exp(), "edge", 0),
+        "edge_attr": (normal(EDGES, 3), "edge", 0),
+        "edge_type": (torch.arange(EDGES) % 2, "edge", 0),
+    }
+
+
+class Of(nn.Module):
+    """A function as a network."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(layer for a, b in zip(sizes, sizes[1:]) for layer in (nn.Linear(a, b), nn.Tanh())))
+
+
+def mesh_graph_net(g: Any) -> nn.Module:
+    """Encode, process, decode: edges are updated from both of their nodes, nodes from the sum of their edges."""
+
+    class Block(g.MessagePassing):
+        def __init__(self) -> None:
+            super().__init__(aggr="add")
+            self.of_edges = nn.Sequential(mlp(24, 8, 8), nn.LayerNorm(8))
+            self.of_nodes = nn.Sequential(mlp(16, 8, 8), nn.LayerNorm(8))
+
+        def forward(self, x: Tensor, edge_index: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+            e = e + self.edge_updater(edge_index, x=x, e=e)
+            return x + self.of_nodes(torch.cat([x, self.propagate(edge_index, e=e, size=(len(x),) * 2)], -1)), e
+
+        def edge_update(self, x_i: Tensor, x_j: Tensor, e: Tensor) -> Tensor:
+            return self.of_edges(torch.cat([x_i, x_j, e], -1))
+
+        def message(self, e: Tensor) -> Tensor:
+            return e
+
+    class MeshGraphNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nodes, self.edges, self.decoder = mlp(4, 8), mlp(3, 8), nn.Linear(8, 2)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+            x, e = self.nodes(x), self.edges(edge_attr)
+            for block in self.blocks:
+                x, e = block(x, edge_index, e)
+            return self.decoder(x)
+
+    return MeshGraphNet()
+
+
+def of_two_types(network: nn.Module, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
+    """Points with their own features are read by cells, and cells by cells."""
+    edges = {("point", "to", "cell"): edge_index, ("cell", "to", "cell"): edge_index.flip(0)}
+    return network({"cell": x, "point": pos}, edges)["cell"]
+
+
+def hetero_conv(g: Any) -> nn.Module:
+    layers = {("point", "to", "cell"): g.SAGEConv((3, 4), 5), ("cell", "to", "cell"): g.GATConv(4, 5)}
+    return g.HeteroConv(layers, aggr="sum")
+
+
+def hgt_conv(g: Any) -> nn.Module:
+    return g.HGTConv(
+        {"cell": 4, "point": 3}, 6, (["cell", "point"], [("point", "to", "cell"), ("cell", "to", "cell")]), 2
+    )
+
+
+def dense(network: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
+    adjacency = importlib.import_module("torch_geometric.utils").to_dense_adj(edge_index, max_num_nodes=NODES)
+    return network(x[None], adjacency.to(x.dtype))
+
+
+DEGREES = torch.tensor([1, 3, 5, 2])
+WEIGHTED = ("x", "edge_index", "edge_weight")
+ATTRIBUTED = ("x", "edge_index", "edge_attr")
+TYPED = ("x", "edge_index", "edge_type")
+PLACED = ("x", "pos", "edge_index")
+GROUPED = ("x", "batch")
+
+CONVOLUTIONS = {
+    "GCNConv": Network(lambda g: g.GCNConv(4, 5), makes=True, half=True),
+    "GCNConv-weighted": Network(lambda g: g.GCNConv(4, 5), WEIGHTED),
+    "GATConv": Network(lambda g: g.GATConv(4, 5, heads=2, edge_dim=3), ATTRIBUTED, half=True),
+    "GATv2Conv": Network(lambda g: g.GATv2Conv(4, 5, heads=2, edge_dim=3), ATTRIBUTED),
+    "GATv2Conv-unattributed": Network(lambda g: g.GATv2Conv(4, 5, heads=2)),
+    "SAGEConv": Network(lambda g: g.SAGEConv(4, 5), half=True),
+    "SAGEConv-max": Network(lambda g: g.SAGEConv(4, 5, aggr="max", project=True, normalize=True), half=True),
+    "SAGEConv-lstm": Network(lambda g: g.SAGEConv(4, 5, aggr="lstm"), ("x", "sorted_index"), makes=True),
+    "SAGEConv-many": Network(lambda g: g.SAGEConv(4, 5, aggr=["mean", "min", "max", "std", "var", "sum", "mul"])),
+    "SAGEConv-median": Network(lambda g: g.SAGEConv(4, 5, aggr="median")),
+    "GINConv": Network(lambda g: g.GINConv(mlp(4, 8, 5), train_eps=True), half=True),
+    "GINEConv": Network(lambda g: g.GINEConv(mlp(4, 8, 5), edge_dim=3), ATTRIBUTED),
+    "EdgeConv": Network(lambda g: g.EdgeConv(mlp(8, 5)), half=True),
+    "TransformerConv": Network(
+        lambda g: g.TransformerConv(4, 5, heads=2, edge_dim=3, beta=True), ATTRIBUTED, half=True
+    ),
+    "ChebConv": Network(lambda g: g.ChebConv(4, 5, K=3), WEIGHTED),
+    "NNConv": Network(lambda g: g.NNConv(4, 5, mlp(3, 20), aggr="mean"), ATTRIBUTED, half=True),
+    "PNAConv": Network(
+        lambda g: g.PNAConv(
+            *(4, 6, ["mean", "min", "max", "std"], ["identity", "amplification", "attenuation"], DEGREES),
+            edge_dim=3,
+            towers=2,
+            divide_input=True,
+        ),
+        ATTRIBUTED,
+        makes=True,
+    ),
+    "ResGatedGraphConv": Network(lambda g: g.ResGatedGraphConv(4, 5, edge_dim=3), ATTRIBUTED, half=True),
+    "GraphConv": Network(lambda g: g.GraphConv(4, 5), WEIGHTED, half=True),
+    "TAGConv": Network(lambda g: g.TAGConv(4, 5), WEIGHTED),
+    "ARMAConv": Network(lambda g: g.ARMAConv(4, 5, num_stacks=2, num_layers=2), WEIGHTED),
+    "CGConv": Network(lambda g: g.CGConv(4, 3, batch_norm=True), ATTRIBUTED, norms_train=True),
+    "PointNetConv": Network(lambda g: g.PointNetConv(mlp(7, 6), mlp(6, 5)), PLACED),
+    "GENConv": Network(
+        lambda g: g.GENConv(4, 5, edge_dim=3, learn_t=True, msg_norm=True), ATTRIBUTED, norms_train=True
+    ),
+    "GENConv-power": Network(lambda g: g.GENConv(4, 5, aggr="powermean", learn_p=True), norms_train=True),
+    "SGConv": Network(lambda g: g.SGConv(4, 5, K=2), WEIGHTED),
+    "SSGConv": Network(lambda g: g.SSGConv(4, 5, 0.1, K=2), WEIGHTED),
+    "APPNP": Network(lambda g: g.APPNP(2, 0.1), WEIGHTED),
+    "MFConv": Network(lambda g: g.MFConv(4, 5), makes=True),
+    "GatedGraphConv": Network(lambda g: g.GatedGraphConv(5, 2), WEIGHTED),
+    "FiLMConv": Network(lambda g: g.FiLMConv(4, 5, num_relations=2), TYPED),
+    "LEConv": Network(lambda g: g.LEConv(4, 5), WEIGHTED),
+    "ClusterGCNConv": Network(lambda g: g.ClusterGCNConv(4, 5, 0.1), makes=True),
+    "FAConv": Network(lambda g: g.FAConv(4), call=lambda network, x, edges: network(x, x.tanh(), edges), makes=True),
+    "EGConv": Network(lambda g: g.EGConv(4, 8, num_heads=2, aggregators=["symnorm", "max", "std"]), makes=True),
+    "GeneralConv": Network(lambda g: g.GeneralConv(4, 5, 3, attention=True, heads=2), ATTRIBUTED),
+    "PDNConv": Network(lambda g: g.PDNConv(4, 5, 3, 6), ATTRIBUTED),
+    "AntiSymmetricConv": Network(lambda g: g.AntiSymmetricConv(4), makes=True),
+    "FeaStConv": Network(lambda g: g.FeaStConv(4, 5, heads=2)),
+    "GMMConv": Network(lambda g: g.GMMConv(4, 5, 3, 2), ATTRIBUTED),
+    "AGNNConv": Network(lambda g: g.AGNNConv()),
+    "LGConv": Network(lambda g: g.LGConv(), WEIGHTED),
+    "RGCNConv": Network(lambda g: g.RGCNConv(4, 5, 2), TYPED),
+    "FastRGCNConv": Network(lambda g: g.FastRGCNConv(4, 5, 2, num_bases=2), TYPED, makes=True),
+    "RGATConv": Network(lambda g: g.RGATConv(4, 5, 2), TYPED),
+    "PointTransformerConv": Network(lambda g: g.PointTransformerConv(4, 5), PLACED),
+    "MixHopConv": Network(lambda g: g.MixHopConv(4, 5), WEIGHTED),
+    "DirGNNConv": Network(lambda g: g.DirGNNConv(g.SAGEConv(4, 5))),
+    "SuperGATConv": Network(lambda g: g.SuperGATConv(4, 5, heads=2)),
+    "WLConvContinuous": Network(lambda g: g.WLConvContinuous(), WEIGHTED),
+    "HypergraphConv": Network(lambda g: g.HypergraphConv(4, 5), makes=True),
+    "SignedConv": Network(
+        lambda g: g.SignedConv(4, 5, first_aggr=True),
+        call=lambda network, x, edges: network(x, edges[:, :14], edges[:, 14:]),
+    ),
+    "GPSConv": Network(
+        lambda g: g.GPSConv(4, g.GINConv(mlp(4, 4)), heads=2),
+        ("x", "edge_index", "batch"),
+        makes=True,
+        norms_train=True,
+    ),
+    "HeteroConv": Network(hetero_conv, PLACED, of_two_types),
+    "HGTConv": Network(hgt_conv, PLACED, of_two_types),
+    "DenseGCNConv": Network(lambda g: g.DenseGCNConv(4, 5), call=dense, makes=True),
+}
+NORMS = {
+    "BatchNorm": Network(lambda g: g.BatchNorm(4), ("x",), norms_train=True),
+    "InstanceNorm": Network(lambda g: g.InstanceNorm(4, affine=True), GROUPED, makes=True),
+    "LayerNorm": Network(lambda g: g.LayerNorm(4), GROUPED, makes=True),
+    "LayerNorm-graph": Network(lambda g: g.LayerNorm(4), ("x",)),
+    "LayerNorm-node": Network(lambda g: g.LayerNorm(4, mode="node"), ("x",)),
+    "GraphNorm": Network(lambda g: g.GraphNorm(4), GROUPED),
+    "GraphSizeNorm": Network(lambda g: g.GraphSizeNorm(), GROUPED, makes=True),
+    "PairNorm": Network(lambda g: g.PairNorm(), GROUPED),
+    "MeanSubtractionNorm": Network(lambda g: g.MeanSubtractionNorm(), GROUPED),
+    "DiffGroupNorm": Network(lambda g: g.DiffGroupNorm(4, 2), ("x",), norms_train=True),
+}
+POOLS = {
+    "global_add_pool": Network(lambda g: Of(g.global_add_pool), GROUPED, half=True),
+    "global_mean_pool": Network(lambda g: Of(g.global_mean_pool), GROUPED, half=True),
+    "global_max_pool": Network(lambda g: Of(g.global_max_pool), GROUPED, half=True),
+    "AttentionalAggregation": Network(lambda g: g.AttentionalAggregation(mlp(4, 1)), GROUPED),
+    "Set2Set": Network(lambda g: g.Set2Set(4, 2), GROUPED),
+    "SortAggregation": Network(lambda g: g.SortAggregation(3), GROUPED, makes=True),
+    "SoftmaxAggregation": Network(lambda g: g.SoftmaxAggregation(learn=True), GROUPED),
+    "TopKPooling": Network(lambda g: g.TopKPooling(4, 0.5), makes=True),
+    "SAGPooling": Network(lambda g: g.SAGPooling(4, 0.5), makes=True),
+}
+MODELS = {
+    "GCN": Network(lambda g: g.GCN(4, 8, 2, 5, jk="cat", norm="batch"), WEIGHTED, norms_train=True),
+    "GAT": Network(lambda g: g.GAT(4, 8, 2, 5, v2=True, norm="graph_norm")),
+    "PNA": Network(
+        lambda g: g.PNA(4, 8, 2, 5, aggregators=["mean", "max"], scalers=["identity", "linear"], deg=DEGREES),
+        makes=True,
+    ),
+    "AttentiveFP": Network(lambda g: g.AttentiveFP(4, 8, 5, 3, 2, 2), (*ATTRIBUTED, "batch")),
+    "DeepGCNLayer": Network(lambda g: g.DeepGCNLayer(g.GENConv(4, 4), g.LayerNorm(4), nn.ReLU())),
+    "MeshGraphNet": Network(mesh_graph_net, ATTRIBUTED, half=True),
+}
+NETWORKS = CONVOLUTIONS | NORMS | POOLS | MODELS
+
+
+def drawn(network: Network) -> list[tuple[Tensor, str, int]]:
+    graph = inputs()
+    return [graph[name] for name in network.takes]
+
+
+def cut(parts: Sequence[tuple[Tensor, str, int]], ranks: int, which: Sequence[str]) -> list[Tensor]:
+    """The inputs, of which those that belong to ``which`` are sharded."""
+    result = []
+    for value, of, dim in parts:
+        exact = value.is_floating_point()
+        if of in which:
+            mesh, sizes = shared_mesh(ranks), SIZES[ranks][of]
+            result.append(shard(value, mesh, [Shard(dim)], {0: sizes}, requires_grad=exact))
+        else:
+            result.append(value.clone().requires_grad_(exact))
+    return result
+
+
+def context(network: Network, ranks: int) -> AbstractContextManager[None]:
+    return implicit_replication(shared_mesh(ranks)) if network.makes else nullcontext()
+
+
+def result_of(network: Network, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    result = network.call(model, *inputs)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def check(name: str, ranks: int) -> None:
+    """Compare a network on shards with itself in one process, as the oracle does: for each cut, the result, and the
+    gradients of all inputs and parameters, and all buffers."""
+    torch.manual_seed(0)
+    network = NETWORKS[name]
+    model = built(network, importlib.import_module(PACKAGE))
+    parts = drawn(network)
+    for which in CUTS.values():
+        if not any(of in which for _, of, _ in parts):
+            continue
+        ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
+        sharded, plain = cut(parts, ranks, which), cut(parts, ranks, ())
+        with context(network, ranks):
+            y = result_of(network, ours, sharded)
+        expected = result_of(network, theirs, plain)
+        assert_near(whole(y), expected, 1e-9)
+        y.square().mean().backward()
+        expected.square().mean().backward()
+        for key, a, b in zip(network.takes, sharded, plain, strict=True):
+            if b.grad is not None:
+                assert_near(whole(a.grad), b.grad, 1e-9, name=key)
+        oracle.compare(ours, theirs, 1e-9)
+    if network.half and ranks == 2:
+        check_half(network, model, parts)
+
+
+def check_half(network: Network, model: nn.Module, parts: Sequence[tuple[Tensor, str, int]]) -> None:
+    """In bfloat16, with nodes and edges sharded."""
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        which = CUTS["both"] if isinstance(x, ShardTensor) else ()
+        others = [v.detach().to(x.dtype) if v.is_floating_point() else v for v in cut(parts[1:], 2, which)]
+        with context(network, 2) if which else nullcontext():
+            return result_of(network, model, [x, *others])
+
+    x = parts[0][0]
+    oracle.check_half(oracle.Network(network.make, x.shape, 0, call), model, x)
+
+
+@pytest.mark.parametrize("name", names(NETWORKS, always=("GCNConv", "GATConv", "MeshGraphNet")))
+def test_networks_are_exact(name):
+    run_distributed(check, 2, name, 2, timeout=300.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_ranks_without_nodes_and_edges(name):
+    run_distributed(check, 3, name, 3, timeout=300.0)
+
+
+def messages() -> None:
+    """With sharded edges and whole nodes, a layer sends the sums of its edges, as large as the nodes, and no edge."""
+    torch.manual_seed(0)
+    model = built(NETWORKS["MeshGraphNet"], importlib.import_module(PACKAGE))
+    sharded = cut(drawn(NETWORKS["MeshGraphNet"]), 2, CUTS["edges"])
+    with count_communication() as counted:
+        model(*sharded)
+    assert counted.collectives == {"all_reduce": 2} and counted.collective_bytes == 2 * NODES * 8 * 8
+
+
+def test_layers_send_no_more_than_nodes():
+    run_distributed(messages, 2, timeout=300.0)
+
+
+def plain_inputs(name: str, layouts: dict[str, Any]) -> None:
+    """A network that is not changed, and gets what it gets on one device."""
+    torch.manual_seed(0)
+    network = NETWORKS[name]
+    model = built(network, importlib.import_module(PACKAGE))
+    twin, parts = copy.deepcopy(model), drawn(network)
+    ours, theirs = cut(parts, 2, ()), cut(parts, 2, ())
+    parallelize_module(model, shared_mesh(2), DomainParallel(inputs=layouts, outputs=Replicate()))
+    y, expected = result_of(network, model, ours), result_of(network, twin, theirs)
+    assert type(y) is Tensor
+    assert_near(y, expected, 1e-9)
+    y.square().mean().backward()
+    expected.square().mean().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        if b.grad is not None:
+            assert_near(a.grad, b.grad, 1e-9)
+    oracle.compare(model, twin, 1e-9)
+
+
+NODES_AND_EDGES = {"x": Shard(0), "edge_index": Shard(1), "edge_weight": Shard(0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, layouts",
+    [
+        ("GCNConv", {"edge_index": Shard(1)}),
+        ("GCN", NODES_AND_EDGES),
+        ("PNA", {"x": Shard(0), "edge_index": Shard(1)}),
+        ("MeshGraphNet", {"edge_index": Shard(1), "edge_attr": Shard(0)}),
+        ("TopKPooling", {"x": Shard(0)}),
+    ],
+)
+def test_domain_parallel_takes_plain_graphs(name, layouts):
+    run_distributed(plain_inputs, 2, name, layouts, timeout=300.0)
+
+
+REFUSED = {
+    "outside implicit_replication": (Network(lambda g: g.GCNConv(4, 5)), "edges", "implicit_replication"),
+    "sparse adjacency": (
+        Network(lambda g: g.SAGEConv(4, 5), call=lambda network, x, edges: network(x, sparse(edges))),
+        "nodes",
+        "layout torch.sparse_csr",
+    ),
+    "products of graphs": (
+        Network(lambda g: g.GraphUNet(4, 8, 5, 2), makes=True),
+        "nodes",
+        "holds no torch.sparse_csr",
+    ),
+    "loop over edges": (
+        Network(lambda g: g.EdgePooling(4), ("x", "edge_index", "batch"), makes=True),
+        "edges",
+        "tolist: no rank holds all values",
+    ),
+}
+
+
+def sparse(edge_index: Tensor) -> Tensor:
+    utils = importlib.import_module("torch_geometric.utils")
+    return utils.to_torch_csr_tensor(edge_index, size=(NODES, NODES)).double()
+
+
+def refused(case: str) -> None:
+    torch.manual_seed(0)
+    network, which, _ = REFUSED[case]
+    model = built(network, importlib.import_module(PACKAGE))
+    sharded = cut(drawn(network), 2, CUTS[which])
+    with context(network, 2):
+        result_of(network, model, sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    for error in run_expecting_errors(refused, 2, case, timeout=300.0):
+        assert isinstance(error, UnsupportedSharding) and REFUSED[case][2] in str(error)
