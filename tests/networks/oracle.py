@@ -32,7 +32,8 @@ class Network:
         tolerance: relative; larger where the network computes in float32 whatever its weights are.
         reduced: bytes that are summed over ranks in all, relative to the input's: statistics, pooled features and the
             like, of which some networks have many for so small an image. No activation.
-        norms_train: norms that keep running statistics compute them from the batch, as in training.
+        norms_train: norms that keep running statistics compute them from the batch, as in training. A mean and a
+            variance for each channel come on top of ``reduced``.
         half: run in bfloat16, too; not where the network's one device cannot.
     """
 
@@ -69,7 +70,7 @@ def check(module: str, name: str) -> None:
     x.requires_grad_()
     with count_communication() as counted:
         y = network.call(model, sharded)
-    assert counted.collective_bytes < network.reduced * x.nbytes
+    assert counted.collective_bytes < network.reduced * x.nbytes + statistics(model)
     expected = network.call(twin, x)
     assert_near(whole(y), expected, network.tolerance)
     y.square().mean().backward()
@@ -112,13 +113,23 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
 def built(network: Network, package: Any) -> nn.Module:
     model = network.make(package).double().eval()
     for layer in model.modules() if network.norms_train else ():
-        if getattr(layer, "running_mean", None) is not None:
+        if keeps_statistics(layer):
             layer.train()
     with torch.no_grad():
         for parameter in model.parameters():  # some start at zero, and some at whatever was in memory
             if not parameter.isfinite().all() or not 1e-9 < parameter.abs().max() < 1e3:
                 nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def keeps_statistics(layer: nn.Module) -> bool:
+    return getattr(layer, "running_mean", None) is not None
+
+
+def statistics(model: nn.Module) -> int:
+    """Bytes of the means and variances that norms compute from the batch."""
+    kept = [layer.running_mean for layer in model.modules() if keeps_statistics(layer) and layer.training]
+    return sum(2 * mean.nbytes for mean in kept)
 
 
 def cut(x: Tensor, dim: int) -> Tensor:
