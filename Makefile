@@ -1,7 +1,7 @@
 # make test                      the suite, in a fresh .venv
 # make test ARGS="-k conv -x"    the same with arguments for pytest
 # make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
-# make networks                  unmodified networks of many packages, in .venv-networks (XX minutes)
+# make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
 # make globe                     the example, on two processes and compared with one; writes globe.png
@@ -68,7 +68,7 @@ $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
 	@touch $@
 
 $(NETWORKS)/.installed: $(PINNED)
-	test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
+	@test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
 	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[networks]'
 	@touch $@
 
