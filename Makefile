@@ -1,6 +1,8 @@
 # make test                      the suite, in a fresh .venv
 # make test ARGS="-k conv -x"    the same with arguments for pytest
 # make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
+# make networks                  unmodified networks of many packages, in .venv-networks (long)
+# make networks ARGS="-k kornia" some of them
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
 # make globe                     the example, on two processes and compared with one; writes globe.png
 # make globe ARGS=--uneven       the same with bands of different heights
@@ -10,6 +12,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
 VENV := .venv
+NETWORKS := .venv-networks
 PIP_FLAGS := -qq --disable-pip-version-check --no-input
 PIP := $(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt
 PINNED := pyproject.toml constraints.txt
@@ -17,10 +20,15 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch sweep globe bench lint clean
+.PHONY: test test-torch networks sweep globe bench lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# A .venv of its own: torchvision does not load next to a torch without CUDA, and other packages import it where it is
+# installed. The tests of networks can do without what it lacks.
+networks: $(NETWORKS)/.installed
+	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
 
 sweep: $(VENV)/.installed-test
 	@test -n "$(OP)" || { echo "usage: make sweep OP=softmax [ARGS=...]"; exit 2; }
@@ -57,6 +65,11 @@ $(VENV)/.installed-bench: $(PINNED) | $(VENV)/.installed-test
 
 $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
 	$(PIP) -e '.[test,dev]'
+	@touch $@
+
+$(NETWORKS)/.installed: $(PINNED)
+	@test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
+	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[networks]'
 	@touch $@
 
 # The pins of torch and of the build tool give way to what this torch asks for.

@@ -110,7 +110,7 @@ class _Mode(TorchFunctionMode):
 
     @staticmethod
     def _makes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call makes a tensor of nothing, or of numbers, or nested lists of them; arrays share their memory."""
+        """Whether a call makes a tensor from nothing or from numbers; one of an array may share its memory."""
         given = args[0] if args else kwargs.get("data")
         return func in _FACTORIES or (func in _FROM_NUMBERS and isinstance(given, _NUMBERS))
 

@@ -8,6 +8,7 @@ The gradient gets the input's layout, see [Note: layouts of gradients] in slice_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,20 +136,32 @@ def _split(call: AtenCall) -> AtenPlan:
     return AtenPlan(outputs, call=lambda x, *_, **__: [x.narrow(dim, a, b - a) for a, b in bounds])
 
 
-@operator(torch.tensor_split, Tensor.tensor_split, tensors="input tensor_indices_or_sections", partial="input")
+# The second argument has another name in each of the overloads.
+_SPLIT_AT = ("tensor_indices_or_sections", "indices", "sections")
+
+
+@operator(torch.tensor_split, Tensor.tensor_split, tensors=" ".join(("input", *_SPLIT_AT)), partial="input")
 def _tensor_split(
     call: Arguments,
     input: ShardTensorSpec,
-    tensor_indices_or_sections: ShardTensorSpec | Sequence[int] | int,
+    tensor_indices_or_sections: ShardTensorSpec | Sequence[int] | int | None = None,
     dim: int = 0,
+    *,
+    indices: ShardTensorSpec | Sequence[int] | int | None = None,
+    sections: ShardTensorSpec | Sequence[int] | int | None = None,
 ) -> Composed:
     """Only for indices in a ShardTensor: their values are read, so every rank must have them all."""
-    indices = call.tensors.get("tensor_indices_or_sections")
-    if indices is None:
+    places = [call.tensors[name] for name in _SPLIT_AT if name in call.tensors]
+    if not places:
         return DECLINED
-    if not indices.is_replicate():
+    if not places[0].is_replicate():
         raise call.refuse("the indices are not replicated", "pass a plain tensor or a list")
-    return Composed(lambda x, places: torch.tensor_split(x, places.to_local().tolist(), dim))
+
+    def parts(x: Tensor, *given: Any) -> Sequence[Tensor]:
+        (at,) = (t for t in given if t is not None)
+        return torch.tensor_split(x, at.to_local().tolist(), dim)
+
+    return Composed(parts)
 
 
 # -- select: an entry of a sharded dim is the sum of what its owner has and of the others' zeros -----------------

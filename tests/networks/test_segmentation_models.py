@@ -1,0 +1,155 @@
+"""The decoders, encoders and losses of segmentation_models_pytorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from networks.oracle import Network, check, names
+from shardtensor.testing import run_distributed
+
+PACKAGE = "segmentation_models_pytorch"
+pytest.importorskip(PACKAGE)
+
+ENCODER = {"encoder_weights": None, "classes": 3}
+SMALL = {"encoder_name": "resnet18", **ENCODER}
+DECODERS: dict[str, dict[str, Any]] = {
+    "Unet": {"decoder_channels": (64, 32, 16, 16, 16), "decoder_attention_type": "scse"},
+    "UnetPlusPlus": {"decoder_channels": (64, 32, 16, 8, 8)},
+    "MAnet": {"decoder_channels": (64, 32, 16, 8, 8), "decoder_pab_channels": 16},
+    "Linknet": {},
+    "FPN": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 32},
+    "PSPNet": {"psp_out_channels": 32},
+    "DeepLabV3": {"decoder_channels": 32},
+    "DeepLabV3Plus": {"decoder_channels": 32},
+    "PAN": {"decoder_channels": 16},
+    "UPerNet": {"decoder_channels": 32},
+    "Segformer": {"decoder_segmentation_channels": 32},
+}
+ENCODERS = [
+    "densenet121",
+    "dpn68",
+    "efficientnet-b0",
+    "inceptionresnetv2",
+    "inceptionv4",
+    "mit_b0",
+    "mobilenet_v2",
+    "mobileone_s0",
+    "se_resnet50",
+    "timm-efficientnet-lite0",
+    "timm-skresnet18",
+    "tu-convnext_atto",
+    "tu-hrnet_w18_small",
+    "tu-resnest14d",
+    "vgg11_bn",
+    "xception",
+]
+
+
+def decoder(name: str, options: dict[str, Any]) -> Network:
+    return Network(
+        lambda s: getattr(s, name)(**SMALL, **options),
+        (2, 3, 128, 128) if name == "PAN" else (2, 3, 64, 64),
+        norms_train=True,
+        half=True,
+        reduced=1.0,
+    )
+
+
+def encoder(name: str) -> Network:
+    return Network(
+        lambda s: s.Unet(name, decoder_channels=(32, 16, 16, 8, 8), **ENCODER),
+        (2, 3, 64, 64),
+        norms_train=True,
+        half=True,
+        reduced=1.0,
+    )
+
+
+def masks(x: Tensor) -> Tensor:
+    """Of each class."""
+    return (torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) > 0).to(x.dtype)
+
+
+def classes(x: Tensor) -> Tensor:
+    """Of each pixel."""
+    shape = (x.shape[0], *x.shape[2:])
+    return torch.randint(x.shape[1], shape, generator=torch.Generator().manual_seed(1))
+
+
+class Scored(nn.Module):
+    """A loss of what a convolution gives."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.loss = loss
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.conv(x), target)
+
+
+def loss(name: str, *mode: str, **options: Any) -> Network:
+    target = classes if mode == ("multiclass",) or name == "SoftCrossEntropyLoss" else masks
+    return Network(
+        lambda s: Scored(getattr(s.losses, name)(*mode, **options)),
+        (2, 3, 24, 16),
+        call=lambda network, x: network(x, target(x)),
+        half=True,
+    )
+
+
+def lovasz(mode: str, **options: Any) -> Network:
+    """In float32, as the sums of its masks are whatever the scores are."""
+    target = classes if mode == "multiclass" else masks
+    return Network(
+        lambda s: Scored(s.losses.LovaszLoss(mode, **options)),
+        (2, 3, 24, 16),
+        call=lambda network, x: network.float()(x.float(), target(x).float()),
+        tolerance=1e-5,
+    )
+
+
+NETWORKS = {
+    **{name: decoder(name, options) for name, options in DECODERS.items()},
+    "DPT": Network(
+        lambda s: s.DPT(
+            "tu-vit_tiny_patch16_224",
+            decoder_intermediate_channels=(8, 16, 16, 16),
+            decoder_fusion_channels=16,
+            dynamic_img_size=True,
+            **ENCODER,
+        ),
+        (2, 3, 64, 64),
+        norms_train=True,
+        half=True,
+    ),
+    **{name: encoder(name) for name in ENCODERS},
+    "classes of the image": Network(
+        lambda s: s.Unet(aux_params={"classes": 4}, decoder_channels=(32, 16, 16, 8, 8), **SMALL),
+        (2, 3, 64, 64),
+        call=lambda network, x: network(x)[1],
+        norms_train=True,
+        half=True,
+    ),
+    "dice of classes": loss("DiceLoss", "multiclass"),
+    "dice of masks": loss("DiceLoss", "multilabel", log_loss=True),
+    "Jaccard": loss("JaccardLoss", "multiclass"),
+    "Tversky": loss("TverskyLoss", "multilabel", alpha=0.3, beta=0.7, gamma=1.5),
+    "focal": loss("FocalLoss", "multiclass", alpha=0.25),
+    "focal of masks": loss("FocalLoss", "multilabel", normalized=True),
+    "Lovasz": lovasz("multiclass"),
+    "Lovasz of each image": lovasz("multiclass", per_image=True),
+    "Lovasz of masks": lovasz("multilabel"),
+    "soft cross entropy": loss("SoftCrossEntropyLoss", smooth_factor=0.1),
+    "soft binary": loss("SoftBCEWithLogitsLoss", smooth_factor=0.1),
+    "Matthews": loss("MCCLoss"),
+}
+
+
+@pytest.mark.parametrize("name", names(NETWORKS))
+def test_networks_are_exact(name):
+    run_distributed(check, 2, __name__, name, timeout=300.0)
