@@ -1,8 +1,6 @@
-"""The networks of diffusers: autoencoders, U-Nets and diffusion transformers."""
+"""The networks of diffusers: U-Nets and diffusion transformers; its autoencoders are in test_autoencoders.py."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +13,7 @@ PACKAGE = "diffusers"
 pytest.importorskip(PACKAGE)
 
 BLOCKS = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
-CODER = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
-
-
-def there_and_back(network: Any, x: Tensor) -> Tensor:
-    code = network.encode(x)
-    return network.decode(code.latent if hasattr(code, "latent") else code.latent_dist.mode()).sample
 
 
 def flux_call(network: nn.Module, x: Tensor) -> Tensor:
@@ -69,54 +61,6 @@ NETWORKS = {
         (1, 4, 3, 16, 16),
         3,
         lambda network, x: network(x, 3, encoder_hidden_states=text(1, 5, 8)).sample,
-    ),
-    "AutoencoderKL": Network(
-        lambda d: d.AutoencoderKL(latent_channels=4, sample_size=32, **BLOCKS, **CODER),
-        (2, 3, 32, 32),
-        call=there_and_back,
-    ),
-    "VQModel": Network(
-        lambda d: d.VQModel(latent_channels=4, num_vq_embeddings=16, **BLOCKS, **CODER),
-        (2, 3, 32, 32),
-        call=lambda network, x: network(x).sample,
-    ),
-    "AutoencoderDC": Network(
-        lambda d: d.AutoencoderDC(
-            latent_channels=4,
-            attention_head_dim=4,
-            encoder_block_types=("ResBlock", "EfficientViTBlock"),
-            decoder_block_types=("ResBlock", "EfficientViTBlock"),
-            encoder_block_out_channels=(8, 16),
-            decoder_block_out_channels=(8, 16),
-            encoder_layers_per_block=(1, 1),
-            decoder_layers_per_block=(1, 1),
-            encoder_qkv_multiscales=((), (5,)),
-            decoder_qkv_multiscales=((), (5,)),
-        ),
-        (1, 3, 32, 32),
-        call=there_and_back,
-        tolerance=1e-4,
-    ),
-    "AutoencoderKLCogVideoX": Network(
-        lambda d: d.AutoencoderKLCogVideoX(
-            block_out_channels=(8,) * 4,
-            layers_per_block=1,
-            norm_num_groups=4,
-            latent_channels=4,
-            sample_height=32,
-            sample_width=32,
-        ),
-        (1, 3, 5, 32, 32),
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLWan": Network(
-        lambda d: d.AutoencoderKLWan(
-            base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False]
-        ),
-        (1, 3, 5, 32, 32),
-        3,
-        there_and_back,
     ),
     "WanTransformer3D": Network(
         lambda d: d.WanTransformer3DModel(
@@ -199,6 +143,6 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("UNet2DCondition", "AutoencoderKLWan")))
+@pytest.mark.parametrize("name", names(NETWORKS, always=("UNet2DCondition",)))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)
