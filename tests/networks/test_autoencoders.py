@@ -185,7 +185,7 @@ NETWORKS = {
         call=lambda network, x: there_and_back(network, x, num_frames=2),
         reduced=1.0,
     ),
-    "AutoencoderKLAllegro": Network(allegro, (1, 3, 6, 32, 32), 3, there_and_back, replicated=True),
+    "AutoencoderKLAllegro": Network(allegro, (1, 3, 6, 32, 32), 3, there_and_back, makes_tensors=True),
     "AutoencoderKLCogVideoX": Network(
         lambda d: d.AutoencoderKLCogVideoX(
             block_out_channels=(8,) * 4,
@@ -248,7 +248,7 @@ NETWORKS = {
         VIDEO,
         3,
         there_and_back,
-        replicated=True,
+        makes_tensors=True,
     ),
     "AutoencoderKLLTXVideo": Network(
         lambda d: d.AutoencoderKLLTXVideo(down_block_types=("LTXVideoDownBlock3D",) * 2, **LTX),
@@ -360,7 +360,7 @@ NETWORKS = {
         VIDEO,
         3,
         there_and_back,
-        replicated=True,
+        makes_tensors=True,
     ),
     "AutoencoderOobleck": Network(
         lambda d: d.AutoencoderOobleck(
