@@ -29,24 +29,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "UPerNet": {"decoder_channels": 32},
     "Segformer": {"decoder_segmentation_channels": 32},
 }
-ENCODERS = [
-    "densenet121",
-    "dpn68",
-    "efficientnet-b0",
-    "inceptionresnetv2",
-    "inceptionv4",
-    "mit_b0",
-    "mobilenet_v2",
-    "mobileone_s0",
-    "se_resnet50",
-    "timm-efficientnet-lite0",
-    "timm-skresnet18",
-    "tu-convnext_atto",
-    "tu-hrnet_w18_small",
-    "tu-resnest14d",
-    "vgg11_bn",
-    "xception",
-]
+ENCODERS = ["mit_b0", "tu-convnext_atto", "tu-hrnet_w18_small"]
 
 
 def decoder(name: str, options: dict[str, Any]) -> Network:

@@ -30,12 +30,15 @@ CLASSIFIERS = [
     "shufflenet_v2_x0_5",
     "squeezenet1_1",
 ]
-SEGMENTATION = ["deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large"]
+SEGMENTATION = ["deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large"]
 VIDEO = ["r3d_18", "mc3_18", "r2plus1d_18"]
 
 
 def classifier(name: str) -> Network:
-    return Network(lambda v: getattr(v.models, name)(**PLAIN), (2, 3, 64, 64), norms_train=True, half=True)
+    pooled = 1.0 if name == "efficientnet_b0" else 0.5
+    return Network(
+        lambda v: getattr(v.models, name)(**PLAIN), (2, 3, 64, 64), norms_train=True, half=True, reduced=pooled
+    )
 
 
 def segmentation(name: str) -> Network:
@@ -135,16 +138,9 @@ def convnext(v: Any) -> nn.Module:
 NETWORKS = {
     **{name: classifier(name) for name in CLASSIFIERS},
     "alexnet": Network(lambda v: v.models.alexnet().features, (2, 3, 64, 64), half=True),
-    "vgg11_bn": Network(lambda v: v.models.vgg11_bn().features, (2, 3, 64, 64), norms_train=True, half=True),
     "googlenet": Network(
         lambda v: v.models.googlenet(aux_logits=False, init_weights=False, **PLAIN),
         (2, 3, 64, 64),
-        norms_train=True,
-        half=True,
-    ),
-    "inception_v3": Network(
-        lambda v: v.models.inception_v3(aux_logits=False, init_weights=False, **PLAIN),
-        (2, 3, 80, 80),
         norms_train=True,
         half=True,
     ),
@@ -161,15 +157,7 @@ NETWORKS = {
         norms_train=True,
         tolerance=1e-4,
     ),
-    "raft_large": Network(
-        lambda v: v.models.optical_flow.raft_large(weights=None),
-        (1, 3, 128, 128),
-        call=flow,
-        norms_train=True,
-        tolerance=1e-4,
-    ),
     **{name: video(name) for name in VIDEO},
-    "s3d": Network(lambda v: v.models.video.s3d(**PLAIN), (1, 3, 14, 224, 224), 3, norms_train=True),
     "mvit_v1": Network(mvit_v1, (1, 3, 4, 32, 32), 3, half=True),
     "mvit_v2": Network(mvit_v2, (1, 3, 4, 32, 32), 3, half=True),
     "swin3d": Network(
@@ -180,9 +168,6 @@ NETWORKS = {
     ),
     "fcos": detector(lambda v: v.models.detection.FCOS(pyramid(v), 5)),
     "retinanet": detector(lambda v: v.models.detection.RetinaNet(pyramid(v), 5)),
-    "ssd300_vgg16": detector(
-        lambda v: v.models.detection.ssd300_vgg16(weights_backbone=None, **PLAIN), (1, 3, 272, 272)
-    ),
     "ssdlite": detector(lambda v: v.models.detection.ssdlite320_mobilenet_v3_large(weights_backbone=None, **PLAIN)),
     "proposals": Network(
         lambda v: v.models.detection.FasterRCNN(pyramid(v), 5),
