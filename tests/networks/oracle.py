@@ -34,6 +34,7 @@ class Network:
         reduced: bytes that are summed over ranks in all, relative to the input's: statistics, pooled features and the
             like, of which some networks have many for so small an image. No activation.
         norms_train: norms that keep running statistics compute them from the batch, as in training.
+        dtype: of weights and input; float32 where the network cannot run in another, with a tolerance to match.
         half: run in bfloat16, too; not where the network's one device cannot.
         makes_tensors: it writes to tensors that it makes itself, so it runs inside ``implicit_replication``.
     """
@@ -45,6 +46,7 @@ class Network:
     tolerance: float = 1e-9
     reduced: float = 0.5
     norms_train: bool = False
+    dtype: torch.dtype = torch.float64
     half: bool = False
     makes_tensors: bool = False
 
@@ -69,12 +71,11 @@ def text(*shape: int) -> Tensor:
 def check(module: str, name: str) -> None:
     """Compare the network ``name`` of a module of networks on two ranks with itself in one process: the result, the
     input's gradient, those of all parameters, and all buffers. To be called by every rank."""
-    torch.manual_seed(0)
     listed = importlib.import_module(module)
     network: Network = listed.NETWORKS[name]
-    model = built(network, importlib.import_module(listed.PACKAGE))
-    twin = copy.deepcopy(model)
-    x = torch.randn(network.shape, dtype=torch.float64)
+    # Not all of them can be copied.
+    model, twin = (built(network, importlib.import_module(listed.PACKAGE)) for _ in range(2))
+    x = torch.randn(network.shape, dtype=torch.float64).to(network.dtype)
     sharded = cut(x, network.dim)
     x.requires_grad_()
     with count_communication() as counted:
@@ -121,7 +122,9 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
 
 
 def built(network: Network, package: Any) -> nn.Module:
-    model = network.make(package).double()._apply(lambda t: t.cdouble() if t.is_complex() else t).eval()
+    torch.manual_seed(0)
+    model = network.make(package).eval()
+    model = model.double() if network.dtype is torch.float64 else model.float()
     for layer in model.modules() if network.norms_train else ():
         if getattr(layer, "running_mean", None) is not None:
             layer.train()
