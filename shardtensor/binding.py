@@ -21,6 +21,8 @@ __all__ = ["Declaration", "argument_names", "declaration", "place_of", "placed"]
 # Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
 # which is None here, see ShardTensor.__torch_function__.
 _OF_KERNELS = frozenset({"cudnn_enable", "cudnn_enabled", "out"})
+# NumPy's names of arguments, which torch's operators take for their own.
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 
 # -- tensors, by their place -------------------------------------------------------------------------------------------
@@ -83,7 +85,9 @@ class Declaration:
     def called(self, name: str) -> str:
         """What the declaration calls an argument: the first one is often ``self`` for methods and operators."""
         parameters = self.signature.parameters
-        return next(iter(parameters)) if name == "self" and name not in parameters else name
+        if name in parameters:
+            return name
+        return next(iter(parameters)) if name == "self" else _OF_NUMPY.get(name, name)
 
     def arguments_of(self, spelling: Callable[..., Any]) -> tuple[str, ...] | None:
         """The names of a spelling's positional arguments, in its own order; None: as in the declaration."""

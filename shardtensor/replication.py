@@ -143,5 +143,9 @@ def _is_old(result: ShardTensor, arguments: Sequence[Any]) -> bool:
     if tracing() or result._viewed is not None:
         return True
     flat = [a for item in arguments for a in (item if type(item) in (list, tuple) else (item,))]
-    locals_ = [a._local_tensor if type(a) is ShardTensor else a for a in flat if isinstance(a, Tensor)]
+    locals_ = [
+        a._local_tensor if type(a) is ShardTensor else a
+        for a in flat
+        if isinstance(a, Tensor) and a.layout is torch.strided
+    ]
     return any(same_memory(result._local_tensor, local) for local in locals_)

@@ -249,3 +249,29 @@ def test_supports(function, how):
 def test_supports_asks_for_functions():
     with pytest.raises(TypeError, match="neither a function nor an operator"):
         shardtensor.supports(3)
+
+
+NUMPY_NAMES = {
+    "sum": lambda x: x.sum(axis=1, keepdims=True),
+    "mean": lambda x: torch.mean(x, axis=(0, 1)),
+    "amax": lambda x: x.amax(axis=0, keepdims=True),
+    "max": lambda x: x.max(axis=0)[0],
+    "std": lambda x: x.std(axis=1, keepdims=True),
+    "cumsum": lambda x: x.cumsum(axis=0),
+    "softmax": lambda x: torch.softmax(x, axis=0),
+    "cat": lambda x: torch.cat([x, x], axis=0),
+    "sort": lambda x: x.sort(axis=0)[0],
+    "mul": lambda x: torch.mul(x1=x, x2=x),
+    "matmul": lambda x: torch.matmul(x1=x, x2=x.T),
+    "sum of": lambda x: torch.sum(a=x),
+}
+
+
+def numpy_names():
+    for function in NUMPY_NAMES.values():
+        x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        assert_matches_unsharded(function, x, mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (4, 1)})
+
+
+def test_numpy_names_of_arguments():
+    run_distributed(numpy_names, 2)

@@ -122,6 +122,19 @@ class Layers(nn.Module):
         return features, windows, scaled
 
 
+class Sparse(nn.Module):
+    """Products of a sparse matrix, which are written into zeros; one of what is replicated."""
+
+    def forward(self, x):
+        b, n, c = x.shape
+        matrix = torch.eye(n, dtype=x.dtype).tril(-1).add(1)
+        matrix = (matrix.full_tensor() if hasattr(matrix, "full_tensor") else matrix).to_sparse()
+        out = torch.zeros(b, n, c, dtype=x.dtype)
+        for i in range(b):
+            out[i] = torch.mm(matrix, x[i])
+        return out, torch.mm(matrix, torch.ones(n, 2, dtype=x.dtype)) + x[0, :, :2]
+
+
 def views(x):
     """Written to through views, which are read before and after."""
     b, c, n = x.shape
@@ -172,6 +185,7 @@ def networks(ranks):
         (AdaptiveFourier(4), image.permute(0, 2, 3, 1).contiguous(), 1, cuts[0]),
         (Tokens(), tokens, 1, cuts[1]),
         (Layers(3), tokens, 1, cuts[1]),
+        (Sparse(), tokens, 1, cuts[1]),
     ):
         assert_matches_unsharded(
             Inside(layer.double() if not isinstance(layer, SpectralConvolution) else layer, mesh),

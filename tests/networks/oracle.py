@@ -36,6 +36,7 @@ class Network:
             like, of which some networks have many for so small an image. No activation.
         norms_train: norms that keep running statistics compute them from the batch, as in training. A mean and a
             variance for each channel come on top of ``reduced``.
+        dtype: of weights and input; float32 where the network cannot run in another, with a tolerance to match.
         half: run in bfloat16, too; not where the network's one device cannot.
         makes_tensors: it writes to tensors that it makes itself, so it runs inside ``implicit_replication``.
     """
@@ -47,6 +48,7 @@ class Network:
     tolerance: float = 1e-9
     reduced: float = 0.5
     norms_train: bool = False
+    dtype: torch.dtype = torch.float64
     half: bool = False
     makes_tensors: bool = False
 
@@ -75,7 +77,7 @@ def check(module: str, name: str) -> None:
     network: Network = listed.NETWORKS[name]
     # Both are built, as some cannot be copied; with the seed of the call, too, for those that draw numbers in it.
     model, twin = (built(network, importlib.import_module(listed.PACKAGE)) for _ in range(2))
-    x = torch.randn(network.shape, dtype=torch.float64)
+    x = torch.randn(network.shape, dtype=torch.float64).to(network.dtype)
     sharded = cut(x, network.dim)
     x.requires_grad_()
     torch.manual_seed(1)
@@ -132,7 +134,8 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
 def built(network: Network, package: Any) -> nn.Module:
     torch.manual_seed(0)
     with uninitialized_is_nan():
-        model = network.make(package).double()._apply(lambda t: t.cdouble() if t.is_complex() else t).eval()
+        model = network.make(package).eval()
+    model = model.double() if network.dtype is torch.float64 else model.float()
     for layer in model.modules() if network.norms_train else ():
         if keeps_statistics(layer):
             layer.train()
