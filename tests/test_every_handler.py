@@ -376,6 +376,8 @@ ELSEWHERE = {
         *(f"function torch._tensor.Tensor.{name}" for name in ("__array__", "__dlpack__", "__dlpack_device__")),
         "function torch._tensor.Tensor.__format__",
     ],
+    ("test_pad.py", "pad_sequence"): [f"function {name}.pad_sequence" for name in ("aten", "torch._C._nn")],
+    ("test_sparse.py", "torch.sparse.mm"): ["function torch._C._sparse._sparse_mm"],
     ("test_gather.py", "searchsorted"): ["operator aten.searchsorted.Scalar"],
     ("test_multihead.py", "padding"): ["operator aten._nested_tensor_from_mask_left_aligned.default"],
     ("test_attention.py", "natten.na2d"): ["function natten.functional.neighborhood_attention_generic"],
