@@ -26,7 +26,7 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 # A .venv of its own: torchvision does not load next to a torch without CUDA, and other packages import it where it is
-# installed. The tests of networks can do without what it lacks.
+# installed. The tests of networks can do without what it lacks. torch-harmonics asks for a later torch than it needs.
 networks: $(NETWORKS)/.installed
 	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
 
@@ -70,6 +70,7 @@ $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
 $(NETWORKS)/.installed: $(PINNED)
 	@test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
 	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[networks]'
+	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps torch-harmonics==0.9.3
 	@touch $@
 
 # The pins of torch and of the build tool give way to what this torch asks for.
