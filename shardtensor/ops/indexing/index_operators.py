@@ -135,8 +135,7 @@ def _step_by_step(
 ) -> Tensor:
     """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
     scatters = op._schema.name.startswith("aten::scatter")
-    parts = [(index, dim if scatters else 0), (source, dim)]
-    cut = [t for t, d in parts if isinstance(t, DTensor) and dim_of(spec_of(t), d) in spec_of(t).sharded_dims()]
+    cut = _seen_in_parts(x, [(index, dim if scatters else 0), (source, dim)])
     if not cut or (reduce != "mean" and include_self):
         return DECLINED
     if not isinstance(x, DTensor):
@@ -156,6 +155,20 @@ def _step_by_step(
     count = count + (1 if include_self else (count == 0).to(count.dtype))
     mean = torch.div(add(start, dim, index, source), count, rounding_mode=None if exact else "floor")
     return mean.to(x.dtype)
+
+
+def _seen_in_parts(x: Tensor, others: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    """Those of ``others`` of which no rank has all that goes into its part of ``x``; each comes with its indexed dim.
+
+    They are sharded along that dim, or along another one than a tensor before them on the same mesh dim.
+    """
+    dims = {m: d for d, m in spec_of(x).sharded_dims().items()} if isinstance(x, DTensor) else {}
+    found = []
+    for t, indexed in others:
+        sharded = spec_of(t).sharded_dims() if isinstance(t, DTensor) else {}
+        if any(d == dim_of(spec_of(t), indexed) or dims.setdefault(m, d) != d for d, m in sharded.items()):
+            found.append(t)
+    return found
 
 
 def _whole(t: Tensor) -> Tensor:

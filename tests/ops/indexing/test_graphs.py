@@ -266,3 +266,28 @@ def test_a_plain_target_is_refused():
     for error in run_expecting_errors(plain_target, 2):
         with pytest.raises(NotImplementedError, match="plain tensor"):
             raise error
+
+
+def other_dims(reduce, include_self):
+    """The source is sharded along another dim than what it is reduced into, neither of them the indexed one."""
+    mesh = shared_mesh(3)
+    generator = torch.Generator().manual_seed(0)
+    x, source = (torch.rand(4, 5, 3, dtype=torch.float64, generator=generator) + 0.5 for _ in range(2))
+    index = torch.randint(3, (4, 5, 3), generator=generator)
+    spread = shard(x, mesh, [Shard(1)], {0: (1, 1, 3)}, requires_grad=True)
+    values = shard(source, mesh, [Shard(2)], {0: (1, 0, 2)}, requires_grad=True)
+    result = torch.scatter_reduce(spread, 0, index, values, reduce, include_self=include_self)
+    expected = torch.scatter_reduce(
+        x.requires_grad_(), 0, index, source.requires_grad_(), reduce, include_self=include_self
+    )
+    torch.testing.assert_close(result.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+    result.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in ((spread, x), (values, source)):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax"])
+def test_sources_sharded_along_another_dim(reduce, include_self):
+    run_distributed(other_dims, 3, reduce, include_self)
