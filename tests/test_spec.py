@@ -225,6 +225,8 @@ def sizes_in_common():
     seen.append((first is equal, first is other, specs[2].replace(sizes=(equal,)).sizes[0] is first))
     halved = make(50, [Shard(0)], (sum(sizes[0]), 3), shard_sizes={0: list(sizes[0])})
     seen.append(halved.sizes[0] is first and halved is specs[0])
+    caches.forget()
+    gc.collect()  # what earlier tests have left
     count = len(spec_module._by_sizes)
     del specs, halved
     caches.forget()
