@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .debug import check_call, debug_enabled
 from .geometry import chunk_sizes
-from .layout import ShardSizes, as_integers, mesh_coordinate, normalize_placements
+from .layout import ShardSizes, as_integers, mesh_coordinate, normalize_placements, rank_at
 from .rows import gather_rows, gather_texts
 from .spec import ShardTensorSpec
 from .strides import stride_like
@@ -178,13 +178,9 @@ def claims_of(tensor: object, problem: int, what: str, asked: str, mesh: DeviceM
     if len({checksum for _, checksum, *_ in table.values()}) > 1:
         _show_difference(what, asked, mesh)
     return {
-        at: Claim(_rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]))
+        at: Claim(rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]))
         for at, (problem, _, dtype, ndim, *shape) in table.items()
     }
-
-
-def _rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
-    return int(mesh.mesh[at].item())
 
 
 def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> Table:
@@ -263,7 +259,7 @@ def _check_equal(values: Mapping[tuple[int, ...], str], what: str, mesh: DeviceM
     """ValueError where ranks have different values, which names the ranks that have each."""
     having: dict[str, list[int]] = {}
     for at, value in values.items():
-        having.setdefault(value, []).append(_rank_at(mesh, at))
+        having.setdefault(value, []).append(rank_at(mesh, at))
     if len(having) > 1:
         seen = ", ".join(f"{value} on ranks {ranks}" for value, ranks in having.items())
         raise ValueError(f"ranks do not agree on the {what}: {seen}; every rank must pass the same")

@@ -26,6 +26,7 @@ __all__ = [
     "mesh_coordinate",
     "normalize_placements",
     "normalize_sizes",
+    "rank_at",
     "wide_dtype",
 ]
 
@@ -67,6 +68,11 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
             "create and use ShardTensors only on ranks of their mesh"
         )
     return tuple(at)
+
+
+def rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
+    """The global rank at a coordinate of ``mesh``."""
+    return int(mesh.mesh[at].item())
 
 
 @lru_cache(maxsize=256)

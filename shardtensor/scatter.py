@@ -17,7 +17,7 @@ from ._compat import current_mesh, not_in_graphs
 from .agreement import OTHER_META, check_process_group, claims_of, described, problem_of, say
 from .debug import debug_enabled
 from .geometry import intervals_of
-from .layout import ShardSizes, mesh_coordinate
+from .layout import ShardSizes, mesh_coordinate, rank_at
 from .spec import ShardTensorSpec
 from .strides import as_bytes
 from .tensor import ShardTensor, mark_leaf, wrap
@@ -128,7 +128,6 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
     message each, and so it costs none of its own.
     """
     mine = None
-    ranks = spec.mesh.mesh
     with torch.no_grad():
         for at in product(*(range(n) for n in spec.mesh.shape)):
             if tensor is None:
@@ -142,7 +141,7 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
                     continue
                 payload = torch.cat([shard.reshape(-1), shard.new_zeros(1)])
             if at != spec.coordinate:
-                dist.send(as_bytes(payload), int(ranks[at].item()))
+                dist.send(as_bytes(payload), rank_at(spec.mesh, at))
     return mine
 
 

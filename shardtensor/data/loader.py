@@ -32,7 +32,7 @@ from torch.utils.data import default_convert
 
 from .._compat import PyTree, current_mesh, tree_leaves, tree_map
 from ..agreement import check_process_group
-from ..layout import check_order, mesh_coordinate
+from ..layout import check_order, mesh_coordinate, rank_at
 from ..scatter import part_at
 from ..spec import ShardTensorSpec
 from ..strides import as_bytes
@@ -244,7 +244,7 @@ class ShardLoader:
         for at in product(*(range(n) for n in spec.mesh.shape)):
             if at != spec.coordinate:
                 for block in _blocks(part_at(tensor, spec, at)):
-                    dist.send(self._packed(block), int(spec.mesh.mesh[at].item()), group=self._group)
+                    dist.send(self._packed(block), rank_at(spec.mesh, at), group=self._group)
         own = part_at(tensor, spec, spec.coordinate)
         if own.shape == tensor.shape and _is_packed(own):
             return own

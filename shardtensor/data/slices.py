@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from .._compat import PyTree, current_mesh, tree_leaves, tree_map
 from ..agreement import Table, check_process_group, gather_over_mesh
-from ..layout import ShardSizes, mesh_coordinate
+from ..layout import ShardSizes, mesh_coordinate, rank_at
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from .layout import Layout, MakeSpec, Part, make_spec
@@ -196,7 +196,7 @@ class SliceDataset(Dataset[Any]):
     def _compare(self, rows: Table) -> None:
         """Raise where the ranks' rows of :meth:`batches` differ, or where one of them has failed."""
         assert self._mesh is not None
-        names = {at: int(self._mesh.mesh[at].item()) for at in rows}
+        names = {at: rank_at(self._mesh, at) for at in rows}
         failed = [names[at] for at, row in rows.items() if row[0] == _FAILED]
         if failed:
             raise RuntimeError(f"ranks {failed} could not read a batch; they raise their own errors")
