@@ -104,8 +104,9 @@ def with_gradient_like(work: Work, result: Tensor) -> Work:
     return work._replace(gradient=work.gradient.redistribute(placements=result.placements))
 
 
-def whole(result: Tensor) -> Tensor:
-    return result.full_tensor() if isinstance(result, DTensor) else result
+def whole(result: Any) -> Tensor:
+    """Also of PhysicsNeMo's tensors, which are no DTensors."""
+    return result.full_tensor() if hasattr(result, "full_tensor") else result
 
 
 def usable(works: dict[str, Work]) -> tuple[dict[str, Work], str]:
