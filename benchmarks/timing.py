@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import exchange
-from shardtensor._compat import c10d_all_to_all
+from shardtensor._compat.c10d import c10d_all_to_all
 
 Run = Callable[[], Any]
 

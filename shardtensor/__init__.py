@@ -3,9 +3,9 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
-from . import gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
+from . import debug, gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
 from .context import allow_gather
-from .errors import LocalSizeError, UnsupportedSharding
+from .errors import LocalSizeError, LostRankError, UnsupportedSharding
 from .exchange import set_transport
 from .operators import Arguments, operator
 from .ops.attention.sdpa import attention_method
@@ -28,6 +28,7 @@ __all__ = [
     "scatter_tensor",
     # how operators run
     "LocalSizeError",
+    "LostRankError",
     "UnsupportedSharding",
     "allow_gather",
     "attention_method",

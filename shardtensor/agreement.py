@@ -20,12 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .debug import check_call, debug_enabled
+from ._compat.c10d import c10d_all_gather
 from .geometry import chunk_sizes
+from .headers import check_call, debug_enabled
+from .history import WIDTH, difference, fingerprint, forget_history, record, record_call
 from .layout import ShardSizes, as_integers, mesh_coordinate, normalize_placements, rank_at
 from .rows import gather_rows, gather_texts
 from .spec import ShardTensorSpec
-from .strides import stride_like
+from .strides import as_bytes, stride_like
+from .waiting import wait_for
 
 __all__ = [
     "MAX_NDIM",
@@ -36,10 +39,14 @@ __all__ = [
     "check_process_group",
     "check_same",
     "claims_of",
+    "compare_histories",
     "described",
     "gather_over_mesh",
+    "gather_with_history",
     "problem_of",
+    "record_over_mesh",
     "say",
+    "show",
 ]
 
 MAX_NDIM = 16
@@ -89,7 +96,16 @@ def agree_on_local(
     for m, p in enumerate(placements):
         if isinstance(p, Shard):
             shape[p.dim] = sum(sizes[m]) if m in sizes else shape[p.dim] * mesh.size(m)
-    return _checked(local, mesh, placements, shape, shard_sizes)
+    spec = _checked(local, mesh, placements, shape, shard_sizes)
+    record_over_mesh(f"from_local of {spec.in_short}", mesh)
+    return spec
+
+
+def record_over_mesh(text: str, mesh: DeviceMesh) -> None:
+    """Note a call that all ranks of the mesh make alike; what they were told in it is compared with the next number."""
+    for m in range(mesh.ndim):
+        if mesh.size(m) > 1:
+            record_call(mesh.get_group(m).group_name, text)
 
 
 def _checked(
@@ -183,8 +199,79 @@ def claims_of(tensor: object, problem: int, what: str, asked: str, mesh: DeviceM
     }
 
 
-def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> Table:
-    """Every rank's ``row`` of integers (equally long everywhere), by mesh coordinate."""
+def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison of ranks") -> Table:
+    """Every rank's ``row`` of integers (equally long everywhere), by mesh coordinate.
+
+    With it travels what the ranks have communicated so far, see [Note: history].
+
+    Args:
+        what: what it is called there.
+
+    Raises:
+        RuntimeError: on all ranks, where they have not communicated the same.
+    """
+    groups = [mesh.get_group(m).group_name for m in range(mesh.ndim)]
+    for name in groups:
+        record(name, what, torch.int64, len(row))
+    fingerprints = [number for name in groups for number in fingerprint(name)]
+    table = _gather_rows([*row, *fingerprints], mesh, what)
+    for m, name in enumerate(groups):
+        _check_history(m, name, {at: theirs[len(row) + WIDTH * m :][:WIDTH] for at, theirs in table.items()}, mesh)
+    return {at: theirs[: len(row)] for at, theirs in table.items()}
+
+
+def compare_histories(what: str, mesh: DeviceMesh) -> None:
+    """RuntimeError on all ranks of the mesh, where they have not communicated the same before this call."""
+    gather_over_mesh((), mesh, what)
+
+
+def gather_with_history(what: str, number: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`
+    compares.
+
+    Args:
+        what: what asks for it.
+
+    Raises:
+        RuntimeError: on all ranks of the group, where they have not communicated the same.
+    """
+    device, name = number.device, group.group_name
+    record(name, what, number.dtype, 1)
+    if debug_enabled():
+        check_call(what, group, device)
+    # Complex numbers of double precision take two integers.
+    row = torch.tensor([0, 0, *fingerprint(name)], device=device)
+    row[:2].view(torch.uint8)[: number.nbytes].copy_(as_bytes(number))
+    table = row.new_empty((group.size(), len(row)))
+    wait_for(c10d_all_gather(table.view(-1), row, group), table, group)
+    theirs = dict(enumerate(table[:, 2:].tolist()))
+    if said := difference(
+        theirs,
+        name,
+        dist.get_process_group_ranks(group).__getitem__,
+        lambda text: gather_texts(text, lambda row: gather_rows(row, group, device)),
+    ):
+        forget_history()
+        raise RuntimeError(said)
+    return table[:, :2].contiguous().view(torch.uint8)[:, : number.nbytes].contiguous().view(number.dtype).view(-1)
+
+
+def _check_history(m: int, group: str, fingerprints: Mapping[tuple[int, ...], list[int]], mesh: DeviceMesh) -> None:
+    """RuntimeError on all ranks of the mesh where a group of mesh dim ``m`` has not communicated the same."""
+
+    def gather(text: str) -> dict[tuple[int, ...], str]:
+        return gather_texts(text, lambda row: _gather_rows(row, mesh))
+
+    lines: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for at, theirs in fingerprints.items():
+        lines.setdefault(at[:m] + at[m + 1 :], {})[at] = theirs
+    for line in lines.values():
+        if said := difference(line, group, lambda at: rank_at(mesh, at), gather):
+            forget_history()
+            raise RuntimeError(said)
+
+
+def _gather_rows(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison of ranks") -> Table:
     rows: Table = {(): list(row)}
     for m in reversed(range(mesh.ndim)):
         flat = [number for theirs in rows.values() for number in theirs]
@@ -193,7 +280,7 @@ def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh) -> Table:
         else:
             group = mesh.get_group(m)
             if debug_enabled():
-                check_call("comparison of ranks", group, mesh.device_type)
+                check_call(what, group, mesh.device_type)
             gathered = gather_rows(flat, group, mesh.device_type)
         starts = {at: i * len(row) for i, at in enumerate(rows)}
         rows = {(k, *at): part[i : i + len(row)] for k, part in gathered.items() for at, i in starts.items()}
@@ -207,9 +294,15 @@ def check_same(what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
         _show_difference(what, text, mesh)
 
 
+def show(text: str, mesh: DeviceMesh) -> str:
+    """What each rank of the mesh has to say; called by all of them."""
+    texts = gather_texts(text, lambda row: _gather_rows(row, mesh))
+    return ", ".join(f"{theirs} on rank {rank_at(mesh, at)}" for at, theirs in texts.items())
+
+
 def _show_difference(what: str, text: str, mesh: DeviceMesh) -> None:
     """ValueError with the first line in which the ranks' texts differ."""
-    texts = gather_texts(text, lambda row: gather_over_mesh(row, mesh))
+    texts = gather_texts(text, lambda row: _gather_rows(row, mesh))
     lines = {at: theirs.split("\n") for at, theirs in texts.items()}
     for i in range(max(map(len, lines.values()))):
         _check_equal({at: theirs[i] if i < len(theirs) else "nothing" for at, theirs in lines.items()}, what, mesh)

@@ -1,123 +1,97 @@
-"""``SHARDTENSOR_DEBUG=1``: ranks compare what they are about to communicate, and raise alike where they would hang.
+"""``check``: whether values are equal on all ranks that have to be.
 
-Whatever ShardTensors communicate then begins with the same small all-gather, which says what it is and where it was
-called; so ranks that are about to do different things find out here. It is followed by one of how much is sent to whom.
-This is off by default.
+Plain tensors, numbers and replicated DTensors have one value on all ranks. Ranks on which it differs, because of other
+seeds, files or learning rates, compute what no single device would, and nothing says so.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
-import zlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from .rows import gather_rows, gather_texts
+from ._compat import current_mesh
+from .agreement import check_same, show
+from .digests import Copy, unequal
+from .equal_weights import copy_of, line_of
 
-__all__ = ["check_call", "check_communication", "debug_enabled"]
+__all__ = ["check"]
 
-
-# The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
-_environment = os.environ._data  # type: ignore[attr-defined]
-_NAME, *_OFF = (os.environ.encodekey(text) for text in ("SHARDTENSOR_DEBUG", "", "0"))
-
-_PACKAGE = str(Path(__file__).parent)
-_OPERATORS = os.path.join(_PACKAGE, "ops", "")
-_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), "<")
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 
 
-def debug_enabled() -> bool:
-    """Whether ``SHARDTENSOR_DEBUG`` requests cross-rank checks. It must be the same on all ranks.
+def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
+    """Raise, on all ranks alike, where plain or replicated values differ between the ranks of a mesh.
 
-    Read on every call, so that a test or a debugger can set it in a running process.
-    """
-    value = _environment.get(_NAME)
-    return value is not None and value not in _OFF
-
-
-def check_call(what: str, group: dist.ProcessGroup, device: torch.device | str) -> None:
-    """Compare which communication the ranks of ``group`` are about to start.
+    Collective over the mesh. Tensors are compared bit by bit, by digests that are computed where they are: what is sent
+    is a few integers, whatever their size.
 
     Args:
-        what: the same text on all ranks, whatever their shards are.
+        values: modules (parameters and buffers), optimizers (numbers such as ``lr`` of each group, and their state),
+            tensors, numbers, strings, and lists, tuples and dicts of these. DTensors and ShardTensors are compared
+            along the mesh dims on which they are replicated.
+        mesh: default: that of the first DTensor among the values, or of the surrounding ``with mesh:``.
 
     Raises:
-        RuntimeError: on all ranks, where they disagree; the text has what each is about to do, and its line of code.
+        ValueError: names, shapes, dtypes, numbers or the order of the values differ; it shows what each rank has.
+        RuntimeError: tensors differ; it names them, and shows the first numbers of one. No mesh was found.
+        TypeError: a value of another type.
+
+    Example::
+
+        shardtensor.debug.check(model, optimizer, target, mesh=mesh["domain"])
     """
-    family, lines = _called_from()
-    what = f"{what} in {family}" if family else what
-    where = lines[0] if lines else "a thread without code of yours"
-    # Checksums in place of texts: rows have the same length on every rank, whatever the ranks start.
-    checksums = [zlib.crc32(text.encode()) for text in (what, "\n".join(lines))]
-    rows = gather_rows(checksums, group, device)
-    if all(row == checksums for row in rows.values()):
-        return
-    texts = gather_texts(f"{what}, at {where}", lambda row: gather_rows(row, group, device))
-    named = [f"rank {rank}: {text}" for rank, text in zip(dist.get_process_group_ranks(group), texts.values())]
-    if len({kind for kind, _ in rows.values()}) > 1:
+    leaves = list(chain.from_iterable(_leaves(value, _name(value, i)) for i, value in enumerate(values)))
+    if mesh is None:
+        held = next((t for _, t in leaves if isinstance(t, DTensor)), None)
+        mesh = current_mesh() if held is None else held.device_mesh
+    lines = [line_of(name, t) if isinstance(t, Tensor) else f"{name} = {t!r}" for name, t in leaves]
+    check_same("values", lines, mesh)
+    copies = [copy_of(name, t, mesh) for name, t in leaves if isinstance(t, Tensor)]
+    wrong = unequal(copies, mesh)
+    if wrong:
+        shown = ", ".join(wrong[:8]) + f" and {len(wrong) - 8} more" * (len(wrong) > 8)
+        first = next(copy for copy in copies if copy.name == wrong[0])
         raise RuntimeError(
-            f"ranks do not agree on the next communication: {'; '.join(named)}. Every rank must call the same "
-            "operators in the same order, over the same transport"
+            f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}. {first.name} begins with "
+            f"{show(_beginning(first), mesh)}. Give all ranks the same values: seeds, files, scatter_tensor; for "
+            "weights shardtensor.parallel.synchronize(model, mesh)"
         )
-    warnings.warn(
-        f"ranks start the same communication from different lines of code: {'; '.join(named)}. This is right where "
-        "these lines do the same, and otherwise mixes up numbers",
-        stacklevel=2,
-    )
 
 
-def _called_from() -> tuple[str, list[str]]:
-    """The family of the operator that communicates, and the lines outside of torch that led to it, innermost first.
-
-    The function is no part of it: ranks with empty or small shards may take another way through an operator.
-    """
-    family, lines = "", []
-    for file, line in _frames():
-        if file.startswith(_OPERATORS):
-            family = family or file.removeprefix(_OPERATORS).split(os.sep)[0]
-        elif not file.startswith(_LIBRARIES):
-            lines.append(f"{file}:{line}")
-    return family, lines
+def _name(value: Any, i: int) -> str:
+    return "" if isinstance(value, nn.Module) else f"{type(value).__name__} {i}"
 
 
-def _frames() -> Iterator[tuple[str, int]]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Tensors, numbers and strings with their names."""
+    if isinstance(value, nn.Module):
+        for path, tensor in chain(value.named_parameters(), value.named_buffers()):
+            yield f"{name}.{path}".lstrip("."), tensor
+    elif isinstance(value, Optimizer):
+        for i, group in enumerate(value.param_groups):
+            options = {key: option for key, option in group.items() if key != "params"}
+            yield from _leaves(options, f"{name}, group {i}")
+            for j, parameter in enumerate(group["params"]):
+                yield from _leaves(value.state.get(parameter, {}), f"{name}, state of parameter {j} of group {i}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}, {key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{i}]")
+    elif isinstance(value, (Tensor, *_NUMBERS)):
+        yield name, value
+    else:
+        raise TypeError(
+            f"{name}: check takes modules, optimizers, tensors, numbers and strings, no {type(value).__name__}"
+        )
 
 
-def check_communication(
-    what: str,
-    dtype: torch.dtype,
-    send: Sequence[int],
-    receive: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Compare the communication that the ranks of ``group`` are about to start.
-
-    Args:
-        what: its kind, such as "exchange" or "all_reduce sum".
-        send, receive: numbers of elements per rank of the group.
-
-    Raises:
-        RuntimeError: on all ranks, where they disagree; the text names the ranks and what each is about to do.
-    """
-    kind = f"{what} of {str(dtype).removeprefix('torch.')}"
-    check_call(kind, group, device)
-    rows = gather_rows([*send, *receive], group, device)
-    ranks, n = dist.get_process_group_ranks(group), len(rows)
-    for s in range(n):
-        for r in range(n):
-            sent, expected = rows[s][r], rows[r][n + s]
-            if sent != expected:
-                raise RuntimeError(
-                    f"{kind}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects "
-                    f"{expected}; the ranks' ShardTensors differ in shape or sizes"
-                )
+def _beginning(copy: Copy) -> str:
+    return str(copy.local.detach().reshape(-1)[:3].tolist())

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .agreement import check_same
-from .strides import as_bytes
+from .digests import Copy, unequal
+from .failures import communicating
 
-__all__ = ["synchronize", "verify"]
+__all__ = ["copy_of", "line_of", "synchronize", "verify"]
 
 
 def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None) -> None:
@@ -41,11 +41,14 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
     found = (mesh.mesh == source).nonzero().tolist()
     if not found:
         raise ValueError(f"source={source} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
-    for _, tensor, m in _copies(model, mesh):
-        received = tensor.contiguous()  # broadcast takes no other memory format
-        dist.broadcast(received, group=mesh.get_group(m), group_src=found[0][m])
-        if received is not tensor:
-            tensor.copy_(received)
+    for name, tensor in _tensors(model):
+        copy = copy_of(name, tensor, mesh)
+        for m in copy.mesh_dims:
+            received = copy.local.contiguous()  # broadcast takes no other memory format
+            with communicating(mesh.get_group(m)):
+                dist.broadcast(received, group=mesh.get_group(m), group_src=found[0][m])
+            if received is not copy.local:
+                copy.local.copy_(received)
 
 
 def verify(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -60,16 +63,7 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
         verify(model, mesh["domain"])
     """
     _check_alike(model, mesh)
-    names: dict[str, bool] = {}
-    for name, tensor, m in _copies(model, mesh):
-        first = tensor.contiguous().clone()
-        dist.broadcast(first, group=mesh.get_group(m), group_src=0)
-        # As bytes NaN equals itself, and 0.0 differs from -0.0.
-        names[name] = names.get(name, False) or not torch.equal(as_bytes(first), as_bytes(tensor))
-    differ = torch.tensor(list(names.values()), dtype=torch.uint8, device=mesh.device_type)
-    for m in range(mesh.ndim):
-        dist.all_reduce(differ, op=dist.ReduceOp.MAX, group=mesh.get_group(m))
-    wrong = [name for name, bad in zip(names, differ.tolist(), strict=True) if bad]
+    wrong = unequal([copy_of(name, tensor, mesh) for name, tensor in _tensors(model)], mesh)
     if wrong:
         shown = ", ".join(wrong[:8]) + f" and {len(wrong) - 8} more" * (len(wrong) > 8)
         raise RuntimeError(
@@ -78,32 +72,31 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-@torch.no_grad()
-def _local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, tensor and local tensor of each parameter and buffer."""
+def copy_of(name: str, tensor: Tensor, mesh: DeviceMesh) -> Copy:
+    """This rank's part of a tensor, and the mesh dims of ``mesh`` along which all ranks have the same part."""
+    owners = _owners(tensor)
+    groups = [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in range(mesh.ndim)]
+    alike = tuple(m for m, members in enumerate(groups) if not any(len(members & others) > 1 for others in owners))
+    return Copy(name, tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach(), alike)
+
+
+def line_of(name: str, tensor: Tensor) -> str:
+    """A tensor's name and all that must be the same on every rank before its values can be compared."""
+    placed = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device.type}{placed})"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values yet; initialise the model first")
-        yield name, tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        yield name, tensor
 
 
 def _check_alike(model: nn.Module, mesh: DeviceMesh, *asked: str) -> None:
     """ValueError on every rank where the ranks' models do not have the same tensors in the same order."""
-    lines = list(asked)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        placed = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
-        lines.append(f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device.type}{placed})")
-    check_same("model's parameters and buffers", lines, mesh)
-
-
-def _copies(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, int]]:
-    """Each local tensor with each mesh dim over which it is replicated."""
-    groups = [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in range(mesh.ndim)]
-    for name, tensor, local in _local_tensors(model):
-        owners = _owners(tensor)
-        for m, members in enumerate(groups):
-            if not any(len(members & others) > 1 for others in owners):
-                yield name, local, m
+    lines = [line_of(name, tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers())]
+    check_same("model's parameters and buffers", [*asked, *lines], mesh)
 
 
 def _owners(tensor: Tensor) -> list[set[int]]:

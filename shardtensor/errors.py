@@ -7,7 +7,15 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PLAIN_TARGET", "LocalSizeError", "UnsupportedSharding", "different_meshes", "error_text", "refuse"]
+__all__ = [
+    "PLAIN_TARGET",
+    "LocalSizeError",
+    "LostRankError",
+    "UnsupportedSharding",
+    "different_meshes",
+    "error_text",
+    "refuse",
+]
 
 # Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
 PLAIN_TARGET = (
@@ -40,6 +48,19 @@ class LocalSizeError(RuntimeError, ValueError, IndexError):
     Example:
         >>> import shardtensor
         >>> issubclass(shardtensor.LocalSizeError, ValueError)
+        True
+    """
+
+
+class LostRankError(RuntimeError):
+    """A rank that this one waited for has died, raised, ended or said nothing; the text says which, and in what.
+
+    Raised on the ranks that are alive, when their transport fails or its timeout is over. What the transport said is
+    the ``__cause__``. The process group cannot be used any more: end the program, and restart from a checkpoint.
+
+    Example:
+        >>> import shardtensor
+        >>> issubclass(shardtensor.LostRankError, RuntimeError)
         True
     """
 

@@ -28,13 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._compat import c10d_all_reduce, c10d_all_to_all, c10d_messages, is_lazy, process_group
+from ._compat import is_lazy
+from ._compat.c10d import c10d_all_reduce, c10d_all_to_all, c10d_messages, process_group
 from .caches import check_world, forgets
-from .debug import check_communication, debug_enabled
+from .failures import lost
 from .geometry import Interval, intersect
+from .headers import check_communication, debug_enabled
+from .history import calling, operator, record
 from .tracing import after_start, graph_operator, is_traced, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
-from .waiting import wait_for
+from .waiting import wait_for, wait_for_message
 
 __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
 
@@ -200,19 +203,24 @@ class Exchange:
 
     def _start(self, packed: Tensor) -> Pending:
         if type(packed) is not Tensor and is_traced(packed):
-            ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name)
-            return _PendingInGraph((), False, ticket, self._recv_shapes, self._recv_sizes, packed)
+            ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, operator())
+            return _PendingInGraph((), None, ticket, self._recv_shapes, self._recv_sizes, packed)
         group = process_group(self._group_name)
         direct = self._few if _transport == "auto" else _transport == "p2p"
+        kind = "exchange by messages" if direct else "exchange"
+        record(self._group_name, kind, packed.dtype)
         if debug_enabled():
-            kind = "exchange by messages" if direct else "exchange"
             check_communication(kind, packed.dtype, *self._all_ranks(group), group, packed.device)
         received = packed.new_empty(self._received)
         out, inp = received, packed
         if packed.dtype not in _TRANSFERABLE:  # a row of bytes for each element
             out, inp = received.unsqueeze(-1).view(torch.uint8), packed.unsqueeze(-1).view(torch.uint8)
-        works = _transfer(out, inp, self._recvs, self._sends, None if direct else self._all_ranks(group), group)
-        return Pending(works, direct, received, self._recv_shapes, self._recv_sizes, packed)
+        all_ranks = None if direct else self._all_ranks(group)
+        try:
+            works = _transfer(out, inp, self._recvs, self._sends, all_ranks, group)
+        except RuntimeError as error:
+            raise lost(group, error) from error
+        return Pending(works, group, received, self._recv_shapes, self._recv_sizes, packed, direct=direct)
 
     def _all_ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
         """How many elements this rank sends to each rank, and gets from each."""
@@ -235,18 +243,20 @@ def _packed(pieces: Sequence[Tensor]) -> Tensor:
 class Pending:
     """Pieces on their way."""
 
-    __slots__ = ("_direct", "_keep", "_received", "_shapes", "_sizes", "_works")
+    __slots__ = ("_direct", "_group", "_keep", "_received", "_shapes", "_sizes", "_works")
 
     def __init__(
         self,
         works: Sequence[dist.Work],
-        direct: bool,
+        group: dist.ProcessGroup | None,
         received: Tensor,
         shapes: Sequence[Sequence[int]],
         sizes: Sequence[int],
         keep: Tensor,
+        *,
+        direct: bool = False,
     ) -> None:
-        self._works, self._direct = works, direct
+        self._works, self._group, self._direct = works, group, direct
         self._received, self._shapes, self._sizes = received, shapes, sizes
         self._keep = keep  # the send buffer has to live until the transfer is done
 
@@ -269,10 +279,11 @@ class Pending:
     def buffer(self, after: Tensor | None = None) -> Tensor:
         """What :meth:`wait` gives, in the order of the ranks that it comes from, as one tensor of one dim."""
         for work in self._works:
+            assert self._group is not None
             if self._direct:
-                work.wait()
+                wait_for_message(work, self._group)
             else:
-                wait_for(work, self._received)
+                wait_for(work, self._received, self._group)
         return self._received
 
 
@@ -361,7 +372,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 @graph_operator(
     "exchange(Tensor packed, int[] send_to, int[] send_counts, int[] recv_from, int[] recv_counts, int most_peers, "
-    "str group) -> Tensor",
+    "str group, str operator) -> Tensor",
     no_ticket,
 )
 def _exchange(
@@ -372,8 +383,10 @@ def _exchange(
     recv_counts: list[int],
     most_peers: int,
     group: str,
+    operator: str,
 ) -> Tensor:
     """See [Note: start and wait] in tracing.py."""
     sends = [(peer, (n,)) for peer, n in zip(send_to, send_counts, strict=True)]
     recvs = [(peer, (n,)) for peer, n in zip(recv_from, recv_counts, strict=True)]
-    return ticket_for(Exchange(sends, recvs, process_group(group), most_peers)._start(packed).buffer)
+    with calling(operator):
+        return ticket_for(Exchange(sends, recvs, process_group(group), most_peers)._start(packed).buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import index
@@ -46,6 +47,14 @@ class AxisLayout(NamedTuple):
 
     placement: Placement
     sizes: tuple[int, ...] | None = None
+
+    def in_short(self) -> str:
+        """The placement and its sizes, a checksum of these if they are many."""
+        if self.sizes is None:
+            return str(self.placement)
+        if len(self.sizes) <= 8:
+            return f"{self.placement}{list(self.sizes)}"
+        return f"{self.placement}[{len(self.sizes)} sizes, checksum {zlib.crc32(repr(self.sizes).encode()):08x}]"
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -31,6 +31,7 @@ from .parameters import GradientSum, contributing
 from .plan import Composed, LocalPlan, Plan, picked
 from .planning import SCALARS, cached_plan, keep_plan, meta_of, spec_of, strides_of
 from .registry import declare, declare_rule
+from .spec import ShardTensorSpec
 from .tensor import ShardTensor, redistribute_to
 
 __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
@@ -149,6 +150,7 @@ class Operator:
         """Fill in what the plan's run does before and after its local work."""
         declared = self._declared
         plan.name, plan.device, plan.then = self.name, call.device.type, call.then
+        plan.label = _label(self.name, getattr(plan, "outputs", None))
         placements = self._sum_gradients(plan, call, named) if declared.parameters else None
         steps: list[Callable[[Any], Any] | None] = []
         for name in declared.names:
@@ -267,6 +269,14 @@ def planned(
         return Operator(name, declaration(build, tensors, parameters, partial, sharded))
 
     return decorate
+
+
+def _label(name: str, outputs: Any) -> str:
+    """The operator with its result's layout: what every rank knows of a plan, short also in a large world."""
+    spec = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    if not isinstance(spec, ShardTensorSpec):
+        return name
+    return f"{name} to {spec.in_short}"
 
 
 def _may_wait(t: Any) -> bool:

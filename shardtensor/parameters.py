@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
 from .caches import cached
+from .first_use import note_parameters
 from .layout import wide_dtype
 from .redistribute import start_sums
 from .spec import ShardTensorSpec
@@ -86,6 +87,7 @@ class GradientSum:
         result = list(tensors)
         chosen = [i for i, t in enumerate(result) if self.needed[i] and t is not None and t.requires_grad]
         if chosen:
+            note_parameters([result[i] for i in chosen], self.mesh, self.mesh_dims)
             for i, t in zip(chosen, node(*(result[i] for i in chosen)), strict=True):
                 result[i] = t
         return result

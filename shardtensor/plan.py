@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction
+from .failures import note_raised
 from .gradients import not_twice
+from .history import set_operator
 from .parameters import Contribution, GradientSum
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
@@ -32,6 +34,7 @@ class Plan:
         deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
         contributed: by position, how the gradients of parameters in half precision that are ShardTensors are placed.
         name, device: of the operator, for errors; the type of its tensors' device.
+        label: the name and what tells this plan from others of the operator, the same on all ranks: see history.py.
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
         steps: what is done with each tensor before the run: promotion, casts, redistribution.
         then: the layout that the result is redistributed to.
@@ -49,6 +52,7 @@ class Plan:
     linear: ClassVar[bool] = False
     # Filled in by the operator that has the plan made.
     name: str = ""
+    label: str = ""
     device: str = "cpu"
     order: tuple[Any, ...] | None = None
     steps: tuple[Callable[[Any], Any] | None, ...] | None = None
@@ -99,12 +103,19 @@ class Plan:
         return wrap(result, self.outputs)
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
-        if self.order is not None:
-            tensors = [picked(tensors, place) for place in self.order]
-        if self.steps is not None:
-            tensors = [t if step is None else step(t) for step, t in zip(self.steps, tensors, strict=True)]
-        result = self.run(tensors)
-        return result if self.then is None else redistribute_to(result, self.then)
+        caller = set_operator(self.label)
+        try:
+            if self.order is not None:
+                tensors = [picked(tensors, place) for place in self.order]
+            if self.steps is not None:
+                tensors = [t if step is None else step(t) for step, t in zip(self.steps, tensors, strict=True)]
+            result = self.run(tensors)
+            return result if self.then is None else redistribute_to(result, self.then)
+        except Exception as error:
+            note_raised(error)
+            raise
+        finally:
+            set_operator(caller)
 
 
 class LocalPlan(Plan):
@@ -193,6 +204,17 @@ class _Run(AutogradFunction):
 
 
 def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    caller = set_operator(ctx.plan.label)
+    try:
+        return _local_gradients(ctx, saved, grads)
+    except Exception as error:
+        note_raised(error)
+        raise
+    finally:
+        set_operator(caller)
+
+
+def _local_gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     plan = ctx.plan
     outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
     local_grads = [None if g is None else _local_gradient(g, s) for g, s in zip(grads, outputs, strict=True)]

@@ -25,12 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ._compat import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, process_group, untraced
+from ._compat import untraced
+from ._compat.c10d import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, process_group
 from .caches import cached
-from .debug import check_communication, debug_enabled
 from .exchange import start_swap
 from .geometry import Interval, intervals_of, length
 from .halo import Fetch
+from .headers import check_communication, debug_enabled
+from .history import calling, operator, record, set_operator
 from .layout import AxisLayout, wide_dtype
 from .spec import ShardTensorSpec
 from .strides import cat_like
@@ -43,6 +45,7 @@ __all__ = [
     "all_reduce",
     "redistribute_local",
     "reduce_scatter",
+    "reduced",
     "rounded",
     "start_all_reduce",
     "start_sums",
@@ -64,17 +67,27 @@ _SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float
 
 def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
     """This rank's local tensor under ``dst``, given the one under ``src``. Collective over mesh dims that change."""
-    for step in _steps(src, dst):
-        local = step(local)
+    label, steps = _steps(src, dst)
+    if not steps:
+        return local
+    caller = set_operator(operator() or label)
+    try:
+        for step in steps:
+            local = step(local)
+    finally:
+        set_operator(caller)
     return local
 
 
 @cached(maxsize=4096)
-def _steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """What is done with a local tensor, one mesh dim after the other: all that is known before there is data."""
+def _steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[str, tuple[Callable[[Tensor], Tensor], ...]]:
+    """What is done with a local tensor, one mesh dim after the other, and what it is called: all that is known before
+    there is data.
+    """
     if src.mesh != dst.mesh:
         raise ValueError(f"cannot redistribute from mesh {src.mesh} to {dst.mesh}; only the same mesh is possible")
-    steps, source = [], src
+    steps: list[Callable[[Tensor], Tensor]] = []
+    source = src
     while (step := _next_step(src, dst)) is not None:
         mesh_dim, axis = step
         target = src.with_axes({mesh_dim: axis})
@@ -82,8 +95,8 @@ def _steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[Callable[[Tensor
         src = target
     wide = source.held_dtype
     if steps and wide != source.tensor_meta.dtype:  # contributions that the caller gave may be narrow
-        return (lambda local: local.to(wide), *steps, partial(rounded, spec=dst))
-    return tuple(steps)
+        steps = [lambda local: local.to(wide), *steps, partial(rounded, spec=dst)]
+    return f"redistribute {source.in_short} to {dst.in_short}" if steps else "", tuple(steps)
 
 
 def rounded(local: Tensor, spec: ShardTensorSpec) -> Tensor:
@@ -173,14 +186,15 @@ def start_all_reduce(
     if group.size() == 1:
         return lambda: local if overwrite else local.clone()
     if is_traced(local):
-        ticket = _all_reduce(local, op, group.group_name)
+        ticket = _all_reduce(local, op, group.group_name, operator())
         return lambda: wait_in_graph(ticket, local, local.shape, None)
+    record(group.group_name, "all-reduce", local.dtype, local.numel())
     if op == "sum" and local.dtype in _SUMMABLE and not debug_enabled():  # most are
         total = local if overwrite else local.clone(memory_format=torch.contiguous_format)
         summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
 
         def wait() -> Tensor:
-            wait_for(summing, total)
+            wait_for(summing, total, group)
             return total
 
         return wait
@@ -203,7 +217,7 @@ def start_all_reduce(
     work = c10d_all_reduce(wire, _REDUCE[op][0], group)
 
     def finish() -> Tensor:
-        wait_for(work, wire)
+        wait_for(work, wire, group)
         return _unordered(wire, local.dtype) if extreme else value if via is None else value.to(local.dtype)
 
     return finish
@@ -226,6 +240,7 @@ def start_sums(
             return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
         return split
+    record(group.group_name, "all-reduce", dtype, sum(t.numel() for t in tensors))
     if debug_enabled():
         counts = [sum(t.numel() for t in tensors)] * group.size()
         check_communication("all_reduce sum", dtype, counts, counts, group, tensors[0].device)
@@ -237,16 +252,17 @@ def start_sums(
     summing = c10d_all_reduce_coalesced(totals, group)
 
     def wait() -> list[Tensor]:
-        wait_for(summing, totals[0])
+        wait_for(summing, totals[0], group)
         return totals
 
     return wait
 
 
-@graph_operator("all_reduce(Tensor local, str op, str group) -> Tensor", no_ticket)
-def _all_reduce(local: Tensor, op: str, group: str) -> Tensor:
+@graph_operator("all_reduce(Tensor local, str op, str group, str operator) -> Tensor", no_ticket)
+def _all_reduce(local: Tensor, op: str, group: str, operator: str) -> Tensor:
     """See [Note: start and wait] in tracing.py."""
-    finish = start_all_reduce(local, process_group(group), op)
+    with calling(operator):
+        finish = start_all_reduce(local, process_group(group), op)
     return ticket_for(lambda: finish().contiguous())
 
 
@@ -284,7 +300,8 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
     if is_traced(local):
-        return _all_gather(local, ranks, group.group_name)
+        return _all_gather(local, ranks, group.group_name, operator())
+    record(group.group_name, "all-gather", local.dtype, local.numel())
     if debug_enabled():
         counts = [local.numel()] * ranks
         check_communication("all_gather", local.dtype, counts, counts, group, local.device)
@@ -292,17 +309,18 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     wire = gathered
     if local.is_complex():
         wire, local = torch.view_as_real(gathered), torch.view_as_real(local.resolve_conj())
-    wait_for(c10d_all_gather(wire.view(-1), local.contiguous().view(-1), group), gathered)
+    wait_for(c10d_all_gather(wire.view(-1), local.contiguous().view(-1), group), gathered, group)
     return gathered
 
 
 @graph_operator(
-    "all_gather(Tensor local, int ranks, str group) -> Tensor",
-    lambda local, ranks, group: local.new_empty((ranks, *local.shape)),
+    "all_gather(Tensor local, int ranks, str group, str operator) -> Tensor",
+    lambda local, ranks, group, operator: local.new_empty((ranks, *local.shape)),
 )
-def _all_gather(local: Tensor, ranks: int, group: str) -> Tensor:
+def _all_gather(local: Tensor, ranks: int, group: str, operator: str) -> Tensor:
     """See [Note: communication in graphs] in tracing.py."""
-    return all_gather(local, process_group(group))
+    with calling(operator):
+        return all_gather(local, process_group(group))
 
 
 # -- exchanges ----------------------------------------------------------------------------------------------
@@ -359,7 +377,12 @@ def reduce_scatter(
     send = [[local.narrow(dim, s, e - s)] if r != rank else [] for r, (s, e) in enumerate(blocks)]
     shapes = [[mine.shape] if s != rank else [] for s in range(len(blocks))]
     received = start_swap(send, shapes, group, local).wait()
-    return reduce(_REDUCE[partial.reduce_op][1], [*received[:rank], mine, *received[rank:]])
+    return reduced([*received[:rank], mine, *received[rank:]], partial.reduce_op)
+
+
+def reduced(contributions: Sequence[Tensor], op: str) -> Tensor:
+    """The reduction of contributions that are here, one after the other."""
+    return reduce(_REDUCE[op][1], contributions)
 
 
 # -- to Partial, without communication ------------------------------------------------------------------------

@@ -8,6 +8,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ._compat.c10d import c10d_all_gather
+from .waiting import wait_for
+
 __all__ = ["gather_rows", "gather_texts"]
 
 Key = TypeVar("Key")
@@ -16,9 +19,9 @@ Key = TypeVar("Key")
 def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> dict[int, list[int]]:
     """Every rank's ``row`` of integers, equally long everywhere, by rank of the group."""
     mine = torch.tensor(row, dtype=torch.int64, device=device)
-    table = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(table, mine, group=group)
-    return {rank: theirs.tolist() for rank, theirs in enumerate(table)}
+    table = mine.new_empty((group.size(), len(row)))
+    wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)
+    return dict(enumerate(table.tolist()))
 
 
 def gather_texts(text: str, gather: Callable[[Sequence[int]], Mapping[Key, list[int]]]) -> dict[Key, str]:

@@ -14,9 +14,10 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, not_in_graphs
-from .agreement import OTHER_META, check_process_group, claims_of, described, problem_of, say
-from .debug import debug_enabled
+from .agreement import OTHER_META, check_process_group, claims_of, described, problem_of, record_over_mesh, say
+from .failures import communicating
 from .geometry import intervals_of
+from .headers import debug_enabled
 from .layout import ShardSizes, mesh_coordinate, rank_at
 from .spec import ShardTensorSpec
 from .strides import as_bytes
@@ -92,7 +93,11 @@ def scatter_tensor(
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
-    local = _send_shards(None if problem else tensor, spec) if is_src else _receive_shard(spec, global_src)
+    record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh)
+    world = mesh.get_group(0) if mesh.ndim == 1 else dist.group.WORLD
+    assert world is not None
+    with communicating(world):
+        local = _send_shards(None if problem else tensor, spec) if is_src else _receive_shard(spec, global_src)
     if problem:
         raise say(problem, f"scatter_tensor: source rank {global_src} is this one, and its tensor", mesh)
     if local is None:

@@ -355,6 +355,12 @@ class ShardTensorSpec(DTensorSpec):
 
     __repr__ = __str__
 
+    @cached_property
+    def in_short(self) -> str:
+        """Shape, dtype and layout, short also in a large world."""
+        placed = ", ".join(axis.in_short() for axis in self.layout)
+        return f"{tuple(self.shape)} {str(self.tensor_meta.dtype).removeprefix('torch.')} as ({placed})"
+
 
 class _SizedShardOrder(tuple[Any, ...]):
     """DTensor's shard order with the sizes attached.

@@ -28,7 +28,7 @@ from ._compat import (
     uncached,
     unflattened,
 )
-from .agreement import MAX_NDIM, agree_on_local
+from .agreement import MAX_NDIM, agree_on_local, compare_histories
 from .copies import check_current
 from .errors import refuse
 from .layout import mesh_coordinate
@@ -154,6 +154,8 @@ class ShardTensor(DTensor):
             grad_placements: how the gradient of the result lies on the ranks; default Replicate, for a loss that
                 every rank computes alike.
         """
+        if not self._spec.is_replicate() and not is_traced(self._local_tensor):
+            compare_histories("full_tensor", self.device_mesh)
         whole = conversions.redistributed(self, self._spec.replicated())
         return whole.to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
 

@@ -14,25 +14,54 @@ import time
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["wait_for"]
+from .failures import check_raised, lost
+
+__all__ = ["wait_for", "wait_for_message"]
 
 # Seconds. Longer than a kernel that one rank computes and another one does not: beyond that ranks differ in their load.
 POLLING = 0.01
+# Seconds after which to look for the first time whether another rank has raised.
+LOOKING = 1.0
 
 _give_way = os.sched_yield if hasattr(os, "sched_yield") else lambda: time.sleep(0)
 
 
-def wait_for(work: dist.Work, result: Tensor) -> None:
-    """Wait for a collective; raises what went wrong in it.
+def wait_for(work: dist.Work, result: Tensor, group: dist.ProcessGroup) -> None:
+    """Wait for a collective of ``group``.
 
     Not for messages between two ranks: gloo says that they are complete only to whom waits for them.
 
     Args:
         result: what it writes to. On an accelerator, only its stream waits.
+
+    Raises:
+        LostRankError: it has failed, or its timeout is over. See [Note: failures] in failures.py.
     """
     if result.is_cpu and type(work) is dist.Work:  # other classes, of groups for tests, may never be complete
         is_completed, now = work.is_completed, time.perf_counter
-        end = now() + POLLING
+        start = now()
+        end = start + POLLING
         while not is_completed() and now() < end:
             _give_way()
-    work.wait()
+        if not is_completed():
+            _wait_long(work, start, group)
+    wait_for_message(work, group)
+
+
+def wait_for_message(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Wait for a message between two ranks of ``group``; what is raised is that of :func:`wait_for`."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise lost(group, error) from error
+
+
+def _wait_long(work: dist.Work, start: float, group: dist.ProcessGroup) -> None:
+    """Sleep until a collective that began at ``start`` is complete, and look now and then what others have said."""
+    look = start + LOOKING
+    while not work.is_completed():
+        now = time.perf_counter()
+        if now > look:
+            check_raised(group)
+            look = now + min(now - start, 10 * LOOKING)
+        time.sleep(min((now - start) / 50, 0.02))

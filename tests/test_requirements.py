@@ -354,7 +354,7 @@ def weighted():
     big = rows(numbers(800, 3), (799, 1))
     with count_communication() as counted:
         big.mean().item()
-    assert counted.bytes_sent + counted.collective_bytes <= 16
+    assert counted.bytes_sent + counted.collective_bytes <= 32
     assert big.mean().placements == (Partial(),)
 
 
@@ -611,7 +611,7 @@ def resolved():
     nbytes, collectives, result = sent(lambda: x * mean)
     assert (nbytes, collectives) == (6 * 8, 1) and result.placements == (Shard(0),)
     nbytes, collectives, value = sent(lambda: mean.sum().item())
-    assert (nbytes, collectives) == (8, 1)
+    assert (nbytes, collectives) == (32, 1)  # with what the ranks compare
     assert abs(value - numbers(8, 6).mean(0).sum().item()) < 1e-12
 
 

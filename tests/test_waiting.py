@@ -32,7 +32,7 @@ def late(polling, delay):
         if dist.get_rank() > 0:
             time.sleep(delay)
         work = dist.all_reduce(x, async_op=True)
-        turns = asked(patched, lambda: waiting.wait_for(work, x))
+        turns = asked(patched, lambda: waiting.wait_for(work, x, dist.group.WORLD))
     return x.tolist(), turns
 
 
@@ -47,7 +47,7 @@ def fails():
     group = dist.new_group(timeout=timedelta(seconds=1))
     x = torch.zeros(3)
     if dist.get_rank() == 0:
-        waiting.wait_for(dist.all_reduce(x, group=group, async_op=True), x)
+        waiting.wait_for(dist.all_reduce(x, group=group, async_op=True), x, group)
     else:
         time.sleep(2)
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import OpOverload
-from ...debug import check_call, debug_enabled
 from ...errors import refuse
+from ...headers import check_call, debug_enabled
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, meta_of
 from ...registry import DECLINED, RULES, register

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...redistribute import redistribute_local
+from ...agreement import gather_with_history
+from ...redistribute import redistribute_local, reduced
 from ...registry import Refusal, register
+from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
 
 _aten = torch.ops.aten
@@ -57,4 +59,20 @@ def item(x: ShardTensor) -> bool | int | float | complex:
     spec = x._spec
     if spec.shape.numel() != 1:
         raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")
-    return redistribute_local(x._local_tensor, spec, spec.replicated()).item()
+    differing = [m for m, p in enumerate(spec.placements) if not p.is_replicate() and spec.mesh.size(m) > 1]
+    if len(differing) != 1:
+        return redistribute_local(x._local_tensor, spec, spec.replicated()).item()
+    return _number_of(x._local_tensor, spec, differing[0]).item()
+
+
+def _number_of(local: Tensor, spec: ShardTensorSpec, m: int) -> Tensor:
+    """The number of which mesh dim ``m`` has the parts, or one owner.
+
+    What a program reads it waits for, so the ranks compare their histories on the way, see [Note: history].
+    """
+    sizes = spec.sizes[m]
+    own = local.reshape(-1) if local.numel() else local.new_zeros(1)
+    parts = gather_with_history("item", own, spec.mesh.get_group(m))
+    if sizes is not None:
+        return parts[sizes.index(1)]
+    return reduced(parts.unbind(), spec.placements[m].reduce_op).to(spec.tensor_meta.dtype)  # type: ignore[attr-defined]

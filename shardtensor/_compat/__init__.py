@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import wrapt
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -20,11 +18,6 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    _resolve_process_group,
-)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
@@ -65,11 +58,6 @@ __all__ = [
     "backward_pass",
     "batch_norm_legit",
     "batch_norm_legit_no_training",
-    "c10d_all_gather",
-    "c10d_all_reduce",
-    "c10d_all_reduce_coalesced",
-    "c10d_all_to_all",
-    "c10d_messages",
     "claim_dispatch",
     "constant_like",
     "current_mesh",
@@ -78,6 +66,7 @@ __all__ = [
     "flex_attention_checks_operands",
     "gradient_seeds",
     "has_ordered_effects",
+    "is_capturing",
     "is_lazy",
     "is_plain_shard",
     "is_traced",
@@ -90,7 +79,6 @@ __all__ = [
     "no_frames_of",
     "not_for_graphs",
     "not_in_graphs",
-    "process_group",
     "register_scripting",
     "run_engine",
     "run_last",
@@ -151,66 +139,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     aliased: torch.Tensor = _alias(tensor)
     return aliased
-
-
-def _asynchronous(options: Any) -> Any:
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
-    return options
-
-
-# ``torch.distributed``'s functions spend two thirds of their time on checks of what our plans have made sure of. These
-# call the process group as they do, and like them return a handle to wait for.
-_ALL_TO_ALL = _asynchronous(dist.AllToAllOptions())
-_ALL_GATHER = _asynchronous(AllgatherOptions())
-_ALL_REDUCE_COALESCED = _asynchronous(AllreduceCoalescedOptions())
-_ALL_TO_ALL_METHOD = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
-_ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-
-
-def c10d_all_to_all(
-    out: torch.Tensor, inp: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
-) -> dist.Work:
-    """``dist.all_to_all_single(..., async_op=True)``."""
-    work: dist.Work = getattr(group, _ALL_TO_ALL_METHOD)(out, inp, out_splits, in_splits, _ALL_TO_ALL)
-    return work
-
-
-def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
-    """``dist.all_reduce(..., async_op=True)`` of a tensor of real numbers."""
-    return group.allreduce([tensor], _all_reduce_options(op))
-
-
-def c10d_all_reduce_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """Sums of several contiguous tensors of one dtype, each in place, in one collective."""
-    return group.allreduce_coalesced(tensors, _ALL_REDUCE_COALESCED)
-
-
-def c10d_messages(
-    recvs: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``."""
-    if not recvs and not sends:
-        return []
-    if (recvs or sends)[0][1].device.type == "cpu":  # backends of the CPU have nothing to coalesce
-        return [group.recv([t], peer, 0) for peer, t in recvs] + [group.send([t], peer, 0) for peer, t in sends]
-    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in recvs]
-    ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
-    works: list[dist.Work] = dist.batch_isend_irecv(ops)
-    return works
-
-
-@cache
-def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op  # type: ignore[assignment]
-    return _asynchronous(options)
-
-
-def c10d_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """``dist.all_gather_into_tensor(..., async_op=True)`` of contiguous tensors of real numbers."""
-    work: dist.Work = getattr(group, _ALL_GATHER_METHOD)(out, tensor, _ALL_GATHER)
-    return work
 
 
 class AutogradFunction(torch.autograd.Function):
@@ -281,10 +209,10 @@ def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:
     return func._op
 
 
-def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of this name. Operators of a graph get names, as a group cannot be a constant of a graph."""
-    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
-    return group
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is computed on the device now goes into a graph, so that nothing may be read."""
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
 
 
 def current_mesh() -> DeviceMesh:

@@ -1,0 +1,97 @@
+"""torch.distributed's collectives, process groups and store, by their private ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    _get_default_store,
+    _resolve_process_group,
+)
+
+__all__ = [
+    "c10d_all_gather",
+    "c10d_all_reduce",
+    "c10d_all_reduce_coalesced",
+    "c10d_all_to_all",
+    "c10d_messages",
+    "default_store",
+    "process_group",
+]
+
+
+def _asynchronous(options: Any) -> Any:
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
+
+
+# ``torch.distributed``'s functions spend two thirds of their time on checks of what our plans have made sure of. These
+# call the process group as they do, and like them return a handle to wait for.
+_ALL_TO_ALL = _asynchronous(dist.AllToAllOptions())
+_ALL_GATHER = _asynchronous(AllgatherOptions())
+_ALL_REDUCE_COALESCED = _asynchronous(AllreduceCoalescedOptions())
+_ALL_TO_ALL_METHOD = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+_ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+
+
+def c10d_all_to_all(
+    out: torch.Tensor, inp: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """``dist.all_to_all_single(..., async_op=True)``."""
+    work: dist.Work = getattr(group, _ALL_TO_ALL_METHOD)(out, inp, out_splits, in_splits, _ALL_TO_ALL)
+    return work
+
+
+def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
+    """``dist.all_reduce(..., async_op=True)`` of a tensor of real numbers."""
+    return group.allreduce([tensor], _all_reduce_options(op))
+
+
+def c10d_all_reduce_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Sums of several contiguous tensors of one dtype, each in place, in one collective."""
+    return group.allreduce_coalesced(tensors, _ALL_REDUCE_COALESCED)
+
+
+def c10d_messages(
+    recvs: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``."""
+    if not recvs and not sends:
+        return []
+    if (recvs or sends)[0][1].device.type == "cpu":  # backends of the CPU have nothing to coalesce
+        return [group.recv([t], peer, 0) for peer, t in recvs] + [group.send([t], peer, 0) for peer, t in sends]
+    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in recvs]
+    ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
+    works: list[dist.Work] = dist.batch_isend_irecv(ops)
+    return works
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return _asynchronous(options)
+
+
+def c10d_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """``dist.all_gather_into_tensor(..., async_op=True)`` of contiguous tensors of real numbers."""
+    work: dist.Work = getattr(group, _ALL_GATHER_METHOD)(out, tensor, _ALL_GATHER)
+    return work
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of this name. Operators of a graph get names, as a group cannot be a constant of a graph."""
+    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
+    return group
+
+
+def default_store() -> Any:
+    """The store by which the ranks have found each other."""
+    return _get_default_store()

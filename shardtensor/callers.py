@@ -1,0 +1,48 @@
+"""From where an operator was called: lines of the program's own code, for errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+__all__ = ["called_from", "raised_at"]
+
+_PACKAGE = str(Path(__file__).parent)
+_OPERATORS = os.path.join(_PACKAGE, "ops", "")
+_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), "<")
+
+
+def called_from() -> tuple[str, list[str]]:
+    """The family of the operator that runs, and the lines outside of torch that led to it, innermost first.
+
+    The function is no part of it: ranks with empty or small shards may take another way through an operator.
+    """
+    family, lines = "", []
+    for file, line in _frames(sys._getframe(1)):
+        if file.startswith(_OPERATORS):
+            family = family or file.removeprefix(_OPERATORS).split(os.sep)[0]
+        elif not file.startswith(_LIBRARIES):
+            lines.append(f"{file}:{line}")
+    return family, lines
+
+
+def raised_at(traceback: TracebackType | None) -> str:
+    """The innermost line outside of torch that an exception came through; "" where there is none."""
+    found = ""
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            found = f"{file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back

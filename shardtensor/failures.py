@@ -1,0 +1,210 @@
+"""What ranks tell each other when they fail.
+
+[Note: failures] When a rank dies, its peers learn from the transport that a connection was closed, or nothing at all
+until a timeout; the peers of these learn it from them. None of it names a rank. So each rank that fails says so in the
+store by which the ranks found each other (torchrun's, which outlives its ranks; or that of rank 0): where it was, what
+it waited for, what it raised. A rank whose communication fails looks there for some seconds. Those that have said
+nothing are the ones that were killed, hang, or are out of reach.
+
+A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. Who
+waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after
+as many communications, there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ._compat.c10d import default_store
+from .callers import called_from, raised_at
+from .errors import LostRankError
+from .history import at_first, counts, last_entry, operator
+
+__all__ = ["check_raised", "communicating", "lost", "note_raised", "watch"]
+
+GRACE = 3.0  # seconds, for others to say that they have failed as well
+_POLL = 0.05
+
+_log = logging.getLogger("shardtensor")
+_ANY = "shardtensor/raised"
+
+
+class _Post:
+    """What this rank has to say, and where: its rank and the store."""
+
+    def __init__(self) -> None:
+        self.rank, self.store = dist.get_rank(), default_store()
+
+    def say(self, what: str, **more: Any) -> None:
+        """Tell all others; what this rank has said before is forgotten."""
+        with suppress(RuntimeError):  # the store has gone: there is nobody to tell
+            self.store.set(_key(self.rank), json.dumps({"what": what, "time": time.time(), **more}))
+
+    def said_by(self, rank: int) -> dict[str, Any] | None:
+        """What another rank has said, if anything. RuntimeError where the store has gone."""
+        if not self.store.check([_key(rank)]):
+            return None
+        said: dict[str, Any] = json.loads(self.store.get(_key(rank)))
+        return said
+
+
+_post: _Post | None = None
+
+
+def _key(rank: int) -> str:
+    return f"shardtensor/rank {rank}"
+
+
+def watch() -> None:
+    """From here on this rank says when it ends, or raises what nobody catches. Called when it first communicates."""
+    global _post
+    if not dist.is_initialized():
+        return
+    if not _previous_hook:
+        _previous_hook.append(sys.excepthook)
+        sys.excepthook = _say_uncaught
+        atexit.register(_say_ended)
+    _post = _Post()
+
+
+at_first(watch)
+_previous_hook: list[Callable[..., Any]] = []
+_uncaught = False
+
+
+def _say_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    global _uncaught
+    _uncaught = True
+    if _post is not None and not isinstance(error, LostRankError):  # that has been said
+        _post.say(f"raised {_described(error)}")
+    _previous_hook[0](kind, error, traceback)
+
+
+def _say_ended() -> None:
+    if _post is not None and not _uncaught:
+        _post.say("has ended")
+
+
+def _described(error: BaseException) -> str:
+    _, lines = called_from()
+    line = raised_at(error.__traceback__) or (lines[0] if lines else "")
+    return f"{type(error).__name__}: {_first_line(error)}" + (f" ({line})" if line else "")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no text"
+
+
+# -- a rank raises inside of an operator ---------------------------------------------------------------------------
+
+
+def note_raised(error: Exception) -> None:
+    """Tell the others that this rank has raised inside of the operator that runs."""
+    if _post is None or isinstance(error, LostRankError):
+        return
+    _post.say(f"raised {_described(error)}", operator=operator(), counts=counts())
+    with suppress(RuntimeError):
+        _post.store.set(_ANY, "")
+
+
+def check_raised(group: dist.ProcessGroup) -> None:
+    """LostRankError if a rank of the group has raised in the operator in which this one waits for it."""
+    if _post is None or not operator():
+        return
+    name = group.group_name
+    try:
+        if not _post.store.check([_ANY]):
+            return
+        for rank in _others(group, _post.rank):
+            said = _post.said_by(rank)
+            if said is None or said.get("operator") != operator():
+                continue
+            if said["counts"].get(name, 0) == counts().get(name, 0) - 1:
+                raise _error(name, f"rank {rank} {said['what']}", None)
+    except LostRankError:
+        raise
+    except RuntimeError:  # the store has gone: the transport will say the rest
+        return
+
+
+# -- communication fails -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def communicating(group: dist.ProcessGroup) -> Iterator[None]:
+    """What the transport raises inside the block becomes a :class:`LostRankError` that names ranks."""
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:
+        raise lost(group, error) from error
+
+
+def lost(group: dist.ProcessGroup, error: RuntimeError) -> LostRankError:
+    """The error to raise where communication in ``group`` has failed with ``error``. Takes some seconds."""
+    if isinstance(error, LostRankError):
+        return error
+    if _post is None:
+        return _error(group.group_name, _first_line(error), None)
+    waits = f"failed in {_where(group.group_name)}"
+    # At once: who starts the ranks may end them all as soon as one has died.
+    _log.error("rank %d %s: %s. Asking the other ranks why", _post.rank, waits, _first_line(error))
+    _post.say(waits)
+    others = _others(group, _post.rank)
+    said, reachable = _gather(_post, others)
+    parts = [f"rank {rank} {'failed there as well' if what == waits else what}" for rank, what in said.items()]
+    silent = [rank for rank in others if rank not in said]
+    if not reachable:
+        parts.append("the store by which the ranks found each other has gone, and with it rank 0 or who started it")
+    elif silent:
+        has, it = ("ranks {} have", "they were") if len(silent) > 1 else ("rank {} has", "it was")
+        named = has.format(", ".join(map(str, silent)))
+        parts.append(f"{named} said nothing: {it} killed, frozen, busy elsewhere, or cut off")
+    return _error(group.group_name, "; ".join(parts), _first_line(error))
+
+
+def _gather(post: _Post, ranks: Sequence[int]) -> tuple[dict[int, str], bool]:
+    """What the ranks have said, after waiting a while for all of them; and whether the store could be reached."""
+    said: dict[int, str] = {}
+    end = time.monotonic() + GRACE
+    try:
+        while True:
+            for rank in ranks:
+                theirs = None if rank in said else post.said_by(rank)
+                if theirs is not None:
+                    ago = time.time() - theirs["time"]
+                    said[rank] = theirs["what"] + (f", {ago:.0f} s ago" if ago > 2 * GRACE else "")
+            if len(said) == len(ranks) or time.monotonic() > end:
+                return said, True
+            time.sleep(_POLL)
+    except RuntimeError:
+        return said, False
+
+
+def _others(group: dist.ProcessGroup, rank: int) -> list[int]:
+    return [other for other in dist.get_process_group_ranks(group) if other != rank]
+
+
+def _where(group: str) -> str:
+    _, lines = called_from()
+    return last_entry(group) + (f" ({lines[0]})" if lines else "")
+
+
+def _error(group: str, why: str, transport: str | None) -> LostRankError:
+    heard = f" The transport says: {transport}" if transport else ""
+    return LostRankError(
+        f"rank {dist.get_rank()}: {_where(group)} was not completed: {why}. The process group cannot be used any more; "
+        f"end the program, and restart it from a checkpoint.{heard}"
+    )

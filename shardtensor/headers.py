@@ -1,0 +1,97 @@
+"""``SHARDTENSOR_DEBUG=1``: ranks compare what they are about to communicate, and raise alike where they would hang.
+
+Whatever ShardTensors communicate then begins with the same small all-gather, which says what it is and where it was
+called; so ranks that are about to do different things find out here. It is followed by one of how much is sent to whom.
+This is off by default.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .callers import called_from
+from .rows import gather_rows, gather_texts
+
+__all__ = ["check_call", "check_communication", "debug_enabled"]
+
+
+# The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
+_environment = os.environ._data  # type: ignore[attr-defined]
+_NAME, *_OFF = (os.environ.encodekey(text) for text in ("SHARDTENSOR_DEBUG", "", "0"))
+
+
+def debug_enabled() -> bool:
+    """Whether ``SHARDTENSOR_DEBUG`` requests cross-rank checks. It must be the same on all ranks.
+
+    Read on every call, so that a test or a debugger can set it in a running process.
+    """
+    value = _environment.get(_NAME)
+    return value is not None and value not in _OFF
+
+
+def check_call(what: str, group: dist.ProcessGroup, device: torch.device | str) -> None:
+    """Compare which communication the ranks of ``group`` are about to start.
+
+    Args:
+        what: the same text on all ranks, whatever their shards are.
+
+    Raises:
+        RuntimeError: on all ranks, where they disagree; the text has what each is about to do, and its line of code.
+    """
+    family, lines = called_from()
+    what = f"{what} in {family}" if family else what
+    where = lines[0] if lines else "a thread without code of yours"
+    # Checksums in place of texts: rows have the same length on every rank, whatever the ranks start.
+    checksums = [zlib.crc32(text.encode()) for text in (what, "\n".join(lines))]
+    rows = gather_rows(checksums, group, device)
+    if all(row == checksums for row in rows.values()):
+        return
+    texts = gather_texts(f"{what}, at {where}", lambda row: gather_rows(row, group, device))
+    named = [f"rank {rank}: {text}" for rank, text in zip(dist.get_process_group_ranks(group), texts.values())]
+    if len({kind for kind, _ in rows.values()}) > 1:
+        raise RuntimeError(
+            f"ranks do not agree on the next communication: {'; '.join(named)}. Every rank must call the same "
+            "operators in the same order, over the same transport"
+        )
+    warnings.warn(
+        f"ranks start the same communication from different lines of code: {'; '.join(named)}. This is right where "
+        "these lines do the same, and otherwise mixes up numbers",
+        stacklevel=2,
+    )
+
+
+def check_communication(
+    what: str,
+    dtype: torch.dtype,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Compare the communication that the ranks of ``group`` are about to start.
+
+    Args:
+        what: its kind, such as "exchange" or "all_reduce sum".
+        send, receive: numbers of elements per rank of the group.
+
+    Raises:
+        RuntimeError: on all ranks, where they disagree; the text names the ranks and what each is about to do.
+    """
+    kind = f"{what} of {str(dtype).removeprefix('torch.')}"
+    check_call(kind, group, device)
+    rows = gather_rows([*send, *receive], group, device)
+    ranks, n = dist.get_process_group_ranks(group), len(rows)
+    for s in range(n):
+        for r in range(n):
+            sent, expected = rows[s][r], rows[r][n + s]
+            if sent != expected:
+                raise RuntimeError(
+                    f"{kind}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects "
+                    f"{expected}; the ranks' ShardTensors differ in shape or sizes"
+                )

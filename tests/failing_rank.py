@@ -1,0 +1,75 @@
+"""One rank of a training program in which rank 1 fails at step 2: ``python failing_rank.py RANK WORLD PORT HOW``.
+
+What the ranks print, and how they end, is read by test_failures.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from shardtensor import ShardTensor
+
+TIMEOUT = 6.0
+FAILS_AT = 2
+
+
+def main(rank: int, world: int, port: str, how: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3, padding=1))
+    sizes = {0: tuple(4 + r for r in range(world))}
+    for step in range(4):
+        x = ShardTensor.from_local(torch.randn(1, 2, 4 + rank, 8), mesh, (Shard(2),), shard_sizes=sizes)
+        matrices = torch.eye(3).expand(2 * world, 3, 3).clone()
+        if step == FAILS_AT and rank == 1:
+            fail(how, matrices)
+            if how == "skip":
+                continue
+        if how == "singular":
+            factorize(mesh, matrices)
+        loss = net(x).square().mean()
+        loss.backward()
+        print(f"step {step}: {loss.item()}", flush=True)
+
+
+def fail(how: str, matrices: torch.Tensor) -> None:
+    print(f"fails at {time.time()}", flush=True)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "raise":
+        raise ValueError("a file that cannot be read")
+    if how == "memory":
+        raise MemoryError("no more of it")
+    if how == "end":
+        sys.exit(0)
+    if how == "singular":
+        matrices[:] = -matrices
+
+
+def factorize(mesh, matrices: torch.Tensor) -> None:
+    """Shards of rows, so that whole matrices are computed on, and the result's rows are exchanged again."""
+    rows = ShardTensor.from_local(matrices, mesh, (Shard(0),)).redistribute(placements=(Shard(1),))
+    try:
+        torch.linalg.cholesky(rows)
+    except torch.linalg.LinAlgError as error:
+        print("caught", error, flush=True)
+        time.sleep(3 * TIMEOUT)  # a program that goes on with something else
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,103 @@
+"""What the ranks that are alive are told about one that is not: the errors, on all of them, within the timeout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardtensor
+
+PROGRAM = Path(__file__).with_name("failing_rank.py")
+TIMEOUT = 6.0  # the program's own for communication
+OPERATOR = r"rank {}: .* in (conv2d|group_norm|linalg_cholesky) .*\(.*failing_rank.py:\d+\) was not completed: "
+REMEDY = "The process group cannot be used any more; end the program, and restart it from a checkpoint."
+
+
+def run(how, world):
+    """Each rank's exit code and output, None for one that had to be ended, and how long after the fault they ended."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    environment = {**os.environ, "PYTHONPATH": str(Path(shardtensor.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(world), port, how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(world)
+    ]
+    outcomes, ended = [None] * world, [None] * world
+    try:
+        for rank, process in enumerate(ranks):
+            if how != "freeze" or rank != 1:
+                output, _ = process.communicate(timeout=150)
+                outcomes[rank], ended[rank] = (process.returncode, output), time.time()
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        frozen = "" if ranks[1].stdout.closed else ranks[1].stdout.read()
+    # What a frozen rank has printed comes when it has been ended.
+    output = outcomes[1][1] if outcomes[1] else frozen
+    start = float(re.search(r"fails at (\S+)", output)[1])
+    after = [None if end is None else end - start for end in ended]
+    seconds = ", ".join("-" if s is None else f"{s:.1f} s" for s in after)
+    print(f"{how} on {world} ranks: ended {seconds} after the fault")
+    return outcomes, after
+
+
+SAYS = {
+    "kill": "rank 1 has said nothing: it was killed, frozen, busy elsewhere, or cut off",
+    "freeze": "rank 1 has said nothing: it was killed, frozen, busy elsewhere, or cut off",
+    "raise": r"rank 1 raised ValueError: a file that cannot be read \(.*failing_rank.py:\d+\)",
+    "memory": r"rank 1 raised MemoryError: no more of it \(.*failing_rank.py:\d+\)",
+    "end": "rank 1 has ended",
+    "singular": r"rank 1 raised _?LinAlgError: .* \(.*failing_rank.py:\d+\)",
+}
+
+
+FEW = {"freeze", "singular"}  # of those that the regular suite tries
+FAULTS = [("kill", 3), *(pytest.param(how, 2, marks=[pytest.mark.slow] * (how not in FEW)) for how in SAYS)]
+
+
+@pytest.mark.parametrize(("how", "world"), FAULTS)
+def test_survivors_name_the_rank_and_the_operator(how, world):
+    outcomes, ended = run(how, world)
+    for rank in range(world):
+        if rank == 1:
+            continue
+        code, output = outcomes[rank]
+        assert code == 1, output
+        error = output[output.rindex("LostRankError") :]
+        assert re.search(OPERATOR.format(rank) + ".*" + SAYS[how], error), error
+        assert REMEDY in error
+        assert "step 1:" in output and "step 2:" not in output
+    if how == "singular":  # whose rank 1 goes on, for longer than the timeout
+        assert "caught" in outcomes[1][1] and ended[0] < ended[1] - TIMEOUT
+    if how == "kill":
+        assert outcomes[1][0] == -signal.SIGKILL
+    if world == 3:
+        assert "rank 2 failed" in outcomes[0][1] and "rank 0 failed" in outcomes[2][1]
+
+
+def test_a_step_that_one_rank_leaves_out_is_named_on_both():
+    outcomes, _ = run("skip", 2)
+    for code, output in outcomes:
+        assert code == 1, output
+        assert re.search(
+            r"the ranks have not done the same .*number \d+ was .* on rank 0, from_local of .* on rank 1", output
+        ), output
+        assert "step 1:" in output and "step 3:" not in output
