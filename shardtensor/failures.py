@@ -17,6 +17,7 @@ import atexit
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,9 +47,8 @@ class _Post:
         self.rank, self.store = dist.get_rank(), default_store()
 
     def say(self, what: str, **more: Any) -> None:
-        """Tell all others; what this rank has said before is forgotten."""
-        with suppress(RuntimeError):  # the store has gone: there is nobody to tell
-            self.store.set(_key(self.rank), json.dumps({"what": what, "time": time.time(), **more}))
+        """Tell all others; what this rank has said before is forgotten. RuntimeError where the store has gone."""
+        self.store.set(_key(self.rank), json.dumps({"what": what, "time": time.time(), **more}))
 
     def said_by(self, rank: int) -> dict[str, Any] | None:
         """What another rank has said, if anything. RuntimeError where the store has gone."""
@@ -74,11 +74,12 @@ def watch() -> None:
         _previous_hook.append(sys.excepthook)
         sys.excepthook = _say_uncaught
         atexit.register(_say_ended)
-    _post = _Post()
+    _post, _store_answers[0] = _Post(), True
 
 
 at_first(watch)
 _previous_hook: list[Callable[..., Any]] = []
+_store_answers = [True]
 _uncaught = False
 
 
@@ -86,13 +87,15 @@ def _say_uncaught(kind: type[BaseException], error: BaseException, traceback: Tr
     global _uncaught
     _uncaught = True
     if _post is not None and not isinstance(error, LostRankError):  # that has been said
-        _post.say(f"raised {_described(error)}")
+        post, what = _post, f"raised {_described(error)}"
+        _ask(lambda: post.say(what))
     _previous_hook[0](kind, error, traceback)
 
 
 def _say_ended() -> None:
-    if _post is not None and not _uncaught:
-        _post.say("has ended")
+    if _post is not None and not _uncaught and _store_answers[0]:
+        with suppress(RuntimeError):  # the store has gone, with all others
+            _post.say("has ended")
 
 
 def _described(error: BaseException) -> str:
@@ -113,29 +116,26 @@ def note_raised(error: Exception) -> None:
     """Tell the others that this rank has raised inside of the operator that runs."""
     if _post is None or isinstance(error, LostRankError):
         return
-    _post.say(f"raised {_described(error)}", operator=operator(), counts=counts())
-    with suppress(RuntimeError):
-        _post.store.set(_ANY, "")
+    post, what, where, when = _post, f"raised {_described(error)}", operator(), counts()
+
+    def say() -> None:
+        post.say(what, operator=where, counts=when)
+        post.store.set(_ANY, "")
+
+    _ask(say)
 
 
 def check_raised(group: dist.ProcessGroup) -> None:
     """LostRankError if a rank of the group has raised in the operator in which this one waits for it."""
     if _post is None or not operator():
         return
-    name = group.group_name
-    try:
-        if not _post.store.check([_ANY]):
-            return
-        for rank in _others(group, _post.rank):
-            said = _post.said_by(rank)
-            if said is None or said.get("operator") != operator():
-                continue
-            if said["counts"].get(name, 0) == counts().get(name, 0) - 1:
-                raise _error(name, f"rank {rank} {said['what']}", None)
-    except LostRankError:
-        raise
-    except RuntimeError:  # the store has gone: the transport will say the rest
-        return
+    name, post = group.group_name, _post
+    found: dict[int, dict[str, Any]] = {}
+    if not _ask(lambda: post.store.check([_ANY]) and _read(post, _others(group, post.rank), found)):
+        return  # the transport will say the rest
+    for rank, said in found.items():
+        if said.get("operator") == operator() and said["counts"].get(name, 0) == counts().get(name, 0) - 1:
+            raise _error(name, f"rank {rank} {said['what']}", None)
 
 
 # -- communication fails -------------------------------------------------------------------------------------------
@@ -161,13 +161,17 @@ def lost(group: dist.ProcessGroup, error: RuntimeError) -> LostRankError:
     waits = f"failed in {_where(group.group_name)}"
     # At once: who starts the ranks may end them all as soon as one has died.
     _log.error("rank %d %s: %s. Asking the other ranks why", _post.rank, waits, _first_line(error))
-    _post.say(waits)
-    others = _others(group, _post.rank)
-    said, reachable = _gather(_post, others)
+    post, others = _post, _others(group, _post.rank)
+    found: dict[int, dict[str, Any]] = {}
+    reachable = _ask(lambda: _say_and_wait(post, waits, others, found))
+    said = {rank: _in_words(theirs) for rank, theirs in found.items()}
     parts = [f"rank {rank} {'failed there as well' if what == waits else what}" for rank, what in said.items()]
     silent = [rank for rank in others if rank not in said]
     if not reachable:
-        parts.append("the store by which the ranks found each other has gone, and with it rank 0 or who started it")
+        parts.append(
+            "the store by which the ranks found each other does not answer: its host, rank 0's or that of who started "
+            "the ranks, has gone or is cut off"
+        )
     elif silent:
         has, it = ("ranks {} have", "they were") if len(silent) > 1 else ("rank {} has", "it was")
         named = has.format(", ".join(map(str, silent)))
@@ -175,22 +179,45 @@ def lost(group: dist.ProcessGroup, error: RuntimeError) -> LostRankError:
     return _error(group.group_name, "; ".join(parts), _first_line(error))
 
 
-def _gather(post: _Post, ranks: Sequence[int]) -> tuple[dict[int, str], bool]:
-    """What the ranks have said, after waiting a while for all of them; and whether the store could be reached."""
-    said: dict[int, str] = {}
+def _in_words(said: dict[str, Any]) -> str:
+    ago = time.time() - said["time"]
+    return str(said["what"]) + (f", {ago:.0f} s ago" if ago > 2 * GRACE else "")
+
+
+def _read(post: _Post, ranks: Sequence[int], found: dict[int, dict[str, Any]]) -> bool:
+    """Add what the ranks have said to ``found``; whether all of them have."""
+    for rank in ranks:
+        if rank not in found and (said := post.said_by(rank)) is not None:
+            found[rank] = said
+    return len(found) == len(ranks)
+
+
+def _say_and_wait(post: _Post, what: str, ranks: Sequence[int], found: dict[int, dict[str, Any]]) -> bool:
+    post.say(what)
     end = time.monotonic() + GRACE
-    try:
-        while True:
-            for rank in ranks:
-                theirs = None if rank in said else post.said_by(rank)
-                if theirs is not None:
-                    ago = time.time() - theirs["time"]
-                    said[rank] = theirs["what"] + (f", {ago:.0f} s ago" if ago > 2 * GRACE else "")
-            if len(said) == len(ranks) or time.monotonic() > end:
-                return said, True
-            time.sleep(_POLL)
-    except RuntimeError:
-        return said, False
+    while not _read(post, ranks, found):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL)
+    return True
+
+
+def _ask(question: Callable[[], object]) -> bool:
+    """Run what asks the store, which may be on a host that does not answer; whether it has been answered in time."""
+    if not _store_answers[0]:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store has gone
+            question()
+            answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True, name="shardtensor failures")
+    asking.start()
+    asking.join(2 * GRACE)
+    _store_answers[0] = not asking.is_alive()
+    return answered.is_set()
 
 
 def _others(group: dist.ProcessGroup, rank: int) -> list[int]:

@@ -27,14 +27,15 @@ def run(how, world):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(Path(shardtensor.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(world), port, how],
+            [sys.executable, str(PROGRAM), how],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=environment | {"RANK": str(rank)},
         )
         for rank in range(world)
     ]
