@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ._compat import current_mesh
 from .agreement import check_same, show
-from .digests import Copy, unequal
+from .equal_values import Copy, unequal
 from .equal_weights import copy_of, line_of
 
 __all__ = ["check"]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .agreement import check_same
-from .digests import Copy, unequal
+from .equal_values import Copy, unequal
 from .failures import communicating
 
 __all__ = ["copy_of", "line_of", "synchronize", "verify"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._compat import is_capturing, is_traced
-from .digests import digest
+from .equal_values import digest
 from .history import record_call
 
 __all__ = ["note_parameters"]

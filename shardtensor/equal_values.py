@@ -1,4 +1,4 @@
-"""Digests of tensors, by which ranks compare values without sending them."""
+"""Whether copies of tensors are equal on all ranks: digests are compared, no values are sent."""
 
 from __future__ import annotations
 
