@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +34,7 @@ from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attent
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     KeyEntry,
     PyTree,
     keystr,
@@ -50,6 +52,7 @@ run_engine = torch.autograd.graph._engine_run_backward
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 __all__ = [
+    "SUPPORTED_NODES",
     "AutogradFunction",
     "DTensorSpec",
     "DisableTorchFunction",
@@ -91,12 +94,12 @@ __all__ = [
     "not_for_graphs",
     "not_in_graphs",
     "process_group",
+    "program_timeout",
     "register_scripting",
     "run_engine",
     "run_last",
     "safe_softmax",
     "same_memory",
-    "spmd_options",
     "strategies",
     "tracing",
     "tree_flatten",
@@ -115,11 +118,9 @@ __all__ = [
 nn_functions = torch._C._nn
 # What scaled_dot_product_attention computes weights with; it has no public name.
 safe_softmax = torch._safe_softmax
-
 # What torch's own layers call below torch.batch_norm.
 batch_norm_legit = torch._native_batch_norm_legit
 batch_norm_legit_no_training = torch._native_batch_norm_legit_no_training
-
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
@@ -287,6 +288,13 @@ def process_group(name: str) -> dist.ProcessGroup:
     return group
 
 
+def program_timeout() -> timedelta | None:
+    """The timeout of the default process group; None where its backend has no such option."""
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(world._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:`` block; RuntimeError where there is none."""
     if not _mesh_resources.mesh_stack:
@@ -297,15 +305,6 @@ def current_mesh() -> DeviceMesh:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of ``mesh`` as a mesh of one dim; the same object each time."""
     return mesh._flatten()
-
-
-def spmd_options(shard: tuple[str, ...], replicate: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments with which ``fully_shard`` reduces the gradients of DTensors on a mesh over these axes of it."""
-    from torch.distributed import fsdp
-
-    if not hasattr(fsdp, "DataParallelMeshDims"):
-        raise ValueError(f"spmd=True needs FSDP2's dp_mesh_dims, which torch {torch.__version__} lacks (2.13 has it)")
-    return {"dp_mesh_dims": fsdp.DataParallelMeshDims(shard=shard or None, replicate=replicate or None)}
 
 
 def is_plain_shard(placement: object) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from . import checkpoint, conversions, dispatch, functions
+from . import chunks, conversions, dispatch, functions
 from ._compat import (
     DisableTorchFunction,
     OpOverload,
@@ -273,10 +273,10 @@ class ShardTensor(DTensor):
         raise TypeError("ShardTensor pickles through __reduce_ex__")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return checkpoint.write_items(fqn, self)
+        return chunks.write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint.chunks(self)
+        return chunks.of_rank(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self._local_tensor
