@@ -31,6 +31,7 @@ from .strides import as_bytes, stride_like
 from .waiting import wait_for
 
 __all__ = [
+    "DTYPES",
     "MAX_NDIM",
     "OTHER_META",
     "Claim",

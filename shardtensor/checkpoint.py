@@ -1,75 +1,269 @@
-"""The protocol of ``torch.distributed.checkpoint``: which part of the global tensor this rank has.
+"""Checkpoints that are whole or not there: a writer and a reader for ``torch.distributed.checkpoint``, and ``latest``.
 
-DTensor answers with the offsets of torch.chunk. Here they come from the sizes, so a checkpoint may be written with one
-layout, mesh and world size and read with another. Source: ``torch.distributed.checkpoint.planner``.
+>>> from shardtensor.checkpoint import CheckpointReader, CheckpointWriter, latest
+
+[Note: whole or not there] All ranks write into ``NAME.incomplete`` next to the checkpoint's folder ``NAME``. When all
+have written, the coordinator adds the metadata and the manifest, and renames the folder. Everything is on the disk
+before that, so a process, or the machine, may fail at any time: a folder ``NAME`` with all files exists, or none.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from traceback import StackSummary
+from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from .errors import refuse
-from .spec import ShardTensorSpec
+from .digests import MANIFEST, DamagedCheckpoint, DigestingFile, Digests, Manifest, open_checked
 
-if TYPE_CHECKING:  # importing them takes long, and most programs save no checkpoint
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-    from torch.distributed.checkpoint.planner import WriteItem
+__all__ = ["CheckpointReader", "CheckpointWriter", "DamagedCheckpoint", "latest"]
 
-__all__ = ["chunks", "write_items"]
-
-
-def _own_part(spec: ShardTensorSpec) -> tuple[torch.Size, torch.Size] | None:
-    """Offset and shape of this rank's part, or None.
-
-    A rank whose shard is empty has no part: its offset would be that of the next rank's shard. A global tensor without
-    elements is written by every rank, as replicas are, so that the checkpoint has an entry for it.
-    """
-    if spec.partial_mesh_dims():
-        raise refuse("checkpoint", spec, "a Partial is no part of the tensor", "redistribute it to Replicate() first")
-    shape = torch.Size(spec.own_shape)
-    if not shape.numel() and spec.shape.numel():
-        return None
-    starts = {d: spec.interval(m)[0] for d, m in spec.sharded_dims().items()}
-    return torch.Size([starts.get(d, 0) for d in range(len(shape))]), shape
+# Under this name the digests of a rank's files travel to the coordinator, among the results of what it has written.
+_DIGESTS = MetadataIndex(MANIFEST)
+_STEP = re.compile(r"(?:.*\D)?(\d+)", re.DOTALL)
 
 
-def chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """This rank's part as a list of at most one ``ChunkStorageMetadata``.
+class CheckpointWriter(FileSystemWriter):
+    """Write one checkpoint, with a digest of everything in it, to a folder that appears when it is complete.
 
-    Raises:
-        UnsupportedSharding: the tensor is Partial.
-    """
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    spec = tensor._spec
-    assert isinstance(spec, ShardTensorSpec)
-    part = _own_part(spec)
-    return [] if part is None else [ChunkStorageMetadata(offsets=part[0], sizes=part[1])]
-
-
-def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
-    """What this rank writes of the tensor called ``name``: at most one ``WriteItem``.
-
-    Every replica returns one; the planner drops all but one of those with the same offset.
+    Args:
+        path: the checkpoint's folder, on a file system that all ranks share: a new one for each save, named by its step
+            (``checkpoints/step-1000``). It must not exist, or be empty.
+        thread_count, per_thread_copy_ahead, single_file_per_rank, cache_staged_state_dict: as in torch's
+            ``FileSystemWriter``.
 
     Raises:
-        UnsupportedSharding: the tensor is Partial.
-    """
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        CheckpointException: by ``dcp.save``, on all ranks, where any of them fails: the folder holds a checkpoint,
+            a disk is full. Earlier checkpoints are left as they are. What has been written is in ``PATH.incomplete``,
+            which the next save to the same path removes.
+        ValueError: ``use_collectives=False``, where nobody knows when all have written.
 
-    return [
-        WriteItem(
-            index=MetadataIndex(name, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=chunk,
-                properties=TensorProperties.create_from_tensor(tensor.to_local()),
-                size=tensor.shape,
-            ),
+    Example::
+
+        dcp.save(state, storage_writer=CheckpointWriter(f"checkpoints/step-{step}"))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        single_file_per_rank: bool = True,
+        cache_staged_state_dict: bool = False,
+    ) -> None:
+        super().__init__(
+            path,
+            thread_count=thread_count,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            single_file_per_rank=single_file_per_rank,
+            cache_staged_state_dict=cache_staged_state_dict,
         )
-        for chunk in chunks(tensor)
-    ]
+        self.fs = self._files = _DigestingFiles()
+        self._put(path)
+
+    def _put(self, path: str | os.PathLike[str]) -> None:
+        self._folder = Path(path)
+        self._incomplete = self._folder.with_name(f"{self._folder.name}.incomplete")
+        self.path = self._incomplete  # where the base class writes
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._put(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The checkpoint's folder."""
+        return self._folder
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "CheckpointWriter needs use_collectives=True: a checkpoint is complete when all ranks have written"
+            )
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # The base class makes the folder here, on all ranks, before the old one has gone.
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self._folder.exists() and any(self._folder.iterdir()):
+            raise FileExistsError(
+                f"{self._folder} exists and is not empty; write each checkpoint to a folder of its own, or remove it"
+            )
+        if self._incomplete.exists():
+            shutil.rmtree(self._incomplete)
+        self._incomplete.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._files.forget()
+        written = super().write_data(plan, planner)
+        results = written.wait()
+        if self._files.errors:  # of a thread, which the base class has not noticed
+            raise self._files.errors[0]
+        results.append(WriteResult(index=_DIGESTS, size_in_bytes=0, storage_data=dict(self._files.written)))
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._files.forget()
+        super().finish(metadata, [[r for r in of_rank if r.index != _DIGESTS] for of_rank in results])
+        files = dict(self._files.written)
+        for of_rank in results:
+            for result in of_rank:
+                if result.index == _DIGESTS:
+                    files.update(result.storage_data)
+        Manifest.write(self._incomplete, files)
+        _sync_folder(self._incomplete)
+        self._incomplete.rename(self._folder)
+        _sync_folder(self._folder.parent)
+
+
+class CheckpointReader(FileSystemReader):
+    """Read a checkpoint of :class:`CheckpointWriter` with any layout, mesh and number of ranks, and check what is read.
+
+    Args:
+        path: the checkpoint's folder, the same on all ranks.
+
+    Raises:
+        CheckpointException: by ``dcp.load``, on all ranks, where any of them reads bytes that were not written, misses
+            a file, or reads another checkpoint than the others do. The text names the file, and so does the
+            :class:`DamagedCheckpoint` in its ``failures``. Tensors may have been loaded in part: do not use them.
+
+    Metadata and values that are no tensors are pickled, as always in ``torch.distributed.checkpoint``. Digests tell of
+    accidents, not of intent: load only checkpoints whose writer you trust.
+
+    Example::
+
+        dcp.load(state, storage_reader=CheckpointReader("checkpoints/step-1000"))
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs = self._files = _CheckedFiles()
+
+    # dcp.load looks for an argument "kwargs", and with it would try to read metadata of a single rank after an error.
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        try:
+            self._files.manifest = Manifest.read(Path(self.path))
+            return super().read_metadata(*args, **options)
+        except Exception as error:
+            # dcp.load of torch 2.11 drops the text of any other exception.
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise CheckpointException("metadata", {rank: (error, StackSummary())}) from error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(super().prepare_local_plan(plan), storage_data=self._files.manifest.digest)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        different = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
+        if different:
+            raise ValueError(f"ranks {different} read another checkpoint than rank 0, which reads {self.path}")
+        return super().prepare_global_plan(plans)
+
+
+class _DigestingFiles(FileSystem):
+    """A file system that remembers the digests of the files that are written to it, by name."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.written: dict[str, Digests] = {}
+        self.errors: list[BaseException] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        file = None
+        try:
+            with DigestingFile(Path(path)) as file:
+                yield file
+        except BaseException as error:
+            self.errors.append((file and file.failure) or error)
+            raise self.errors[-1] from None
+        self.written[Path(path).name] = file.digests
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _CheckedFiles(FileSystem):
+    """A file system that compares what is read from it with the digests in its manifest."""
+
+    manifest: Manifest
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        with open_checked(Path(path), self.manifest.files) as file:
+            yield file
+
+
+def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> Path | None:
+    """The last complete checkpoint in ``folder``, or None where there is none.
+
+    Checkpoints are subfolders whose names end in a number, the step: the greatest is the last. Those that are not of a
+    :class:`CheckpointWriter`, or that miss a file or a part of it, are skipped with a warning. Bytes are compared when
+    they are read.
+
+    Collective over ``process_group`` (default: all ranks) where ``torch.distributed`` is initialized: the group's first
+    rank looks, so that all read the same checkpoint.
+
+    Raises:
+        RuntimeError: the folder cannot be read; on all ranks.
+
+    Example::
+
+        last = latest("checkpoints")
+        if last is not None:
+            dcp.load(state, storage_reader=CheckpointReader(last))
+    """
+    group = process_group or dist.group.WORLD if dist.is_initialized() else None
+    answer: list[Any] = [None, ""]
+    if group is None or group.rank() == 0:
+        try:
+            answer[0] = _last_complete(Path(folder))
+        except OSError as error:
+            answer[1] = f"{folder} cannot be read: {error}"
+    if group is not None:
+        dist.broadcast_object_list(answer, group=group, group_src=0)
+    found, problem = answer
+    if problem:
+        raise RuntimeError(problem)
+    return found  # type: ignore[no-any-return]
+
+
+def _last_complete(folder: Path) -> Path | None:
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.exists() else []
+    steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+    for _, name in sorted(steps, reverse=True):
+        try:
+            Manifest.read(folder / name).check_sizes(folder / name)
+            return folder / name
+        except DamagedCheckpoint as error:
+            warnings.warn(f"skipped: {error}", stacklevel=3)
+    return None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

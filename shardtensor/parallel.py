@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import current_mesh, flattened, spmd_options
+from ._compat import current_mesh, flattened
 from .domain_parallel import DomainParallel
 from .equal_weights import synchronize, verify
 from .layout import AxisLayout
@@ -108,7 +109,7 @@ def parallelize(
     axes = [n for n in names if n in (data, domain, tensor)]
     mesh = _sub(mesh, axes)
     copies = tuple(n for n in axes if n in (data, domain) and n not in shard)
-    options |= spmd_options(shard, copies) if spmd else {}
+    options |= _spmd_options(shard, copies) if spmd else {}
     synchronize(model, mesh)
     steps = [f"weights and buffers: rank 0's on all ranks of {_named(mesh, axes)}"]
 
@@ -364,3 +365,10 @@ def _as_contribution(grad: Tensor) -> Tensor:
         return grad
     local = redistribute_local(grad.to_local(), old, new)
     return DTensor.from_local(local, mesh, new.placements, run_check=False, shape=grad.shape, stride=grad.stride())
+
+
+def _spmd_options(shard: tuple[str, ...], replicate: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments with which ``fully_shard`` reduces the gradients of DTensors on a mesh over these axes of it."""
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        raise ValueError(f"spmd=True needs FSDP2's dp_mesh_dims, which torch {torch.__version__} lacks (2.13 has it)")
+    return {"dp_mesh_dims": fsdp.DataParallelMeshDims(shard=shard or None, replicate=replicate or None)}

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from shardtensor.checkpoint import CheckpointReader, CheckpointWriter
 from shardtensor.parallel import parallelize
 from shardtensor.testing import run_distributed, shard, shared_mesh
 
@@ -86,7 +87,7 @@ def save(name, folder, kind):
     optimizer = adamw(model)
     train(model, x, y, lambda _: optimizer)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=CheckpointWriter(folder))
 
 
 def load(name, folder, kind):
@@ -94,7 +95,7 @@ def load(name, folder, kind):
     optimizer = adamw(model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, storage_reader=CheckpointReader(folder))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     train(model, x, y, lambda _: optimizer, steps=1)
     return check(model, train_alone(kind, adamw, steps=3)[0], rtol=1e-8)
@@ -183,7 +184,7 @@ def save_three_axes(folder):
     optimizer = adamw(model)
     train(model, *inputs(mesh, False, tensor=True), lambda _: optimizer)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=CheckpointWriter(folder))
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attent
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     KeyEntry,
     PyTree,
     keystr,
@@ -43,6 +44,7 @@ run_engine = torch.autograd.graph._engine_run_backward
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 __all__ = [
+    "SUPPORTED_NODES",
     "AutogradFunction",
     "DTensorSpec",
     "DisableTorchFunction",
@@ -84,7 +86,6 @@ __all__ = [
     "run_last",
     "safe_softmax",
     "same_memory",
-    "spmd_options",
     "strategies",
     "tracing",
     "tree_flatten",
@@ -103,11 +104,9 @@ __all__ = [
 nn_functions = torch._C._nn
 # What scaled_dot_product_attention computes weights with; it has no public name.
 safe_softmax = torch._safe_softmax
-
 # What torch's own layers call below torch.batch_norm.
 batch_norm_legit = torch._native_batch_norm_legit
 batch_norm_legit_no_training = torch._native_batch_norm_legit_no_training
-
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
@@ -225,15 +224,6 @@ def current_mesh() -> DeviceMesh:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of ``mesh`` as a mesh of one dim; the same object each time."""
     return mesh._flatten()
-
-
-def spmd_options(shard: tuple[str, ...], replicate: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments with which ``fully_shard`` reduces the gradients of DTensors on a mesh over these axes of it."""
-    from torch.distributed import fsdp
-
-    if not hasattr(fsdp, "DataParallelMeshDims"):
-        raise ValueError(f"spmd=True needs FSDP2's dp_mesh_dims, which torch {torch.__version__} lacks (2.13 has it)")
-    return {"dp_mesh_dims": fsdp.DataParallelMeshDims(shard=shard or None, replicate=replicate or None)}
 
 
 def is_plain_shard(placement: object) -> bool:

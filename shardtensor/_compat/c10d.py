@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "c10d_messages",
     "default_store",
     "process_group",
+    "program_timeout",
 ]
 
 
@@ -95,3 +97,10 @@ def process_group(name: str) -> dist.ProcessGroup:
 def default_store() -> Any:
     """The store by which the ranks have found each other."""
     return _get_default_store()
+
+
+def program_timeout() -> timedelta | None:
+    """The timeout of the default process group; None where its backend has no such option."""
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(world._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -1,0 +1,234 @@
+"""Files with digests: taken of each block while it is written, and compared when it is read.
+
+[Note: blocks] Each block of 4 MiB has a digest of its own. So a rank that reads part of a file, because it resumes with
+other shards, checks that part only; and it uses the very bytes that it has checked, in one pass.
+
+The digests of all files of a folder are in one more file, the manifest, whose first line is its own digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MANIFEST", "DamagedCheckpoint", "DigestingFile", "Digests", "Manifest", "open_checked", "write_synced"]
+
+MANIFEST = ".manifest"
+_BLOCK = 1 << 22
+_VERSION = 1
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A file of a checkpoint is missing, is cut off, or holds other bytes than were written; the text names it.
+
+    Example:
+        >>> from shardtensor.checkpoint import DamagedCheckpoint
+        >>> issubclass(DamagedCheckpoint, RuntimeError)
+        True
+    """
+
+
+@dataclass
+class Digests:
+    """A file's size in bytes, and the SHA-256 of each of its blocks."""
+
+    size: int = 0
+    blocks: list[str] = field(default_factory=list)
+
+
+class DigestingFile(io.RawIOBase):
+    """A new file that is written from its start to its end; ``digests`` are complete when it has been closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        # Not over another file: a process that was believed dead may still write to the same folder.
+        self._file = open(path, "xb")  # noqa: SIM115
+        self._path = path
+        self._block = hashlib.sha256()
+        self._filled = 0
+        self.digests = Digests()
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note what the system raises, with the file's name: torch's archives replace it by an error of their own."""
+        try:
+            yield
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, str(self._path))
+            raise self.failure from error
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        with self._noting():
+            self._file.write(view)
+        rest = view
+        while rest:
+            part = rest[: _BLOCK - self._filled]
+            self._block.update(part)
+            self._filled += len(part)
+            if self._filled == _BLOCK:
+                self._end_block()
+            rest = rest[len(part) :]
+        return len(view)
+
+    def _end_block(self) -> None:
+        self.digests.size += self._filled
+        self.digests.blocks.append(self._block.hexdigest())
+        self._block, self._filled = hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            with self._noting():
+                self._file.flush()
+
+    def close(self) -> None:
+        if not self.closed:
+            with self._noting():
+                self._file.close()
+            if self._filled:
+                self._end_block()
+        super().close()
+
+
+class _CheckedFile(io.RawIOBase):
+    """A file whose blocks are compared with their digests before any byte of them is handed out."""
+
+    def __init__(self, path: Path, digests: Digests) -> None:
+        super().__init__()
+        self._path, self._digests = path, digests
+        self._at = 0
+        self._number, self._block = -1, memoryview(b"")
+        self._file = _open_or_damaged(path)
+        size = os.fstat(self._file.fileno()).st_size
+        if size != digests.size:
+            self._file.close()
+            raise DamagedCheckpoint(f"{path} has {size} bytes, but {digests.size} were written")
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._digests.size:
+            return 0
+        number, start = divmod(self._at, _BLOCK)
+        if number != self._number:
+            self._load(number)
+        into = memoryview(buffer).cast("B")
+        part = self._block[start : start + len(into)]
+        into[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def _load(self, number: int) -> None:
+        self._file.seek(number * _BLOCK)
+        data = self._file.read(_BLOCK)
+        if hashlib.sha256(data).hexdigest() != self._digests.blocks[number]:
+            first = number * _BLOCK
+            raise DamagedCheckpoint(
+                f"{self._path} is damaged: bytes {first} to {first + len(data)} are not those that were written; "
+                "load another checkpoint, or a copy of this one"
+            )
+        self._number, self._block = number, memoryview(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._digests.size}[whence]
+        return self._at
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def open_checked(path: Path, files: Mapping[str, Digests]) -> io.BufferedReader:
+    """Open ``path`` for reading, which checks what is read.
+
+    Args:
+        files: the digests, by file name.
+
+    Raises:
+        DamagedCheckpoint: the file is missing or has another size; reading raises it where the bytes are others.
+    """
+    if path.name not in files:
+        raise DamagedCheckpoint(f"{path.parent / MANIFEST} has no digest of {path.name}")
+    return io.BufferedReader(_CheckedFile(path, files[path.name]))
+
+
+@dataclass
+class Manifest:
+    """The digests of all files of a folder, by name, and the digest of the manifest itself."""
+
+    files: dict[str, Digests]
+    digest: str
+
+    @staticmethod
+    def write(folder: Path, files: Mapping[str, Digests]) -> None:
+        """Write the manifest of ``folder``, to the disk and not only to its cache."""
+        content = {"version": _VERSION, "block": _BLOCK, "files": {name: asdict(d) for name, d in files.items()}}
+        body = json.dumps(content, sort_keys=True).encode()
+        write_synced(folder / MANIFEST, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of ``folder``.
+
+        Raises:
+            DamagedCheckpoint: there is none, or it is damaged, or of a later version of this package.
+        """
+        path = folder / MANIFEST
+        with _open_or_damaged(path) as file:
+            digest, _, body = file.read().partition(b"\n")
+        if digest != hashlib.sha256(body).hexdigest().encode():
+            raise DamagedCheckpoint(f"{path} is damaged: its bytes are not those that were written")
+        content = json.loads(body)
+        if content["version"] != _VERSION or content["block"] != _BLOCK:
+            raise DamagedCheckpoint(f"{path} was written by another version of shardtensor, and cannot be read")
+        files = {name: Digests(**digests) for name, digests in content["files"].items()}
+        return Manifest(files, digest.decode())
+
+    def check_sizes(self, folder: Path) -> None:
+        """DamagedCheckpoint where a file is missing or has another size; no file is read."""
+        for name, digests in self.files.items():
+            with open_checked(folder / name, {name: digests}):
+                pass
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file, to the disk and not only to its cache."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open_or_damaged(path: Path) -> io.FileIO:
+    try:
+        return open(path, "rb", buffering=0)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(
+            f"{path} is missing: {path.parent} is no complete checkpoint of shardtensor.checkpoint.CheckpointWriter "
+            "(dcp.load(state, checkpoint_id=...) reads those of other writers)"
+        ) from None
