@@ -77,12 +77,12 @@ class Part:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of the part, of the taps that reach it and of the bias, where they are ``needed``."""
         arguments = self.common.weight[:1], *self._arguments, needed
-        if self._plain:
-            found: tuple[Tensor | None, Tensor | None, Tensor | None]
-            found = _convolution_backward(grad, x, weight, *arguments)
-            return found
-        grad_x, grad_w, grad_b = _convolution_backward(grad, self._cropped(x), self.reached(weight), *arguments)
-        return None if grad_x is None else self._uncropped(grad_x), grad_w, grad_b
+        if not self._plain:
+            x, weight = self._cropped(x), self.reached(weight)
+        grad_x, grad_w, grad_b = _convolution_backward(grad, x, weight, *arguments)
+        # Asked for the bias's gradient, oneDNN's kernel returns the weight's, too; ranks that do not call it have none.
+        grad_w = grad_w if needed[1] else None
+        return grad_x if grad_x is None or self._plain else self._uncropped(grad_x), grad_w, grad_b
 
     def reached(self, weight: Tensor) -> Tensor:
         """The taps of a weight that reach the part, a view."""
