@@ -12,6 +12,7 @@ from torch import Tensor
 from ..._compat import kernel
 from ...geometry import Interval, Window, intersect, length
 from ...halo import Axis, Narrow
+from ...strides import zeros_like
 
 __all__ = ["Common", "Geometry", "Part", "check_arguments"]
 
@@ -104,7 +105,7 @@ class Part:
             grad = torch.constant_pad_nd(grad, [-n for n in self.outer])
         if not self.crop:
             return grad
-        whole = grad.new_zeros(self.shape)
+        whole = zeros_like(grad, self.shape)
         view = whole
         for crop in self.crop:
             view = view.narrow(*crop)
