@@ -111,7 +111,12 @@ def check_current(op: object, tensor: Tensor) -> None:
 def check_written(func: OpOverload, written: Tensor) -> None:
     """UnsupportedSharding where the tensor to be written to represents a view but is a copy on all ranks."""
     if getattr(written, "_copied", ()) is None:
-        raise refuse(func, written, "it would write to a view that is a copy on shards", "use the out-of-place form")
+        raise refuse(
+            func,
+            written,
+            "it would write to a view that is a copy on shards",
+            "use the out-of-place form (x = x + y for x += y), or write to the tensor that it is a view of",
+        )
 
 
 def write_back(written: Tensor) -> None:

@@ -24,7 +24,7 @@ from ._compat import AutogradFunction
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 from .geometry import Interval, intersect, intervals_of, length
 from .spec import ShardTensorSpec
-from .strides import CHANNELS_LAST, cat_like, zeros_like
+from .strides import CHANNELS_LAST, cat_like, stride_like, with_stride, zeros_like
 
 __all__ = ["Axis", "Fetch", "Halo", "Outgoing", "Sides"]
 
@@ -174,7 +174,7 @@ class _FetchedDim:
         if after is not None:
             pieces.append(local.new_zeros(*after))
         if not pieces:
-            return local.new_empty(self._shape)
+            return zeros_like(local, self._shape)  # nothing, in the shard's memory format
         return cat_like(pieces, self._dim, local, self._shape)
 
     def give_back(self, grad: Tensor) -> Tensor:
@@ -203,13 +203,15 @@ class _FetchedDim:
 class _Fetched(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:
-        ctx.step = step
+        ctx.step, ctx.stride = step, stride_like(local, local.shape)
         return step.fetch(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        again = torch.is_grad_enabled()  # for second derivatives
-        return _GivenBack.apply(grad, ctx.step) if again else ctx.step.give_back(grad), None
+        if torch.is_grad_enabled():  # for second derivatives
+            return _GivenBack.apply(grad, ctx.step), None
+        # What was fetched may be a row or nothing, whose gradient says little of the shard's memory format.
+        return with_stride(ctx.step.give_back(grad), ctx.stride), None
 
 
 class _GivenBack(AutogradFunction):

@@ -244,16 +244,17 @@ def start_sums(
     if debug_enabled():
         counts = [sum(t.numel() for t in tensors)] * group.size()
         check_communication("all_reduce sum", dtype, counts, counts, group, tensors[0].device)
-    # Every rank's numbers have to be in one order in memory, whatever the memory formats.
+    # Every rank's numbers have to be in one order in memory, whatever the memory formats. Flat, because strides of dims
+    # of length 1 may be any, and gloo takes those that it has not made itself for overlapping memory.
     totals = [
-        t if overwrite and t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format)
+        (t if overwrite and t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format)).view(-1)
         for t in tensors
     ]
     summing = c10d_all_reduce_coalesced(totals, group)
 
     def wait() -> list[Tensor]:
         wait_for(summing, totals[0], group)
-        return totals
+        return [total.view(t.shape) for total, t in zip(totals, tensors, strict=True)]
 
     return wait
 

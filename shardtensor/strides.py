@@ -14,6 +14,7 @@ __all__ = [
     "contiguous_stride",
     "index_select_like",
     "stride_like",
+    "with_stride",
     "zeros_like",
 ]
 
@@ -63,6 +64,13 @@ def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int])
 def zeros_like(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of this shape, channels-last where ``like`` is and row-major otherwise."""
     return torch.empty_strided(shape, stride_like(like, shape), dtype=like.dtype, device=like.device).zero_()
+
+
+def with_stride(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The tensor, copied to memory with these strides if it has others."""
+    if t.stride() == stride:
+        return t
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def index_select_like(t: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ def constant(*shape):
 IMAGES = {
     "conv2d": lambda x: F.conv2d(x, constant(6, 4, 3, 3), padding=1),
     "conv2d of stride 2": lambda x: F.conv2d(x, constant(6, 4, 3, 3), *parameters((6,)), stride=2, padding=1),
+    "conv2d of few rows": lambda x: F.conv2d(x, constant(6, 4, 3, 3), stride=(5, 2)),
     "conv2d, depthwise": lambda x: F.conv2d(x, constant(4, 1, 3, 3), padding=1, groups=4),
     "conv_transpose2d": lambda x: F.conv_transpose2d(x, constant(4, 3, 3, 3), stride=2, padding=1),
     "batch_norm": lambda x: F.batch_norm(x, None, None, *parameters((4,), (4,)), training=True),
@@ -41,18 +42,23 @@ IMAGES = {
     "rms_norm": lambda x: F.rms_norm(x, (6,), *parameters((6,))),
     "local_response_norm": lambda x: F.local_response_norm(x, 2),
     "max_pool2d": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
+    "max_pool2d, ceil_mode": lambda x: F.max_pool2d(x, 3, stride=2, padding=1, ceil_mode=True),
     "avg_pool2d": lambda x: F.avg_pool2d(x, 3, stride=2, padding=1),
+    "avg_pool2d, ceil_mode": lambda x: F.avg_pool2d(x, 3, stride=2, padding=1, ceil_mode=True),
     "lp_pool2d": lambda x: F.lp_pool2d(x, 2.0, 2),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
     "adaptive_avg_pool2d to 1": lambda x: F.adaptive_avg_pool2d(x, 1),
     "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, (3, 2)),
     "interpolate, nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "interpolate, nearest, down": lambda x: F.interpolate(x, (13, 4)),
     "interpolate, bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
     "interpolate, bicubic": lambda x: F.interpolate(x, (5, 7), mode="bicubic", align_corners=True),
     "pad": lambda x: F.pad(x, (1, 2, 2, 1)),
     "pad, reflect": lambda x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
     "pad, replicate": lambda x: F.pad(x, (1, 2, 2, 1), mode="replicate"),
     "pad, circular": lambda x: F.pad(x, (1, 2, 2, 1), mode="circular"),
+    "pad, replicate, cropping": lambda x: F.pad(x, (-1, 2, -3, -1), mode="replicate"),
+    "pad, circular, cropping": lambda x: F.pad(x, (-1, 2, 2, -1), mode="circular"),
     "grid_sample": lambda x: F.grid_sample(x, constant(1, 3, 3, 2), align_corners=False),
     "unfold": lambda x: F.unfold(x, 3, padding=1),
     "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
@@ -152,7 +158,7 @@ def test_one_volume_with_channels_last(sizes):
 
 
 # What torch calls row-major on meta tensors, as it is on other devices: so the global strides say.
-BY_DEVICE = ("pad, reflect", "pad, replicate", "pad", "channel_shuffle", "flip, roll")
+BY_DEVICE = ("pad, reflect", "pad, replicate", "pad, replicate, cropping", "pad", "channel_shuffle", "flip, roll")
 
 
 def is_channels_last(t):

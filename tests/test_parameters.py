@@ -196,3 +196,48 @@ def together(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(9, 0), (0, 1, 8), (2, 3, 3, 1)])
 def test_empty_and_uneven_shards(sizes):
     run_distributed(together, len(sizes), sizes)
+
+
+LAYERS = {
+    "conv": lambda: nn.Conv2d(3, 3, 3, padding=1),  # a gradient of its weight would broadcast to the bias
+    "strided": lambda: nn.Conv2d(3, 6, 2, stride=2),
+    "depthwise": lambda: nn.Conv2d(3, 6, 3, padding=1, groups=3),
+    "transposed": lambda: nn.ConvTranspose2d(3, 3, 3, padding=1),
+    "pointwise": lambda: nn.Conv2d(3, 3, 1),
+    "batch norm": lambda: nn.BatchNorm2d(3),
+    "group norm": lambda: nn.GroupNorm(3, 3),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "linear": lambda: nn.Linear(4, 4),
+}
+
+
+def trained_in_part(sizes: tuple[int, ...], early: bool) -> None:
+    """In float32, whose kernels may return more gradients than they are asked for; channels-last, too.
+
+    ``early``: in a wrapper that takes gradients before the backward pass ends.
+    """
+    mesh = init_device_mesh("cpu", (len(sizes), 1), mesh_dim_names=("domain", "data"))
+    for name in LAYERS:
+        for trained in ("bias", "weight"):
+            for memory in (torch.contiguous_format, torch.channels_last):
+                grads = []
+                for sharded in (False, True):
+                    torch.manual_seed(0)
+                    layer = LAYERS[name]().to(memory_format=memory).requires_grad_(False)
+                    getattr(layer, trained).requires_grad_()
+                    x = torch.randn(2, 3, sum(sizes), 4).to(memory_format=memory)
+                    if sharded:
+                        x = scatter_tensor(x, 0, mesh["domain"], (Shard(2),), shard_sizes={0: sizes})
+                    x.requires_grad_(name == "group norm")  # without it, torch's kernel for channels-last crashes
+                    wrap = sharded and early
+                    model = DistributedDataParallel(layer, process_group=mesh["data"].get_group()) if wrap else layer
+                    model(x).square().sum().backward()
+                    grads.append(getattr(layer, trained).grad)
+                case = f"{name}, {trained}, {memory}: ".replace("{", "{{")
+                torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4, msg=lambda m, c=case: c + m)
+
+
+@pytest.mark.parametrize("sizes", [(6, 2), (0, 8)], ids=str)
+@pytest.mark.parametrize("early", [False, True], ids=["in buckets", "early"])
+def test_layers_of_which_only_one_parameter_is_trained(sizes, early):
+    run_distributed(trained_in_part, 2, sizes, early)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
-from networks.oracle import Network, check, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, assert_near, check, names
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import run_distributed, shard, shared_mesh
 
 PACKAGE = "neuralop"
 pytest.importorskip(PACKAGE)
@@ -233,3 +235,62 @@ NETWORKS: dict[str, Network] = {
 @pytest.mark.parametrize("name", names(NETWORKS))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)
+
+
+def losses(n_dim: int) -> dict[str, Any]:
+    """Of predictions and targets, both of which may be sharded."""
+    package, found = importlib.import_module(PACKAGE).losses, {}
+    for reduction in ("sum", "mean"):
+        for p in (1, 2):
+            lp = package.LpLoss(d=n_dim, p=p, reduction=reduction)
+            found |= {f"L{p} {reduction}": lp, f"L{p} absolute {reduction}": lp.abs}
+        h1 = package.H1Loss(d=n_dim, reduction=reduction)
+        found |= {f"H1 {reduction}": h1, f"H1 absolute {reduction}": h1.abs}
+    return found
+
+
+def check_losses(n_dim: int) -> None:
+    shape = {1: (2, 3, 16), 2: (2, 3, 12, 10), 3: (2, 1, 8, 6, 6)}[n_dim]
+    prediction, target = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for name, loss in losses(n_dim).items():
+        leaf = prediction.clone().requires_grad_()
+        expected = loss(leaf, target)
+        expected.backward()
+        for dim in (0, *range(2, len(shape))):
+            sizes = {0: (shape[dim] - 1, 1) if dim == 0 else (shape[dim] - 2, 2)}
+            for given in (target, shard(target, shared_mesh(2), [Shard(dim)], sizes)):
+                x = shard(prediction, shared_mesh(2), [Shard(dim)], sizes).requires_grad_()
+                found = loss(x, given)
+                found.backward()
+                assert_near(found.full_tensor(), expected, 1e-9, name=f"{name}, dim {dim}")
+                assert_near(x.grad.full_tensor(), leaf.grad, 1e-9, name=f"gradient of {name}, dim {dim}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_dim", [1, 2, 3])
+def test_losses_are_exact(n_dim):
+    run_distributed(check_losses, 2, n_dim, timeout=300.0)
+
+
+def check_boundaries() -> None:
+    """Differences at boundaries that are not periodic are written to single columns, whose gradients are refused."""
+    loss = importlib.import_module(PACKAGE).losses.H1Loss(d=2, periodic_in_x=False, periodic_in_y=False)
+    prediction, target = torch.randn(2, 2, 3, 12, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = loss(prediction, target)
+    for dim, sizes in ((2, (8, 4)), (3, (7, 3))):
+        x, y = (shard(t, shared_mesh(2), [Shard(dim)], {0: sizes}) for t in (prediction, target))
+        assert_near(loss(x, y).full_tensor(), expected, 1e-9, name=f"dim {dim}")
+        result = loss(x.requires_grad_(), y)
+        if dim == 2:
+            leaf = prediction.clone().requires_grad_()
+            loss(leaf, target).backward()
+            result.backward()
+            assert_near(x.grad.full_tensor(), leaf.grad, 1e-9, name="gradient")
+            continue
+        with pytest.raises(UnsupportedSharding, match="write to a view that is a copy"):
+            result.backward()
+
+
+@pytest.mark.slow
+def test_differences_at_boundaries():
+    run_distributed(check_boundaries, 2, timeout=300.0)

@@ -434,3 +434,29 @@ def refused(case: str) -> None:
 def test_what_is_refused(case):
     for error in run_expecting_errors(refused, 2, case, timeout=300.0):
         assert isinstance(error, UnsupportedSharding) and REFUSED[case][2] in str(error)
+
+
+def check_edge_index_of_its_own() -> None:
+    """torch_geometric's subclass of a tensor, which knows the order of the edges, next to sharded nodes."""
+    package, mesh = importlib.import_module(PACKAGE), shared_mesh(2)
+    kind = importlib.import_module("torch_geometric").EdgeIndex
+    torch.manual_seed(0)
+    given = inputs()
+    x, edges = given["x"][0], kind(given["edge_index"][0], sparse_size=(NODES, NODES))
+    for order in (None, "row", "col"):
+        index = edges if order is None else edges.sort_by(order).values
+        for name in ("GCNConv", "SAGEConv", "GATConv"):
+            network = getattr(package, name)(x.shape[1], 5).to(x.dtype)
+            leaf = x.clone().requires_grad_()
+            expected = network(leaf, index)
+            expected.square().sum().backward()
+            sharded = shard(x, mesh, [Shard(0)], {0: SIZES[2]["node"]}).requires_grad_()
+            found = network(sharded, index)
+            found.square().sum().backward()
+            assert_near(found.full_tensor(), expected, 1e-9, name=f"{name}, {order}")
+            assert_near(sharded.grad.full_tensor(), leaf.grad, 1e-9, name=f"gradient of {name}, {order}")
+
+
+@pytest.mark.slow
+def test_an_edge_index_of_its_own_class():
+    run_distributed(check_edge_index_of_its_own, 2, timeout=300.0)

@@ -100,7 +100,14 @@ def has_channels_last(t: torch.Tensor) -> bool:
 
 
 # What torch calls row-major on meta tensors, as it is on other devices.
-_BY_DEVICE = ("nn.functional.channel_shuffle", "nn.functional.pad.reflect", "nn.functional.pad.replicate", "roll")
+_BY_DEVICE = (
+    "nn.functional.channel_shuffle",
+    "nn.functional.pad.reflect",
+    "nn.functional.pad.replicate",
+    "nn.functional.pixel_shuffle",
+    "nn.functional.pixel_unshuffle",
+    "roll",
+)
 
 
 def another_format(name: str, got: torch.Tensor, local: torch.Tensor, expected: torch.Tensor) -> str | None:

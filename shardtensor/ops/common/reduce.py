@@ -60,8 +60,11 @@ def neutral_element(op: str, dtype: torch.dtype) -> bool | int | float:
     return info.min if op == "max" else info.max
 
 
-def check_dtype(call: AtenCall) -> None:
+def check_dtype(call: AtenCall, **replaced: object) -> None:
     """Let torch's kernel check the dtype, on one element: ranks with empty shards would not call it.
+
+    Args:
+        replaced: keyword arguments that are others for one element.
 
     Raises:
         Exception: torch's own, on every rank alike.
@@ -74,7 +77,7 @@ def check_dtype(call: AtenCall) -> None:
             return torch.ones([1] * len(a.shape), dtype=meta.dtype, device=device)
         return a
 
-    call.func(*map(one, call.args), **call.kwargs)
+    call.func(*map(one, call.args), **{**call.kwargs, **replaced})
 
 
 def count_along(spec: ShardTensorSpec, dims: Sequence[int]) -> int:

@@ -113,7 +113,7 @@ def taken(function: Differentiated, wanted: Mapping[int, Wanted], ndim: int) -> 
         result, kept = function.forward(t)
         for place in places:
             result = result.narrow(*place)
-        return result, kept
+        return result.clone(), kept  # dense, in its memory format, and without the rest
 
     def backward(grad: Tensor, *others: Tensor) -> Tensor:
         return function.backward(torch.constant_pad_nd(grad, unwanted), *others)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..._compat import kernel
 from ...geometry import Interval, Window, intersect, length
 from ...halo import Axis, Narrow
+from ...strides import zeros_like
 
 __all__ = ["Common", "Geometry", "Part", "check_arguments"]
 
@@ -77,12 +78,12 @@ class Part:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of the part, of the taps that reach it and of the bias, where they are ``needed``."""
         arguments = self.common.weight[:1], *self._arguments, needed
-        if self._plain:
-            found: tuple[Tensor | None, Tensor | None, Tensor | None]
-            found = _convolution_backward(grad, x, weight, *arguments)
-            return found
-        grad_x, grad_w, grad_b = _convolution_backward(grad, self._cropped(x), self.reached(weight), *arguments)
-        return None if grad_x is None else self._uncropped(grad_x), grad_w, grad_b
+        if not self._plain:
+            x, weight = self._cropped(x), self.reached(weight)
+        grad_x, grad_w, grad_b = _convolution_backward(grad, x, weight, *arguments)
+        # Asked for the bias's gradient, oneDNN's kernel returns the weight's, too; ranks that do not call it have none.
+        grad_w = grad_w if needed[1] else None
+        return grad_x if grad_x is None or self._plain else self._uncropped(grad_x), grad_w, grad_b
 
     def reached(self, weight: Tensor) -> Tensor:
         """The taps of a weight that reach the part, a view."""
@@ -104,7 +105,7 @@ class Part:
             grad = torch.constant_pad_nd(grad, [-n for n in self.outer])
         if not self.crop:
             return grad
-        whole = grad.new_zeros(self.shape)
+        whole = zeros_like(grad, self.shape)
         view = whole
         for crop in self.crop:
             view = view.narrow(*crop)

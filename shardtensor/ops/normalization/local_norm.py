@@ -164,7 +164,7 @@ class LocalBatchNorm(LocalNorm):
 
     def _gradient(self, mask: Sequence[bool], grad: Tensor, x: Tensor, w: Tensor | None, *saved: Any) -> Sequence[Any]:
         mean, var, *kept = saved
-        running = map(self.geometry.own_part, (mean, var))
+        running = [None if t is None else t.contiguous() for t in map(self.geometry.own_part, (mean, var))]
         given = (*_alike(grad, x), w, *running, *kept)
         dx, *rest = _batch_norm_backward(*given, self.use_input, self.geometry.eps, mask)
         return dx if dx is None else _with_shape(dx, x), *rest

@@ -45,8 +45,12 @@ class Norm(Plan):
         raise NotImplementedError
 
     def _own(self, parameter: Tensor | None, i: int) -> Tensor | None:
-        """The part of weight (0) or bias (1) that belongs to the shard."""
-        return self.geometry.own_part(parameter) if parameter is not None and self.narrows[i] else parameter
+        """The part of weight (0) or bias (1) that belongs to the shard, contiguous.
+
+        Some of torch's kernels read it as if it were, and leave it to those who call them.
+        """
+        mine = self.geometry.own_part(parameter) if parameter is not None and self.narrows[i] else parameter
+        return None if mine is None else mine.contiguous()
 
     def _of_parameter(self, contribution: Tensor, i: int) -> Tensor:
         """The gradient of weight (0) or bias (1), from what belongs to the shard; zeros for what other ranks hold."""

@@ -186,16 +186,16 @@ def local_plan(
         values = read(local).reshape(shape)
         return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
 
-    def values(local: Tensor) -> Pooled:
-        found = kernel(read(local))
+    def taken(found: Tensor) -> Tensor:
         for place in wanted:
-            found = found.narrow(*place)  # type: ignore[union-attr]
-        return found
+            found = found.narrow(*place)
+        return found.clone() if wanted else found  # dense, in its memory format, and without the rest
+
+    def values(local: Tensor) -> Pooled:
+        return taken(kernel(read(local)))  # type: ignore[arg-type]
 
     def values_and_indices(local: Tensor) -> Pooled:
-        found, at = kernel(read(local))
-        for place in wanted:
-            found, at = found.narrow(*place), at.narrow(*place)
+        found, at = map(taken, kernel(read(local)))
         return found, indices(at)  # type: ignore[misc]
 
     return LocalPlan(nothing if 0 in shape else values if indices is None else values_and_indices, outputs)

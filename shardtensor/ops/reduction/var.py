@@ -26,10 +26,11 @@ def plan_var(call: AtenCall) -> AtenPlan:
     metas = call.meta if with_mean else [call.meta]
     outs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in metas]
     over = mesh_dims_of(spec, dims)
-    check_dtype(call)
     dtype, wide = spec.tensor_meta.dtype, wide_dtype(spec.tensor_meta.dtype)
     count = count_along(spec, dims)
-    freedom = max(0, count - (1 if correction is None else correction))
+    degrees = count - (1 if correction is None else correction)
+    check_dtype(call, correction=1 - degrees)  # so that torch warns of too few degrees of freedom, where they are
+    freedom = max(0, degrees)
     of_std = call.func in (_aten.std.correction, _aten.std_mean.correction)
     reduce = rank_reduction(spec, over)
 

@@ -28,7 +28,7 @@ from ...halo import Fetch
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
 from ...registry import FUNCTIONS, register
 from ...spec import ShardTensorSpec
-from ...strides import CHANNELS_LAST
+from ...strides import CHANNELS_LAST, zeros_like
 from ..common.stencil import (
     Constant,
     Differentiated,
@@ -129,7 +129,7 @@ class WeightedSum:
 
     def adjoint(self, grad: Tensor, dim: int, n: int) -> Tensor:
         """The gradient of ``n`` inputs along ``dim``, out of that of the outputs."""
-        result = grad.new_zeros([n if d == dim else length for d, length in enumerate(grad.shape)])
+        result = zeros_like(grad, [n if d == dim else length for d, length in enumerate(grad.shape)])
         if len(self.index) == 1:
             return result.index_add_(dim, self.index[0].like(grad), grad)
         shape = [-1, *[1] * (grad.ndim - dim - 1)]

@@ -478,3 +478,35 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
     for error in run_expecting_errors(fail, 2, case):
         with pytest.raises(kind, match=text):
             raise error
+
+
+def check_strided_parameters():
+    """Kernels that torch's functions call with contiguous parameters get them so here as well."""
+    for shape, dims in (((5, 6, 7), (0, 2)), ((5, 6, 4, 3), (0, 1, 3))):
+        table = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).exp()
+        x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        rows = x.new_ones(2 * shape[-1]).cumsum(0)[::2]
+        functions = {
+            "group norm": lambda x, t: F.group_norm(x, 3, t[:, 0], t[:, 1]),
+            "batch norm": lambda x, t: F.batch_norm(x, None, None, t[:, 0], t[:, 1], True),
+            "batch norm, running": lambda x, t: F.batch_norm(x, *t.detach()[:, 2:].unbind(1), t[:, 0], t[:, 1]),
+            "instance norm": lambda x, t: F.instance_norm(x, None, None, t[:, 0], t[:, 1]),
+            "layer norm": lambda x, t, r=rows: F.layer_norm(x, r.shape, r, r),
+        }
+        for name, function in functions.items():
+            for dim in dims:
+                try:
+                    results = []
+                    for t in (x, shard(x, shared_mesh(2), [Shard(dim)], {0: (shape[dim] - 1, 1)})):
+                        t, given = t.detach().requires_grad_(), table.clone().requires_grad_()
+                        y = function(t, given)
+                        y.square().sum().backward()
+                        results.append([y, t.grad, *([] if given.grad is None else [given.grad])])
+                    for ours, torchs in zip(results[1], results[0], strict=True):
+                        torch.testing.assert_close(getattr(ours, "full_tensor", lambda t=ours: t)(), torchs)
+                except Exception as error:
+                    raise AssertionError(f"{name}, {shape}, dim {dim}: {error}") from error
+
+
+def test_parameters_that_are_not_contiguous():
+    run_distributed(check_strided_parameters, 2)

@@ -126,6 +126,26 @@ def moments():
     yield "var of complex", lambda x: x.var(1), torch.complex(x, x.flip(1))
 
 
+def check_degrees_of_freedom():
+    """Torch warns of too few elements where there are too few, whether a sharded dim is reduced or not."""
+    mesh = shared_mesh(2)
+    x = values(4, 11, 1, 3)  # a shape of its own: a plan that exists already says nothing
+    for name in ("var", "std", "var_mean", "std_mean"):
+        for dim in (None, 0, 1, 2, (1, 3)):
+            for correction in (0, 1, 4, 10.5, 33, 132):
+                seen = []
+                for t in (x, shard(x, mesh, [Shard(1)], {0: (8, 3)})):
+                    with warnings.catch_warnings(record=True) as caught:
+                        warnings.simplefilter("always")
+                        getattr(torch, name)(t, dim, correction=correction)
+                    seen.append([str(w.message).partition("(")[0] for w in caught])
+                assert seen[0] == seen[1], (name, dim, correction, seen)
+
+
+def test_warnings_of_degrees_of_freedom():
+    run_distributed(check_degrees_of_freedom, 2)
+
+
 def norms():
     x, zeros = values(), with_zeros()
     for p in (0, 1, 2, INF, -INF, 3, 0.5, -2):
