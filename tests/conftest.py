@@ -15,3 +15,14 @@ torch.set_num_threads(1)
 # No deadline: a first example pays for imports and caches. Derandomized: a red run must be red again when repeated.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--process-group", choices=["gloo", "late"], help="how ranks communicate: as gloo does, or late (CONTRIBUTING.md)"
+    )
+
+
+def pytest_configure(config):
+    if chosen := config.getoption("--process-group"):
+        os.environ["SHARDTENSOR_TEST_PROCESS_GROUP"] = chosen

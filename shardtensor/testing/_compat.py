@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "KernelOfCPU",
     "TorchDispatchMode",
     "clear_dtensor_caches",
+    "disable_dispatch_modes",
     "group_of",
     "init_fake_process_group",
+    "replaced_on_cpu",
     "tree_flatten",
     "tree_unflatten",
 ]
+
+KernelOfCPU: TypeAlias = Callable[..., Any]
 
 
 def group_of(reference: str | torch.ScriptObject | dist.ProcessGroup) -> dist.ProcessGroup:
@@ -46,3 +56,32 @@ def clear_dtensor_caches() -> None:
     propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     if hasattr(propagate, "cache_clear"):
         propagate.cache_clear()  # type: ignore[no-untyped-call]
+
+
+def replaced_on_cpu(
+    replacements: Mapping[str, Callable[[KernelOfCPU, bool], Callable[..., Any]]],
+) -> Callable[[], None]:
+    """Replace the CPU's kernels of c10d's operators; returns what puts them back.
+
+    Args:
+        replacements: by the operator's name, a function of torch's kernel, and of whether the operator returns tensors
+            in front of the work, that gives the new kernel.
+    """
+    library = torch.library.Library("c10d", "IMPL")
+    for name, make in replacements.items():
+        operator = getattr(torch.ops.c10d, name).default
+        kernel = _kernel_of_cpu(torch.library.get_kernel(operator, "CPU"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            new = make(kernel, len(operator._schema.returns) > 1)
+            library.impl(name, new, "CPU", allow_override=True)
+
+    def restore() -> None:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+    return restore
+
+
+def _kernel_of_cpu(kernel: Any) -> KernelOfCPU:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return lambda *args: kernel.call_boxed(keys, *args)
