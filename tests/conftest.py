@@ -18,9 +18,8 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--process-group", choices=["gloo", "late"], help="how ranks communicate: as gloo does, or late (CONTRIBUTING.md)"
-    )
+    told = "how ranks communicate: as gloo does, or late (CONTRIBUTING.md)"
+    parser.addoption("--process-group", choices=["gloo", "late"], help=told)
 
 
 def pytest_configure(config):

@@ -67,14 +67,14 @@ def replaced_on_cpu(
         replacements: by the operator's name, a function of torch's kernel, and of whether the operator returns tensors
             in front of the work, that gives the new kernel.
     """
-    library = torch.library.Library("c10d", "IMPL")
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, make in replacements.items():
         operator = getattr(torch.ops.c10d, name).default
         kernel = _kernel_of_cpu(torch.library.get_kernel(operator, "CPU"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             new = make(kernel, len(operator._schema.returns) > 1)
-            library.impl(name, new, "CPU", allow_override=True)
+            library.impl(name, new, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
 
     def restore() -> None:
         library._destroy()  # type: ignore[no-untyped-call]

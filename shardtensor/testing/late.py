@@ -2,8 +2,8 @@
 
 [Note: late] With gloo a message has often arrived before anybody waits for it, and what is sent is often copied at
 once. A program that reads a result too early, or reuses a buffer too early, then computes the right numbers on CPUs and
-wrong ones with NCCL. Here the CPU's kernels of torch's c10d operators are replaced, whoever calls them: the functions of
-``torch.distributed``, functional collectives, DeviceMesh, DDP, FSDP2, plans of ours, on any process group. An operation
+wrong ones with NCCL. Here the CPU's kernels of torch's c10d operators are replaced, whoever calls them: functions of
+``torch.distributed``, functional collectives, DeviceMesh, DDP, FSDP2, plans of ours; on any gloo group. An operation
 
 - fills what it is to write with NaN (integers with their greatest number), from the call until ``wait``, which brings
   the result in, or until the future that was asked for is complete;
@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -111,7 +111,7 @@ class late_communication:  # named like torch.no_grad, which works alike
 
 def stay_late(seconds: float = 0.002, seed: int = 0) -> None:
     """Enter :class:`late_communication` for the rest of the process; the pool's workers do where the suite runs so."""
-    late_communication(seconds, seed).__enter__()
+    _for_good.enter_context(late_communication(seconds, seed))
 
 
 class _Scene:
@@ -137,6 +137,7 @@ class _Scene:
             lane.shutdown()
 
 
+_for_good = ExitStack()  # it keeps the replaced kernels, which end with whoever has replaced them
 _scene: _Scene | None = None
 _open: set[_LateWork] = set()
 
@@ -222,13 +223,13 @@ class _LateWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensors that are written. Once it is asked for, the result does not stay away until wait."""
-        future: torch.futures.Future[Any] = torch.futures.Future()  # type: ignore[no-untyped-call]
+        future: torch.futures.Future[Any] = torch.futures.Future()
 
         def complete(_: Future[None]) -> None:
             try:
                 self.wait()
             except Exception as error:
-                future.set_exception(error)  # type: ignore[no-untyped-call]
+                future.set_exception(error)
             else:
                 future.set_result(self._written)
 
@@ -240,8 +241,8 @@ class _LateWork(dist.Work):
             for tensor, expected in self._expected:
                 if not torch.equal(_bits(tensor), _bits(expected)):
                     raise RuntimeError(
-                        f"{self._name}: a tensor of {tuple(tensor.shape)} that it reads or writes was written to before "
-                        f"wait(); other ranks may have got either value"
+                        f"{self._name}: a tensor of {tuple(tensor.shape)} that it reads or writes was written to "
+                        f"before wait(); other ranks may have got either value"
                     )
             for tensor in self._written:
                 if id(tensor) in self._operands:
@@ -304,7 +305,9 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
+    flat = tensor.reshape(-1).contiguous()
+    # A single element may have any stride and be contiguous, but not be seen as bytes.
+    return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
 
 
 @contextmanager

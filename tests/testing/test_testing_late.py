@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -14,7 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardtensor.testing import late_communication, run_distributed, run_expecting_errors, shared_mesh
+from shardtensor.testing import (
+    late_communication,
+    run_distributed,
+    run_expecting_errors,
+    shared_mesh,
+    shutdown_pools,
+)
 
 # -- each operation ----------------------------------------------------------------------------------------------------
 # A function of rank and size that starts one, and returns its works and what they write.
@@ -217,6 +225,10 @@ def test_collectives_of_a_group_keep_their_order():
 
 # -- planted defects ---------------------------------------------------------------------------------------------------
 
+shown_on_gloo = pytest.mark.skipif(
+    os.environ.get("SHARDTENSOR_TEST_PROCESS_GROUP") == "late", reason="gloo forgives the defect, and this run has none"
+)
+
 
 def read_too_early(late):
     """A missing wait that gloo forgives, as the result has arrived."""
@@ -230,6 +242,7 @@ def read_too_early(late):
     return early.item()
 
 
+@shown_on_gloo
 def test_a_missing_wait_is_found():
     assert run_distributed(read_too_early, 2, False) == [6.0, 6.0]
     assert [result == result for result in run_distributed(read_too_early, 2, True)] == [False, False]
@@ -257,6 +270,7 @@ def reuse_too_early(late):
 SEED = 0  # with which rank 0 waits longer than 0.4 s before it reads what it sends
 
 
+@shown_on_gloo
 def test_a_buffer_that_is_reused_too_early_is_found():
     assert run_distributed(reuse_too_early, 2, False) == [(None, None), ([1.0] * 3, None)]
     (_, error), (received, _) = run_distributed(reuse_too_early, 2, True)
@@ -322,3 +336,35 @@ def other_functions():
 def test_object_collectives_barriers_and_functional_collectives():
     expected = [{"rank": 0}, {"rank": 1}], [("of", 1)], [4.0, 4.0]
     assert run_distributed(other_functions, 2) == [expected, expected]
+
+
+# -- the whole suite ---------------------------------------------------------------------------------------------------
+
+
+def reads_at_once():
+    """With no block of its own."""
+    gc.collect()  # what nobody keeps is gone
+    total = torch.ones(2)
+    work = dist.all_reduce(total, async_op=True)
+    early = poisoned(total)
+    work.wait()
+    return early, total.tolist()
+
+
+@pytest.fixture
+def fresh_pools():
+    shutdown_pools()
+    yield
+    shutdown_pools()
+
+
+@pytest.mark.parametrize("choice, late", [("late", True), ("gloo", False)])
+def test_an_environment_variable_chooses_for_all_workers(fresh_pools, monkeypatch, choice, late):
+    monkeypatch.setenv("SHARDTENSOR_TEST_PROCESS_GROUP", choice)
+    assert run_distributed(reads_at_once, 2) == [(late, [2.0, 2.0])] * 2
+
+
+def test_an_unknown_choice_is_refused(fresh_pools, monkeypatch):
+    monkeypatch.setenv("SHARDTENSOR_TEST_PROCESS_GROUP", "punctual")
+    with pytest.raises(ValueError, match="choose 'gloo' or 'late'"):
+        run_distributed(reads_at_once, 2)
