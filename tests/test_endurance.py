@@ -10,7 +10,7 @@ from shardtensor.testing import run_distributed
 
 
 def test_nothing_grows_once_every_layout_was_there():
-    for notes in run_distributed(train, 2, 200, 50, 40):
+    for notes in run_distributed(train, 2, 200, 50, 40, timeout=300):
         assert [n.step for n in notes] == [50, 100, 150, 200]
         assert notes[0].caches["shardtensor.planning._plans"] > 100  # they are found at all
         for note in notes[1:]:

@@ -2,7 +2,7 @@
 
 [Note: late] With gloo a message has often arrived before anybody waits for it, and what is sent is often copied at
 once. A program that reads a result too early, or reuses a buffer too early, then computes the right numbers on CPUs and
-wrong ones with NCCL. Here the CPU's kernels of torch's c10d operators are replaced, whoever calls them: functions of
+wrong ones with NCCL. Here kernels are put in front of those of torch's c10d operators, whoever calls them: functions of
 ``torch.distributed``, functional collectives, DeviceMesh, DDP, FSDP2, plans of ours; on any gloo group. An operation
 
 - fills what it is to write with NaN (integers with their greatest number), from the call until ``wait``, which brings
@@ -24,6 +24,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -34,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import DisableTorchFunction, tree_leaves
-from ._compat import KernelOfCPU, disable_dispatch_modes, group_of, replaced_on_cpu
+from .._compat import DisableTorchFunction
+from ._compat import Kernel, disable_dispatch_modes, group_of, put_in_front, tree_leaves
 
 __all__ = ["late_communication", "stay_late"]
 
@@ -98,13 +99,13 @@ class late_communication:  # named like torch.no_grad, which works alike
         self._outer, _scene = _scene, _Scene(self._seconds, self._seed)
         if self._outer is None:
             names = [n for n in (*_OUT_OF_PLACE, *_IN_PLACE, *_OTHERS) if hasattr(torch.ops.c10d, n)]  # by version
-            self._restore = replaced_on_cpu({name: _kernel(name) for name in names})
+            self._remove = put_in_front({name: _kernel(name) for name in names})
 
     def __exit__(self, *_: object) -> None:
         global _scene
         ended, _scene = _scene, self._outer
         if self._outer is None:
-            self._restore()
+            self._remove()
         if ended is not None:
             ended.end()
 
@@ -137,9 +138,11 @@ class _Scene:
             lane.shutdown()
 
 
-_for_good = ExitStack()  # it keeps the replaced kernels, which end with whoever has replaced them
+_for_good = ExitStack()  # it keeps the kernels, which end with whoever has registered them
 _scene: _Scene | None = None
+# C++ alone may hold a work until it waits, and may wait again; but what Python overrides ends with Python's object.
 _open: set[_LateWork] = set()
+_waited: deque[_LateWork] = deque(maxlen=4096)  # they hold no tensors
 
 
 def _between(before: float, run: Callable[[], None], after: float) -> None:
@@ -156,7 +159,7 @@ class _LateWork(dist.Work):
         self._name, self._written = name, list(written)
         self._lock = threading.Lock()
         self._done: Future[None] = Future()
-        self._inner: dist.Work | None = None
+        self._source = -1
         with _unseen():
             memory = {t.untyped_storage().data_ptr() for t in written}
             apart = [t for t in read if t.untyped_storage().data_ptr() not in memory]
@@ -167,7 +170,7 @@ class _LateWork(dist.Work):
                 _poison(t)
             self._expected = [(t, t.clone()) for t in (*apart, *written)]
 
-    def start(self, scene: _Scene, lane: tuple[Any, ...], kernel: KernelOfCPU, args: Sequence[Any]) -> None:
+    def start(self, scene: _Scene, lane: tuple[Any, ...], kernel: Kernel, args: Sequence[Any]) -> None:
         """Have the kernel run in its turn, on copies of what it writes."""
 
         def run() -> None:
@@ -175,10 +178,10 @@ class _LateWork(dist.Work):
                 made = kernel(*_replaced(list(args), self._operands))
                 works = [w for w in (made if isinstance(made, tuple) else (made,)) if isinstance(w, torch.ScriptObject)]
                 for work in works:
-                    self._inner = dist.Work.unbox(work)
-                    self._inner.wait()
+                    inner = dist.Work.unbox(work)
+                    inner.wait()
+                    self._source = inner._source_rank() if self._name == "recv_any_source_" else -1
 
-        # C++ alone may hold the work until it waits, but what Python overrides ends with Python's object.
         _open.add(self)
         self._done = scene.submit(lane, run)
 
@@ -191,6 +194,7 @@ class _LateWork(dist.Work):
             raise RuntimeError(f"{self._name}: not complete after {seconds:g} s") from None
         finally:
             _open.discard(self)
+            _waited.append(self)
         self._bring_in()
         return True
 
@@ -211,13 +215,12 @@ class _LateWork(dist.Work):
         return self._done.exception() if self._done.done() else None
 
     def result(self) -> list[Tensor]:
-        """The tensors that are written."""
+        """The tensors that are written; none any more once they were waited for."""
         return self._written
 
     def source_rank(self) -> int:
         """Of a receive from anybody that is complete: from whom it was."""
-        assert self._inner is not None
-        return self._inner._source_rank()
+        return self._source
 
     _source_rank = source_rank
 
@@ -225,13 +228,15 @@ class _LateWork(dist.Work):
         """A future of the tensors that are written. Once it is asked for, the result does not stay away until wait."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
+        written = self._written
+
         def complete(_: Future[None]) -> None:
             try:
                 self.wait()
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(self._written)
+                future.set_result(written)
 
         self._done.add_done_callback(complete)
         return future
@@ -247,13 +252,13 @@ class _LateWork(dist.Work):
             for tensor in self._written:
                 if id(tensor) in self._operands:
                     tensor.data.copy_(self._operands[id(tensor)])
-            self._expected, self._operands = [], {}
+            self._expected, self._operands, self._written = [], {}, []
 
 
-def _kernel(name: str) -> Callable[[KernelOfCPU, bool], Callable[..., Any]]:
-    """What makes a replacement of c10d's operator ``name`` from the CPU's own kernel."""
+def _kernel(name: str) -> Callable[[Kernel, bool], Callable[..., Any]]:
+    """What makes the kernel of c10d's operator ``name`` that goes in front of torch's."""
 
-    def replacement(kernel: KernelOfCPU, returns_tensors: bool) -> Callable[..., Any]:
+    def replacement(kernel: Kernel, returns_tensors: bool) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             group = group_of(next(a for a in args if isinstance(a, torch.ScriptObject)))
             scene = _scene

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -225,9 +224,7 @@ def test_collectives_of_a_group_keep_their_order():
 
 # -- planted defects ---------------------------------------------------------------------------------------------------
 
-shown_on_gloo = pytest.mark.skipif(
-    os.environ.get("SHARDTENSOR_TEST_PROCESS_GROUP") == "late", reason="gloo forgives the defect, and this run has none"
-)
+shown_on_gloo = pytest.mark.on_gloo("the defect is shown to be forgiven by gloo, too")
 
 
 def read_too_early(late):
