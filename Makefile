@@ -4,6 +4,7 @@
 # make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
+# make endurance                 10,000 training steps with changing cuts; writes benchmarks/results/endurance.json
 # make globe                     the example, on two processes and compared with one; writes globe.png
 # make globe ARGS=--uneven       the same with bands of different heights
 # make bench                     all benchmarks; writes benchmarks/results and docs/performance.md (12 minutes, idle machine)
@@ -20,7 +21,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep globe bench lint clean
+.PHONY: test test-torch networks sweep endurance globe bench lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -33,6 +34,9 @@ networks: $(NETWORKS)/.installed
 sweep: $(VENV)/.installed-test
 	@test -n "$(OP)" || { echo "usage: make sweep OP=softmax [ARGS=...]"; exit 2; }
 	cd tests && ../$(VENV)/bin/python -m operator_sweep $(OP) --dtypes float --refused $(ARGS)
+
+endurance: $(VENV)/.installed-test
+	cd tests && ../$(VENV)/bin/python -m endurance $(or $(ARGS),--write)
 
 globe: $(VENV)/.installed-examples
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py --compare $(ARGS)

@@ -36,6 +36,7 @@ def late(polling, delay):
     return x.tolist(), turns
 
 
+@pytest.mark.on_gloo("only torch's own works are polled")
 @pytest.mark.parametrize("polling, delay", [(0.01, 0.1), (10.0, 0.1), (0.0, 0.1)])
 def test_late_ranks_are_waited_for_longer_than_polling(polling, delay):
     (numbers, turns), *_ = run_distributed(late, 2, polling, delay)

@@ -5,6 +5,7 @@
 - :func:`assert_matches_unsharded` compares a function on shards with the same on global tensors, gradients included;
   :func:`shard` makes a ShardTensor of a global tensor.
 - :func:`count_communication` counts messages, bytes and collectives.
+- :func:`late_communication` makes results come, and buffers be read, as late as NCCL may.
 - :func:`simulate_ranks` runs a function as each rank of a huge world in turn, without processes.
 
 ``import shardtensor`` does not import this package.
@@ -12,6 +13,7 @@
 
 from .counting import Communication, count_communication
 from .failures import DistributedFailure, RemoteError
+from .late import late_communication
 from .mesh import shared_mesh
 from .oracle import assert_matches_unsharded, shard
 from .pool import run_distributed, run_expecting_errors, shutdown_pools
@@ -23,6 +25,7 @@ __all__ = [
     "RemoteError",
     "assert_matches_unsharded",
     "count_communication",
+    "late_communication",
     "run_distributed",
     "run_expecting_errors",
     "shard",

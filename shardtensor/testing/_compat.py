@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from .._compat import OpOverload
 
 __all__ = [
+    "Kernel",
     "TorchDispatchMode",
     "clear_dtensor_caches",
+    "disable_dispatch_modes",
     "group_of",
     "init_fake_process_group",
+    "put_in_front",
     "tree_flatten",
+    "tree_leaves",
     "tree_unflatten",
 ]
+
+Kernel: TypeAlias = Callable[..., Any]
 
 
 def group_of(reference: str | torch.ScriptObject | dist.ProcessGroup) -> dist.ProcessGroup:
@@ -46,3 +58,35 @@ def clear_dtensor_caches() -> None:
     propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     if hasattr(propagate, "cache_clear"):
         propagate.cache_clear()  # type: ignore[no-untyped-call]
+
+
+def put_in_front(
+    kernels: Mapping[str, Callable[[Kernel, bool], Callable[..., Any]]],
+) -> Callable[[], None]:
+    """Put kernels in front of those of c10d's operators, below all modes and subclasses; returns what removes them.
+
+    Args:
+        kernels: by the operator's name, a function of torch's kernel, and of whether the operator returns tensors in
+            front of the work, that gives the new kernel.
+    """
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, make in kernels.items():
+        operator = getattr(torch.ops.c10d, name).default
+        new = make(_kernel_of_device(operator), len(operator._schema.returns) > 1)
+        library.impl(name, new, "BackendSelect")  # type: ignore[no-untyped-call]
+
+    def remove() -> None:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+    return remove
+
+
+def _kernel_of_device(operator: OpOverload) -> Kernel:
+    """What would run without a kernel in front. It is called without the GIL, which gloo's threads may wait for."""
+
+    def call(*args: Any) -> Any:
+        device = next(t.device for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.type.upper()))
+        return operator.redispatch(keys, *args)
+
+    return call

@@ -27,11 +27,14 @@ from typing import Any
 import torch.distributed as dist
 
 from .failures import DistributedFailure, Outcome, failure, own_threads
+from .late import stay_late
 
 START_TIMEOUT = 180.0
 COLLECTIVE_TIMEOUT = 30.0  # gloo's own; shorter than a call's default, so that an unmatched collective raises first
 GRACE = 5.0  # how long the others may still take once one rank has failed
 HEALTH_TIMEOUT = 3.0
+# An environment variable: "gloo", or "late" for workers that stay in late_communication.
+PROCESS_GROUP = "SHARDTENSOR_TEST_PROCESS_GROUP"
 
 _WORKER = Path(__file__).with_name("_worker.py")
 _pools: dict[int, Pool] = {}
@@ -159,9 +162,20 @@ class Pool:
             outcomes = self.collect(START_TIMEOUT, GRACE)
             if any(outcome.kind != "ready" for outcome in outcomes):
                 raise failure(f"the start of a pool of {world_size}", outcomes, START_TIMEOUT)
+            self.choose_process_group(os.environ.get(PROCESS_GROUP, "gloo"))
         except BaseException:
             self.close(at_once=True)
             raise
+
+    def choose_process_group(self, name: str) -> None:
+        """Have the ranks communicate as gloo does, or late."""
+        if name not in ("gloo", "late"):
+            raise ValueError(f"{PROCESS_GROUP}={name}: choose 'gloo' or 'late'")
+        if name == "late":
+            request = ("call", list(sys.path), pickle.dumps((stay_late, (), {})))
+            outcomes = self.run(request, START_TIMEOUT, GRACE)
+            if any(outcome.kind != "returned" for outcome in outcomes):
+                raise failure("stay_late", outcomes, START_TIMEOUT)
 
     def log(self, rank: int) -> Path:
         return self.folder / f"{rank}.log"

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor, implicit_replication
+from shardtensor.parallel import synchronize
 from shardtensor.testing import count_communication, shard, shared_mesh
 
 
@@ -77,6 +79,7 @@ def check(module: str, name: str) -> None:
     network: Network = listed.NETWORKS[name]
     # Both are built, as some cannot be copied; with the seed of the call, too, for those that draw numbers in it.
     model, twin = (built(network, importlib.import_module(listed.PACKAGE)) for _ in range(2))
+    make_equal(model, twin)
     x = torch.randn(network.shape, dtype=torch.float64).to(network.dtype)
     sharded = cut(x, network.dim)
     x.requires_grad_()
@@ -135,7 +138,10 @@ def built(network: Network, package: Any) -> nn.Module:
     torch.manual_seed(0)
     with uninitialized_is_nan():
         model = network.make(package).eval()
-    model = model.double() if network.dtype is torch.float64 else model.float()
+    if network.dtype is torch.float64:
+        model = model.double()._apply(lambda t: t.cdouble() if t.is_complex() else t)
+    else:
+        model = model.float()
     for layer in model.modules() if network.norms_train else ():
         if keeps_statistics(layer):
             layer.train()
@@ -145,6 +151,14 @@ def built(network: Network, package: Any) -> nn.Module:
             if not parameter.isfinite().all() or not 1e-9 < largest < 1e3:
                 nn.init.normal_(parameter, std=0.1)
     return model
+
+
+@torch.no_grad()
+def make_equal(model: nn.Module, twin: nn.Module) -> None:
+    """Some networks leave parameters as they were in memory, or draw for these a different number of times."""
+    synchronize(model, shared_mesh(2))
+    for p, q in zip(chain(model.parameters(), model.buffers()), chain(twin.parameters(), twin.buffers()), strict=True):
+        q.copy_(p)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from ...caches import forgets
 from ...spec import ShardTensorSpec
 
 __all__ = ["record_source", "source_of"]
@@ -33,6 +34,7 @@ class _Record:
 
 
 _records: dict[Hashable, _Record] = {}
+forgets(_records.clear)
 
 
 def _record_of(spec: ShardTensorSpec) -> _Record:
