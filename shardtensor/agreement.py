@@ -28,6 +28,7 @@ from .spec import ShardTensorSpec
 from .strides import stride_like
 
 __all__ = [
+    "DTYPES",
     "MAX_NDIM",
     "OTHER_META",
     "Claim",

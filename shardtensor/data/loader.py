@@ -7,6 +7,9 @@ it. So that no rank holds more than necessary:
 - A receiver allocates its next shard when the one before the last has been freed. Python's ``for`` keeps the last batch
   until it has got the next one; with the one after that in transit there would be three.
 
+A message for all ranks (``messages.py``) goes before the shards. Where a batch holds a type for the first time, all
+ranks tell whether they know it, so that they all raise where one of them does not.
+
 How many batches are in transit follows from the calls alone, which are the same on all ranks. So an iteration may be
 left at any time: what is in transit arrives, and is dropped.
 """
@@ -14,6 +17,7 @@ left at any time: what is in transit arrives, and is dropped.
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import sys
 import threading
@@ -30,19 +34,25 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_convert
 
-from .._compat import PyTree, current_mesh, tree_leaves, tree_map
+from .._compat import PyTree, current_mesh, program_timeout, tree_leaves, tree_map
 from ..agreement import check_process_group
 from ..layout import check_order, mesh_coordinate, rank_at
+from ..rows import gather_rows, gather_texts
 from ..scatter import part_at
 from ..spec import ShardTensorSpec
 from ..strides import as_bytes
 from ..tensor import ShardTensor, wrap
+from . import messages
 from .layout import Layout, MakeSpec, Part
 
 __all__ = ["ShardLoader"]
 
 _SMALL = 1 << 20  # bytes; tensors below this, such as a label that a loop keeps, do not delay the next batch
 _BLOCK = 1 << 23  # bytes that are packed and sent at once
+_FIRST = 1 << 12  # bytes of a message that are sent together with its length
+
+# What a message is about: its first byte.
+_BATCH, _PICKLED, _END, _ERROR = b"bpne"
 
 # What the source reads: the loader's state, a message for all ranks, and tensors to shard.
 Read = tuple[dict[str, Any] | None, bytes, list[Tensor]]
@@ -57,19 +67,25 @@ class ShardLoader:
 
     Args:
         loader: on the source: any iterable of batches, such as a ``DataLoader`` or torchdata's ``StatefulDataLoader``.
-            Ignored elsewhere (pass None). Batches are tensors or arrays, nested in dicts, lists and (named) tuples;
-            everything else in them must be picklable and small: every rank gets a copy.
+            Ignored elsewhere (pass None). Batches are tensors or arrays, nested in dicts, lists and (named) tuples, or
+            in classes registered with ``torch.utils._pytree``; besides, None, bool, int, float, str and bytes, of
+            which every rank gets a copy.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch, with these at
             the leaves; or a function of a batch that returns either. Default: Replicate. Only the source's are used.
         shard_sizes: ``{mesh_dim: sizes}``, for all tensors, nested or a function likewise; torch.chunk's by default.
         source: position in the mesh (in ``mesh.mesh.flatten()``) of the rank that reads.
+        pickled: batches may hold anything else that can be pickled, too. Every rank then unpickles what it receives,
+            that is, it trusts the source, and whoever can send in its place, to run any code. The same on all ranks.
 
     Raises:
         TypeError: the source has passed no loader (on all ranks).
-        ValueError: a source outside the mesh.
+        ValueError: a source outside the mesh; ranks that differ in ``pickled`` (on all ranks).
 
-    What the source's loader raises, and a layout that does not fit its batches, is raised on every rank of the mesh.
+    What the source's loader raises, and a layout that does not fit its batches, is raised on every rank of the mesh:
+    Python's own exceptions as they are, others as the nearest of their bases that is Python's own (RuntimeError where
+    that is Exception), with their name in the text. A rank waits for a message as long as the program's default process
+    group would.
 
     Collective over the mesh, as is iterating. Numbers that the loader draws from torch's generator in this process do
     not advance the program's generator: it would no longer be in step with those of the other ranks.
@@ -91,6 +107,7 @@ class ShardLoader:
         *,
         shard_sizes: PyTree = None,
         source: int = 0,
+        pickled: bool = False,
     ) -> None:
         check_process_group()
         self.mesh = current_mesh() if mesh is None else mesh
@@ -111,9 +128,16 @@ class ShardLoader:
         self._iteration: object = None
         self._buffer: Tensor | None = None
         # A group of its own: the thread must not interfere with the model's collectives. Data is sent from CPU to CPU.
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        timeout = program_timeout()
+        self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        given = {rank: bool(flag) for rank, [flag] in gather_rows([pickled], self._group, "cpu").items()}
+        if len(set(given.values())) > 1:
+            raise ValueError(f"ranks of the mesh pass different values for pickled: {given}; pass the same on all")
+        self._pickled = pickled
+        self._known: set[str] = set()  # types that all ranks know
         self._length: int | None
-        self._length, problem = self._tell(_length(self.loader) if self.is_source else None)
+        told = json.dumps(_length(self.loader)).encode() if self.is_source else b""
+        self._length, problem = json.loads(self._tell(told))
         if problem:
             raise TypeError(f"source rank {self.source} {problem}")
 
@@ -136,10 +160,10 @@ class ShardLoader:
                     raise RuntimeError("this iteration has ended: another one has begun, or load_state_dict was called")
                 state, (kind, content) = transfer.result()
                 self._state = state
-                if kind == "error":
+                if kind == _ERROR:
                     error, text = content
                     raise error from RuntimeError(f"on source rank {self.source}:\n{text}")
-                if kind == "end":
+                if kind == _END:
                     return
                 transfer = self._start(batches, last)
                 last = _Gate([leaf.to_local() for leaf in tree_leaves(content) if isinstance(leaf, ShardTensor)])
@@ -183,15 +207,20 @@ class ShardLoader:
             while more:
                 tensors: list[Tensor] = []
                 with self._own_random_numbers():
-                    batch = next(batches, _END)
+                    batch = next(batches, _NOTHING)
                     state = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
-                more = batch is not _END
-                message = _pack("batch", self._layout.map(_Collect(tensors), batch)) if more else _pack("end", None)
+                more = batch is not _NOTHING
+                message = self._message(batch, tensors) if more else bytes([_END])
                 del batch
                 yield state, message, tensors
                 del tensors
         except Exception as error:
-            yield None, _pack("error", (_sendable(error), traceback.format_exc())), []
+            yield None, bytes([_ERROR]) + messages.encode_error(error, traceback.format_exc()), []
+
+    def _message(self, batch: PyTree, tensors: list[Tensor]) -> bytes:
+        """The message for a batch, whose tensors are added to ``tensors``."""
+        described = self._layout.map(_Collect(tensors, any_object=self._pickled), batch)
+        return bytes([_PICKLED]) + _pickle(described) if self._pickled else bytes([_BATCH]) + messages.encode(described)
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -213,19 +242,47 @@ class ShardLoader:
         return self._transfer
 
     @torch.no_grad()
-    def _move(self, message: bytes, tensors: list[Tensor], gate: _Gate) -> tuple[str, Any]:
-        kind, content = pickle.loads(self._tell(message))
-        if kind == "batch":
-            if not self.is_source:
-                gate.wait()
-            content = tree_map(lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, Part) else leaf, content)
-        return kind, content
+    def _move(self, message: bytes, tensors: list[Tensor], gate: _Gate) -> tuple[int, Any]:
+        message = self._tell(message)
+        kind, content = message[0], message[1:]
+        if kind == _END:
+            return kind, None
+        if kind == _ERROR:
+            return kind, messages.decode_error(content)
+        described = self._described(kind, content)
+        if not self.is_source:
+            gate.wait()
+        return kind, tree_map(lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, Part) else leaf, described)
 
-    def _tell(self, message: object) -> Any:
-        """The source's ``message``, on every rank."""
-        box = [message]
-        dist.broadcast_object_list(box, src=self.source, group=self._group)
-        return box[0]
+    def _described(self, kind: int, content: bytes) -> PyTree:
+        """A batch with a :class:`Part` for each tensor; TypeError on all ranks where one does not know a type in it."""
+        if self._pickled and kind == _PICKLED:
+            return pickle.loads(content)
+        types, body = messages.parse(content)
+        new = [name for name in types if name not in self._known]
+        if new:
+            lacking = ", ".join(messages.unknown(new))
+            found = gather_texts(lacking, lambda row: gather_rows(row, self._group, "cpu"))
+            if any(found.values()):
+                ranks = {dist.get_global_rank(self._group, k): names for k, names in found.items() if names}
+                raise TypeError(
+                    f"a batch holds types that some ranks do not know: {ranks}. Import their modules on every rank (on "
+                    "top level, a named tuple under its own name; register the others with torch.utils._pytree)"
+                )
+            self._known.update(new)
+        return messages.build(body)
+
+    def _tell(self, message: bytes) -> bytes:
+        """The source's ``message``, on every rank; a short one in one broadcast."""
+        data = len(message).to_bytes(8, "little") + message
+        first = bytearray(data[:_FIRST].ljust(_FIRST, b"\0"))
+        dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), self.source, group=self._group)
+        more = int.from_bytes(first[:8], "little") + 8 - _FIRST
+        if more <= 0:
+            return bytes(first[8 : _FIRST + more])
+        rest = bytearray(data[_FIRST:]) if self.is_source else bytearray(more)
+        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), self.source, group=self._group)
+        return bytes(first[8:] + rest)
 
     def _scatter(self, part: Part, tensors: list[Tensor]) -> Any:
         """The ShardTensor that ``part`` describes, which on the source is the next of ``tensors``."""
@@ -265,13 +322,18 @@ class ShardLoader:
 class _Collect:
     """Collects a batch's tensors in a list, and replaces each by its :class:`Part`."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], any_object: bool) -> None:
         self._tensors = tensors
+        self._any_object = any_object
 
     def __call__(self, leaf: object, spec: MakeSpec) -> object:
+        if messages.is_side_data(leaf):
+            return leaf
         leaf = default_convert(leaf)  # type: ignore[no-untyped-call]  # arrays become tensors
         if not isinstance(leaf, Tensor):
-            return leaf
+            if self._any_object:
+                return leaf
+            raise messages.cannot_send(leaf)
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
         self._tensors.append(leaf.detach())
@@ -334,7 +396,7 @@ class _Gate:
         self._opened.wait()
 
 
-_END = object()
+_NOTHING = object()
 
 
 def _length(loader: object) -> tuple[int | None, str]:
@@ -376,16 +438,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pack(kind: str, content: object) -> bytes:
+def _pickle(content: object) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer).dump((kind, content))
+    _Pickler(buffer).dump(content)
     return buffer.getvalue()
-
-
-def _sendable(error: Exception) -> Exception:
-    """The error, or one with its text where it cannot be pickled."""
-    try:
-        pickle.loads(_pack("error", error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import enum
 import itertools
+import json
+import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -16,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from shardtensor import ShardTensor
@@ -97,6 +103,109 @@ def everything_arrives():
 
 def test_nested_batches_of_any_tensors():
     run_distributed(everything_arrives, 4)
+
+
+@dataclasses.dataclass
+class Sample:
+    """Registered as torch would have it, which makes it part of a batch's structure."""
+
+    image: torch.Tensor
+    names: list
+
+
+register_dataclass(Sample)
+
+# Values that no tensor represents, and what JSON alone would change.
+SIDE_DATA = {
+    "text": ["", "\udc80 \0 \n\u00e4", ["nested", ("a", 1)], ()],
+    "bytes": bytes(range(256)),
+    "large": (1 << 200, -(1 << 63), True, False, None),
+    "floats": [math.inf, -math.inf, 5e-324, 0.1 + 0.2, 1e308],
+    3: {-1: {}, None: 1, True: "true", 1.5: (), ("a", 2): [[]]},
+    "L": ["L", ["d", "p"]],
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "queue": collections.deque([1, (2,)], maxlen=5),
+    "pair": Pair(1, Pair(b"", None)),
+    "long": "x" * 10_000,
+}
+
+
+def same(a, b):
+    """Equal, and of equal types all the way down."""
+    if isinstance(a, dict):
+        return type(a) is type(b) and same(list(a), list(b)) and same(list(a.values()), list(b.values()))
+    if isinstance(a, (list, tuple, collections.deque)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def side_data():
+    def no_pickle(*args, **kwargs):
+        raise AssertionError("unpickled")
+
+    whole = numbers(4, 3)
+    batches = [SIDE_DATA, Sample(whole, ["a", "b"]), [math.nan, -0.0], torch.sort(whole, dim=0)]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pickle, torch.distributed.distributed_c10d.pickle):
+            for name in ("loads", "load", "Unpickler"):
+                patch.setattr(module, name, no_pickle)
+        patch.setattr(torch.distributed.distributed_c10d, "_unpickler", no_pickle)
+        given = batches if domain().get_local_rank() == 0 else None
+        received = list(ShardLoader(given, domain(), (Shard(0),), shard_sizes={0: (3, 1)}))
+    assert same(received[0], SIDE_DATA)
+    assert type(received[1]) is Sample and received[1].names == ["a", "b"]
+    check(received[1].image, whole, {0: (3, 1)})
+    assert math.isnan(received[2][0]) and math.copysign(1, received[2][1]) == -1
+    check(received[3].values, whole.sort(dim=0).values)
+    assert type(received[3]) is torch.return_types.sort
+
+
+def test_side_data_arrives_unchanged_and_is_not_unpickled():
+    run_distributed(side_data, 4)
+
+
+def other_types():
+    name = f"Made{dist.get_rank() % 2}"
+    made = collections.namedtuple(name, "x y")
+    made.__module__ = __name__
+    globals()[name] = made
+    sharded = ShardLoader([Pair(1, 2), made(1, 2)], domain())
+    received = []
+    with pytest.raises(TypeError, match=r"types that some ranks do not know: \{\d: 'test_data:Made0\(x, y\)'\}"):
+        received.extend(sharded)
+    batches = iter(sharded)  # the loader can go on
+    assert next(batches) == Pair(1, 2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 4
+
+
+def test_a_type_that_one_rank_lacks_is_an_error_on_all():
+    run_distributed(other_types, 4)
+
+
+def pickled():
+    batches = [(Path("a"), Colour.RED, numbers(4, 3)), {frozenset([1]): None}]
+    first, second = ShardLoader(batches, domain(), (Shard(0),), pickled=True)
+    assert first[:2] == (Path("a"), Colour.RED) and second == {frozenset([1]): None}
+    check(first[2], numbers(4, 3))
+    with pytest.raises(ValueError, match=r"for pickled: \{[02]: True, [13]: False\}"):
+        ShardLoader(batches, domain(), pickled=domain().get_local_rank() == 0)
+
+
+def test_anything_is_pickled_where_all_ranks_say_so():
+    run_distributed(pickled, 4)
+
+
+def timeouts():
+    """Of the program's group, whatever torch's default is."""
+    world = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    own = ShardLoader([], domain())._group._get_backend(torch.device("cpu")).options._timeout
+    assert own == world != dist.default_pg_timeout
+
+
+def test_the_loader_waits_as_long_as_the_program():
+    run_distributed(timeouts, 4)
 
 
 def cut_from_batch_to_batch():
@@ -388,8 +497,12 @@ class Hidden:
         self.tensor = numbers(3)
 
 
+class Colour(enum.IntEnum):
+    RED = 1
+
+
 def fails(case):
-    placements, sizes, given = (Shard(0),), None, [numbers(4, 3)]
+    placements, sizes, given, options = (Shard(0),), None, [numbers(4, 3)], {}
     if case == "dataset":
         given = DataLoader(Broken(OSError("disk on fire")), batch_size=None)
     elif case == "unsendable":
@@ -407,8 +520,23 @@ def fails(case):
         placements = Shard(0)
     elif case == "partial":
         placements = (Partial(),)
-    elif case == "hidden":
+    elif case == "file":
+        given = DataLoader(Broken(FileNotFoundError(2, "No such file", "a.zarr")), batch_size=None)
+    elif case == "derived":
+        given = DataLoader(Broken(json.JSONDecodeError("Expecting value", "", 0)), batch_size=None)
+    elif case == "awkward":
+        given = DataLoader(Broken(UnicodeDecodeError("utf-8", b"x", 0, 1, "invalid")), batch_size=None)
+    elif case.startswith("hidden"):
         given = [{"x": Hidden()}]
+        options["pickled"] = case != "hidden"
+    elif case == "path":
+        given = [("a", Path("a"))]
+    elif case == "enum":
+        given = [Colour.RED]
+    elif case == "key":
+        given = [{frozenset([1]): 1}]
+    elif case == "factory":
+        given = [collections.defaultdict(list, a=1)]
     elif case == "shards":
         given = [ShardTensor.from_local(numbers(2), domain())]
     elif case == "function":
@@ -417,13 +545,13 @@ def fails(case):
         given = None
     elif case == "iteration":
         given = 3
-    sharded = ShardLoader(given, domain(), placements, shard_sizes=sizes)
+    sharded = ShardLoader(given, domain(), placements, shard_sizes=sizes, **options)
     seen = 0
     try:
         for _ in sharded:
             seen += 1
     except Exception as error:
-        assert seen == (2 if case in ("dataset", "unsendable") else 0)
+        assert seen == (2 if isinstance(given, DataLoader) else 0)
         total = torch.ones(1)
         dist.all_reduce(total)  # all ranks are here
         assert total == 4
@@ -434,14 +562,22 @@ def fails(case):
     ("case", "kind", "text"),
     [
         ("dataset", OSError, "disk on fire"),
+        ("file", FileNotFoundError, r"\[Errno 2\] No such file: 'a.zarr'"),
         ("unsendable", RuntimeError, "Unsendable: a.zarr: is gone"),
+        ("derived", ValueError, "JSONDecodeError: Expecting value"),
+        ("awkward", RuntimeError, "codec can't decode"),
         ("sizes", ValueError, r"batch: shard sizes \(1, 2\) of mesh dim 0 add up to 3, but tensor dim 0 has size 4"),
         ("dim", ValueError, r"batch\['x'\]: Shard\(2\) on mesh dim 0: the tensor has only 2 dims"),
         ("no placements", ValueError, r"batch\['y'\]: placements .* have no entry for \['y'\]"),
         ("not down to tensors", ValueError, "batch: placements .* do not fit a single tensor"),
         ("no sequence", TypeError, "batch: placements must be a sequence with one entry per mesh dim"),
         ("partial", ValueError, r"batch: data cannot be placed as \(Partial.*: only Shard and Replicate"),
-        ("hidden", TypeError, "inside an object that is no dict, list or .* it would be sent unsharded"),
+        ("hidden", TypeError, r"batch\['x'\]: a test_data.Hidden cannot be sent .* pickled=True"),
+        ("hidden, pickled", TypeError, "inside an object that is no dict, list or .* it would be sent unsharded"),
+        ("path", TypeError, r"batch\[1\]: a pathlib.PosixPath cannot be sent"),
+        ("enum", TypeError, "batch: a test_data.Colour cannot be sent"),
+        ("key", TypeError, "a builtins.frozenset cannot be sent"),
+        ("factory", TypeError, "a builtins.type cannot be sent"),
         ("shards", TypeError, "batch: a batch holds plain dense tensors, not a ShardTensor"),
         ("function", KeyError, "no such key"),
         ("no loader", TypeError, "source rank . must pass a loader of batches, not None"),

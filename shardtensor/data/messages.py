@@ -1,0 +1,210 @@
+"""What a source tells the other ranks of its batches and errors, as JSON: no rank unpickles what it receives.
+
+A batch is sent as its structure, with a :class:`Part` for each tensor; besides these it may hold None, bool, int,
+float, str and bytes. Strings, numbers and None are written as they are, all else as a list that starts with a letter
+for its type.
+
+[Note: types of a batch] Lists, tuples and dicts are built from the message alone. A named tuple, or a class that has
+been registered with ``torch.utils._pytree``, goes by its name, which each rank looks up among the classes of these two
+kinds that its own program has imported. So a message can neither import a module nor call anything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import SUPPORTED_NODES, PyTree
+from ..agreement import DTYPES
+from .layout import Part
+
+__all__ = ["build", "cannot_send", "decode_error", "encode", "encode_error", "is_side_data", "parse", "unknown"]
+
+_PLAIN = {type(None), bool, int, float, str}
+_DTYPES = {str(dtype): dtype for dtype in DTYPES}
+# Classes that have been looked up.
+_CLASSES: dict[str, type] = {}
+
+
+def is_side_data(leaf: object) -> bool:
+    """Whether ``leaf`` of a batch is sent by its value."""
+    return type(leaf) in _PLAIN or type(leaf) is bytes
+
+
+def cannot_send(value: object) -> TypeError:
+    """The exception for something in a batch that is neither a tensor nor can be sent by its value."""
+    kind = type(value)
+    return TypeError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the other ranks. Besides tensors and "
+        "arrays a batch holds None, bool, int, float, str and bytes, in lists, tuples, dicts and named tuples. Convert "
+        "it to these, register its class with torch.utils._pytree, or, if every rank may unpickle what the source "
+        "sends, which can run any code, pass ShardLoader(..., pickled=True) on all ranks"
+    )
+
+
+def encode(batch: PyTree) -> bytes:
+    """The message for a batch whose tensors have been replaced by their :class:`Part`.
+
+    Raises:
+        TypeError: something that cannot be sent.
+    """
+    types: set[str] = set()
+    body = _encoded(batch, types)
+    return json.dumps([sorted(types), body]).encode()
+
+
+def parse(message: bytes) -> tuple[list[str], Any]:
+    """The names of the types in a message that have to be known, and what :func:`build` makes the batch of."""
+    types, body = json.loads(message)
+    return types, body
+
+
+def build(body: Any) -> PyTree:
+    """The batch that :func:`encode` was given; no type in it may be :func:`unknown`."""
+    return _decoded(body)
+
+
+def _encoded(value: Any, types: set[str]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list or kind is tuple:
+        # Lists of names and numbers may be long.
+        if _PLAIN.issuperset(map(type, value)):
+            return ["L" if kind is list else "T", *value]
+        return ["l" if kind is list else "t", *(_encoded(v, types) for v in value)]
+    if kind is dict:
+        return ["d", *(_encoded(k, types) for k in value), *(_encoded(v, types) for v in value.values())]
+    if kind is Part:
+        return ["p", value.shape, str(value.dtype), [_dim(p) for p in value.placements], value.sizes]
+    if kind is bytes:
+        return ["b", base64.b64encode(value).decode()]
+    if kind in SUPPORTED_NODES:
+        children, context = SUPPORTED_NODES[kind].flatten_fn(value)
+    elif _is_named_tuple(kind):
+        children, context = value, None
+    else:
+        raise cannot_send(value)
+    types.add(_name(kind))
+    return ["n", _name(kind), _encoded(context, types), *(_encoded(v, types) for v in children)]
+
+
+def _decoded(value: Any) -> Any:
+    if type(value) is not list:
+        return value
+    kind, *rest = value
+    return _DECODERS[kind](rest)
+
+
+def _decoded_dict(rest: list[Any]) -> dict[Any, Any]:
+    n = len(rest) // 2
+    return dict(zip(map(_decoded, rest[:n]), map(_decoded, rest[n:])))
+
+
+def _decoded_part(rest: list[Any]) -> Part:
+    shape, dtype, dims, sizes = rest
+    placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+    return Part(tuple(shape), _DTYPES[dtype], placements, tuple(None if s is None else tuple(s) for s in sizes))
+
+
+def _decoded_node(rest: list[Any]) -> Any:
+    name, context, *children = rest
+    kind: Any = _class(name)
+    assert kind is not None, f"{name} is unknown"
+    values = list(map(_decoded, children))
+    if kind in SUPPORTED_NODES:
+        return SUPPORTED_NODES[kind].unflatten_fn(values, _decoded(context))
+    return kind._make(values)
+
+
+_DECODERS: dict[str, Callable[[list[Any]], Any]] = {
+    "L": list,
+    "T": tuple,
+    "l": lambda rest: list(map(_decoded, rest)),
+    "t": lambda rest: tuple(map(_decoded, rest)),
+    "d": _decoded_dict,
+    "p": _decoded_part,
+    "b": lambda rest: base64.b64decode(rest[0]),
+    "n": _decoded_node,
+}
+
+
+def _dim(placement: Placement) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+
+
+def unknown(types: Iterable[str]) -> list[str]:
+    """Those of the types of a message that this process does not have."""
+    return [name for name in types if _class(name) is None]
+
+
+def _class(name: str) -> type | None:
+    """The class of this name, see [Note: types of a batch]."""
+    if name not in _CLASSES and (found := _look_up(name)) is not None:
+        _CLASSES[name] = found
+    return _CLASSES.get(name)
+
+
+def _look_up(name: str) -> type | None:
+    for kind in SUPPORTED_NODES:
+        if _name(kind) == name:
+            return kind
+    module, _, path = name.partition("(")[0].partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # getattr might run code, such as a lazy import
+    return found if _is_named_tuple(found) and _name(found) == name else None
+
+
+def _name(kind: Any) -> str:
+    """Module and name, and the fields of a named tuple."""
+    fields = f"({', '.join(kind._fields)})" if _is_named_tuple(kind) else ""
+    return f"{kind.__module__}:{kind.__qualname__}{fields}"
+
+
+def _is_named_tuple(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def encode_error(error: Exception, traceback: str) -> bytes:
+    """The message for what the source's loader has raised.
+
+    A class of Python's own arrives as it is, another as its nearest base that is one, with its name in the text.
+    """
+    kind = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
+    args = None
+    if kind is not type(error) and kind is Exception:
+        kind = RuntimeError
+    if kind is type(error):
+        args = list(error.__reduce__()[1])  # an OSError's file name is not in its args
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    if args is None or not _PLAIN.issuperset(map(type, args)):
+        args = [text]
+    return json.dumps([kind.__name__, args, text, traceback]).encode()
+
+
+def decode_error(message: bytes) -> tuple[Exception, str]:
+    """The exception, and the source's traceback as a text."""
+    name, args, text, traceback = json.loads(message)
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(*args), traceback
+        except Exception:  # it takes other arguments
+            pass
+    return RuntimeError(text), traceback
