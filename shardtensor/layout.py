@@ -8,6 +8,7 @@ from operator import index
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -22,6 +23,7 @@ __all__ = [
     "are_integers",
     "as_integers",
     "check_order",
+    "check_own_shard",
     "held_dtype",
     "mesh_coordinate",
     "normalize_placements",
@@ -73,6 +75,23 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 def rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
     """The global rank at a coordinate of ``mesh``."""
     return int(mesh.mesh[at].item())
+
+
+def check_own_shard(mesh: DeviceMesh) -> None:
+    """Check the mesh of a ShardTensor that was loaded from a file. A program without process group may load any.
+
+    Raises:
+        ValueError: the shard is that of another rank, or the mesh has ranks that this program does not have.
+    """
+    if not dist.is_initialized():
+        return
+    theirs, mine, world = rank_at(mesh, mesh_coordinate(mesh)), dist.get_rank(), dist.get_world_size()
+    if theirs != mine or int(mesh.mesh.max()) >= world:
+        raise ValueError(
+            f"this is the shard of rank {theirs} on a mesh of the ranks {mesh.mesh.tolist()}, and it is loaded on rank "
+            f"{mine} of {world}: each rank must load the file that it has saved, in a program with the same mesh. "
+            "Checkpoints of torch.distributed.checkpoint can be loaded by other ranks, with other layouts"
+        )
 
 
 @lru_cache(maxsize=256)

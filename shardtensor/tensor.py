@@ -31,7 +31,7 @@ from ._compat import (
 from .agreement import MAX_NDIM, agree_on_local
 from .copies import check_current
 from .errors import refuse
-from .layout import mesh_coordinate
+from .layout import check_own_shard
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .registry import FUNCTIONS, Refusal, register
@@ -267,7 +267,7 @@ class ShardTensor(DTensor):
         if is_traced(self._local_tensor):  # torch 2.11 would pickle it to have a key for its graph
             self._stable_hash_for_caching()
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, is_parameter)
+        return import_shardtensor_first, (self._local_tensor, self._spec, self.requires_grad, is_parameter)
 
     def __getstate__(self) -> Any:
         raise TypeError("ShardTensor pickles through __reduce_ex__")
@@ -434,8 +434,11 @@ def _is_view(self: ShardTensor) -> Any:
     return False if tracing() else NotImplemented
 
 
-def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool) -> ShardTensor:
-    mesh_coordinate(spec.mesh)
+def import_shardtensor_first(
+    local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool
+) -> ShardTensor:
+    """What builds a pickled ShardTensor; ``torch.load`` shows this name where shardtensor has not been imported."""
+    check_own_shard(spec.mesh)
     new = _leaf(local, spec, requires_grad)
     if is_parameter:
         new._is_param = True
@@ -443,4 +446,4 @@ def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param
 
 
 # What ``torch.load(weights_only=True)`` may build.
-torch.serialization.add_safe_globals([_rebuild, ShardTensor, ShardTensorSpec])
+torch.serialization.add_safe_globals([import_shardtensor_first, ShardTensor, ShardTensorSpec])

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -142,6 +147,43 @@ def weights_only():
 
 def test_weights_only_loading():
     run_distributed(weights_only, 2)
+
+
+def save_own(folder):
+    torch.save(state("uneven", numbers(*SHAPE)), f"{folder}/{dist.get_rank()}.pt")
+
+
+def load_other(folder):
+    loaded = torch.load(f"{folder}/{dist.get_rank()}.pt", weights_only=True)
+    assert torch.equal(loaded["x"].full_tensor(), numbers(*SHAPE))
+    torch.load(f"{folder}/{1 - dist.get_rank()}.pt", weights_only=True)
+
+
+def load_alone(folder):
+    torch.load(f"{folder}/0.pt", weights_only=True)
+
+
+def test_the_shard_of_another_rank_is_not_loaded(tmp_path):
+    run_distributed(save_own, 2, str(tmp_path))
+    for rank, error in enumerate(run_expecting_errors(load_other, 2, str(tmp_path))):
+        text = f"the shard of rank {1 - rank} on a mesh of the ranks [0, 1], and it is loaded on rank {rank} of 2"
+        assert isinstance(error, ValueError) and text in str(error)
+    [error] = run_expecting_errors(load_alone, 1, str(tmp_path))
+    assert "the shard of rank 0 on a mesh of the ranks [0, 1], and it is loaded on rank 0 of 1" in str(error)
+
+
+def test_a_program_without_shardtensor_is_told_to_import_it(tmp_path):
+    run_distributed(save_own, 2, str(tmp_path))
+    code = "import sys, torch; print(torch.load(sys.argv[1], weights_only=True)['x'].to_local().shape)"
+    for before, shown in (("", "tensor.import_shardtensor_first"), ("import shardtensor; ", "Size([6, 5])")):
+        found = subprocess.run(
+            [sys.executable, "-c", before + code, str(tmp_path / "0.pt")],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+        assert shown in found.stdout + found.stderr and (found.returncode == 0) == bool(before)
 
 
 def save_partial(folder):
