@@ -439,7 +439,7 @@ def _is_view(self: ShardTensor) -> Any:
 def import_shardtensor_first(
     local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool
 ) -> ShardTensor:
-    """What builds a pickled ShardTensor. ``torch.load`` shows this name where shardtensor has not been imported."""
+    """What builds a pickled ShardTensor; ``torch.load`` shows this name where shardtensor has not been imported."""
     check_own_shard(spec.mesh)
     new = _leaf(local, spec, requires_grad)
     if is_parameter:

@@ -328,11 +328,13 @@ class _Collect:
         self._any_object = any_object
 
     def __call__(self, leaf: object, spec: MakeSpec) -> object:
+        if messages.is_side_data(leaf):
+            return leaf
         leaf = default_convert(leaf)  # type: ignore[no-untyped-call]  # arrays become tensors
         if not isinstance(leaf, Tensor):
-            if not self._any_object:
-                messages.check_side_data(leaf)
-            return leaf
+            if self._any_object:
+                return leaf
+            raise messages.cannot_send(leaf)
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
         self._tensors.append(leaf.detach())

@@ -25,7 +25,7 @@ from .._compat import SUPPORTED_NODES, PyTree
 from ..agreement import DTYPES
 from .layout import Part
 
-__all__ = ["build", "check_side_data", "decode_error", "encode", "encode_error", "parse", "unknown"]
+__all__ = ["build", "cannot_send", "decode_error", "encode", "encode_error", "is_side_data", "parse", "unknown"]
 
 _PLAIN = {type(None), bool, int, float, str}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
@@ -33,13 +33,13 @@ _DTYPES = {str(dtype): dtype for dtype in DTYPES}
 _CLASSES: dict[str, type] = {}
 
 
-def check_side_data(leaf: object) -> None:
-    """TypeError where ``leaf``, something in a batch that is no tensor, cannot be sent."""
-    if type(leaf) not in _PLAIN and type(leaf) is not bytes:
-        raise _cannot_send(leaf)
+def is_side_data(leaf: object) -> bool:
+    """Whether ``leaf`` of a batch is sent by its value."""
+    return type(leaf) in _PLAIN or type(leaf) is bytes
 
 
-def _cannot_send(value: object) -> TypeError:
+def cannot_send(value: object) -> TypeError:
+    """The exception for something in a batch that is neither a tensor nor can be sent by its value."""
     kind = type(value)
     return TypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the other ranks. Besides tensors and "
@@ -91,7 +91,7 @@ def _encoded(value: Any, types: set[str]) -> Any:
     elif _is_named_tuple(kind):
         children, context = value, None
     else:
-        raise _cannot_send(value)
+        raise cannot_send(value)
     types.add(_name(kind))
     return ["n", _name(kind), _encoded(context, types), *(_encoded(v, types) for v in children)]
 
