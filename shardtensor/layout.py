@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import is_plain_shard
+from .caches import cached
 from .geometry import chunk_sizes
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "are_integers",
     "as_integers",
     "check_order",
+    "first_equal",
     "held_dtype",
     "mesh_coordinate",
     "normalize_placements",
@@ -73,6 +75,16 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 def rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
     """The global rank at a coordinate of ``mesh``."""
     return int(mesh.mesh[at].item())
+
+
+def first_equal(mesh: DeviceMesh) -> DeviceMesh:
+    """The first mesh that was equal to this one and had its process groups: ``mesh["domain"]`` is new each time."""
+    return _first(mesh, tuple(group.group_name for group in mesh.get_all_groups()))
+
+
+@cached(maxsize=1024)
+def _first(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
+    return mesh
 
 
 @lru_cache(maxsize=256)
