@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import is_plain_shard
+from .caches import cached
 from .geometry import chunk_sizes
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "as_integers",
     "check_order",
     "check_own_shard",
+    "first_equal",
     "held_dtype",
     "mesh_coordinate",
     "normalize_placements",
@@ -101,6 +103,16 @@ def check_own_shard(mesh: DeviceMesh) -> None:
             f"{mine} of {world}: each rank must load the file that it has saved, in a program with the same mesh. "
             "Checkpoints of torch.distributed.checkpoint can be loaded by other ranks, with other layouts"
         )
+
+
+def first_equal(mesh: DeviceMesh) -> DeviceMesh:
+    """The first mesh that was equal to this one and had its process groups: ``mesh["domain"]`` is new each time."""
+    return _first(mesh, tuple(group.group_name for group in mesh.get_all_groups()))
+
+
+@cached(maxsize=1024)
+def _first(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
+    return mesh
 
 
 @lru_cache(maxsize=256)

@@ -4,10 +4,7 @@
 are derived from others come from :meth:`ShardTensorSpec.of`, which returns the same object for equal properties: that
 takes a tenth of the time, keeps what the object has computed, and makes comparisons by identity succeed. The same is
 done with the shard sizes in them, which are as many as there are ranks: equal ones are one tuple, for all specs, and
-those of another spec are recognized without looking at each number. And as ``mesh["domain"]`` is a new object each
-time, specs get the first one of the meshes that are equal and have the same process groups. (Equal meshes may have
-other groups, so specs of different mesh objects are different objects.)
-"""
+those of another spec are recognized without looking at each number. Of equal meshes, too, specs get the first one."""
 
 from __future__ import annotations
 
@@ -33,6 +30,7 @@ from .layout import (
     Sizes,
     are_integers,
     check_order,
+    first_equal,
     held_dtype,
     mesh_coordinate,
     normalize_placements,
@@ -106,7 +104,7 @@ class ShardTensorSpec(DTensorSpec):
             TypeError, ValueError: placements or sizes that do not fit the mesh or the shape.
         """
         check_order(mesh)
-        mesh = _first_of(mesh, tuple(group.group_name for group in mesh.get_all_groups()))
+        mesh = first_equal(mesh)
         shape = torch.Size(shape)
         placements = normalize_placements(placements, mesh, len(shape))
         sizes = normalize_sizes(shard_sizes, placements, shape, mesh)
@@ -361,8 +359,8 @@ class ShardTensorSpec(DTensorSpec):
     @cached_property
     def in_short(self) -> str:
         """Shape, dtype and layout, short also in a large world."""
-        placed = ", ".join(axis.in_short() for axis in self.layout)
-        return f"{tuple(self.shape)} {str(self.tensor_meta.dtype).removeprefix('torch.')} as ({placed})"
+        dtype = str(self.tensor_meta.dtype).removeprefix("torch.")
+        return f"{tuple(self.shape)} {dtype} as ({', '.join(axis.in_short() for axis in self.layout)})"
 
 
 class _SizedShardOrder(tuple[Any, ...]):
@@ -430,12 +428,6 @@ def _known_sizes(sizes: tuple[int, ...] | None) -> _KnownSizes | None:
         known = _KnownSizes(sizes)
         _by_sizes[sizes] = _by_id[id(sizes)] = known
     return known
-
-
-@cached(maxsize=1024)
-def _first_of(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
-    """The first mesh that was equal to this one and had these groups; see [Note: equal specs]."""
-    return mesh
 
 
 @cached(maxsize=8192)

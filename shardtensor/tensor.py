@@ -436,13 +436,11 @@ def _is_view(self: ShardTensor) -> Any:
     return False if tracing() else NotImplemented
 
 
-def import_shardtensor_first(
-    local: Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool
-) -> ShardTensor:
+def import_shardtensor_first(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, parameter: bool) -> ShardTensor:
     """What builds a pickled ShardTensor; ``torch.load`` shows this name where shardtensor has not been imported."""
     check_own_shard(spec.mesh)
     new = _leaf(local, spec, requires_grad)
-    if is_parameter:
+    if parameter:
         new._is_param = True
     return new
 
