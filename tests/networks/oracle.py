@@ -78,7 +78,8 @@ def check(module: str, name: str) -> None:
     listed = importlib.import_module(module)
     network: Network = listed.NETWORKS[name]
     # Both are built, as some cannot be copied; with the seed of the call, too, for those that draw numbers in it.
-    model, twin = (built(network, importlib.import_module(listed.PACKAGE)) for _ in range(2))
+    package = importlib.import_module(listed.PACKAGE)
+    model, twin = (built(network.make, package, network.dtype, network.norms_train) for _ in range(2))
     make_equal(model, twin)
     x = torch.randn(network.shape, dtype=torch.float64).to(network.dtype)
     sharded = cut(x, network.dim)
@@ -134,15 +135,17 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
         assert error <= 2 * allowed, f"{what} in bfloat16: error {error:.2e}, that of one device {allowed:.2e}"
 
 
-def built(network: Network, package: Any) -> nn.Module:
+def built(
+    make: Callable[[Any], nn.Module],
+    package: Any,
+    dtype: torch.dtype = torch.float64,
+    norms_train: bool = False,
+) -> nn.Module:
     torch.manual_seed(0)
     with uninitialized_is_nan():
-        model = network.make(package).eval()
-    if network.dtype is torch.float64:
-        model = model.double()._apply(lambda t: t.cdouble() if t.is_complex() else t)
-    else:
-        model = model.float()
-    for layer in model.modules() if network.norms_train else ():
+        model = make(package).eval()
+    model = model.double()._apply(as_double) if dtype is torch.float64 else model.float()
+    for layer in model.modules() if norms_train else ():
         if keeps_statistics(layer):
             layer.train()
     with torch.no_grad():
@@ -151,6 +154,11 @@ def built(network: Network, package: Any) -> nn.Module:
             if not parameter.isfinite().all() or not 1e-9 < largest < 1e3:
                 nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def as_double(t: Tensor) -> Tensor:
+    """What ``double()`` leaves as it is."""
+    return t.cdouble() if t.is_complex() else t
 
 
 @torch.no_grad()

@@ -299,7 +299,7 @@ def check(name: str, ranks: int) -> None:
     gradients of all inputs and parameters, and all buffers."""
     torch.manual_seed(0)
     network = NETWORKS[name]
-    model = built(network, importlib.import_module(PACKAGE))
+    model = built(network.make, importlib.import_module(PACKAGE), norms_train=network.norms_train)
     parts = drawn(network)
     for which in CUTS.values():
         if not any(of in which for _, of, _ in parts):
@@ -347,7 +347,7 @@ def test_ranks_without_nodes_and_edges(name):
 def messages() -> None:
     """With sharded edges and whole nodes, a layer sends the sums of its edges, as large as the nodes, and no edge."""
     torch.manual_seed(0)
-    model = built(NETWORKS["MeshGraphNet"], importlib.import_module(PACKAGE))
+    model = built(NETWORKS["MeshGraphNet"].make, importlib.import_module(PACKAGE))
     sharded = cut(drawn(NETWORKS["MeshGraphNet"]), 2, CUTS["edges"])
     with count_communication() as counted:
         model(*sharded)
@@ -362,7 +362,7 @@ def plain_inputs(name: str, layouts: dict[str, Any]) -> None:
     """A network that is not changed, and gets what it gets on one device."""
     torch.manual_seed(0)
     network = NETWORKS[name]
-    model = built(network, importlib.import_module(PACKAGE))
+    model = built(network.make, importlib.import_module(PACKAGE), norms_train=network.norms_train)
     twin, parts = copy.deepcopy(model), drawn(network)
     ours, theirs = cut(parts, 2, ()), cut(parts, 2, ())
     parallelize_module(model, shared_mesh(2), DomainParallel(inputs=layouts, outputs=Replicate()))
@@ -423,7 +423,7 @@ def sparse(edge_index: Tensor) -> Tensor:
 def refused(case: str) -> None:
     torch.manual_seed(0)
     network, which, _ = REFUSED[case]
-    model = built(network, importlib.import_module(PACKAGE))
+    model = built(network.make, importlib.import_module(PACKAGE), norms_train=network.norms_train)
     sharded = cut(drawn(network), 2, CUTS[which])
     with context(network, 2):
         result_of(network, model, sharded)
