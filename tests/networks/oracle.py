@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor, implicit_replication
-from shardtensor.parallel import synchronize
 from shardtensor.testing import count_communication, shard, shared_mesh
 
 
@@ -80,7 +78,6 @@ def check(module: str, name: str) -> None:
     # Both are built, as some cannot be copied; with the seed of the call, too, for those that draw numbers in it.
     package = importlib.import_module(listed.PACKAGE)
     model, twin = (built(network.make, package, network.dtype, network.norms_train) for _ in range(2))
-    make_equal(model, twin)
     x = torch.randn(network.shape, dtype=torch.float64).to(network.dtype)
     sharded = cut(x, network.dim)
     x.requires_grad_()
@@ -144,7 +141,7 @@ def built(
     torch.manual_seed(0)
     with uninitialized_is_nan():
         model = make(package).eval()
-    model = model.double()._apply(as_double) if dtype is torch.float64 else model.float()
+    model = model.double() if dtype is torch.float64 else model.float()
     for layer in model.modules() if norms_train else ():
         if keeps_statistics(layer):
             layer.train()
@@ -154,19 +151,6 @@ def built(
             if not parameter.isfinite().all() or not 1e-9 < largest < 1e3:
                 nn.init.normal_(parameter, std=0.1)
     return model
-
-
-def as_double(t: Tensor) -> Tensor:
-    """What ``double()`` leaves as it is."""
-    return t.cdouble() if t.is_complex() else t
-
-
-@torch.no_grad()
-def make_equal(model: nn.Module, twin: nn.Module) -> None:
-    """Some networks leave parameters as they were in memory, or draw for these a different number of times."""
-    synchronize(model, shared_mesh(2))
-    for p, q in zip(chain(model.parameters(), model.buffers()), chain(twin.parameters(), twin.buffers()), strict=True):
-        q.copy_(p)
 
 
 @contextmanager
