@@ -107,6 +107,8 @@ def check_own_shard(mesh: DeviceMesh) -> None:
 
 def first_equal(mesh: DeviceMesh) -> DeviceMesh:
     """The first mesh that was equal to this one and had its process groups: ``mesh["domain"]`` is new each time."""
+    if type(mesh) is not DeviceMesh:  # but what torch.compile traces with in place of one
+        return mesh
     return _first(mesh, tuple(group.group_name for group in mesh.get_all_groups()))
 
 
