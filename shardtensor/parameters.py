@@ -83,11 +83,15 @@ class GradientSum:
         """Of the gradients of all tensors those that need the sum."""
         return [g for g, needed in zip(grads, self.needed, strict=True) if needed]
 
+    def note(self, tensors: Sequence[Any]) -> list[int]:
+        """Which of the operator's tensors get gradients that are sums. Those that do first are noted for comparison."""
+        chosen = [i for i, t in enumerate(tensors) if self.needed[i] and t is not None and t.requires_grad]
+        note_parameters([tensors[i] for i in chosen], self.mesh, self.mesh_dims)
+        return chosen
+
     def _through(self, tensors: Sequence[Any], node: Callable[..., Sequence[Tensor]]) -> list[Any]:
-        result = list(tensors)
-        chosen = [i for i, t in enumerate(result) if self.needed[i] and t is not None and t.requires_grad]
+        result, chosen = list(tensors), self.note(tensors)
         if chosen:
-            note_parameters([result[i] for i in chosen], self.mesh, self.mesh_dims)
             for i, t in zip(chosen, node(*(result[i] for i in chosen)), strict=True):
                 result[i] = t
         return result

@@ -90,6 +90,8 @@ class Plan:
         """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
         if torch.is_grad_enabled():
             if self.deferred is None:
+                if self.total is not None:
+                    self.total.note(tensors)
                 return _Run.apply(self, None, *tensors)
             deferring, contribution = self.deferred.defer(tensors)
             return _Run.apply(self, contribution, *deferring)
