@@ -24,6 +24,8 @@ def losses(folder, how, ranks, restarts=0):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", str(restarts), str(PROGRAM), str(folder), how]
     environment = os.environ | {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    # Otherwise a rank that is up early finds the addresses of the attempt before.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     found = re.findall(r"loss of step (\d+) on (\d+): (\S+)", ended.stdout)
     return [(int(step), int(on), float(loss)) for step, on, loss in found], ended
