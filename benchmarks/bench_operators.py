@@ -142,17 +142,22 @@ def run_of(work: Work, backward: bool) -> Run:
 
 def measure(case: Case, mesh: DeviceMesh, budget: float) -> list[Figure]:
     held = places(mesh)
-    works = {}
+    works, refused = {}, ""
     for kind, place in held.items():
         torch.manual_seed(0)  # equal values for all kinds
         try:
             works[kind] = case.make(place)
         except ImportError as error:
             return [Figure(GROUP, case.name, None, note=f"{error.name} is not installed")]
+        except Exception as error:
+            if kind != "PhysicsNeMo":
+                raise
+            refused = f"PhysicsNeMo: refused ({type(error).__name__})"
     manual = by_hand(case, held["local"], mesh.get_local_rank())
     works |= {"by hand": manual} if manual else {}
     works |= {method: with_method(works["ShardTensor"], method) for method in case.methods}
     works, note = usable(works)
+    note = ", ".join(filter(None, (refused, note)))
     figures = []
     for title, bar in case.bars.items():
         runs = {kind: run_of(work, title != "forward") for kind, work in works.items()}
