@@ -9,6 +9,7 @@ from endurance.steps import ROWS, drawn, train
 from shardtensor.testing import run_distributed
 
 
+@pytest.mark.slow  # by itself: what other tests have left in the processes' caches counts as well
 def test_nothing_grows_once_every_layout_was_there():
     for notes in run_distributed(train, 2, 200, 50, 40, timeout=300):
         assert [n.step for n in notes] == [50, 100, 150, 200]
