@@ -14,7 +14,6 @@ its own communication.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,16 +59,20 @@ class GradientSum:
 
     def complete(self, tensors: Sequence[Any]) -> list[Any]:
         """The operator's tensors with the sum arranged on their gradients' way back."""
-        return self._through(tensors, lambda *chosen: _SumGradients.apply(self.mesh, self.mesh_dims, *chosen))
+        return _through(
+            self.note(tensors), tensors, lambda *some: _SumGradients.apply(self.mesh, self.mesh_dims, *some)
+        )
 
     def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution | None]:
         """The same, but the sum is made in a bucket: see [Note: buckets].
 
         Also returned is what takes the gradients as soon as they are known; None if there will be none.
         """
+        chosen = self.note(tensors)
+        if not chosen:
+            return list(tensors), None
         contribution = Contribution(self.mesh, self.mesh_dims, tensors)
-        result = self._through(tensors, lambda *chosen: _SumInBucket.apply(contribution, *chosen))
-        return result, None if all(map(operator.is_, result, tensors)) else contribution
+        return _through(chosen, tensors, lambda *some: _SumInBucket.apply(contribution, *some)), contribution
 
     def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
         """The same for what autograd differentiates, by a node that takes the gradients."""
@@ -77,7 +80,8 @@ class GradientSum:
         if contribution is None:
             return result
         contribution.given()
-        return self._through(result, lambda *chosen: _AddToBucket.apply(contribution, *chosen))
+        summed = [i for i, t in enumerate(tensors) if result[i] is not t]
+        return _through(summed, result, lambda *some: _AddToBucket.apply(contribution, *some))
 
     def chosen(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of the gradients of all tensors those that need the sum."""
@@ -88,13 +92,6 @@ class GradientSum:
         chosen = [i for i, t in enumerate(tensors) if self.needed[i] and t is not None and t.requires_grad]
         note_parameters([tensors[i] for i in chosen], self.mesh, self.mesh_dims)
         return chosen
-
-    def _through(self, tensors: Sequence[Any], node: Callable[..., Sequence[Tensor]]) -> list[Any]:
-        result, chosen = list(tensors), self.note(tensors)
-        if chosen:
-            for i, t in zip(chosen, node(*(result[i] for i in chosen)), strict=True):
-                result[i] = t
-        return result
 
     def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.
@@ -114,6 +111,15 @@ class GradientSum:
             return result
 
         return wait
+
+
+def _through(chosen: Sequence[int], tensors: Sequence[Any], node: Callable[..., Sequence[Tensor]]) -> list[Any]:
+    """The tensors, of which those that are ``chosen`` have gone through a node of the graph."""
+    result = list(tensors)
+    if chosen:
+        for i, t in zip(chosen, node(*(tensors[i] for i in chosen)), strict=True):
+            result[i] = t
+    return result
 
 
 class _SumGradients(AutogradFunction):

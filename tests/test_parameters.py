@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 from unittest import mock
 
@@ -21,7 +22,6 @@ from shardtensor.testing import count_communication, run_distributed
 
 
 def network() -> nn.Sequential:
-    gc.collect()  # modules of other tests on which FSDP2 was used: as long as there are any, no sum is deferred
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.RMSNorm(6), nn.Linear(6, 6)]
     return nn.Sequential(*layers).double()
@@ -241,3 +241,23 @@ def trained_in_part(sizes: tuple[int, ...], early: bool) -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["in buckets", "early"])
 def test_layers_of_which_only_one_parameter_is_trained(sizes, early):
     run_distributed(trained_in_part, 2, sizes, early)
+
+
+def after_fsdp2(kept: bool):
+    """What is communicated next to a module with FSDP2 that rank 0 may still hold."""
+    mesh = init_device_mesh("cpu", (2,))
+    wrapped = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    gone = weakref.ref(wrapped)
+    if not (kept and dist.get_rank() == 0):
+        del wrapped
+        gc.collect()
+    _, x = rows()
+    network()(x).square().mean().backward()
+    total = float(x.detach().sum())  # where ranks compare what they have communicated
+    return gone() is None, total
+
+
+@pytest.mark.parametrize("kept", (False, True))
+def test_sums_do_not_depend_on_garbage_that_one_rank_has_collected(kept):
+    (collected, total), other = run_distributed(after_fsdp2, 2, kept)
+    assert collected is not kept and other == (True, total)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import wrapt
@@ -16,7 +17,7 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -66,6 +67,7 @@ __all__ = [
     "decomposes",
     "flattened",
     "flex_attention_checks_operands",
+    "forget_fully_sharded",
     "gradient_seeds",
     "has_ordered_effects",
     "is_capturing",
@@ -167,9 +169,34 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+class _FullySharded(WeakKeyDictionary[Any, Any]):
+    """torch's states of the modules to which FSDP2 was applied, which remembers whether there was one.
+
+    What it holds does not tell that: modules are in cycles, so they go when garbage is collected, which happens at
+    another time on each rank. Ranks would decide differently when gradients are summed.
+    """
+
+    def __init__(self, found: Any) -> None:
+        super().__init__(found)
+        self.applied = len(self) > 0
+
+    def __setitem__(self, module: Any, state: Any) -> None:
+        super().__setitem__(module, state)
+        self.applied = True
+
+
+_fully_sharded = _FullySharded(_composable_state._module_state_mapping)
+_composable_state._module_state_mapping = _fully_sharded
+
+
 def accumulates_early() -> bool:
-    """Whether gradients may be taken before the backward pass ends: FSDP2 is in use, or DDP runs a forward pass."""
-    return bool(_module_state_mapping) or DistributedDataParallel._active_ddp_module is not None
+    """Whether gradients may be taken before a backward pass ends: FSDP2 was applied, or DDP runs a forward pass."""
+    return _fully_sharded.applied or DistributedDataParallel._active_ddp_module is not None
+
+
+def forget_fully_sharded() -> None:
+    """As if FSDP2 had not been applied. Its modules must be gone. All ranks call it, or none."""
+    _fully_sharded.applied = False
 
 
 def decomposes(op: OpOverload) -> bool:

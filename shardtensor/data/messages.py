@@ -29,7 +29,7 @@ __all__ = ["build", "cannot_send", "decode_error", "encode", "encode_error", "is
 
 _PLAIN = {type(None), bool, int, float, str}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
-# Classes that have been looked up.
+# Classes that were found, by their names.
 _CLASSES: dict[str, type] = {}
 
 

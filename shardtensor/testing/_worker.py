@@ -41,6 +41,8 @@ def fresh_state() -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
+    if compat := sys.modules.get("shardtensor._compat"):
+        compat.forget_fully_sharded()
     if history := sys.modules.get("shardtensor.history"):  # in which ranks may have differed on purpose
         history.forget_history()
     random.seed(0)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardtensor import ShardTensor
+from shardtensor import ShardTensor, caches
 from shardtensor.testing import shard, shared_mesh
 
 ROWS, COLUMNS = 40, 6
@@ -102,7 +102,8 @@ class Note:
 def train(number: int, every: int, kinds: int | None = None, seed: int = 0) -> list[Note]:
     """Notes after each ``every`` of ``number`` steps."""
     mesh = shared_mesh((1, dist.get_world_size()), ("dp", "domain"))
-    gc.collect()  # what an earlier use of the process has left, such as networks in FSDP2, which operators ask for
+    caches.forget()  # what an earlier use of the process has left
+    gc.collect()
     torch.manual_seed(seed)
     alone = Network().double().train()
     model = copy.deepcopy(alone)
