@@ -69,12 +69,14 @@ class Fetch:
         zeros: how many to put before and after what is needed along the last axis.
 
     Attributes:
+        axes: as given.
         shape: of the result.
     """
 
-    __slots__ = ("_steps", "shape")
+    __slots__ = ("_steps", "axes", "shape")
 
     def __init__(self, axes: Sequence[Axis], mesh: DeviceMesh, shape: Sequence[int], zeros: Interval = (0, 0)) -> None:
+        self.axes = axes
         steps: list[_FetchedDim] = []
         for axis in axes:
             transfers, around = axis.transfers, zeros if axis is axes[-1] else (0, 0)

@@ -11,16 +11,21 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import caches
 from shardtensor.ops.convolution import halo_conv
+from shardtensor.ops.spatial import resize_by_parts
 from shardtensor.testing import assert_matches_unsharded
 
 WAYS = {"joined": 1 << 62, "by parts": 0, "by their size": halo_conv.WORTH_OVERLAPPING}
 
 
 @contextmanager
-def convolving(way):
-    """Choose how shards are convolved, where both ways are right: as small or as large ones are."""
+def computing(way):
+    """Choose how shards are convolved and resampled, where both ways are right: as small or as large ones are."""
 
-    with mock.patch.object(halo_conv, "WORTH_OVERLAPPING", WAYS[way]):
+    least = WAYS[way]
+    with (
+        mock.patch.object(halo_conv, "WORTH_OVERLAPPING", least),
+        mock.patch.object(resize_by_parts, "WORTH_OVERLAPPING", least),
+    ):
         caches.forget()
         yield
     caches.forget()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from spatial_cases import convolving
+from spatial_cases import computing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -49,7 +49,7 @@ def halos():
 
 
 def halos_by_parts():
-    with convolving("by parts"):
+    with computing("by parts"):
         return halos()
 
 

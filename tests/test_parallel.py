@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from spatial_cases import convolving
+from spatial_cases import computing
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
@@ -542,7 +542,7 @@ def order_of_events(kind):
     mesh, events = shared_mesh(2), []
     layer = (nn.Conv2d(2, 4, 3, padding=1) if kind == "convolution" else nn.Linear(6, 4)).double()
     x = shard(problem()[1], mesh, [Shard(2)], {0: CUTS[2]}, requires_grad=True)
-    with convolving("by parts"):
+    with computing("by parts"):
         y = layer(x).square().sum()
     with pytest.MonkeyPatch.context() as patch:
         reduce = recorded(events, "sum started", redistribute.c10d_all_reduce_coalesced)

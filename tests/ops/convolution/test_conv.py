@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from copied import Copied
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from spatial_cases import convolving
+from spatial_cases import computing
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -39,7 +39,7 @@ def check(cases, way="by their size"):
         conv = CONV[n](shape[-n - 1], **arguments).double()
         x = torch.randn(shape, dtype=torch.float64)
         placements = [Replicate() if d is None else Shard(d) for d in dims]
-        with convolving(way):
+        with computing(way):
             assert_matches_unsharded(conv, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
 
 
@@ -388,7 +388,7 @@ def at_the_boundary(way, dtype):
     taps = torch.randn(8, 16, 1, 3) * torch.tensor([1.0, -2.0, 1.0]).view(3, 1)
     x, weight = rows.to(dtype), taps.to(dtype)
     exact = F.conv2d(x.double(), weight.double(), padding=1)[:, :, 1:-1]
-    with convolving(way):
+    with computing(way):
         y = F.conv2d(shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)}), weight, padding=1).full_tensor()[:, :, 1:-1]
     alone = F.conv2d(x, weight, padding=1)[:, :, 1:-1]
     found, expected = ((z.double() - exact).abs() for z in (y, alone))
@@ -500,7 +500,7 @@ def saved(sharded, way="by their size"):
         kept.append(t._local_tensor.numel() if isinstance(t, ShardTensor) else t.numel())
         return t
 
-    with convolving(way), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with computing(way), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         conv(x)
     return sum(kept)
 
@@ -618,7 +618,7 @@ def trace_of_convolution():
     mesh = shared_mesh(3)
     x = shard(torch.randn(1, 4, 9, 6), mesh, [Shard(2)], {0: (3, 4, 2)}).requires_grad_()
     w = torch.randn(4, 4, 3, 3)
-    with convolving("by parts"):
+    with computing("by parts"):
         F.conv2d(x, w, None, 1, 1).sum().backward()  # makes the plans
         with Copied() as forward:
             y = F.conv2d(x, w, None, 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from spatial_cases import convolving
+from spatial_cases import computing
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
@@ -48,7 +48,7 @@ def check(cases, way, times=1):
         for _ in range(times):
             function = penalty(function)
         placements = [Replicate() if d is None else Shard(d) for d in dims]
-        with convolving(way):
+        with computing(way):
             assert_matches_unsharded(
                 function,
                 *tensors,

@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from spatial_cases import check_cases, data, squared_gradient
+from spatial_cases import check_cases, computing, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import UnsupportedSharding
+from shardtensor import UnsupportedSharding, planning
 from shardtensor.geometry import boundaries_of, intervals_of, length, map_boundaries
 from shardtensor.ops.common.stencil import scaled_boundary
-from shardtensor.ops.spatial.interpolate import Resize, as_local
+from shardtensor.ops.spatial.resize_by_parts import ResizeByParts
+from shardtensor.ops.spatial.taps import Resize, as_local
+from shardtensor.strides import CHANNELS_LAST
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -60,6 +62,11 @@ def cases():
             for align_corners in (False, True):
                 add(2, 3, 13, 11, mode=mode, size=size, antialias=True, align_corners=align_corners)
         add(2, 3, 13, 11, mode=mode, scale_factor=0.4, antialias=True)
+    for scale in (2, 3, 4):  # of which torch's kernel can compute a shard by itself
+        add(1, 2, 33, 5, scale_factor=scale, mode="bilinear")
+        add(1, 1, 17, 12, scale_factor=(scale, 1), mode="bicubic")
+        add(1, 1, 17, 3, 7, size=(17 * scale, 6, 7), mode="trilinear")
+    add(1, 2, 32, 5, scale_factor=0.5, mode="bilinear", antialias=True)
     add(4, 3, 5, 6, dims=(0, 1), scale_factor=1.7, mode="bicubic")
     result += [
         ("Upsample", nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 7, 6), (2, 3)),
@@ -70,13 +77,54 @@ def cases():
     return result
 
 
-def check(mesh_shape):
-    check_cases(cases(), mesh_shape)
+def check(mesh_shape, way):
+    with computing(way):
+        check_cases(cases(), mesh_shape)
 
 
+@pytest.mark.parametrize("way", ["joined", "by parts"])
 @pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
-def test_resampling_matches_one_device(mesh_shape):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+def test_resampling_matches_one_device(mesh_shape, way):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, way, timeout=200)
+
+
+SEPARABLE = [
+    (shape, options, sizes)
+    for shape, options in (
+        ((1, 2, 34, 5), {"scale_factor": 2, "mode": "bilinear"}),
+        ((2, 3, 34, 6), {"scale_factor": 2, "mode": "bicubic"}),
+        ((1, 2, 34), {"size": 136, "mode": "linear"}),
+        ((1, 1, 34, 4, 3), {"size": (68, 8, 9), "mode": "trilinear"}),
+        ((1, 1, 34, 6), {"scale_factor": 0.5, "mode": "bilinear", "antialias": True}),
+    )
+    for sizes in ((18, 16), (28, 6), (8, 26))
+]
+
+
+def check_by_parts(last):
+    """Which way each rank has taken, and that it and the messages do not depend on it."""
+    taken, mesh = [], shared_mesh(2)
+    for shape, options, sizes in SEPARABLE:
+        x = data(*shape)
+        if last and x.ndim in CHANNELS_LAST:
+            x = x.contiguous(memory_format=CHANNELS_LAST[x.ndim])
+        fn = lambda t, options=options: F.interpolate(t, **options)  # noqa: E731
+        sent = []
+        for way in ("joined", "by parts"):
+            with computing(way):
+                assert_matches_unsharded(fn, x, mesh=mesh, placements=[Shard(2)], shard_sizes={0: sizes})
+                given = shard(x, mesh, [Shard(2)], {0: sizes}).requires_grad_()
+                with count_communication() as counted:
+                    fn(given).sum().backward()
+                sent.append((counted.messages, counted.bytes_sent))
+                taken.append(any(isinstance(plan, ResizeByParts) for plan in planning._plans.values()))
+        assert sent[0] == sent[1]
+    return taken
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_shards_are_resampled_by_themselves(last):
+    assert run_distributed(check_by_parts, 2, last) == [[False, True] * len(SEPARABLE)] * 2
 
 
 def layouts():
