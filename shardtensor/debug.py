@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ._compat import current_mesh
 from .agreement import check_same, show
-from .equal_values import Copy, unequal
+from .equal_values import Copy, not_equal, unequal
 from .equal_weights import copy_of, line_of
 
 __all__ = ["check"]
@@ -55,10 +55,9 @@ def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
     copies = [copy_of(name, t, mesh) for name, t in leaves if isinstance(t, Tensor)]
     wrong = unequal(copies, mesh)
     if wrong:
-        shown = ", ".join(wrong[:8]) + f" and {len(wrong) - 8} more" * (len(wrong) > 8)
         first = next(copy for copy in copies if copy.name == wrong[0])
         raise RuntimeError(
-            f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}. {first.name} begins with "
+            f"{not_equal(wrong, mesh)}. {first.name} begins with "
             f"{show(_beginning(first), mesh)}. Give all ranks the same values: seeds, files, scatter_tensor; for "
             "weights shardtensor.parallel.synchronize(model, mesh)"
         )

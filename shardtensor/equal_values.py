@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import gather_over_mesh
 from .strides import as_bytes
 
-__all__ = ["Copy", "digest", "unequal"]
+__all__ = ["Copy", "digest", "not_equal", "unequal"]
 
 _CHUNK = 1 << 20  # integers; what is computed on the way has their size
 _SPREAD = 0x5851F42D4C957F2D  # odd, so that every bit of a number counts
@@ -74,6 +74,12 @@ def unequal(copies: Sequence[Copy], mesh: DeviceMesh) -> list[str]:
         for i, copy in enumerate(copies)
         if not _equal({at: row[i] for at, row in table.items()}, copy.mesh_dims)
     ]
+
+
+def not_equal(names: Sequence[str], mesh: DeviceMesh) -> str:
+    """What errors say of the copies that :func:`unequal` names: the first ones."""
+    shown = ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
+    return f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}"
 
 
 def _equal(numbers: Mapping[tuple[int, ...], int], mesh_dims: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .agreement import check_same
-from .equal_values import Copy, unequal
+from .equal_values import Copy, not_equal, unequal
 from .failures import communicating
 
 __all__ = ["copy_of", "line_of", "synchronize", "verify"]
@@ -65,10 +65,8 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
     _check_alike(model, mesh)
     wrong = unequal([copy_of(name, tensor, mesh) for name, tensor in _tensors(model)], mesh)
     if wrong:
-        shown = ", ".join(wrong[:8]) + f" and {len(wrong) - 8} more" * (len(wrong) > 8)
         raise RuntimeError(
-            f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}. "
-            "Call shardtensor.parallel.synchronize(model, mesh) before wrapping the model"
+            f"{not_equal(wrong, mesh)}. Call shardtensor.parallel.synchronize(model, mesh) before wrapping the model"
         )
 
 
