@@ -72,7 +72,8 @@ _gather = Setting(False)
 def allow_gather() -> Iterator[None]:
     """Let operators that have no distributed form gather their operands, compute, and shard the result again.
 
-    Outside this context they raise :class:`UnsupportedSharding`. Every rank has to enter it alike.
+    Outside this context they raise :class:`UnsupportedSharding`. Every rank has to enter it alike. It holds for all
+    threads of the process: on GPUs, autograd runs the backward pass in threads of its own.
 
     Example:
         >>> import shardtensor

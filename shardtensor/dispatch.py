@@ -63,8 +63,9 @@ def wrapper(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
     """A tensor of ``cls`` around ``local``, which must have the shape that the spec says."""
     if local.shape != spec.own_shape:
         raise RuntimeError(
-            f"internal error: local shape {tuple(local.shape)} does not fit {spec} at {spec.coordinate}; "
-            "please report it"
+            f"the local tensor has shape {tuple(local.shape)} instead of {tuple(spec.own_shape)}, for {spec} at "
+            f"{spec.coordinate}. If it was resized or exchanged in place (to_local().resize_(), set_()), make a new "
+            "ShardTensor with from_local instead; otherwise please report it"
         )
     if local.dtype is not spec.tensor_meta.dtype:
         local = rounded(local, spec)

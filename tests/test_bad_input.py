@@ -329,3 +329,15 @@ def still_alive():
 
 def test_after_all_these_errors_the_ranks_still_agree():
     assert run_distributed(still_alive, 2) == [7.0, 7.0]
+
+
+def resized_in_place():
+    x = ShardTensor.from_local(torch.ones(4, 2), shared_mesh(2), [Shard(0)], shard_sizes={0: (4, 4)})
+    x.to_local().resize_(2, 2)
+    return x + 1
+
+
+def test_a_local_tensor_that_was_resized_in_place_is_an_error():
+    for error in run_expecting_errors(resized_in_place, 2):
+        assert isinstance(error, RuntimeError) and "make a new ShardTensor with from_local instead" in str(error)
+        assert "the local tensor has shape (2, 2) instead of (4, 2)" in str(error)

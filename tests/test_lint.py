@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,19 @@ def test_size(name):
             documented = isinstance(start, ast.Expr) and isinstance(start.value, ast.Constant)
             length = node.end_lineno - (start.end_lineno if documented else node.lineno)
             assert length <= 60, f"{node.name} has {length} lines"
+
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NAMED = sorted(
+    {
+        found
+        for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
+        for found in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text())
+    }
+)
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED)
+def test_every_test_that_the_docs_name_exists(file, name):
+    tree = ast.parse((REPOSITORY / file).read_text())
+    assert not name or name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
