@@ -93,6 +93,13 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value.detach()).requires_grad_(value.requires_grad)
 
 
+def row_major(value: Any) -> Any:
+    """The same numbers in row-major memory."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return value
+    return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+
+
 def has_channels_last(t: torch.Tensor) -> bool:
     """Whether a tensor is channels-last and nothing else."""
     fmt = CHANNELS_LAST.get(t.ndim)

@@ -76,7 +76,8 @@ def _on_rows(call: AtenCall) -> AtenPlan:
         spread = [reduced_spec(spec, meta, dims, keepdim, "sum") for meta in call.meta]
     func = call.func
     if call.func not in _SORTS or spec == given:
-        return call.plan(spread, {(0,): spec}, call=plain_tuple(func))
+        medians = func in (_aten.median.dim, _aten.nanmedian.dim)
+        return call.plan(spread, {(0,): spec}, call=plain_tuple(_of_dense(func) if medians else func))
     outputs = [given.replace(meta=meta_of(meta)) for meta in call.meta]
 
     def compute(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
@@ -84,6 +85,11 @@ def _on_rows(call: AtenCall) -> AtenPlan:
         return tuple(redistribute_local(r, *specs) for r, specs in zip(results, zip(spread, outputs), strict=True))
 
     return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+def _of_dense(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where a tensor is expanded: of those torch gives wrong medians on CPUs."""
+    return lambda x, *args, **kwargs: func(x.contiguous() if 0 in x.stride() else x, *args, **kwargs)
 
 
 # -- the same where rows stay sharded ------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from row_cases import CUTS, check_all, placed, values, world_of
+from torch.distributed.tensor import Shard
 
+from shardtensor import ShardTensor
 from shardtensor.testing import (
     run_distributed,
     shard,
@@ -46,3 +48,17 @@ def check_rows(mesh_shape, dims, sizes):
 @pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
 def test_operators_on_whole_rows(mesh_shape, dims, sizes):
     run_distributed(check_rows, world_of(mesh_shape), mesh_shape, dims, sizes)
+
+
+def medians_of_expanded():
+    """torch's own are wrong there."""
+    rows = torch.randn(1, 7, dtype=torch.float64).expand(6, 7)
+    x = ShardTensor.from_local(rows[:3], shared_mesh(2), (Shard(0),), shard_sizes={0: (3, 3)})
+    plain = rows.contiguous()
+    for dim in (0, 1):
+        torch.testing.assert_close(x.median(dim).values.full_tensor(), plain.median(dim).values)
+        torch.testing.assert_close(torch.nanmedian(x, dim).values.full_tensor(), plain.nanmedian(dim).values)
+
+
+def test_medians_of_expanded_tensors():
+    run_distributed(medians_of_expanded, 2)
