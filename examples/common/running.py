@@ -1,13 +1,14 @@
 """What the programs do around their own work: start, repeat a step, measure, compare, and leave."""
 
 import argparse
-import ctypes
-import gc
+import itertools
+import json
 import math
 import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from layout import Layout
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}  # relative, of what --check compares
@@ -134,37 +136,22 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def memory_beyond(run: Callable[[], object], device: torch.device) -> float | None:
-    """GiB that a call needs at most, beyond what is held before it; None on systems that do not tell."""
-    gc.collect()
-    before = _reset_peak(device)
-    run()
-    return None if before is None else (_peak(device) - before) / 2**30
-
-
-def _reset_peak(device: torch.device) -> int | None:
-    """Start to look for the largest number of bytes that are held, anew; those held now, or None where this is not
-    possible: on the CPU Linux alone can."""
+def most_at_once(run: Callable[[], object], device: torch.device) -> float:
+    """GiB of tensors that a call makes, as many of them as there are at one time. What kernels use for themselves does
+    not count, nor what the heap keeps of freed memory, so this is the same in each run."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
-        return int(torch.accelerator.memory_allocated())
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what the heap keeps of freed memory would be used again unseen
-        Path("/proc/self/clear_refs").write_text("5")
-    except (OSError, AttributeError):
-        return None
-    return _status("VmRSS")
-
-
-def _peak(device: torch.device) -> int:
-    """The largest number of bytes held since `_reset_peak`."""
-    return _status("VmHWM") if device.type == "cpu" else int(torch.accelerator.max_memory_allocated())
-
-
-def _status(key: str) -> int:
-    """Bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+        before = torch.accelerator.memory_allocated()
+        run()
+        return (torch.accelerator.max_memory_allocated() - before) / 2**30
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return max(itertools.accumulate(changes, initial=0)) / 2**30
 
 
 def of_all_ranks(value: Any) -> list[Any]:
