@@ -7,6 +7,8 @@
 # make endurance                 10,000 training steps with changing cuts; writes benchmarks/results/endurance.json
 # make globe                     the example, on two processes and compared with one; writes globe.png
 # make globe ARGS=--uneven       the same with bands of different heights
+# make brain                     tissues of a brain, on 2 x 2 processes and compared with one; writes brain.png
+# make vae                       pipelines of diffusers on two processes, vae.png, and a table of all AutoencoderKL*
 # make bench                     all benchmarks; writes benchmarks/results and docs/performance.md (12 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
 # make lint | clean
@@ -21,7 +23,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep endurance globe bench lint clean
+.PHONY: test test-torch networks sweep endurance globe brain vae bench lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -41,6 +43,13 @@ endurance: $(VENV)/.installed-test
 globe: $(VENV)/.installed-examples
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/globe/train.py --compare $(ARGS)
 
+brain: $(VENV)/.installed-brain
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 4 examples/brain/segment.py --mesh 2x2 --compare $(ARGS)
+
+vae: $(VENV)/.installed-vae
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/vae/decode.py $(ARGS)
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/vae/table.py
+
 # Each benchmark starts the processes that it needs.
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks $(or $(ARGS),--write)
@@ -59,8 +68,8 @@ $(VENV)/.installed-test: $(PINNED) | $(VENV)/bin/python
 	$(PIP) --no-build-isolation natten
 	@touch $@
 
-$(VENV)/.installed-examples: $(PINNED) | $(VENV)/bin/python
-	$(PIP) -e '.[examples]'
+$(VENV)/.installed-examples $(VENV)/.installed-brain $(VENV)/.installed-vae: $(PINNED) | $(VENV)/bin/python
+	$(PIP) -e '.[$(@:$(VENV)/.installed-%=%)]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(PINNED) | $(VENV)/.installed-test

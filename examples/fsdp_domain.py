@@ -23,6 +23,7 @@ from shardtensor import scatter_tensor
 from shardtensor.parallel import parallelize
 
 sys.path.insert(0, str(Path(__file__).parent / "globe"))
+sys.path.insert(0, str(Path(__file__).parent / "common"))
 from layout import make_layout
 from model import ConvNormAct, UNet
 
@@ -73,7 +74,7 @@ def scatter(batch: torch.Tensor | None, mesh: dist.DeviceMesh, args: argparse.Na
 
     With --spmd rank 0 sends all: the batch is cut over `dp` as well.
     """
-    rows = make_layout(args.resolution, mesh["domain"].size(), None, args.rank_sizes, None).rows
+    rows = make_layout({"rows": args.resolution}, mesh["domain"].size(), None, [args.rank_sizes]).sizes["rows"]
     if args.spmd:
         return scatter_tensor(batch, 0, mesh, (Shard(0), Shard(2)), shard_sizes={1: rows})
     domain = mesh["domain"]
@@ -87,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--mesh", default="2x2", metavar="AxB", help="dp x domain")
     add("--spmd", action="store_true", help="DTensor weights, sharded over all ranks (torch 2.13 or newer)")
     add("--resolution", type=int, default=180, metavar="H", help="rows of the whole globe")
-    add("--rank-sizes", metavar="A+B", help="rows per band, north to south; default: uneven")
+    add("--rank-sizes", metavar="A+B", help="rows per band, north to south; default: even")
     add("--noise", action="store_true", help="random pixels in place of the globe, which needs packages with its data")
     add("--steps", type=int, default=20)
     add("--lr", type=float, default=0.01)

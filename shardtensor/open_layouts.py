@@ -103,9 +103,11 @@ def decide(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     axes = dict(_axes(func, args, kwargs, tensors))
     root, _ = _root(written)
     found: dict[int, AxisLayout] = {}
+    taken: set[int] = set()
     for m, (dim, sizes) in axes.items():
         axis = (dim, sizes) if written is root else _seen_through(written, root, dim, sizes)
-        if axis is not None and all(axis[0] != other.dim for other in found.values()):  # type: ignore[attr-defined]
+        if axis is not None and axis[0] not in taken:  # two dims of a view may be parts of one
+            taken.add(axis[0])
             found[m] = AxisLayout(Shard(axis[0]), axis[1])
     if found:
         _lay_out(root, root._spec.with_axes(found))

@@ -108,16 +108,6 @@ def test_the_model_adds_latencies_and_bytes(module):
     assert machine.communication_time(links, counted) == 2 * 0.25 + 40 / 10 + 4 * 0.5 + 200 / 100
 
 
-def test_the_globe_is_in_even_bands_unless_asked(module, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "globe"))
-    make_layout = importlib.import_module("layout").make_layout
-    assert make_layout(675, 2, None, None, None).rows == (338, 337)
-    assert make_layout(675, 2, None, None, None, uneven=True).rows == (150, 525)
-    assert make_layout(675, 4, "2x2", "100+575", None, uneven=True).shard_sizes == {0: (100, 575), 1: (300, 1050)}
-    with pytest.raises(ValueError, match="adds up to 674"):
-        make_layout(675, 2, None, "100+574", None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["host", "overhead", "operators", "networks", "compile", "memory", "scale"])
 def test_each_part_runs(script, tmp_path):

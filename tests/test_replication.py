@@ -263,6 +263,27 @@ def test_the_first_value_decides_the_layout_and_nothing_is_gathered():
         assert collectives == {"all_reduce": 1}
 
 
+def on_two_axes():
+    mesh = shared_mesh((2, 2))
+    whole, labels = data(2, 8, 7), (data(2, 1, 8, 7) > 0).long()
+    x = shard(whole, mesh, [Shard(1), Shard(2)], {0: (5, 3), 1: (1, 6)})
+    classes = shard(labels, mesh, [Shard(2), Shard(3)], {0: (5, 3), 1: (1, 6)})
+    with shardtensor.implicit_replication(mesh), count_communication() as traffic:
+        out = torch.zeros(2, 3, 9, 7, dtype=torch.float64)
+        out[:, 1, :8] = x
+        one_hot = torch.zeros(2, 2, 8, 7).scatter_(1, classes, 1.0)
+    assert out.shard_sizes == {0: (5, 4), 1: (1, 6)} and one_hot.shard_sizes == {0: (5, 3), 1: (1, 6)}
+    assert not traffic.messages and not traffic.collectives
+    expected = torch.zeros(2, 3, 9, 7, dtype=torch.float64)
+    expected[:, 1, :8] = whole
+    assert torch.equal(out.full_tensor(), expected)
+    assert torch.equal(one_hot.full_tensor(), torch.zeros(2, 2, 8, 7).scatter_(1, labels, 1.0))
+
+
+def test_a_value_that_is_sharded_on_two_mesh_dims_decides_both():
+    run_distributed(on_two_axes, 4)
+
+
 def recomputed():
     mesh = shared_mesh(2)
     torch.manual_seed(0)

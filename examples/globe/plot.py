@@ -1,15 +1,15 @@
 """The picture at the end: image, truth, prediction and errors, with the borders between the ranks."""
 
-import matplotlib
+import sys
+from pathlib import Path
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
-from layout import Layout
 from matplotlib.colors import ListedColormap
 
-PAPER, INK, BORDER = "#0d1b2a", "#e0e6ed", "#ff9f1c"
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+from drawing import INK, draw_borders, save, subplots
+from layout import Layout
+
 LAND_SEA = ListedColormap(["#1b3a5c", "#d9c79a"])
 RIGHT_WRONG = ListedColormap(["#16293f", "#ff4d6d"])
 MAX_COLUMNS = 1800  # more would not show
@@ -22,12 +22,11 @@ def draw(file: str, image: torch.Tensor, land: torch.Tensor, prediction: torch.T
     wrong = land != prediction
     accuracy = 1 - wrong.mean()
 
-    figure, axes = plt.subplots(2, 2, figsize=(16, 9), facecolor=PAPER, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    figure.suptitle(
-        f"Land or sea?   {land.shape[0]} x {land.shape[1]} pixels on {len(layout.boxes())} "
-        f"rank{'s' * (len(layout.boxes()) > 1)},   {accuracy:.2%} right",
-        color=INK, fontsize=20,
+    ranks = len(layout.boxes())
+    figure, axes = subplots(
+        2, 2, (16, 9),
+        f"Land or sea?   {land.shape[0]} x {land.shape[1]} pixels on {ranks} rank{'s' * (ranks > 1)},   "
+        f"{accuracy:.2%} right",
     )  # fmt: skip
     panels = [
         ("Blue Marble", image, {}),
@@ -41,21 +40,6 @@ def draw(file: str, image: torch.Tensor, land: torch.Tensor, prediction: torch.T
         axis.imshow(picture[::stride, ::stride], extent=(0, width, height, 0), interpolation="nearest", **colours)
         axis.set_title(title, color=INK, fontsize=14, loc="left")
         axis.axis("off")
-        draw_borders(axis, layout, names=picture is image)
-    figure.savefig(file, dpi=130, facecolor=PAPER)
-    plt.close(figure)
+        draw_borders(axis, *layout.sizes.values(), names=picture is image)
+    save(figure, file)
     return accuracy
-
-
-def draw_borders(axis: plt.Axes, layout: Layout, names: bool) -> None:
-    for row in np.cumsum(layout.rows)[:-1]:
-        axis.axhline(row, color=BORDER, linewidth=1.2)
-    for column in np.cumsum(layout.columns)[:-1]:
-        axis.axvline(column, color=BORDER, linewidth=1.2)
-    for rank, (top, bottom, left, right) in enumerate(layout.boxes()) if names else ():
-        if bottom > top and right > left:
-            text = f"rank {rank}: {bottom - top} x {right - left}"
-            axis.annotate(
-                text, (left, top), (6, -6), textcoords="offset points", va="top", color=BORDER, fontsize=11,
-                bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.85, "pad": 2},
-            )  # fmt: skip

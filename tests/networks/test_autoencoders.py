@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "vae"))
+from autoencoders import AUTOENCODERS, BLOCKS, CODER, IMAGE, VIDEO, WAN, there_and_back
 
 from networks.oracle import Network, check, names
 from shardtensor.testing import run_distributed
@@ -15,32 +20,6 @@ from shardtensor.testing import run_distributed
 PACKAGE = "diffusers"
 pytest.importorskip(PACKAGE)
 
-BLOCKS = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
-CODER = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-WAN = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True]}
-HUNYUAN = {"latent_channels": 8, "block_out_channels": (32, 32), "layers_per_block": 1}
-LTX = {
-    "latent_channels": 8,
-    "block_out_channels": (8, 8),
-    "decoder_block_out_channels": (8, 8),
-    "layers_per_block": (1, 1, 1),
-    "decoder_layers_per_block": (1, 1, 1),
-    "spatio_temporal_scaling": (True, False),
-    "decoder_spatio_temporal_scaling": (True, False),
-    "decoder_inject_noise": (False,) * 3,
-    "patch_size": 2,
-}
-IMAGE, VIDEO = (1, 3, 32, 32), (1, 3, 5, 32, 32)
-
-
-def there_and_back(network: Any, x: Tensor, **options: Any) -> Tensor:
-    code = network.encode(x)
-    if hasattr(code, "latent_dist"):
-        code = code.latent_dist.mode()
-    else:
-        code = code.latent if hasattr(code, "latent") else code.latents
-    y = network.decode(code, **options)
-    return y.sample if hasattr(y, "sample") else y
 
 
 def with_options(enable: Callable[[Any], Any], **options: Any) -> Callable[[Any], nn.Module]:
@@ -54,27 +33,19 @@ def with_options(enable: Callable[[Any], Any], **options: Any) -> Callable[[Any]
     return make
 
 
-def allegro(d: Any) -> nn.Module:
-    """It runs in tiles only, which are large by default."""
-    network = d.AutoencoderKLAllegro(
-        down_block_types=("AllegroDownBlock3D",) * 2,
-        up_block_types=("AllegroUpBlock3D",) * 2,
-        temporal_downsample_blocks=(True, False),
-        temporal_upsample_blocks=(False, True),
-        temporal_compression_ratio=2,
-        **BLOCKS,
-    )
-    network.enable_tiling()
-    network.kernel, network.stride = (4, 16, 32), (2, 8, 16)
-    return network
-
-
+# What some of them are held to instead.
+SPECIAL = {
+    "AutoencoderKLHunyuanImage": {"reduced": 1.0},
+    "AutoencoderKLTemporalDecoder": {"reduced": 1.0},
+    "AutoencoderKLAllegro": {"makes_tensors": True},
+    "AutoencoderKLKVAEVideo": {"makes_tensors": True},
+    "AutoencoderKLLTXVideo": {"tolerance": 1e-5},
+}
 NETWORKS = {
-    "AutoencoderKL": Network(
-        lambda d: d.AutoencoderKL(latent_channels=4, sample_size=32, **BLOCKS, **CODER),
-        (2, 3, 32, 32),
-        call=there_and_back,
-    ),
+    name: Network(kind.make, kind.shape, kind.dim, kind.there_and_back, **SPECIAL.get(name, {}))
+    for name, kind in AUTOENCODERS.items()
+}
+NETWORKS |= {
     "AutoencoderKL, columns": Network(
         lambda d: d.AutoencoderKL(latent_channels=4, sample_size=32, **BLOCKS, **CODER),
         IMAGE,
@@ -97,20 +68,6 @@ NETWORKS = {
         lambda d: d.AsymmetricAutoencoderKL(
             down_block_out_channels=(8, 16), up_block_out_channels=(8, 16), norm_num_groups=4, **CODER
         ),
-        IMAGE,
-        call=there_and_back,
-    ),
-    "AutoencoderKLFlux2": Network(
-        lambda d: d.AutoencoderKLFlux2(latent_channels=4, **BLOCKS, **CODER), IMAGE, call=there_and_back
-    ),
-    "AutoencoderKLHunyuanImage": Network(
-        lambda d: d.AutoencoderKLHunyuanImage(3, 3, spatial_compression_ratio=2, sample_size=32, **HUNYUAN),
-        IMAGE,
-        call=there_and_back,
-        reduced=1.0,
-    ),
-    "AutoencoderKLKVAE": Network(
-        lambda d: d.AutoencoderKLKVAE(channels=32, num_enc_blocks=1, num_dec_blocks=1, z_channels=4, ch_mult=(1, 1)),
         IMAGE,
         call=there_and_back,
     ),
@@ -177,154 +134,6 @@ NETWORKS = {
         IMAGE,
         call=there_and_back,
     ),
-    "AutoencoderKLTemporalDecoder": Network(
-        lambda d: d.AutoencoderKLTemporalDecoder(
-            block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2
-        ),
-        (4, 3, 32, 32),
-        call=lambda network, x: there_and_back(network, x, num_frames=2),
-        reduced=1.0,
-    ),
-    "AutoencoderKLAllegro": Network(allegro, (1, 3, 6, 32, 32), 3, there_and_back, makes_tensors=True),
-    "AutoencoderKLCogVideoX": Network(
-        lambda d: d.AutoencoderKLCogVideoX(
-            block_out_channels=(8,) * 4,
-            layers_per_block=1,
-            norm_num_groups=4,
-            latent_channels=4,
-            sample_height=32,
-            sample_width=32,
-        ),
-        VIDEO,
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLCosmos": Network(
-        lambda d: d.AutoencoderKLCosmos(
-            latent_channels=4,
-            encoder_block_out_channels=(8, 16),
-            decode_block_out_channels=(8, 16),
-            attention_resolutions=(4,),
-            resolution=16,
-            num_layers=1,
-            patch_size=2,
-            spatial_compression_ratio=4,
-            temporal_compression_ratio=4,
-        ),
-        (1, 3, 5, 16, 16),
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLHunyuanVideo": Network(
-        lambda d: d.AutoencoderKLHunyuanVideo(
-            latent_channels=4,
-            down_block_types=("HunyuanVideoDownBlock3D",) * 3,
-            up_block_types=("HunyuanVideoUpBlock3D",) * 3,
-            spatial_compression_ratio=4,
-            **{**BLOCKS, "block_out_channels": (8, 8, 16)},
-        ),
-        VIDEO,
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLHunyuanVideo15": Network(
-        lambda d: d.AutoencoderKLHunyuanVideo15(spatial_compression_ratio=2, temporal_compression_ratio=1, **HUNYUAN),
-        VIDEO,
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLHunyuanImageRefiner": Network(
-        lambda d: d.AutoencoderKLHunyuanImageRefiner(
-            spatial_compression_ratio=2, temporal_compression_ratio=1, **HUNYUAN
-        ),
-        VIDEO,
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLKVAEVideo": Network(
-        lambda d: d.AutoencoderKLKVAEVideo(
-            ch=32, ch_mult=(1, 1), num_res_blocks=1, z_channels=4, temporal_compress_times=2
-        ),
-        VIDEO,
-        3,
-        there_and_back,
-        makes_tensors=True,
-    ),
-    "AutoencoderKLLTXVideo": Network(
-        lambda d: d.AutoencoderKLLTXVideo(down_block_types=("LTXVideoDownBlock3D",) * 2, **LTX),
-        VIDEO,
-        3,
-        there_and_back,
-        tolerance=1e-5,
-    ),
-    "AutoencoderKLLTX2Video": Network(
-        lambda d: d.AutoencoderKLLTX2Video(
-            down_block_types=("LTX2VideoDownBlock3D",) * 2,
-            downsample_type=("spatial", "spatiotemporal"),
-            upsample_factor=(1, 1),
-            **LTX,
-        ),
-        VIDEO,
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLMagvit": Network(
-        lambda d: d.AutoencoderKLMagvit(
-            latent_channels=4,
-            down_block_types=("SpatialDownBlock3D", "SpatialTemporalDownBlock3D"),
-            up_block_types=("SpatialUpBlock3D", "SpatialTemporalUpBlock3D"),
-            **BLOCKS,
-        ),
-        VIDEO,
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLMiniMaxH3": Network(
-        lambda d: d.AutoencoderKLMiniMaxH3(
-            latent_channels=4,
-            block_out_channels=(8, 16),
-            layers_per_block=1,
-            spatial_downsample_factors=(2, 2),
-            temporal_downsample_factors=(1, 2),
-            norm_num_groups=4,
-            decoder_num_layers=1,
-            decoder_num_attention_heads=2,
-            decoder_attention_head_dim=16,
-            decoder_ffn_mult=2,
-            clip_length=5,
-            token_drop=1,
-            latents_mean=(0.0,) * 4,
-            latents_std=(1.0,) * 4,
-        ),
-        (1, 3, 10, 32, 32),
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLMochi": Network(
-        lambda d: d.AutoencoderKLMochi(
-            in_channels=15,
-            encoder_block_out_channels=(32, 32),
-            decoder_block_out_channels=(32, 32),
-            latent_channels=4,
-            layers_per_block=(1, 1, 1),
-            temporal_expansions=(2,),
-            spatial_expansions=(2,),
-            add_attention_block=(False, True, True),
-        ),
-        (1, 3, 4, 32, 32),
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLQwenImage": Network(lambda d: d.AutoencoderKLQwenImage(**WAN), (1, 3, 1, 32, 32), 3, there_and_back),
-    "AutoencoderKLQwenImage21": Network(
-        lambda d: d.AutoencoderKLQwenImage21(
-            decoder_base_dim=8, in_channels=3, out_channels=3, **{**WAN, "dim_mult": [1, 1]}
-        ),
-        (1, 3, 1, 32, 32),
-        3,
-        there_and_back,
-    ),
-    "AutoencoderKLWan": Network(lambda d: d.AutoencoderKLWan(**WAN), VIDEO, 3, there_and_back),
     "AutoencoderKLWan, residual": Network(
         lambda d: d.AutoencoderKLWan(
             is_residual=True, patch_size=2, **{**WAN, "dim_mult": [1, 1], "in_channels": 12, "out_channels": 12}
@@ -371,42 +180,6 @@ NETWORKS = {
             decoder_input_channels=4,
         ),
         (1, 2, 512),
-        call=there_and_back,
-    ),
-    "AutoencoderKLLTX2Audio": Network(
-        lambda d: d.AutoencoderKLLTX2Audio(
-            base_channels=8, ch_mult=(1, 2), num_res_blocks=1, resolution=32, latent_channels=4, mel_bins=16
-        ),
-        (1, 2, 32, 16),
-        call=there_and_back,
-    ),
-    "AutoencoderKLKVAEAudio": Network(
-        lambda d: d.AutoencoderKLKVAEAudio(
-            encoder_dim=4,
-            encoder_rates=[2, 4],
-            latent_dim=16,
-            codebook_dim=4,
-            decoder_dim=16,
-            decoder_rates=[4, 2],
-            attn_num_heads=2,
-        ),
-        (1, 1, 512),
-        call=there_and_back,
-    ),
-    "AutoencoderKLMiniMaxH3Audio": Network(
-        lambda d: d.AutoencoderKLMiniMaxH3Audio(
-            encoder_dim=4,
-            encoder_rates=(2, 4),
-            latent_dim=16,
-            latent_channels=4,
-            num_attention_heads=2,
-            decoder_dim=16,
-            decoder_rates=(4, 2),
-            decoder_kernel_sizes=(8, 4),
-            resblock_kernel_sizes=(3, 5),
-            resblock_dilation_sizes=((1, 3), (1, 3)),
-        ),
-        (1, 1, 512),
         call=there_and_back,
     ),
     "AutoencoderSAME": Network(

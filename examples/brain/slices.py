@@ -1,0 +1,64 @@
+"""The picture at the end: three planes through the brain, the truth, the prediction, the errors, and the shards."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+from drawing import INK, PAPER, draw_borders, save, subplots
+from layout import Layout
+
+COLOURS = ListedColormap([PAPER, "#3d5a80", "#98c1d9", "#f4f1de"])  # of the tissues
+RIGHT_WRONG = ListedColormap(["#16293f", "#ff4d6d"])
+
+
+def panel(plane: int) -> tuple[int, int]:
+    """The dims that run down and to the right in the picture of a plane: the front is at the right, the top up."""
+    rows, columns = [(2, 1), (2, 0), (1, 0)][plane]
+    return rows, columns
+
+
+def upright(volume: np.ndarray, plane: int, index: int) -> np.ndarray:
+    """One plane of a volume (X, Y, Z) as a picture, the last index of its vertical dim in row 0."""
+    rows, columns = panel(plane)
+    kept = [dim for dim in range(3) if dim != plane]
+    return volume.take(index, axis=plane).transpose(kept.index(rows), kept.index(columns))[::-1]
+
+
+def borders(layout: Layout, plane: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the shards down and to the right in the picture of a plane."""
+    sizes = list(layout.sizes.values())
+    rows, columns = panel(plane)
+    return sizes[rows][::-1], sizes[columns]
+
+
+def draw(
+    file: str, image: Tensor, truth: Tensor, prediction: Tensor, layout: Layout, dice: Mapping[str, float]
+) -> None:
+    """Write the PNG of the first of some volumes (N, 1, X, Y, Z)."""
+    image, truth, prediction = (each[0, 0].cpu().numpy() for each in (image, truth, prediction))
+    image = np.where(truth > 0, image, image.min())  # black outside
+    ranks = len(layout.boxes())
+    scores = ", ".join(f"{tissue} {value:.3f}" for tissue, value in dice.items())
+    figure, axes = subplots(3, 4, (17, 13), f"Tissues of a brain on {ranks} rank{'s' * (ranks > 1)}, Dice: {scores}")
+    tissues = {"cmap": COLOURS, "vmin": 0, "vmax": 3}
+    for plane, (name, row) in enumerate(zip(layout.sizes, axes)):
+        index = image.shape[plane] * 9 // 20  # next to the gap between the hemispheres
+        pictures = [
+            (f"T1, {name[:-1]} {index}", image, {"cmap": "gray"}),
+            ("Truth", truth, tissues),
+            ("Prediction", prediction, tissues),
+            ("Wrong", prediction != truth, {"cmap": RIGHT_WRONG, "vmin": 0, "vmax": 1}),
+        ]
+        for axis, (title, volume, colours) in zip(row, pictures):
+            picture = upright(volume, plane, index)
+            height, width = picture.shape
+            axis.imshow(picture, extent=(0, width, height, 0), interpolation="nearest", **colours)
+            axis.set_title(title, color=INK, fontsize=13, loc="left")
+            axis.axis("off")
+            draw_borders(axis, *borders(layout, plane), names=False)
+    save(figure, file)

@@ -1,0 +1,177 @@
+"""What the examples share, and what each of them does without the packages of its data and its networks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module of an example; ``common`` holds what they share."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "common"))
+
+    def load(folder, name):
+        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
+        return importlib.import_module(name)
+
+    return load
+
+
+def test_layouts_are_even_unless_asked(module):
+    make_layout = module("common", "layout").make_layout
+    globe = {"rows": 675, "columns": 1350}
+    assert make_layout(globe, 2, None).sizes == {"rows": (338, 337), "columns": (1350,)}
+    assert make_layout(globe, 2, None, uneven=True).shard_sizes == {0: (150, 525)}
+    assert make_layout(globe, 4, "2x2", ["100+575"], uneven=True).shard_sizes == {0: (100, 575), 1: (300, 1050)}
+    assert make_layout({"rows": 5}, 1, None).boxes() == [((0, 5),)]
+
+
+def test_boxes_are_in_the_order_of_ranks_and_fill_the_volume(module):
+    dims = {"x": 7, "y": 5, "z": 3}
+    layout = module("common", "layout").make_layout(dims, 6, "3x2", ["4+0+3", "1+4"])
+    boxes = layout.boxes()
+    assert boxes[1] == ((0, 4), (1, 5), (0, 3)) and boxes[2] == ((4, 4), (0, 1), (0, 3))
+    assert len(boxes) == 6
+    assert sum(math.prod(stop - start for start, stop in box) for box in boxes) == 7 * 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "sizes", "text"),
+    [
+        (2, None, ["4+4"], "add up to 8, but there are 7 x"),
+        (2, None, ["4+2+1"], "3 of them, but the mesh has 2 ranks along the x"),
+        (4, "2x3", [], "has 6 positions, but there are 4 ranks"),
+        (8, "2x2x2", [], "expected up to 2 numbers of ranks, for x x y"),
+        (2, "2", [None, "5"], "does not shard"),
+        (2, "two", [], "expected numbers with 'x' between them"),
+        (2, None, ["4,3"], "expected numbers with '+' between them"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(module, ranks, mesh, sizes, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        module("common", "layout").make_layout({"x": 7, "y": 5}, ranks, mesh, sizes)
+
+
+def test_borders_are_between_the_shards(module):
+    pytest.importorskip("matplotlib")
+    drawing = module("common", "drawing")
+    figure, axes = drawing.subplots(1, 1, (4, 3), "title")
+    drawing.draw_borders(axes[0, 0], (3, 0, 4), (2, 6), names=True)
+    lines = [(*sorted(set(line.get_xdata())), *sorted(set(line.get_ydata()))) for line in axes[0, 0].lines]
+    assert lines == [(0, 1, 3), (0, 1, 3), (2, 0, 1)]
+    named = [(text.get_text(), text.xy) for text in axes[0, 0].texts]
+    assert named == [
+        ("rank 0: 3 x 2", (0, 0)),
+        ("rank 1: 3 x 6", (2, 0)),
+        ("rank 4: 4 x 2", (0, 3)),
+        ("rank 5: 4 x 6", (2, 3)),
+    ]
+
+
+def test_the_last_step_is_counted_and_the_first_not_timed(module):
+    pytest.importorskip("tqdm")
+    running = module("common", "running")
+    losses = iter((3.0, 2.0, 1.0))
+    history = running.repeat(lambda: next(losses), 3, "steps", quiet=True, count=True)
+    assert history.losses == [3.0, 2.0, 1.0] and len(history.seconds) == 3
+    assert (history.messages, history.sent) == (0, 0)
+    history.seconds = [9.0, 1.0, 2.0]
+    assert history.step_time == 1.5
+
+
+def test_memory_is_of_tensors_that_there_are_at_one_time(module):
+    pytest.importorskip("tqdm")
+    running = module("common", "running")
+
+    def run():
+        first = torch.ones(3 * 2**18)
+        second = first + first
+        del first
+        return second * 2
+
+    kept = torch.ones(2**20)  # from before
+    mib = running.most_at_once(run, torch.device("cpu")) * 1024
+    assert mib == pytest.approx(6, abs=0.01) and kept.any()
+
+
+def test_losses_agree_or_not(module, capsys):
+    pytest.importorskip("tqdm")
+    running = module("common", "running")
+    assert running.same_losses([1.0, 2.0], [1.0, 2.0 + 1e-10], "float64")
+    assert not running.same_losses([1.0, 2.0], [1.0, 2.0 + 1e-8], "float64")
+    assert not running.same_losses([1.0, float("nan")], [1.0, 2.0], "float32")
+    assert capsys.readouterr().out.count("FAIL: largest relative difference of the losses") == 2
+
+
+def test_a_brain_fits_into_multiples(module):
+    np, volume = pytest.importorskip("numpy"), module("brain", "volume")
+    inside = np.zeros((20, 30, 9), bool)
+    inside[3:14, 5:21, 1:9] = True
+    values = np.where(inside, np.random.default_rng(0).normal(size=inside.shape), 0.0)
+    fitted = volume.fit(values, inside, 8)
+    assert fitted.shape == (16, 16, 8)
+    assert np.array_equal(fitted[2:13], values[3:14, 5:21, 1:9]) and not fitted[:2].any() and not fitted[13:].any()
+
+
+def test_planes_are_upright_and_their_borders_where_the_shards_are(module):
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("matplotlib")
+    slices, make_layout = module("brain", "slices"), module("common", "layout").make_layout
+    layout = make_layout(dict(zip(module("brain", "volume").DIMS, (7, 6, 5))), 6, "2x3", ["3+4", "1+2+3"])
+    # Every voxel holds its rank; a border in the picture lies where this number changes.
+    ranks = np.empty((7, 6, 5), int)
+    for rank, box in enumerate(layout.boxes()):
+        ranks[tuple(slice(*interval) for interval in box)] = rank
+    for plane in range(3):
+        picture = slices.upright(ranks, plane, 4)
+        rows, columns = slices.borders(layout, plane)
+        for axis, sizes in ((0, rows), (1, columns)):
+            changes = np.diff(picture, axis=axis).any(axis=1 - axis).nonzero()[0] + 1
+            assert changes.tolist() == np.cumsum(sizes)[:-1].tolist()
+    height = np.broadcast_to(np.arange(5), (7, 6, 5))
+    assert slices.upright(height, 0, 0)[:, 0].tolist() == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--check"], "start it with torchrun"),
+        (["--width", "12"], "--width a multiple of 8"),
+        (["--resolution", "0"], "--resolution must be from 1 to 8"),
+    ],
+)
+def test_options_of_the_brain_that_do_not_fit_are_refused(module, monkeypatch, capsys, options, text):
+    pytest.importorskip("tqdm")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as left:
+        module("brain", "segment").parse_arguments(options)
+    assert left.value.code == 2 and text in capsys.readouterr().err
+    assert module("brain", "segment").parse_arguments([]).dtype == "float32"
+
+
+def test_dice_is_the_overlap(module):
+    pytest.importorskip("tqdm")
+    truth = torch.tensor([0, 1, 1, 1, 2, 2, 3, 3])
+    found = torch.tensor([1, 1, 1, 0, 2, 2, 2, 0])
+    scores = module("brain", "segment").dice(found, truth)
+    assert list(scores.values()) == pytest.approx([2 / 3, 4 / 5, 0.0])
+
+
+def test_errors_of_pictures_are_logarithms(module):
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("matplotlib")
+    canvas = module("vae", "canvas")
+    found = canvas.magnitude(np.array([[[1e-3, -1e-2], [0.0, 0.0]]]))
+    assert found[0, 0] == -2 and np.isnan(found[0, 1])
+    video = torch.arange(5.0)[None, None, :, None, None].expand(1, 3, 5, 2, 4)
+    assert canvas.pixels(video).shape == (2, 4, 3) and (canvas.pixels(video) == 2).all()
+    assert canvas.stretched(np.array([[[1.0, 5.0], [3.0, 5.0]]])).tolist() == [[[0.0, 0.0], [1.0, 0.0]]]
