@@ -11,6 +11,7 @@ from .operators import Arguments, operator
 from .ops.attention.sdpa import attention_method
 from .patches import install
 from .plan import Composed, LocalPlan, Plan
+from .preview import explain
 from .registry import Support, register, registered, supports, unregister
 from .replication import implicit_replication
 from .scatter import scatter_tensor
@@ -34,6 +35,8 @@ __all__ = [
     "attention_method",
     "implicit_replication",
     "set_transport",
+    # look before you train
+    "explain",
     # which operators there are, and new ones
     "Arguments",
     "Composed",
