@@ -5,6 +5,7 @@
 
 from . import debug, gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
 from .context import allow_gather
+from .drawing import visualize
 from .errors import LocalSizeError, LostRankError, UnsupportedSharding
 from .exchange import set_transport
 from .operators import Arguments, operator
@@ -17,6 +18,7 @@ from .replication import implicit_replication
 from .scatter import scatter_tensor
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
+from .timelines import timeline
 
 install()
 
@@ -37,6 +39,8 @@ __all__ = [
     "set_transport",
     # look before you train
     "explain",
+    "visualize",
+    "timeline",
     # which operators there are, and new ones
     "Arguments",
     "Composed",

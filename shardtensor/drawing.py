@@ -197,7 +197,9 @@ def _draw(spec: ShardTensorSpec, parts: Sequence[_Part], path: str | Path) -> No
         axes.add_patch(Rectangle((left, a), right - left, b - a, facecolor=color, alpha=0.35, edgecolor="none"))
         if part.read != part.held:
             axes.add_patch(
-                Rectangle((start, lo), stop - start, hi - lo, fill=False, edgecolor=color, linestyle="--", linewidth=1.5)
+                Rectangle(
+                    (start, lo), stop - start, hi - lo, fill=False, edgecolor=color, linestyle="--", linewidth=1.5
+                )
             )
         shape = "x".join(map(str, part.shape))
         text = f"{part.name}: empty" if part.is_empty else f"{part.name}\n{shape}"
