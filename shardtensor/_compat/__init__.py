@@ -26,7 +26,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSch
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     KeyEntry,
@@ -58,6 +58,7 @@ __all__ = [
     "OpOverloadPacket",
     "PyTree",
     "TensorMeta",
+    "TorchDispatchMode",
     "acceptable_placements",
     "accumulates_early",
     "after_backward",

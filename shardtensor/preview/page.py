@@ -12,7 +12,7 @@ from .results import Explanation, Layer, Share, imbalance
 __all__ = ["as_page"]
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1d2733; background: #fff; margin: 2rem auto; max-width: 76rem;
+body { font: 15px/1.45 system-ui, sans-serif; color: #1d2733; background: #fff; margin: 2rem auto; max-width: 92rem;
        padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 p.inputs { margin: .2rem 0; color: #4a5868; }
@@ -117,12 +117,12 @@ class _Module:
 
 
 def _tree(found: Explanation) -> _Module:
-    root = _Module("model")
+    root = _Module("model", found.modules.get("", ""))
     for layer in found.layers:
-        at = root
+        at, path = root, ""
         for name in layer.path.split(".") if layer.path else ():
-            at = at.children.setdefault(name, _Module(name))
-        at.kind = layer.module or at.kind
+            path = f"{path}.{name}".lstrip(".")
+            at = at.children.setdefault(name, _Module(name, found.modules.get(path, "")))
         at.layers.append(layer)
     return root
 
@@ -175,7 +175,19 @@ def _bars(work: Mapping[int, int]) -> str:
 
 # -- operators --------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("layer", "operator", "result", "shards", "messages", "sent", "kept", "GFLOP", "max/mean", "ranks")
+_COLUMNS = (
+    "layer",
+    "operator",
+    "result",
+    "shards",
+    "messages",
+    "collectives",
+    "sent",
+    "kept",
+    "GFLOP",
+    "max/mean",
+    "ranks",
+)
 _LEFT = {"layer", "operator", "result", "shards", "ranks"}
 
 
@@ -186,7 +198,8 @@ def _side(column: str) -> str:
 def _row(layer: Layer) -> str:
     shares = layer.shares.values()
     flops = max(sum(share.flops) for share in shares)
-    messages, sent, kept = (max(map(of, shares)) for of in (lambda s: s.messages, _sent, _kept))
+    messages, collectives = max(s.messages for s in shares), max(s.collectives for s in shares)
+    sent, kept = (max(map(of, shares)) for of in (_sent, _kept))
     sizes = "; ".join(f"rank {rank}: {shape_text(share.outputs)}" for rank, share in layer.shares.items())
     cells: list[tuple[str, float | None]] = [
         (escape(layer.path), None),
@@ -194,6 +207,7 @@ def _row(layer: Layer) -> str:
         (shape_text(layer.shapes), None),
         (f'<span title="{escape(sizes)}">{escape(layer.layout or "plain")}</span>', None),
         (str(messages or ""), messages),
+        (str(collectives or ""), collectives),
         (bytes_text(sent), sent),
         (bytes_text(kept), kept),
         (f"{flops / 1e9:.3g}" if flops else "", flops),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .results import PHASES, Explanation, Layer, communicated, imbalance
+from .results import PHASES, Explanation, Layer, imbalance
 
 __all__ = ["as_dict", "as_text", "bar", "bytes_text", "shape_text", "table"]
 
@@ -32,8 +32,8 @@ def as_text(found: Explanation) -> str:
     return "\n".join(parts)
 
 
-_LAYER_COLUMNS = ("layer", "result", "layout", "messages", "sent", "kept", "GFLOP", "max/mean")
-_RANK_COLUMNS = ("rank", "input", "kept", "messages", "sent", "GFLOP", "work")
+_LAYER_COLUMNS = ("layer", "result", "layout", "messages", "collectives", "sent", "kept", "GFLOP", "max/mean")
+_RANK_COLUMNS = ("rank", "input", "kept", "messages", "collectives", "sent", "GFLOP", "work")
 
 
 def _layer_line(layer: Layer) -> tuple[str, ...]:
@@ -45,6 +45,7 @@ def _layer_line(layer: Layer) -> tuple[str, ...]:
         shape_text(layer.shapes),
         "REFUSED" if layer.refused else layer.layout,
         _number(max(share.messages for share in shares)),
+        _number(max(share.collectives for share in shares)),
         bytes_text(max(share.bytes_sent for share in shares)),
         bytes_text(max(share.saved_bytes for share in shares)),
         f"{flops / 1e9:.3g}" if flops else "",
@@ -61,6 +62,7 @@ def _rank_lines(found: Explanation) -> Iterable[tuple[str, ...]]:
             bytes_text(found.input_bytes[rank]),
             bytes_text(found.total(rank, "saved_bytes")),
             _number(found.total(rank, "messages")),
+            _number(found.total(rank, "collectives")),
             bytes_text(found.total(rank, "bytes_sent")),
             f"{flops[rank] / 1e9:.3g}",
             bar(flops[rank], most),
@@ -79,9 +81,6 @@ def as_dict(found: Explanation) -> dict[str, Any]:
     }
     for layer, own in zip(found.layers, result["layers"]):
         own["imbalance"] = layer.imbalance
-        own["messages"] = {
-            rank: [communicated(getattr(share, phase)) for phase in PHASES] for rank, share in layer.shares.items()
-        }
     written: dict[str, Any] = _with_text_keys(result)
     return written
 

@@ -39,18 +39,19 @@ class Share:
 
     @property
     def messages(self) -> int:
-        """Messages sent in both passes, and collectives that are no messages."""
-        return sum(communicated(each) for each in (self.forward, self.backward))
+        """Messages sent in both passes."""
+        return self.forward.messages + self.backward.messages
+
+    @property
+    def collectives(self) -> int:
+        """Collectives in both passes, without all-to-alls: these are messages."""
+        both = self.forward.collectives + self.backward.collectives
+        return sum(n for kind, n in both.items() if kind != "all_to_all")
 
     @property
     def bytes_sent(self) -> int:
         """Their bytes: of messages, and of this rank's operands of collectives."""
         return sum(each.bytes_sent + each.collective_bytes for each in (self.forward, self.backward))
-
-
-def communicated(counted: Communication) -> int:
-    """How many messages and collectives there were; an all-to-all is the messages that it sends."""
-    return counted.messages + sum(n for kind, n in counted.collectives.items() if kind != "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Layer:
     @property
     def matters(self) -> bool:
         """Whether it communicates, keeps memory, computes products or is refused; views and the like do not."""
-        return bool(self.refused) or any(s.messages or s.saved_bytes or any(s.flops) for s in self.shares.values())
+        return bool(self.refused) or any(map(_matters, self.shares.values()))
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Explanation:
         inputs: a line for each tensor input: shape, dtype and layout.
         ranks: those that were run, all of them or a sample.
         layers: in the order of their calls.
+        modules: by path the class of each module of the model.
         weight_bytes: of parameters and buffers, which each rank holds whole.
         input_bytes: by rank, of the inputs.
         differentiated: whether a backward pass was run.
@@ -114,6 +116,7 @@ class Explanation:
     inputs: tuple[str, ...]
     ranks: tuple[int, ...]
     layers: tuple[Layer, ...]
+    modules: dict[str, str]
     weight_bytes: int
     input_bytes: dict[int, int]
     differentiated: bool
@@ -170,6 +173,10 @@ def imbalance(work: dict[int, int]) -> float:
     """The largest by the mean; 1.0 where there is none."""
     total = sum(work.values())
     return max(work.values()) * len(work) / total if total else 1.0
+
+
+def _matters(share: Share) -> bool:
+    return bool(share.messages or share.collectives or share.saved_bytes or any(share.flops))
 
 
 def _elements(shape: Sequence[int]) -> int:

@@ -189,6 +189,7 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[_Run], notes: Sequenc
         inputs=tuple(map(_described, job.inputs, job.layouts, job.sizes)),
         ranks=tuple(ranks),
         layers=tuple(layers),
+        modules=classes,
         weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
         input_bytes={rank: job.held(rank) for rank in ranks},
         differentiated=bool(job.backward),
