@@ -12,7 +12,7 @@ from .operators import Arguments, operator
 from .ops.attention.sdpa import attention_method
 from .patches import install
 from .plan import Composed, LocalPlan, Plan
-from .preview import explain
+from .preview import advise, explain
 from .registry import Support, register, registered, supports, unregister
 from .replication import implicit_replication
 from .scatter import scatter_tensor
@@ -38,6 +38,7 @@ __all__ = [
     "implicit_replication",
     "set_transport",
     # look before you train
+    "advise",
     "explain",
     "visualize",
     "timeline",

@@ -17,6 +17,8 @@ import torch
 
 import shardtensor
 
+from .preview import Machine
+
 __all__ = ["main"]
 
 
@@ -47,6 +49,18 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON in place of a table")
     explain.add_argument("--html", metavar="FILE", help="write a page, too")
     explain.set_defaults(command=_explain)
+    advise = commands.add_parser(
+        "advise",
+        help="which dims to shard, in which sizes, and whether it pays",
+        description="Ways to shard a model's input over a number of ranks, by a model of the machine.",
+    )
+    _add_model(advise)
+    advise.add_argument("--ranks", required=True, type=int)
+    advise.add_argument("--dims", type=_dims, help="tensor dims to try: 2,3 (default: all that are long enough)")
+    for name, default in vars(Machine()).items():
+        option = f"--{name.replace('_', '-')}"
+        advise.add_argument(option, type=float, default=default, help=f"of the machine, in SI units ({default:g})")
+    advise.set_defaults(command=_advise)
     return parser
 
 
@@ -77,6 +91,19 @@ def _explain(options: argparse.Namespace) -> int:
     if options.html:
         found.to_html(options.html)
     return int(bool(found.refused or found.stopped))
+
+
+def _advise(options: argparse.Namespace) -> int:
+    found = shardtensor.advise(
+        _model(options.model, options.meta),
+        *_inputs(options.input, options.dtype or ["float32"]),
+        ranks=options.ranks,
+        dims=options.dims,
+        machine=Machine(**{name: getattr(options, name) for name in vars(Machine())}),
+        backward=options.backward,
+    )
+    print(found)
+    return int(found.best is None)
 
 
 def _model(name: str, meta: bool) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .advice import Advice, Choice, Machine, advise
 from .results import Explanation, Layer, Share
 
-__all__ = ["Explanation", "Layer", "Share", "explain"]
+__all__ = ["Advice", "Choice", "Explanation", "Layer", "Machine", "Share", "advise", "explain"]
 
 
 def explain(
@@ -44,7 +45,8 @@ def explain(
             that have the dims to be sharded are sharded, all others stay plain.
         mesh: how many ranks, or the shape of the mesh.
         shard: the tensor dim that is sharded, and on a mesh of several dims one for each of these (None: replicated);
-            or a list of such, one for each input (None: plain).
+            or a list of such, one for each input (None: plain). None with a mesh of 1: the model without shards, to
+            compare with.
         shard_sizes: ``{mesh_dim: (size on rank 0, ...)}``, of all sharded inputs; default:
             torch.chunk's sizes.
         backward: run a backward pass, too; with a function, of the loss that it computes of the model's result.

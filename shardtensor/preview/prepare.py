@@ -83,7 +83,9 @@ def prepared(
         layout = _layout(each, shape, value.ndim) if isinstance(value, Tensor) and each is not None else None
         layouts.append(layout)
         sizes.append({} if layout is None else _sizes(value.shape, layout, shape, given))
-    if all(layout is None for layout in layouts):
+    if shard is None and shape != (1,):
+        raise ValueError(f"shard=None is the model on one rank, without shards; mesh={mesh!r} has more")
+    if shard is not None and all(layout is None for layout in layouts):
         raise ValueError(f"shard={shard!r}: none of the inputs is a tensor that has these dims")
     devices = {t.device.type for t in inputs if isinstance(t, Tensor)} - {"meta"}
     if isinstance(model, nn.Module):

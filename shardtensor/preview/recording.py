@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from .._compat import OpOverload, tree_leaves
 from ..errors import UnsupportedSharding
@@ -29,6 +28,7 @@ from ..testing import Communication
 from ..testing._compat import TorchDispatchMode, current_node, next_node
 from ..testing.counting import call_of, communicates
 from ..testing.simulate import complete
+from .flops import flops_of
 from .substitute import substitute
 
 __all__ = ["WEIGHTS", "Recorder", "Row"]
@@ -84,10 +84,10 @@ class Recorder:
         rows: the operators' calls, in their order.
     """
 
-    def __init__(self, model: Any, values: bool) -> None:
-        """``values``: whether tensors have values."""
+    def __init__(self, model: Any, values: bool, plain: bool) -> None:
+        """``values``: whether tensors have values. ``plain``: there are no shards, so operators on others count."""
         self.rows: list[Row] = []
-        self._values = values
+        self._values, self._plain = values, plain
         self._path: list[str] = []
         self._row: Row | None = None
         self._calling = False
@@ -167,7 +167,7 @@ class Recorder:
         if next_node() > row.first_node:
             self._starts.append(row.first_node)
             self._owners.append(row)
-        if not row.is_empty:
+        if not row.is_empty or (self._plain and row.shapes):
             self.rows.append(row)
 
     def observe(
@@ -235,9 +235,9 @@ class Recorder:
     def compute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on local tensors, and count its floating-point operations."""
         result = func(*args, **kwargs)
-        counting = flop_registry.get(func.overloadpacket)
-        if counting is not None and args[0].device.type != "meta":  # where a plan looks for the result's shape
-            self.row().flops[self._phase] += int(counting(*args, **kwargs, out_val=result))
+        flops = flops_of(func, args, kwargs, result)
+        if flops:
+            self.row().flops[self._phase] += flops
         return result
 
     def _know(self, tensors: Sequence[Tensor]) -> None:

@@ -83,7 +83,8 @@ def _run(job: Job, mode: Any) -> _Run:
         for value, layout, sizes in zip(job.inputs, job.layouts, job.sizes)
     ]
     kwargs = _each_tensor(given, job.kwargs)
-    recorder = Recorder(model, values=mode is None)
+    plain = all(layout is None for layout in job.layouts)
+    recorder = Recorder(model, values=mode is None, plain=plain)
     stopped = ""
     with nullcontext() if mode is None else mode:
         try:
@@ -132,7 +133,7 @@ def _bare(mode: Any, device: str, t: Tensor) -> Tensor:
 
 def _with_values(device: str, t: Tensor) -> Tensor:
     """``t``, or in place of one on the meta device any that is like it."""
-    return torch.zeros_like(t, device=device) if t.device.type == "meta" else t
+    return torch.zeros_like(t, device=device, requires_grad=t.requires_grad) if t.device.type == "meta" else t
 
 
 class _Copying(TorchFunctionMode):

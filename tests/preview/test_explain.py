@@ -208,6 +208,15 @@ def test_messages_belong_to_the_operators_that_send_them():
     assert weights.collectives == {"all_reduce": 1}
 
 
+def test_the_model_without_shards():
+    model, x = made("conv")
+    found = shardtensor.explain(model, x, mesh=1, shard=None, backward=True)
+    assert [layer.operator for layer in found.layers if layer.shares[0].saved_bytes][:2] == ["conv2d", "batch_norm"]
+    sharded = shardtensor.explain(model, x, mesh=2, shard=2, backward=True)
+    assert found.flops(0) <= sharded.flops(0) + sharded.flops(1) < 1.2 * found.flops(0)
+    assert not any(layer.shares[0].messages or layer.shares[0].collectives for layer in found.layers)
+
+
 class Refuses(nn.Module):
     """as_strided has no distributed form."""
 
@@ -339,6 +348,7 @@ def by_rank(x):
         ({"mesh": 2, "shard": 0, "shard_sizes": {1: (5, 4)}}, ValueError, "mesh dims beyond"),
         ({"mesh": 2, "shard": 0, "ranks": [2]}, ValueError, "0 to 1"),
         ({"mesh": 2, "shard": [0, 0]}, ValueError, "2 entries"),
+        ({"mesh": 2, "shard": None}, ValueError, "one rank, without shards"),
         ({"mesh": 2, "shard": 0}, RuntimeError, "same operators: call 0 is add in the model on rank 0, sin"),
     ],
 )

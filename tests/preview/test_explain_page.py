@@ -33,7 +33,7 @@ def run_page():
 
 def test_blocks_print_what_the_page_says():
     _, printed = run_page()
-    assert len(printed) == 5
+    assert len(printed) == 6
     for found, expected in printed:
         assert found == expected
 
