@@ -5,17 +5,20 @@
 
 from . import debug, gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
 from .context import allow_gather
+from .drawing import visualize
 from .errors import LocalSizeError, LostRankError, UnsupportedSharding
 from .exchange import set_transport
 from .operators import Arguments, operator
 from .ops.attention.sdpa import attention_method
 from .patches import install
 from .plan import Composed, LocalPlan, Plan
+from .preview import advise, explain
 from .registry import Support, register, registered, supports, unregister
 from .replication import implicit_replication
 from .scatter import scatter_tensor
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
+from .timelines import timeline
 
 install()
 
@@ -34,6 +37,11 @@ __all__ = [
     "attention_method",
     "implicit_replication",
     "set_transport",
+    # look before you train
+    "advise",
+    "explain",
+    "visualize",
+    "timeline",
     # which operators there are, and new ones
     "Arguments",
     "Composed",

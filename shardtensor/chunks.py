@@ -1,4 +1,4 @@
-"""The protocol of ``torch.distributed.checkpoint``: which part of the global tensor this rank has.
+"""Which part of the global tensor this rank has: for people, and for ``torch.distributed.checkpoint``.
 
 DTensor answers with the offsets of torch.chunk. Here they come from the sizes, so a checkpoint may be written with one
 layout, mesh and world size and read with another. Source: ``torch.distributed.checkpoint.planner``.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # importing them takes long, and most programs save no checkp
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["of_rank", "write_items"]
+__all__ = ["described", "of_rank", "write_items"]
 
 
 def _own_part(spec: ShardTensorSpec) -> tuple[torch.Size, torch.Size] | None:
@@ -73,3 +73,11 @@ def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
         )
         for chunk in of_rank(tensor)
     ]
+
+
+def described(spec: ShardTensorSpec) -> str:
+    """The part that this rank has, as one would index it: ``"[:, 300:1350]"``."""
+    if spec.partial_mesh_dims():
+        return "a contribution"
+    held = {d: "{}:{}".format(*spec.interval(m)) for d, m in spec.sharded_dims().items()}
+    return f"[{', '.join(held.get(d, ':') for d in range(len(spec.shape)))}]" if held else "all of it"

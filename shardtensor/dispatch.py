@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._compat import OpOverload, is_traced, kernel, new_wide_wrapper, new_wrapper, tree_map
+from ._compat import OpOverload, goes_into_graph, kernel, new_wide_wrapper, new_wrapper, tree_map
 from .context import gather_allowed, settings
 from .copies import check_current, check_written, note_copies, represents_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
@@ -174,7 +174,7 @@ def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
                 check_current(key[0] if key else "operator", a)
             out.append(local)
             key.append(spec)
-            if type(local) is not Tensor and is_traced(local):
+            if type(local) is not Tensor and goes_into_graph(local):
                 key.append([])  # cannot be hashed: a plan may hold tensors, and those of a trace are not for others
         elif isinstance(a, Tensor):
             out.append(a)

@@ -35,7 +35,7 @@ from .failures import lost
 from .geometry import Interval, intersect
 from .headers import check_communication, debug_enabled
 from .history import calling, operator, record
-from .tracing import after_start, graph_operator, is_traced, no_ticket, ticket_for
+from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 from .waiting import wait_for, wait_for_message
 
@@ -202,7 +202,7 @@ class Exchange:
         return self._start(packed)
 
     def _start(self, packed: Tensor) -> Pending:
-        if type(packed) is not Tensor and is_traced(packed):
+        if type(packed) is not Tensor and goes_into_graph(packed):
             ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, operator())
             return _PendingInGraph((), None, ticket, self._recv_shapes, self._recv_sizes, packed)
         group = process_group(self._group_name)

@@ -30,6 +30,7 @@ __all__ = [
     "forget_history",
     "last_entries",
     "last_entry",
+    "observed",
     "operator",
     "record",
     "record_call",
@@ -43,6 +44,7 @@ _KEPT = 128  # entries, of which the first that differs is shown
 
 # The operator that runs. Communication outside of one has none: whether it is redistribution its kind says.
 _operator = ""
+_observer: Callable[[str, str], None] | None = None
 
 
 class _Log:
@@ -112,7 +114,20 @@ def set_operator(name: str) -> str:
     """Change it, and return the one from before, to be set again."""
     global _operator
     previous, _operator = _operator, name
+    if _observer is not None:
+        _observer(previous, name)
     return previous
+
+
+@contextmanager
+def observed(observer: Callable[[str, str], None]) -> Iterator[None]:
+    """Inside the block ``observer`` is told of each change of the operator that runs: the one before, and the new."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
 
 
 @contextmanager

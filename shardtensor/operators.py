@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import TensorMeta, accumulates_early, is_traced
+from ._compat import TensorMeta, accumulates_early, goes_into_graph
 from .arguments import Arguments, Operand, common_mesh, prepared_spec
 from .binding import Declaration, declaration, place_of, placed
 from .context import settings
@@ -68,7 +68,7 @@ def _describe(args: Sequence[Any], key: list[Any], tensors: list[Any]) -> None:
                 check_current(key[0].name, a)
             tensors.append(a)
             key.append(a._spec)
-            if type(a._local_tensor) is not Tensor and is_traced(a._local_tensor):
+            if type(a._local_tensor) is not Tensor and goes_into_graph(a._local_tensor):
                 key.append([])  # see _localize
         elif isinstance(a, Tensor):
             tensors.append(a)
@@ -284,7 +284,7 @@ def _may_wait(t: Any) -> bool:
 
     To a tracer all parameters are views of what it was given; what becomes of gradients follows after its graph.
     """
-    return is_traced(t) or (t.is_leaf and not t._post_accumulate_grad_hooks)
+    return goes_into_graph(t) or (t.is_leaf and not t._post_accumulate_grad_hooks)
 
 
 def _is_sharded(t: Any) -> bool:

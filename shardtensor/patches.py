@@ -15,7 +15,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,23 @@ from .plain_tensors import explain
 from .replication import note_result
 from .tensor import ShardTensor, call_registered
 
-__all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
+__all__ = ["PATCHES", "Observer", "Patch", "install", "installed", "observed", "uninstall"]
+
+
+# function, args, kwargs, and what carries the call out -> its result
+Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+_observer: Observer | None = None
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Inside the block ``observer`` sees the calls of patched functions on ShardTensors, which modes do not see."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +110,13 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
         operands = _operands(args) or _operands(kwargs.values())
         if not operands:
             return wrapped(*args, **kwargs)
+        if _observer is not None:
+            return _observer(wrapped, args, kwargs, lambda: self._on_shards(wrapped, operands, args, kwargs))
+        return self._on_shards(wrapped, operands, args, kwargs)
+
+    def _on_shards(
+        self, wrapped: Callable[..., Any], operands: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         try:
             result = call_registered(wrapped, args, kwargs)
         except Exception as error:

@@ -36,7 +36,7 @@ from .history import calling, operator, record, set_operator
 from .layout import AxisLayout, wide_dtype
 from .spec import ShardTensorSpec
 from .strides import cat_like
-from .tracing import graph_operator, is_traced, no_ticket, ticket_for
+from .tracing import goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 from .waiting import wait_for
 
@@ -185,7 +185,7 @@ def start_all_reduce(
     """
     if group.size() == 1:
         return lambda: local if overwrite else local.clone()
-    if is_traced(local):
+    if goes_into_graph(local):
         ticket = _all_reduce(local, op, group.group_name, operator())
         return lambda: wait_in_graph(ticket, local, local.shape, None)
     record(group.group_name, "all-reduce", local.dtype, local.numel())
@@ -232,7 +232,7 @@ def start_sums(
         overwrite: they are not used elsewhere, so that they may become the sums.
     """
     dtype = tensors[0].dtype
-    if dtype not in _SUMMABLE or group.size() == 1 or is_traced(tensors[0]):
+    if dtype not in _SUMMABLE or group.size() == 1 or goes_into_graph(tensors[0]):
         finish = start_all_reduce(torch.cat([t.detach().reshape(-1) for t in tensors]), group, overwrite=True)
 
         def split() -> list[Tensor]:
@@ -300,7 +300,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = group.size()
     if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
-    if is_traced(local):
+    if goes_into_graph(local):
         return _all_gather(local, ranks, group.group_name, operator())
     record(group.group_name, "all-gather", local.dtype, local.numel())
     if debug_enabled():

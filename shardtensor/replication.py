@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from ._compat import current_mesh, not_in_graphs, same_memory, tracing
+from ._compat import current_mesh, is_traced, not_in_graphs, same_memory, tracing
 from .open_layouts import leave_open
 from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
@@ -115,9 +115,9 @@ class _Mode(TorchFunctionMode):
         return func in _FACTORIES or (func in _FROM_NUMBERS and isinstance(given, _NUMBERS))
 
     def _may_be_replicated(self, t: Any) -> bool:
-        if type(t) is not Tensor or t.requires_grad or t.layout is not torch.strided or tracing():
+        if not (type(t) is Tensor or is_traced(t)) or t.requires_grad or t.layout is not torch.strided or tracing():
             return False
-        return t.device.type == self.mesh.device_type
+        return bool(t.device.type == self.mesh.device_type)
 
 
 _entered = threading.local()

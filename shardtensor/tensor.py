@@ -250,7 +250,8 @@ class ShardTensor(DTensor):
         return dispatch.run_operator(cls, func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"{self._spec}, rank {self._spec.coordinate} holds\n{self._local_tensor}"
+        spec = self._spec
+        return f"{spec}, rank {spec.coordinate} holds {chunks.described(spec)}\n{self._local_tensor}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import get_current_meta
 
-from ._compat import OpOverload, has_ordered_effects, is_traced, no_frames_of
+from ._compat import OpOverload, goes_into_graph, has_ordered_effects, is_traced, no_frames_of
 from .errors import UnsupportedSharding
 
-__all__ = ["after_start", "graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
+__all__ = ["after_start", "goes_into_graph", "graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
 
 Result = TypeVar("Result")
 

@@ -10,18 +10,34 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .failures import check_raised, lost
 
-__all__ = ["wait_for", "wait_for_message"]
+__all__ = ["observed", "wait_for", "wait_for_message"]
 
 # Seconds. Longer than a kernel that one rank computes and another one does not: beyond that ranks differ in their load.
 POLLING = 0.01
 # Seconds after which to look for the first time whether another rank has raised.
 LOOKING = 1.0
+
+_observer: Callable[[dist.ProcessGroup], AbstractContextManager[None]] | None = None
+
+
+@contextmanager
+def observed(observer: Callable[[dist.ProcessGroup], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside the block ranks wait inside the context that ``observer`` makes for the group."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
 
 _give_way = os.sched_yield if hasattr(os, "sched_yield") else lambda: time.sleep(0)
 
@@ -37,6 +53,14 @@ def wait_for(work: dist.Work, result: Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         LostRankError: it has failed, or its timeout is over. See [Note: failures] in failures.py.
     """
+    if _observer is not None:
+        with _observer(group):
+            _wait(work, result, group)
+    else:
+        _wait(work, result, group)
+
+
+def _wait(work: dist.Work, result: Tensor, group: dist.ProcessGroup) -> None:
     if result.is_cpu and type(work) is dist.Work:  # other classes, of groups for tests, may never be complete
         is_completed, now = work.is_completed, time.perf_counter
         start = now()
@@ -45,11 +69,19 @@ def wait_for(work: dist.Work, result: Tensor, group: dist.ProcessGroup) -> None:
             _give_way()
         if not is_completed():
             _wait_long(work, start, group)
-    wait_for_message(work, group)
+    _wait_asleep(work, group)
 
 
 def wait_for_message(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Wait for a message between two ranks of ``group``; what is raised is that of :func:`wait_for`."""
+    if _observer is not None:
+        with _observer(group):
+            _wait_asleep(work, group)
+    else:
+        _wait_asleep(work, group)
+
+
+def _wait_asleep(work: dist.Work, group: dist.ProcessGroup) -> None:
     try:
         work.wait()
     except RuntimeError as error:

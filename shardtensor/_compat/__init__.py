@@ -15,7 +15,8 @@ import torch
 import wrapt
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -25,7 +26,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSch
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     KeyEntry,
@@ -41,6 +42,8 @@ from torch.utils._pytree import (
 # What torch.autograd.backward does before it calls the engine, and how it calls it.
 gradient_seeds = torch.autograd._make_grads
 run_engine = torch.autograd.graph._engine_run_backward
+# What operators raise whose result or its shape follows from values, on tensors that have none.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -50,10 +53,12 @@ __all__ = [
     "DTensorSpec",
     "DisableTorchFunction",
     "KeyEntry",
+    "NEEDS_VALUES",
     "OpOverload",
     "OpOverloadPacket",
     "PyTree",
     "TensorMeta",
+    "TorchDispatchMode",
     "acceptable_placements",
     "accumulates_early",
     "after_backward",
@@ -69,6 +74,7 @@ __all__ = [
     "flex_attention_checks_operands",
     "forget_fully_sharded",
     "gradient_seeds",
+    "goes_into_graph",
     "has_ordered_effects",
     "is_capturing",
     "is_lazy",
@@ -98,6 +104,7 @@ __all__ = [
     "uncached",
     "unflattened",
     "untraced",
+    "without_values",
     "without_zero_tensor",
 ]
 
@@ -295,9 +302,35 @@ def claim_dispatch(cls: type) -> None:
     GenericTorchDispatchRuleHolder.find = find_or_claimed  # type: ignore[method-assign]
 
 
+_previews = False
+
+
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has no data, because torch.compile (or another tracer) records what is done to it."""
+    """Whether ``tensor`` has no data: torch.compile (or another tracer) records what is done to it, or it is a preview.
+
+    What is decided from values must be decided otherwise then. See :func:`goes_into_graph` for communication.
+    """
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def goes_into_graph(tensor: torch.Tensor) -> bool:
+    """Whether what is done to ``tensor`` is recorded for a graph, so that communication must be operators of that."""
+    return is_traced(tensor) and not _previews
+
+
+@contextmanager
+def without_values() -> Iterator[Any]:
+    """Inside the block tensors have shapes, dtypes and strides, and no memory; the program runs as it does eagerly.
+
+    Yields the mode in which tensors are made without values, which the block enters where it wants them. Plain tensors
+    with values may meet them. What needs values raises one of :data:`NEEDS_VALUES`.
+    """
+    global _previews
+    before, _previews = _previews, True
+    try:
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+    finally:
+        _previews = before
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -337,13 +370,13 @@ def unflattened(inner: dict[str, Any], context: tuple[Any, ...]) -> tuple[Any, A
 
 def tracing() -> bool:
     """Whether torch.compile (or another tracer) is tracing in this thread."""
-    return detect_fake_mode() is not None
+    return not _previews and detect_fake_mode() is not None
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
     """Run code outside of the trace: tensors made here have data. It must not use values of traced tensors."""
-    if tracing():
+    if detect_fake_mode() is not None:
         with _disable_current_modes():
             yield
     else:

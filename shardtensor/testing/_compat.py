@@ -19,9 +19,11 @@ __all__ = [
     "Kernel",
     "TorchDispatchMode",
     "clear_dtensor_caches",
+    "current_node",
     "disable_dispatch_modes",
     "group_of",
     "init_fake_process_group",
+    "next_node",
     "put_in_front",
     "tree_flatten",
     "tree_leaves",
@@ -58,6 +60,20 @@ def clear_dtensor_caches() -> None:
     propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     if hasattr(propagate, "cache_clear"):
         propagate.cache_clear()  # type: ignore[no-untyped-call]
+
+
+def next_node() -> int:
+    """The number that the next node of autograd's graph made in this thread will have; above 0."""
+    while not torch._C._autograd._get_sequence_nr():
+        torch.empty(0, requires_grad=True).view_as(torch.empty(0))
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def current_node() -> int:
+    """The number of the node whose backward runs in this thread; -1 outside of backward passes."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
 
 
 def put_in_front(

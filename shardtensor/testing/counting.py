@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -65,6 +65,9 @@ class Communication:
     received_from: Counter[int] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
     collective_bytes: int = 0
+
+    def __add__(self, other: Communication) -> Communication:
+        return Communication(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def sent(self, group: dist.ProcessGroup, peer: int, size: int) -> None:
         """Add a message of ``size`` bytes to rank ``peer`` of ``group``."""
@@ -156,12 +159,22 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The subclass comes first: only what it does to its local tensors is communication.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional"):
-            # Only trailing defaults are left out of a call. What is read here has none, but may be given by name.
-            named = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
-            ordered = [named[a.name] for a in func._schema.arguments if a.name in named]
-            self.counted.add(func.namespace, func._schema.name.split("::")[1], ordered)
+        if communicates(func):
+            self.counted.add(*call_of(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def communicates(func: OpOverload) -> bool:
+    """Whether it is one of c10d's operators, or a functional one."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+def call_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, str, list[Any]]:
+    """A call of such an operator, as :meth:`Communication.add` takes it."""
+    # Only trailing defaults are left out of a call. What is read here has none, but may be given by name.
+    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
+    ordered = [named[a.name] for a in func._schema.arguments if a.name in named]
+    return func.namespace, func._schema.name.split("::")[1], ordered
 
 
 def _bytes(tensors: Tensor | Sequence[Any]) -> int:

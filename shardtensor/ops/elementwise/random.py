@@ -35,7 +35,7 @@ from ...planning import AtenCall, AtenPlan, meta_of
 from ...registry import DECLINED, RULES, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
-from ...tracing import graph_operator, is_traced
+from ...tracing import goes_into_graph, graph_operator, is_traced
 from ..common.alignment import free_dims
 from ..common.reduce import mesh_dims_of, reduce_over
 from ..shape.view import carry
@@ -87,7 +87,7 @@ def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
     """A number from the generator that the caller would have used, equal on all ranks of the mesh."""
     source = _given.device if _given is not None else torch.device("cpu")
     number = torch.randint(2**62, (), generator=_given, device=source)
-    if is_traced(number):
+    if goes_into_graph(number):
         raise refuse(
             "random numbers",
             spec,
@@ -95,7 +95,7 @@ def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
             "parameters, but not these",
             "call this operator outside of the compiled function",
         )
-    drawn = int(number)
+    drawn = 0 if is_traced(number) else int(number)
     if debug_enabled():
         _check_agreement(drawn, spec, device)
     return drawn
@@ -176,7 +176,7 @@ def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[
 
 def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
     """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
-    if is_traced(x) and is_sharded(spec) and _given is None:
+    if goes_into_graph(x) and is_sharded(spec) and _given is None:
         return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
     filled: Tensor = getattr(x, how)(*parameters, generator=_own_generator(spec, x.device))
     return filled
@@ -215,7 +215,7 @@ def plan_draw(call: AtenCall) -> AtenPlan:
     numbers = name.endswith("_") and name != "random_" and all(isinstance(a, (int, float)) for a in call.args[1:at])
 
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
-        if numbers and is_traced(args[0]):
+        if numbers and goes_into_graph(args[0]):
             return drawn_into(args[0], name, *args[1:at], spec=out)
         device = next(a.device for a in args if isinstance(a, Tensor))
         return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})

@@ -1,0 +1,81 @@
+"""Look before you train: what a model would do on the ranks of a mesh, worked out in one process without a cluster.
+
+``explain`` runs the model once as each rank, on tensors without values, with the machinery that a real run has; so its
+counts are those of a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .advice import Advice, Choice, Machine, advise
+from .results import Explanation, Layer, Share
+
+__all__ = ["Advice", "Choice", "Explanation", "Layer", "Machine", "Share", "advise", "explain"]
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    mesh: int | Sequence[int],
+    shard: Any,
+    shard_sizes: Mapping[int, Sequence[int]] | None = None,
+    backward: bool | Callable[[Any], Tensor] = False,
+    ranks: Sequence[int] | None = None,
+    values: bool | None = None,
+    implicit_replication: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """What a model would do on the ranks of a mesh, layer by layer, without a cluster and without its memory.
+
+    For every operator and every rank: the shape of its result, messages and bytes, what is kept for the backward pass,
+    floating-point operations, and what is refused, with the remedy. The model runs once as each rank, one after the
+    other, on tensors without values; what is communicated is counted and not sent. A refused operator is replaced by
+    a result of the right shape, and the run goes on.
+
+    The model is copied and stays as it is. It may be on the meta device, and larger than memory. Where it reads values
+    (``x.item()``, ``if x.sum() > 0``), it is run with values instead, which takes the memory of one rank.
+
+    Args:
+        model: a module, or a function of the inputs.
+        inputs: its arguments as on one device. Tensors may be on the meta device: their values are not used. Those
+            that have the dims to be sharded are sharded, all others stay plain.
+        mesh: how many ranks, or the shape of the mesh.
+        shard: the tensor dim that is sharded, and on a mesh of several dims one for each of these (None: replicated);
+            or a list of such, one for each input (None: plain). None with a mesh of 1: the model without shards, to
+            compare with.
+        shard_sizes: ``{mesh_dim: (size on rank 0, ...)}``, of all sharded inputs; default:
+            torch.chunk's sizes.
+        backward: run a backward pass, too; with a function, of the loss that it computes of the model's result.
+            Otherwise each result gets a gradient of its own layout, which costs no communication.
+        ranks: those to run. Default: all of up to 8 ranks; of more, the first, the middle one, the last, and those
+            with the largest and the smallest shard.
+        values: whether tensors have values. None: if the model needs them.
+        implicit_replication: run the model inside :func:`shardtensor.implicit_replication`.
+        kwargs: keyword arguments of the model; tensors among them stay plain.
+
+    Raises:
+        RuntimeError: a process group runs in this process; ranks would not call the same operators.
+        ValueError, TypeError: no tensor has the dims to be sharded; sizes, ranks or dims that do not fit.
+
+    Example:
+        >>> import torch, shardtensor
+        >>> model = torch.nn.Conv2d(3, 8, 3, padding=1)
+        >>> found = shardtensor.explain(model, torch.empty(1, 3, 1350, 2700, device="meta"), mesh=4, shard=2)
+        >>> found.communication(1).messages, found.communication(1).bytes_sent  # two rows of 2700 pixels, 3 channels
+        (2, 64800)
+        >>> found.layers[0].shares[3].outputs
+        ((1, 8, 336, 2700),)
+    """
+    from .prepare import prepared, sample_of
+    from .run import explained
+
+    job = prepared(model, inputs, kwargs or {}, mesh, shard, shard_sizes, backward, implicit_replication)
+    if ranks is not None:
+        ranks = sorted(set(ranks))
+        if not ranks or not all(0 <= rank < job.world_size for rank in ranks):
+            raise ValueError(f"ranks={ranks}: some of 0 to {job.world_size - 1}")
+    return explained(job, sample_of(job) if ranks is None else tuple(ranks), values)

@@ -1,0 +1,399 @@
+"""A preview's counts are those of a real run, to the byte, on every rank and in both passes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import shardtensor
+from shardtensor import ShardTensor, caches
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+ROOT = Path(__file__).parents[2]
+
+
+class ConvNet(nn.Module):
+    """Strides, a skip connection, norms over the shards, and a pooled head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 5, padding=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.down = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.stem(x)))
+        y = self.up(F.max_pool2d(self.down(x), 3, 1, 1))
+        return self.head((x + y[..., : x.shape[2], : x.shape[3]]).mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """Patches, attention over all of them, an MLP with dropout, and a mean over tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 4, stride=4)
+        self.norm, self.attention = nn.LayerNorm(32), nn.MultiheadAttention(32, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
+
+    def forward(self, x):
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        own = self.norm(tokens)
+        tokens = tokens + self.attention(own, own, own, need_weights=False)[0]
+        return (tokens + self.mlp(tokens)).mean(1)
+
+
+def globe():
+    sys.path.insert(0, str(ROOT / "examples" / "globe"))
+    from model import UNet
+
+    return UNet(width=4, depth=3)
+
+
+MODELS = {
+    "conv": (ConvNet, (2, 3, 33, 20)),
+    "transformer": (Transformer, (2, 3, 32, 24)),
+    "globe": (globe, (1, 3, 45, 90)),
+}
+SIZES = {
+    "conv": [(17, 16), (0, 33), (20, 1, 12)],
+    "transformer": [(8, 24), (12, 8, 12)],
+    "globe": [(10, 35), (15, 15, 15)],
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    return make(), torch.randn(shape)
+
+
+def count(model, x):
+    """What this rank communicates in both passes, with a gradient that costs nothing, in a program that did no more."""
+    with count_communication() as forward:
+        y = model(x)
+    with count_communication() as backward:
+        torch.autograd.backward([y], [torch.ones_like(y)])
+    return forward, backward
+
+
+def count_rows(name, sizes):
+    caches.forget()
+    model, x = made(name)
+    return count(model, shard(x, shared_mesh(len(sizes)), [Shard(2)], {0: sizes}))
+
+
+def both_passes(found):
+    return [tuple(found.communication(rank, phase) for phase in ("forward", "backward")) for rank in found.ranks]
+
+
+@pytest.mark.parametrize("name, sizes", [(name, sizes) for name in MODELS for sizes in SIZES[name]], ids=str)
+def test_counts_are_those_of_a_real_run(name, sizes):
+    model, x = made(name)
+    found = shardtensor.explain(model, x, mesh=len(sizes), shard=2, shard_sizes={0: sizes}, backward=True)
+    assert both_passes(found) == run_distributed(count_rows, len(sizes), name, sizes)
+    assert not found.refused and not found.stopped and not found.notes
+
+
+def count_tiles(name, shape, dims):
+    caches.forget()
+    model, x = made(name)
+    return count(model, shard(x, shared_mesh(shape), [Shard(d) for d in dims]))
+
+
+def test_counts_on_a_mesh_of_two_dims():
+    model, x = made("globe")
+    found = shardtensor.explain(model, x, mesh=(2, 2), shard=(2, 3), backward=True)
+    assert both_passes(found) == run_distributed(count_tiles, 4, "globe", (2, 2), (2, 3))
+
+
+def test_values_give_the_same():
+    model, x = made("conv")
+    options = {"mesh": 3, "shard": 2, "shard_sizes": {0: (20, 1, 12)}, "backward": True}
+    with_values, without = (shardtensor.explain(model, x, values=values, **options) for values in (True, False))
+    assert with_values.layers == without.layers
+
+
+def count_loss(sizes):
+    caches.forget()
+    model, x = made("conv")
+    x = shard(x, shared_mesh(len(sizes)), [Shard(2)], {0: sizes})
+    with count_communication() as forward:
+        loss = model(x).square().mean()
+    with count_communication() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def test_a_loss_is_part_of_both_passes():
+    model, x = made("conv")
+    found = shardtensor.explain(
+        model, x, mesh=2, shard=2, shard_sizes={0: (5, 28)}, backward=lambda y: y.square().mean()
+    )
+    assert both_passes(found) == run_distributed(count_loss, 2, (5, 28))
+    assert [layer.path for layer in found.layers if layer.operator == "square"] == ["(loss)"]
+
+
+def outputs(sizes):
+    model, x = made("globe")
+    shapes = []
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(lambda m, a, y: shapes.append(tuple(y.to_local().shape)))
+    model(shard(x, shared_mesh(len(sizes)), [Shard(2)], {0: sizes}))
+    return shapes
+
+
+def test_results_have_the_sizes_of_a_real_run_and_belong_to_their_modules():
+    model, x = made("globe")
+    sizes = (7, 30, 8)
+    found = shardtensor.explain(model, x, mesh=3, shard=2, shard_sizes={0: sizes})
+    leaves = {path: type(m).__name__ for path, m in model.named_modules() if path and not list(m.children())}
+    layers = [layer for layer in found.layers if layer.path in leaves]
+    assert len(layers) == len(leaves) and all(layer.module == leaves[layer.path] for layer in layers)
+    shown = [[layer.shares[rank].outputs[0] for layer in layers] for rank in found.ranks]
+    assert shown == run_distributed(outputs, 3, sizes)
+
+
+def saved(sizes):
+    """Bytes that autograd keeps of activations, each memory once."""
+    model, x = made("globe")
+    x = shard(x, shared_mesh(len(sizes)), [Shard(2)], {0: sizes})
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x.to_local())}
+    kept, total = [], 0
+
+    def pack(t):
+        nonlocal total
+        local = t.to_local() if isinstance(t, ShardTensor) else t
+        if local.untyped_storage().data_ptr() not in known:
+            known.add(local.untyped_storage().data_ptr())
+            total += local.untyped_storage().nbytes()
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    assert y.requires_grad
+    return total
+
+
+def test_memory_is_that_of_a_real_run():
+    model, x = made("globe")
+    found = shardtensor.explain(model, x, mesh=2, shard=2, shard_sizes={0: (10, 35)})
+    assert [found.total(rank, "saved_bytes") for rank in found.ranks] == run_distributed(saved, 2, (10, 35))
+    assert found.total(1, "saved_bytes") > 2 * found.total(0, "saved_bytes")
+
+
+def test_messages_belong_to_the_operators_that_send_them():
+    """In both passes, and the sums of weights' gradients to none of them."""
+    model, x = made("conv")
+    found = shardtensor.explain(model, x, mesh=3, shard=2, backward=True)
+    middle = {(layer.path, layer.operator): layer.shares[1] for layer in found.layers}
+    row = 2 * 3 * 20 * 4  # bytes: a batch of 2, 3 channels, 20 columns
+    assert middle["stem", "conv2d"].forward.messages == 2 and middle["stem", "conv2d"].forward.bytes_sent == 2 * 2 * row
+    assert middle["stem", "conv2d"].backward.messages == 0  # the input needs no gradient
+    assert middle["down", "conv2d"].backward.received_messages == 2  # a stride of 2 reads beyond one end only
+    assert middle["", "relu"].messages == 0
+    weights = middle["", "gradients of weights"].backward
+    assert weights.collectives == {"all_reduce": 1}
+
+
+def test_the_model_without_shards():
+    model, x = made("conv")
+    found = shardtensor.explain(model, x, mesh=1, shard=None, backward=True)
+    assert [layer.operator for layer in found.layers if layer.shares[0].saved_bytes][:2] == ["batch_norm", "relu"]
+    sharded = shardtensor.explain(model, x, mesh=2, shard=2, backward=True)
+    assert found.flops(0) <= sharded.flops(0) + sharded.flops(1) < 1.2 * found.flops(0)
+    assert not any(layer.shares[0].messages or layer.shares[0].collectives for layer in found.layers)
+
+
+class Refuses(nn.Module):
+    """as_strided has no distributed form."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = self.before(x)
+        return self.after(torch.as_strided(x, x.shape, (4 * 16 * 8, 16 * 8, 8, 1)))
+
+
+def refusing():
+    x = shard(torch.randn(1, 3, 16, 8), shared_mesh(2), [Shard(2)], {0: (10, 6)})
+    Refuses()(x)
+
+
+def test_a_refusal_is_recorded_and_the_run_goes_on():
+    found = shardtensor.explain(
+        Refuses(), torch.empty(1, 3, 16, 8), mesh=2, shard=2, shard_sizes={0: (10, 6)}, backward=True
+    )
+    (refused,) = found.refused
+    (error, _) = run_expecting_errors(refusing, 2)
+    assert refused.operator == "as_strided" and refused.refused == str(error) and "Remedy" in refused.refused
+    after = next(layer for layer in found.layers if layer.path == "after")
+    assert after.layout == "S(2)[10, 6]" and after.shares[0].forward.messages == 1
+    assert after.shares[0].backward.messages == 1
+    assert "REFUSED" in str(found) and refused.refused in str(found)
+
+
+def test_a_refusal_outside_of_operators_ends_the_run():
+    def model(x):
+        x.add(1)
+        raise shardtensor.UnsupportedSharding("by the model. Remedy: none")
+
+    found = shardtensor.explain(model, torch.empty(4, 4), mesh=2, shard=0)
+    assert found.stopped == "by the model. Remedy: none" and "ended early" in str(found)
+    assert [layer.operator for layer in found.layers] == ["add"]
+
+
+def test_a_model_larger_than_memory():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 2**14, 3, padding=1), nn.Conv2d(2**14, 2**16, 3, padding=1))
+    found = shardtensor.explain(model, torch.empty(1, 3, 8192, 8192, device="meta"), mesh=64, shard=2)
+    assert found.ranks == (0, 32, 63) and "64 ranks" in found.notes[0]
+    assert found.layers[1].shares[32].forward.bytes_sent == 2 * 2**14 * 8192 * 4
+    assert found.weight_bytes > 2**35
+
+
+def test_a_model_that_reads_values_is_run_with_them():
+    def model(x):
+        return x * 2 if x.to_local().sum() > -1 else x
+
+    x = torch.rand(5, 4)
+    found = shardtensor.explain(model, x, mesh=2, shard=0)
+    assert "reads values" in found.notes[0]
+    assert [layer.operator for layer in found.layers if layer.layout] == ["mul"]
+    with pytest.raises(RuntimeError):
+        shardtensor.explain(model, x, mesh=2, shard=0, values=False)
+
+
+def test_large_worlds_are_sampled():
+    conv = nn.Conv1d(2, 2, 3, padding=1)
+    sizes = [3] * 12
+    sizes[4], sizes[9] = 9, 1
+    found = shardtensor.explain(conv, torch.empty(1, 2, sum(sizes)), mesh=12, shard=2, shard_sizes={0: sizes})
+    assert found.ranks == (0, 4, 6, 9, 11)
+    everyone = shardtensor.explain(
+        conv, torch.empty(1, 2, sum(sizes)), mesh=12, shard=2, shard_sizes={0: sizes}, ranks=range(12)
+    )
+    assert len(everyone.ranks) == 12 and not everyone.notes
+    assert everyone.layers[0].imbalance == pytest.approx(9 * 12 / sum(sizes), rel=0.2)
+
+
+def test_the_model_and_its_inputs_stay_as_they_are():
+    model, x = made("conv")
+    x.requires_grad_()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    shardtensor.explain(model, x, mesh=2, shard=2, backward=True, values=True)
+    shardtensor.explain(model, x, mesh=2, shard=2, backward=True)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert x.grad is None and all(p.grad is None for p in model.parameters())
+    assert not model.stem._forward_hooks and not model.stem._forward_pre_hooks
+    assert torch.isfinite(model(x)).all()
+
+
+def two_inputs(x, mask, scale):
+    return x * mask * scale
+
+
+def test_inputs_are_sharded_where_they_have_the_dims():
+    x, mask, scale = torch.empty(2, 9, 4), torch.empty(9, 4), torch.empty(4)
+    found = shardtensor.explain(two_inputs, x, mask, scale, mesh=2, shard=[1, 0, None])
+    assert found.inputs == (
+        "(2, 9, 4) float32, dim 1 as [5, 4]",
+        "(9, 4) float32, dim 0 as [5, 4]",
+        "(4,) float32, plain",
+    )
+    assert found.layers[-1].shares[0].outputs == ((2, 5, 4),) and not found.communication(0).messages
+    assert found.input_bytes == {0: (40 + 20 + 4) * 4, 1: (32 + 16 + 4) * 4}
+
+
+class Writes(nn.Module):
+    def forward(self, x):
+        y = torch.zeros(x.shape)
+        y[:] = x
+        return y
+
+
+def test_implicit_replication():
+    x = torch.empty(6, 4)
+    assert shardtensor.explain(Writes(), x, mesh=2, shard=0).refused
+    found = shardtensor.explain(Writes(), x, mesh=2, shard=0, implicit_replication=True)
+    assert not found.refused and found.layers[-1].operator == "__setitem__"
+
+
+def by_rank(x):
+    return x + 1 if x.to_local().shape[0] == 5 else x.sin()
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"mesh": 2, "shard": 3}, ValueError, "none of the inputs"),
+        ({"mesh": (2, 2), "shard": 0}, ValueError, "2 dims"),
+        ({"mesh": 0, "shard": 0}, ValueError, "mesh=0"),
+        ({"mesh": 2, "shard": "0"}, TypeError, "tensor dim"),
+        ({"mesh": 2, "shard": 0, "shard_sizes": {0: (4, 4)}}, ValueError, "length of 9"),
+        ({"mesh": 2, "shard": 0, "shard_sizes": {1: (5, 4)}}, ValueError, "mesh dims beyond"),
+        ({"mesh": 2, "shard": 0, "ranks": [2]}, ValueError, "0 to 1"),
+        ({"mesh": 2, "shard": [0, 0]}, ValueError, "2 entries"),
+        ({"mesh": 2, "shard": None}, ValueError, "one rank, without shards"),
+        ({"mesh": 2, "shard": 0}, RuntimeError, "same operators: call 0 is add in the model on rank 0, sin"),
+    ],
+)
+def test_errors_say_what_to_do(options, error, text):
+    with pytest.raises(error, match=text):
+        shardtensor.explain(by_rank, torch.empty(9, 4), **options)
+
+
+def inside():
+    return shardtensor.explain(nn.ReLU(), torch.empty(4), mesh=2, shard=0)
+
+
+def test_a_running_process_group_is_refused():
+    for error in run_expecting_errors(inside, 2):
+        assert isinstance(error, RuntimeError) and "gloo group already" in str(error)
+
+
+def test_json_has_all_of_it():
+    model, x = made("conv")
+    found = shardtensor.explain(model, x, mesh=2, shard=2, backward=True)
+    loaded = json.loads(json.dumps(found.to_dict()))
+    assert [layer["operator"] for layer in loaded["layers"]] == [layer.operator for layer in found.layers]
+    assert loaded["totals"]["1"]["forward"]["bytes_sent"] == found.communication(1).bytes_sent
+    assert loaded["layers"][0]["shares"]["0"]["outputs"] == [[2, 8, 17, 20]]
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "shardtensor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
+
+
+def test_the_command_prints_a_table_and_writes_a_page(tmp_path):
+    page = tmp_path / "page.html"
+    options = ["--input", "1x3x33x20", "--mesh", "2", "--shard", "2", "--sizes", "20+13", "--backward"]
+    done = run("explain", "test_explain:ConvNet", *options, "--html", str(page))
+    assert done.returncode == 0, done.stderr
+    found = shardtensor.explain(
+        ConvNet(), torch.empty(1, 3, 33, 20), mesh=2, shard=2, shard_sizes={0: (20, 13)}, backward=True
+    )
+    assert done.stdout.strip() == str(found).strip()
+    assert page.read_text() == found.to_html()
+
+
+def test_the_command_fails_where_something_is_refused():
+    options = ["--input", "1x3x16x8", "--mesh", "2", "--shard", "2", "--meta", "--json"]
+    done = run("explain", "test_explain:Refuses", *options)
+    assert done.returncode == 1
+    assert [bool(layer["refused"]) for layer in json.loads(done.stdout)["layers"]] == [False, True, False]
