@@ -9,6 +9,7 @@
 # make globe ARGS=--uneven       the same with bands of different heights
 # make bench                     all benchmarks; writes benchmarks/results and docs/performance.md (12 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
+# make docs                      the documentation as a site; open docs/_build/index.html
 # make lint | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
@@ -21,7 +22,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep endurance globe bench lint clean
+.PHONY: test test-torch networks sweep endurance globe bench docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -45,6 +46,10 @@ globe: $(VENV)/.installed-examples
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks $(or $(ARGS),--write)
 
+# Warnings, such as links that lead nowhere, are errors.
+docs: $(VENV)/.installed-docs
+	$(VENV)/bin/python -m sphinx -W --keep-going -q $(ARGS) docs docs/_build
+
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check shardtensor
@@ -65,6 +70,10 @@ $(VENV)/.installed-examples: $(PINNED) | $(VENV)/bin/python
 
 $(VENV)/.installed-bench: $(PINNED) | $(VENV)/.installed-test
 	$(PIP) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(PINNED) | $(VENV)/bin/python
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
@@ -88,4 +97,4 @@ test-torch:
 	.venv-$(TORCH)/bin/python -m pytest $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
