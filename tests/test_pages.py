@@ -47,7 +47,7 @@ def test_quickstart_by_torchrun(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(shown.text.splitlines())
+    assert sorted(done.stdout.split()) == sorted(shown.text.split())  # by words: two processes write to one pipe
 
 
 def test_blocks_are_told_apart():
