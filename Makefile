@@ -11,6 +11,7 @@
 # make vae                       pipelines of diffusers on two processes, vae.png, and a table of all AutoencoderKL*
 # make bench                     all benchmarks; writes benchmarks/results and docs/performance.md (12 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
+# make docs                      the documentation as a site; open docs/_build/index.html
 # make lint | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
@@ -23,7 +24,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep endurance globe brain vae bench lint clean
+.PHONY: test test-torch networks sweep endurance globe brain vae bench docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -54,6 +55,10 @@ vae: $(VENV)/.installed-vae
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks $(or $(ARGS),--write)
 
+# Warnings, such as links that lead nowhere, are errors.
+docs: $(VENV)/.installed-docs
+	$(VENV)/bin/python -m sphinx -W --keep-going -q $(ARGS) docs docs/_build
+
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check shardtensor
@@ -74,6 +79,10 @@ $(VENV)/.installed-examples $(VENV)/.installed-brain $(VENV)/.installed-vae: $(P
 
 $(VENV)/.installed-bench: $(PINNED) | $(VENV)/.installed-test
 	$(PIP) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(PINNED) | $(VENV)/bin/python
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
@@ -97,4 +106,4 @@ test-torch:
 	.venv-$(TORCH)/bin/python -m pytest $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

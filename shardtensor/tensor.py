@@ -54,8 +54,10 @@ __all__ = [
 class ShardTensor(DTensor):
     """A tensor cut over a device mesh into shards of any sizes, which acts like the whole tensor.
 
-    Create one by :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`. Operators called on
-    it give what one device would give, or raise :class:`shardtensor.UnsupportedSharding` on every rank.
+    Create one by :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`; see how it is sharded
+    by :attr:`shard_sizes`, ``placements`` and ``device_mesh``; convert it by :meth:`to_local`, :meth:`full_tensor` and
+    :meth:`redistribute`. Operators called on it give what one device would give, or raise
+    :class:`shardtensor.UnsupportedSharding` on every rank.
 
     Example (``torchrun --nproc-per-node 2``)::
 
@@ -68,10 +70,9 @@ class ShardTensor(DTensor):
 
     _local_tensor: Tensor
     _spec: ShardTensorSpec
-    # See copies.py.
+    # See copies.py; the last one: open_layouts.py.
     _copied: Any = ()
     _viewed: Any = None
-    # See open_layouts.py.
     _open: Any = None
 
     # -- construction and conversion ----------------------------------------------------------------------

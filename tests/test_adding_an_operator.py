@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import re
-import runpy
-import tempfile
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from pages import Page, run
 
 import shardtensor
 from shardtensor import UnsupportedSharding, registry
 from shardtensor.testing import run_distributed
 
-GUIDE = Path(__file__).parent.parent / "docs" / "adding-an-operator.md"
-
-
-@cache
-def run_guide():
-    """Everything that the page's blocks define, in their order, and the two entries; once per process."""
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.S)
-    assert len(blocks) == 4
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write("\n".join(blocks))
-        file.flush()
-        made = runpy.run_path(file.name)
-    entries = [made["second_difference"], torch.ops.guide.halve.default]
-    handlers = [shardtensor.registered()[entry] for entry in entries]
-    shardtensor.unregister(*entries)
-    return made, entries, handlers
+GUIDE = Page("docs/adding-an-operator.md")
 
 
 @contextmanager
 def guide():
     """What the page defines, registered inside the block only: other tests in this process look at the table."""
-    made, (function, operator), (handler, rule) = run_guide()
-    registry.declare(function, handler)
-    registry.declare_rule(operator, rule)
+    made = run(GUIDE)
+    function, operator = made.names["second_difference"], torch.ops.guide.halve.default
+    registry.declare(function, made.registered[function])
+    registry.declare_rule(operator, made.registered[operator])
     try:
-        yield made
+        yield made.names
     finally:
         shardtensor.unregister(function, operator)
 

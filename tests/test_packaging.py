@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pydoc
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import shardtensor
 
 
 def requirements() -> list[str]:
@@ -38,3 +44,116 @@ def test_the_test_tools_are_not_imported_by_the_package():
     code = "import sys, shardtensor; print([name for name in sys.modules if name.startswith('shardtensor.testing')])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert shown.stdout.strip() == "[]"
+
+
+# -- what is built ----------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
+
+
+def run_python(*arguments, cwd, **variables):
+    """A fresh interpreter, in which warnings of this package and of NumPy are errors."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | variables
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The source distribution of this tree, unpacked, and the wheel that is built from it."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("build")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "_build", "results", "*.pt")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    run_python("-c", BUILD.format("build_sdist"), str(folder), cwd=source)
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder)
+    unpacked = folder / archive.name.removesuffix(".tar.gz")
+    run_python("-c", BUILD.format("build_wheel"), str(folder), cwd=unpacked)
+    (wheel,) = folder.glob("*.whl")
+    return unpacked, wheel
+
+
+def test_the_version_is_in_one_place(built):
+    _, wheel = built
+    version = shardtensor.__version__
+    assert wheel.name == f"shardtensor-{version}-py3-none-any.whl"
+    assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    others = [ROOT / name for name in ("pyproject.toml", "CITATION.cff", "docs/conf.py")]
+    assert not [path.name for path in others if version in path.read_text()]
+
+
+def test_the_source_distribution_has_what_tests_and_site_need(built):
+    unpacked, _ = built
+    for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "constraints.txt", "docs/conf.py"):
+        assert (unpacked / name).is_file(), name
+    for folder in ("shardtensor", "tests", "examples", "benchmarks", "docs"):
+        kept = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py") if "_build" not in path.parts}
+        assert kept == {str(path.relative_to(unpacked)) for path in (unpacked / folder).rglob("*.py")}
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built):
+    _, wheel = built
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names} == {"shardtensor", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "shardtensor").rglob("*.py")}
+    assert modules | {"shardtensor/py.typed"} == {name for name in names if name.startswith("shardtensor/")}
+
+
+PROGRAM = """
+import sys
+sys.modules.update(dict.fromkeys({absent}))  # what is None there cannot be imported
+import torch  # which warns by itself where there is no NumPy
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import warnings
+warnings.simplefilter("error")
+import shardtensor
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = shardtensor.scatter_tensor(torch.arange(30.0).view(1, 2, 3, 5), 0, init_device_mesh("cpu", (1,)), (Shard(2),))
+x.requires_grad_()
+y = torch.nn.Conv2d(2, 2, 3, padding=1)(x)
+y.square().mean().backward()
+assert x.grad.shape == x.shape and y.shard_sizes == {{0: (3,)}}
+repr(y), y.mean().item()
+import shardtensor.checkpoint, shardtensor.data, shardtensor.parallel
+assert not any(map(sys.modules.get, {absent}))
+print(shardtensor.__file__)
+"""
+
+
+@pytest.mark.parametrize("absent", [{"numpy", "natten"}, {"natten", "matplotlib", "lightning"}], ids=sorted)
+def test_the_wheel_runs_without_the_source_tree_and_without_extras(built, tmp_path, absent):
+    _, wheel = built
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    done = run_python("-c", PROGRAM.format(absent=absent), cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
+    assert "shardtensor" not in done.stderr
+
+
+def test_import_leaves_alone_what_takes_long():
+    """Next to what torch.distributed.tensor imports itself."""
+    code = "import sys, torch.distributed.tensor as _; before = set(sys.modules); import shardtensor\n"
+    code += "print(*(set(sys.modules) - before))"
+    shown = run_python("-c", code, cwd=ROOT, PYTHONPATH=str(ROOT)).stdout.split()
+    others = {name for name in shown if not name.startswith(("shardtensor", "wrapt"))}
+    # Modules of the standard library and of torch that are small; torch._dynamo alone takes half a second.
+    assert not {name for name in others if name.startswith(("torch._dynamo", "torch._inductor", "numpy", "sympy"))}
+    assert len(others) < 60, sorted(others)
+
+
+def test_help_shows_our_methods_first():
+    text = pydoc.plain(pydoc.render_doc(shardtensor.ShardTensor))
+    ours = ["from_local", "from_dtensor", "to_local", "full_tensor", "redistribute", "shard_sizes"]
+    before = text.partition("Method resolution order:")[0]
+    assert all(name in before for name in ours)
+    inherited = text.index("inherited from torch.distributed.tensor.DTensor")
+    assert all(0 < text.index(f" |  {name}", len(before)) < inherited for name in ours)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from shardtensor.testing import (
     shared_mesh,
     simulate_ranks,
 )
-
-PAGE = Path(__file__).parent.parent / "docs" / "plain-tensors.md"
 
 
 def ones(*shape):
@@ -290,39 +287,7 @@ def test_the_error_is_what_torch_raises_for_sizes():
     assert not issubclass(LocalSizeError, UnsupportedSharding)
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def mistakes():
-    """``(code, text)`` of the page's mistakes."""
-    page = PAGE.read_text()
-    blocks = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", page)
-    return [(code, " ".join(text.split())) for code, text in blocks]
-
-
-def run_mistakes(codes):
-    found = []
-    for code in codes:
-        x = sharded((5, 3)).float()
-        try:
-            exec(code, {"x": x, "n": x.to_local().shape[1], "torch": torch, "F": F})
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            found.append("no error")
-    return found
-
-
-def test_every_mistake_of_the_page_gets_the_text_of_the_page():
-    codes, expected = zip(*mistakes(), strict=True)
-    assert len(codes) == 13
-    first, second = run_distributed(run_mistakes, 2, codes)
-    for code, text, here, there in zip(codes, expected, first, second, strict=True):
-        assert here.partition(" Cause: ")[0] == text, code
-        kind = text.partition(":")[0]
-        assert there.startswith(kind) and (kind != "LocalSizeError" or "this rank's shard has 3 of 8 rows" in there), (
-            code
-        )
+# -- the page's rules; tests/test_pages.py compares its mistakes ------------------------------------------------------
 
 
 def rules():

@@ -11,16 +11,16 @@ Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (heads).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..._compat import TensorMeta, not_in_graphs
 from ...context import Setting
@@ -36,6 +36,9 @@ from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
 from .layout import Layout, layout_of
 from .online_softmax import Work, backward, forward, work_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 __all__ = ["attention_method", "global_attention"]
 
@@ -215,9 +218,15 @@ def global_attention(
 ) -> ShardTensor:
     """torch's function on ShardTensors; plain operands count as replicated."""
     shift = 0 if is_causal else None
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(attn_mask):
         shift, attn_mask = _shift_of(attn_mask, query, key, is_causal), None
     return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shift)  # type: ignore[no-any-return]
+
+
+def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
+    # Whoever has such a mask has imported its module, which takes half a second, as it imports torch._dynamo.
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
 
 
 def _shift_of(bias: CausalBias, query: Tensor, key: Tensor, is_causal: bool) -> int:
@@ -227,7 +236,7 @@ def _shift_of(bias: CausalBias, query: Tensor, key: Tensor, is_causal: bool) -> 
         raise ValueError("CausalBias should not be used with is_causal=True")
     if lengths != wanted:
         raise ValueError(f"a causal bias for (queries, keys) {lengths}, but there are {wanted}")
-    return 0 if bias.variant == CausalVariant.UPPER_LEFT else wanted[1] - wanted[0]
+    return 0 if bias.variant.name == "UPPER_LEFT" else wanted[1] - wanted[0]
 
 
 def _common_batch(specs: Sequence[ShardTensorSpec], grouped: bool) -> torch.Size | None:

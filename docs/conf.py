@@ -1,0 +1,30 @@
+"""The site: `make docs`."""
+
+import re
+
+import shardtensor
+
+project = "shardtensor"
+version = release = shardtensor.__version__
+copyright = "the shardtensor developers"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"shardtensor {version}"
+html_copy_source = False
+highlight_language = "text"  # of blocks that name none
+
+myst_heading_anchors = 4  # links to headings, as forges make them
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True
+
+
+def name_files_outside(app, page, source):
+    """Put a path for each link that leaves this folder: what it leads to is in the repository, and not on the site."""
+    source[0] = re.sub(r"(?<!!)\[[^\]]*\]\(\.\./([^)]*)\)", r"`\1`", source[0])
+
+
+def setup(app):
+    app.connect("source-read", name_files_outside)

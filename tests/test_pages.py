@@ -1,0 +1,117 @@
+"""The documentation: its code runs as printed, and what it refers to exists."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from pages import ROOT, Page, fenced, pages, run, shows
+
+from shardtensor.testing import run_distributed
+
+PAGES = pages()
+MAKEFILE = (ROOT / "Makefile").read_text()
+OURS = r"(?:docs|examples|tests|benchmarks|shardtensor)/[\w./-]*\w|[A-Z]+\.md|Makefile|constraints\.txt|pyproject\.toml"
+
+
+def run_on_this_rank(page: Page, folder: str):
+    return run(page, folder).outcomes
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.programs], ids=str)
+def test_code_runs_as_printed(page, tmp_path):
+    first, *others = run_distributed(run_on_this_rank, page.ranks, page, str(tmp_path), timeout=300)
+    for i, (block, shown) in enumerate(page.programs):
+        printed, error = first[i]
+        where = f"{page}:{block.line}"
+        if shown is not None:
+            assert shows(shown, error or printed), f"{where} gets\n{error or printed}"
+        # The others raise the same kind of error, of their own numbers.
+        kinds = {outcomes[i][1] and outcomes[i][1].partition(":")[0] for outcomes in (first, *others)}
+        assert len(kinds) == 1, f"{where}: {kinds}"
+
+
+def test_quickstart_by_torchrun(tmp_path):
+    """As a reader runs it: the block in a file, torchrun, and what the page shows, in any order."""
+    page = Page("docs/quickstart.md")
+    (program,) = (block for block in page.blocks if block.language == "python")
+    (shown,) = (block for block in page.blocks if block.language == "text")
+    (tmp_path / "quickstart.py").write_text(program.text)
+    (command,) = (line for block in page.blocks for line in block.text.splitlines() if line.startswith("torchrun "))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == sorted(shown.text.split())  # by words: two processes write to one pipe
+
+
+def test_blocks_are_told_apart():
+    text = "a\n\n<!-- needs: zarr -->\n```python\nx = 1\n```\n\n```text\n1\n```\nb\n\n  ```text\n  2\n  ```\n"
+    first, second, third = fenced(text)
+    assert (first.language, first.text, first.line, first.needs) == ("python", "x = 1\n", 5, ("zarr",))
+    assert (second.text, second.follows, third.text, third.follows) == ("1\n", True, "2\n", False)
+    assert shows("a ...\n c", "a b\n\nc") and not shows("a c", "a b c") and not shows("a ...", "b a")
+
+
+# -- what pages refer to ----------------------------------------------------------------------------------------------
+
+
+@cache
+def anchors(page: Page) -> set[str]:
+    """The anchors of a page's headings, as forges and MyST make them."""
+    headings = re.findall(r"^#+ (.*)$", page.prose, flags=re.M)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.prose):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.path.parent / file).resolve() if file else page.path
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(Page(str(path.relative_to(ROOT)))), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_files_and_targets_that_are_named_exist(page):
+    code = re.findall(r"`([^`\n]+)`", page.prose) + [b.text for b in page.blocks if b.language in ("", "bash")]
+    for text in code:
+        for file in re.findall(rf"(?<![\w./*-])(?:{OURS})(?![\w*<{{])", text):
+            made = file.startswith("docs/_build")
+            assert made or (ROOT / file).exists() or (page.path.parent / file).exists(), f"{page}: {file}"
+        for target in re.findall(r"(?:^|[`;&|] *)make ([a-z][\w-]*)", text, flags=re.M):
+            assert re.search(rf"^{re.escape(target)}:", MAKEFILE, flags=re.M), f"{page}: make {target}"
+
+
+def test_each_page_is_in_the_sites_contents():
+    index = Page("docs/index.md")
+    listed = [line.strip() for b in index.blocks if b.language == "{toctree}" for line in b.text.splitlines()]
+    names = [name for name in listed if name and not name.startswith(":")]
+    assert sorted(names) == sorted(p.path.stem for p in PAGES if p.path.parent == index.path.parent and p != index)
+
+
+PUBLIC = ["shardtensor", *(f"shardtensor.{name}" for name in ("parallel", "data", "checkpoint", "debug", "testing"))]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_reference_has_all_public_names(module):
+    text = Page("docs/reference.md").text
+    documented = set(re.findall(rf"^\.\. auto(?!module)\w+:: {re.escape(module)}\.(\w+)$", text, flags=re.M))
+    listed = re.search(rf"^\.\. automodule:: {re.escape(module)}\n   :members:(.*)$", text, flags=re.M)
+    names = set(importlib.import_module(module).__all__)
+    if listed and not listed[1]:
+        documented |= names
+    elif listed:
+        documented |= set(listed[1].replace(",", " ").split())
+    assert documented == names
+    for name in names:
+        assert (getattr(importlib.import_module(module), name).__doc__ or "").strip(), name
