@@ -4,7 +4,7 @@ Each ``python`` block of a page runs as it is printed, in the page's order, in o
 A ``text`` block directly after it shows what rank 0 prints, or the error that it gets; ``...`` in it matches any text.
 Comments in a page, which readers do not see, say what else there is to know:
 
-- ``<!-- ranks: 4 -->``: on how many ranks the page's blocks run; 2 by default.
+- ``<!-- ranks: 4 -->``: on how many ranks the page's blocks run; 2 by default, 0 for a process without a process group.
 - ``<!-- needs: zarr, torch>=2.13 -->`` before a block: it is left out where one of these is not installed.
 """
 
