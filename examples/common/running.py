@@ -41,6 +41,9 @@ def refuse(args: argparse.Namespace, error: ValueError) -> NoReturn:
     """Leave with status 2, on all ranks; one of them says why."""
     if args.rank == 0:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that is not as far yet would be told that another one is gone
+        dist.destroy_process_group()
     sys.exit(2)
 
 
