@@ -100,6 +100,7 @@ def pixels(path):
 )
 def test_a_picture(tmp_path, shape, mesh, placements, sizes, colors):
     """Its areas are to scale: each rank's color covers its share of the plane."""
+    pytest.importorskip("matplotlib")
     shown(shape, mesh, placements, sizes, path=tmp_path / "shards.png")
     image = torch.tensor(pixels(tmp_path / "shards.png"))
     found, counts = (image * 255).round().long().reshape(-1, 3).unique(dim=0, return_counts=True)
