@@ -56,8 +56,7 @@ class ShardTensor(DTensor):
 
     Create one by :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`; see how it is sharded
     by :attr:`shard_sizes`, ``placements`` and ``device_mesh``; convert it by :meth:`to_local`, :meth:`full_tensor` and
-    :meth:`redistribute`. Operators called on it give what one device would give, or raise
-    :class:`shardtensor.UnsupportedSharding` on every rank.
+    :meth:`redistribute`. Operators are exact, or raise :class:`shardtensor.UnsupportedSharding` on every rank.
 
     Example (``torchrun --nproc-per-node 2``)::
 
@@ -251,8 +250,8 @@ class ShardTensor(DTensor):
         return dispatch.run_operator(cls, func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        spec = self._spec
-        return f"{spec}, rank {spec.coordinate} holds {chunks.described(spec)}\n{self._local_tensor}"
+        where = f"{self._spec}, rank {self._spec.coordinate} holds {chunks.described(self._spec)}"
+        return f"{where}\n{self._local_tensor}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
