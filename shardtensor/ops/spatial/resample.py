@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,7 +71,12 @@ class LocalResampling:
         self, shape: Sequence[int], parts: Sequence[Resize], wanted: Mapping[int, Wanted] | None = None
     ) -> Differentiated:
         """One call of torch's kernel, as if ``parts`` were resampled and nothing else."""
-        return self._in_format(taken(_by_torch(shape, parts), wanted or {}, len(shape)))
+        function = taken(_by_torch(shape, parts), wanted or {}, len(shape))
+        if self.last is None and math.prod(part.size for part in parts) <= math.prod(part.out for part in parts):
+            # Given channels-last memory under other strides, as a transposed sequence of one sample has, torch's kernel
+            # computes channels-last and copies its result, twice. The input is smaller.
+            return replace(function, forward=lambda t: function.forward(t.contiguous()))
+        return self._in_format(function)
 
     def _in_format(self, function: Differentiated) -> Differentiated:
         last = self.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import pytest
@@ -13,7 +14,7 @@ from spatial_cases import check_cases, computing, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import UnsupportedSharding, planning
+from shardtensor import ShardTensor, UnsupportedSharding, planning
 from shardtensor.geometry import boundaries_of, intervals_of, length, map_boundaries
 from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.spatial.resize_by_parts import ResizeByParts
@@ -125,6 +126,28 @@ def check_by_parts(last):
 @pytest.mark.parametrize("last", [False, True])
 def test_shards_are_resampled_by_themselves(last):
     assert run_distributed(check_by_parts, 2, last) == [[False, True] * len(SEPARABLE)] * 2
+
+
+def copied_by_kernels(fn):
+    """The elements of each copy that torch's kernels make inside themselves."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        result = fn()
+    copies = [event.input_shapes[0] for event in profile.events() if event.name == "aten::copy_"]
+    return result, [math.prod(shape) for shape in copies]
+
+
+def check_transposed():
+    """One sample of a transposed sequence: channels-last memory, but not by its strides."""
+    x = ShardTensor.from_local(data(1, 640, 8), shared_mesh(2), [Shard(1)], shard_sizes={0: (640, 640)})
+    x = x.transpose(1, 2).unflatten(2, (20, 64))  # torch computes fewer outputs channels-last always
+    for mode in ("bilinear", "bicubic"):
+        with computing("by parts"):
+            result, sizes = copied_by_kernels(lambda mode=mode: F.interpolate(x, scale_factor=2, mode=mode))
+        assert result.to_local().is_contiguous() and max(sizes) < result.to_local().numel(), mode
+
+
+def test_results_are_not_copied_for_strides_of_the_input():
+    run_distributed(check_transposed, 2)
 
 
 def layouts():
