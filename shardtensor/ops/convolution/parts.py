@@ -34,6 +34,12 @@ class Common:
     dilation: tuple[int, ...]
     groups: int
 
+    def without(self, dim: int) -> Common:
+        """The same but for one spatial dim, whose taps are further channels."""
+        i = dim - 2
+        stride, dilation = self.stride[:i] + self.stride[i + 1 :], self.dilation[:i] + self.dilation[i + 1 :]
+        return replace(self, stride=stride, dilation=dilation)
+
     def arguments(self, padding: Sequence[int]) -> tuple[Any, ...]:
         """What ``torch.convolution`` gets after the bias."""
         return self.stride, tuple(padding), self.dilation, False, (0,) * len(self.stride), self.groups
@@ -62,16 +68,43 @@ class Part:
     taps: Narrow | None = None
     _arguments: tuple[Any, ...] = field(init=False)
     _plain: bool = field(init=False)  # nothing to do but to call the kernel
+    _plane: int | None = field(init=False)  # see _plane_of
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_arguments", self.common.arguments(self.inner))
-        object.__setattr__(self, "_plain", not self.crop and not self.outer and self.taps is None)
+        plane = self._plane_of()
+        arguments = self.common if plane is None else self.common.without(plane)
+        inner = [n for d, n in enumerate(self.inner, start=2) if d != plane]
+        object.__setattr__(self, "_arguments", arguments.arguments(inner))
+        object.__setattr__(self, "_plain", not self.crop and not self.outer and self.taps is None and plane is None)
+        object.__setattr__(self, "_plane", plane)
+
+    def _plane_of(self) -> int | None:
+        """The dim of a 3-D convolution along which there is one output, which reads all of the part and no zeros.
+
+        Its taps are further channels of a 2-D convolution. For 3-D ones of few planes, as borders are, torch leaves
+        oneDNN on the CPU and takes a kernel that is several times slower.
+        """
+        if len(self.shape) != 5:
+            return None
+        sizes, taps = list(self.shape), list(self.common.weight)
+        for d, _, n in self.crop:
+            sizes[d] = n
+        if self.taps is not None:
+            taps[self.taps[0]] = self.taps[2]
+        pads = self.outer or (0,) * 6
+        for d in (2, 3, 4):
+            before, after = pads[2 * (4 - d) : 2 * (4 - d) + 2]
+            dense = taps[d] == 1 or self.common.dilation[d - 2] == 1
+            if sizes[d] + before + after == taps[d] and self.inner[d - 2] == 0 and dense:
+                return d
+        return None
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Its contribution to :attr:`outputs`."""
         if not self._plain:
-            x, weight = self._cropped(x), self.reached(weight)
-        return torch.convolution(x, weight, bias, *self._arguments)
+            x, weight = self._folded(self._cropped(x)), self._folded(self.reached(weight))
+        y = torch.convolution(x, weight, bias, *self._arguments)
+        return y if self._plane is None else y.unsqueeze(self._plane)
 
     def differentiate(
         self, grad: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]
@@ -79,11 +112,15 @@ class Part:
         """Gradients of the part, of the taps that reach it and of the bias, where they are ``needed``."""
         arguments = self.common.weight[:1], *self._arguments, needed
         if not self._plain:
-            x, weight = self._cropped(x), self.reached(weight)
+            x, weight = self._folded(self._cropped(x)), self._folded(self.reached(weight))
+        if self._plane is not None:
+            grad = grad.squeeze(self._plane)
         grad_x, grad_w, grad_b = _convolution_backward(grad, x, weight, *arguments)
         # Asked for the bias's gradient, oneDNN's kernel returns the weight's, too; ranks that do not call it have none.
-        grad_w = grad_w if needed[1] else None
-        return grad_x if grad_x is None or self._plain else self._uncropped(grad_x), grad_w, grad_b
+        grad_w = self._unfolded(grad_w, self.common.weight[1]) if needed[1] else None
+        if grad_x is not None and not self._plain:
+            grad_x = self._uncropped(self._unfolded(grad_x, self.shape[1]))
+        return grad_x, grad_w, grad_b
 
     def reached(self, weight: Tensor) -> Tensor:
         """The taps of a weight that reach the part, a view."""
@@ -92,6 +129,16 @@ class Part:
     def region(self, y: Tensor) -> Tensor:
         """The outputs that it contributes to, a view."""
         return y if self.outputs is None else y.narrow(*self.outputs)
+
+    def _folded(self, t: Tensor) -> Tensor:
+        """Part or weight, the planes as further channels."""
+        return t if self._plane is None else t.movedim(self._plane, 2).flatten(1, 2)
+
+    def _unfolded(self, grad: Tensor, channels: int) -> Tensor:
+        """The adjoint of :meth:`_folded`."""
+        if self._plane is None:
+            return grad
+        return grad.reshape(len(grad), channels, -1, *grad.shape[2:]).movedim(2, self._plane)
 
     def _cropped(self, part: Tensor) -> Tensor:
         """What the kernel is given."""

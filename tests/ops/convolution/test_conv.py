@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from spatial_cases import computing
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
@@ -635,3 +636,41 @@ def test_the_halo_travels_while_the_shard_is_convolved():
         sides = ["compute"] * (2 if rank == 1 else 1)  # nothing is computed on a side without a halo
         assert forward == ["send", "compute", "wait", *sides]
         assert backward == [*sides, "send", "compute", "wait"]
+
+
+class Kernels(TorchDispatchMode):
+    """Inside of its block, the number of dims of each convolution of local tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward, self.backward = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, ShardTensor) for kind in types):
+            return NotImplemented
+        if func is torch.ops.aten.convolution.default:
+            self.forward.append(args[0].ndim)
+        if func is torch.ops.aten.convolution_backward.default:
+            self.backward.append(args[1].ndim)
+        return func(*args, **(kwargs or {}))
+
+
+def planes():
+    mesh = shared_mesh(2)
+    torch.manual_seed(0)
+    convolutions = nn.Conv3d(4, 6, 3, 1, 1).double(), nn.Conv3d(4, 6, (2, 3, 3), (1, 2, 1), groups=2).double()
+    formats = torch.contiguous_format, torch.channels_last_3d
+    for dim, conv, last in itertools.product((2, 3, 4), convolutions, formats):
+        x = torch.randn(1, 4, 6, 6, 6, dtype=torch.float64).contiguous(memory_format=last)
+        with computing("by parts"):
+            assert_matches_unsharded(conv, x, mesh=mesh, placements=[Shard(dim)], shard_sizes={0: (4, 2)})
+    conv = nn.Conv3d(4, 6, 3, padding=1)
+    x = shard(torch.randn(1, 4, 6, 6, 6), mesh, [Shard(3)], {0: (4, 2)}).requires_grad_()
+    with computing("by parts"), Kernels() as kernels:
+        conv(x).sum().backward()
+    return kernels.forward, kernels.backward
+
+
+def test_the_border_of_a_volume_is_convolved_in_two_dims():
+    # The shard in three, as on one device.
+    assert run_distributed(planes, 2) == [([5, 4], [4, 5])] * 2
