@@ -22,9 +22,8 @@ def check(ranks: int, script: str, *options: str) -> str:
     """What a program prints that is started by torchrun and leaves with status 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [*command, EXAMPLES / script, *options], capture_output=True, text=True, timeout=600, env=environment
-    )
+    program = [Path(__file__).with_name("set_up_and_run.py"), EXAMPLES / script, *options]
+    found = subprocess.run([*command, *program], capture_output=True, text=True, timeout=600, env=environment)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
