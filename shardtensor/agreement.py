@@ -226,18 +226,19 @@ def compare_histories(what: str, mesh: DeviceMesh) -> None:
     gather_over_mesh((), mesh, what)
 
 
-def gather_with_history(what: str, number: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_with_history(what: str, number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`
     compares.
 
     Args:
         what: what asks for it.
+        dtype: of the tensor that it belongs to; contributions may be held in another one.
 
     Raises:
         RuntimeError: on all ranks of the group, where they have not communicated the same.
     """
     device, name = number.device, group.group_name
-    record(name, what, number.dtype, 1)
+    record(name, what, dtype, 1)
     if debug_enabled():
         check_call(what, group, device)
     # Complex numbers of double precision take two integers.

@@ -8,7 +8,11 @@ nothing are the ones that were killed, hang, or are out of reach.
 
 A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. Who
 waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after
-as many communications, there is nothing to wait for.
+as many communications, there is nothing to wait for; unless this rank has raised there, too, and went on: so
+may the other one, only later.
+
+[Note: forks] The threads that communicate do not exist in a forked process, such as a worker of a data loader: what it
+starts never ends. It may hold ShardTensors and compute with its shard, but says nothing to other ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -26,10 +31,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ._compat import STOPS_RECOMPUTATION
 from ._compat.c10d import default_store
 from .callers import called_from, raised_at
 from .errors import LostRankError
-from .history import at_first, counts, last_entry, operator
+from .history import at_first, check_before, counts, last_entry, operator
 
 __all__ = ["check_raised", "communicating", "lost", "note_raised", "watch"]
 
@@ -59,6 +65,8 @@ class _Post:
 
 
 _post: _Post | None = None
+_raised: tuple[str, dict[str, int]] | None = None  # the operator that this rank has raised in last, and when
+_forked_with: Any = ()  # the world of the process that this one was forked from
 
 
 def _key(rank: int) -> str:
@@ -67,17 +75,35 @@ def _key(rank: int) -> str:
 
 def watch() -> None:
     """From here on this rank says when it ends, or raises what nobody catches. Called when it first communicates."""
-    global _post
+    global _post, _raised
     if not dist.is_initialized():
         return
     if not _previous_hook:
         _previous_hook.append(sys.excepthook)
         sys.excepthook = _say_uncaught
         atexit.register(_say_ended)
-    _post, _store_answers[0] = _Post(), True
+    _post, _raised, _store_answers[0] = _Post(), None, True
+
+
+def _note_fork() -> None:
+    """In a forked process: the parent speaks for the rank, and what would communicate raises."""
+    global _post, _forked_with
+    if dist.is_initialized():
+        _post, _forked_with = None, dist.group.WORLD
+        check_before(_check_fork)
+
+
+def _check_fork() -> None:
+    if dist.group.WORLD is _forked_with:
+        raise RuntimeError(
+            f"this process was forked from that of rank {dist.get_rank()}, whose process groups work in no other "
+            "process: let workers of a DataLoader return plain tensors, and use ShardTensors in the main process"
+        )
 
 
 at_first(watch)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 _previous_hook: list[Callable[..., Any]] = []
 _store_answers = [True]
 _uncaught = False
@@ -114,9 +140,11 @@ def _first_line(error: BaseException) -> str:
 
 def note_raised(error: Exception) -> None:
     """Tell the others that this rank has raised inside of the operator that runs."""
-    if _post is None or isinstance(error, LostRankError):
+    global _raised
+    if _post is None or isinstance(error, (LostRankError, STOPS_RECOMPUTATION)):
         return
     post, what, where, when = _post, f"raised {_described(error)}", operator(), counts()
+    _raised = where, when
 
     def say() -> None:
         post.say(what, operator=where, counts=when)
@@ -133,8 +161,11 @@ def check_raised(group: dist.ProcessGroup) -> None:
     found: dict[int, dict[str, Any]] = {}
     if not _ask(lambda: post.store.check([_ANY]) and _read(post, _others(group, post.rank), found)):
         return  # the transport will say the rest
+    before = counts().get(name, 0) - 1
+    if _raised is not None and (_raised[0], _raised[1].get(name, 0)) == (operator(), before):
+        return  # so did this one, and has gone on
     for rank, said in found.items():
-        if said.get("operator") == operator() and said["counts"].get(name, 0) == counts().get(name, 0) - 1:
+        if said.get("operator") == operator() and said["counts"].get(name, 0) == before:
             raise _error(name, f"rank {rank} {said['what']}", None)
 
 
@@ -144,6 +175,7 @@ def check_raised(group: dist.ProcessGroup) -> None:
 @contextmanager
 def communicating(group: dist.ProcessGroup) -> Iterator[None]:
     """What the transport raises inside the block becomes a :class:`LostRankError` that names ranks."""
+    _check_fork()
     try:
         yield
     except LostRankError:

@@ -24,6 +24,7 @@ __all__ = [
     "WIDTH",
     "at_first",
     "calling",
+    "check_before",
     "counts",
     "difference",
     "fingerprint",
@@ -60,11 +61,18 @@ class _Log:
 _logs: dict[str, _Log] = {}
 forgets(_logs.clear)
 _at_first: list[Callable[[], None]] = []
+_check: Callable[[], None] | None = None
 
 
 def at_first(function: Callable[[], None]) -> None:
     """Have it called whenever this rank is about to communicate in a group for the first time."""
     _at_first.append(function)
+
+
+def check_before(function: Callable[[], None]) -> None:
+    """Have it called before this rank communicates, each time; it raises where it must not."""
+    global _check
+    _check = function
 
 
 def forget_history() -> None:
@@ -79,6 +87,8 @@ def record(group: str, kind: str, dtype: Any, elements: int = 0) -> None:
         group: the group's name.
         elements: how many, where it is the same number on every rank.
     """
+    if _check is not None:
+        _check()
     _append(group, _communication(kind, dtype, elements, _operator))
 
 

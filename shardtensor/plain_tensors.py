@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .errors import PLAIN_TARGET, LocalSizeError, UnsupportedSharding, error_text
+from .errors import PLAIN_TARGET, LocalSizeError, LostRankError, UnsupportedSharding, error_text
 from .spec import ShardTensorSpec
 
 __all__ = ["explain", "local_size_error", "writes"]
 
 # What torch raises where sizes do not fit.
 _ABOUT_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
+_ABOUT_OTHER_THINGS = (UnsupportedSharding, LostRankError, torch.distributed.DistError)
 
 
 class _Match(NamedTuple):
@@ -51,7 +52,7 @@ def explain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     """
     if isinstance(error, LocalSizeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    if not isinstance(error, _ABOUT_SIZES) or isinstance(error, (UnsupportedSharding, torch.distributed.DistError)):
+    if not isinstance(error, _ABOUT_SIZES) or isinstance(error, _ABOUT_OTHER_THINGS):
         return
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):  # of an attribute

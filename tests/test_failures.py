@@ -13,8 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 import shardtensor
+from shardtensor._compat.c10d import default_store
+from shardtensor.testing import run_distributed, shard, shared_mesh
+from shardtensor.waiting import LOOKING
 
 PROGRAM = Path(__file__).with_name("failing_rank.py")
 TIMEOUT = 6.0  # the program's own for communication
@@ -102,3 +111,63 @@ def test_a_step_that_one_rank_leaves_out_is_named_on_both():
             r"the ranks have not done the same .*number \d+ was .* on rank 0, from_local of .* on rank 1", output
         ), output
         assert "step 1:" in output and "step 3:" not in output
+
+
+# -- what is no failure ------------------------------------------------------------------------------------------------
+
+
+def retried(late):
+    """All ranks raise inside of an operator, catch it, and call it again, one of them later."""
+    matrices = torch.eye(4).repeat(4, 1, 1)
+    singular, regular = (shard(t, shared_mesh(2), [Shard(1)]) for t in (-matrices, matrices))
+    with pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.cholesky(singular)
+    if dist.get_rank() == 1:
+        time.sleep(late)
+    assert torch.equal(torch.linalg.cholesky(regular).full_tensor(), matrices)
+
+
+def test_an_error_that_all_ranks_catch_is_no_reason_to_stop_waiting():
+    run_distributed(retried, 2, 2.5 * LOOKING)
+
+
+def recomputed():
+    mesh = shared_mesh(2)
+    x, conv = shard(torch.randn(1, 2, 8, 4), mesh, [Shard(2)]).requires_grad_(), nn.Conv2d(2, 2, 3, padding=1)
+    key = f"shardtensor/rank {dist.get_rank()}"
+    x.sum().item()
+    default_store().set(key, "nothing")
+    checkpoint(lambda x: conv(F.gelu(conv(x))), x, use_reentrant=False).square().sum().backward()
+    assert default_store().get(key) == b"nothing"
+
+
+def test_a_recomputation_that_is_complete_is_not_told_as_an_error():
+    run_distributed(recomputed, 2)
+
+
+def forked():
+    """What becomes of a forked process that works on its shard, and then would communicate."""
+    mesh = shared_mesh(2)
+    x = shard(torch.ones(6), mesh, [Shard(0)])
+    x.sum().item()
+    said, says = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(says, f"{(x * 2).to_local().tolist()} ".encode())
+        try:
+            x.sum().item()
+        except RuntimeError as error:
+            os.write(says, str(error).encode())
+        os._exit(0)
+    os.close(says)
+    os.waitpid(child, 0)
+    with os.fdopen(said) as file:
+        text = file.read()
+    return text, x.sum().item()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_a_forked_process_may_compute_and_is_told_not_to_communicate():
+    for rank, (text, total) in enumerate(run_distributed(forked, 2)):
+        assert text.startswith(f"[2.0, 2.0, 2.0] this process was forked from that of rank {rank}"), text
+        assert total == 6

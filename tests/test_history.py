@@ -42,6 +42,9 @@ def otherwise(x, mesh, what):
         parts = range(2, 4) if odd else range(3)
         made = [ShardTensor.from_local(torch.ones(k), mesh, (Replicate(),), shard_sizes={}) for k in parts]
         return x * made[-1].sum()
+    if what == "another precision":  # of contributions to a sum, which are held in float32 in any case
+        with torch.autocast("cpu", torch.bfloat16, enabled=odd):
+            return F.linear(x, torch.ones(8, 8))
     if what.startswith("another weight"):
         if what.endswith("hook"):  # its gradient is summed by the operator, not with those of others
             conv.weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -59,6 +62,7 @@ TEXTS = {
     "another layout": r"in redistribute \(1, 8, 16, 8\).* to .*S\(3\).* on rank.* 0.*S\(1\).* on rank 1",
     "another dtype": r"from_local of \(1, 8, 16, 8\) float16 .* on rank.* 0.*, from_local of .* bfloat16 .* on rank 1",
     "another batch": r"from_local of \(0,\) .* on rank.* 0.*, from_local of \(2,\) .* on rank 1",
+    "another precision": r"item of 1 float32 on rank.* 0.*, item of 1 bfloat16 on rank 1",
     "another weight": r"first use of a plain parameter \(8, 8, 3, 3\) with the digest (\w+) on rank.* 0.*, first use "
     r"of .* with the digest (?!\1).* on rank 1",
 }

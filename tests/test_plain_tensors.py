@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from shardtensor import LocalSizeError, ShardTensor, UnsupportedSharding, allow_gather, implicit_replication
+from shardtensor import (
+    LocalSizeError,
+    LostRankError,
+    ShardTensor,
+    UnsupportedSharding,
+    allow_gather,
+    implicit_replication,
+)
 from shardtensor.testing import (
     count_communication,
     run_distributed,
@@ -21,6 +29,7 @@ from shardtensor.testing import (
     shared_mesh,
     simulate_ranks,
 )
+from shardtensor.waiting import observed
 
 
 def ones(*shape):
@@ -340,3 +349,22 @@ def unseen():
 
 def test_what_no_rank_can_see():
     run_distributed(unseen, 2)
+
+
+def communication_fails():
+    """A weight has dims as long as a shard, and the text of the error that is raised in the call names lengths."""
+    mesh = shared_mesh(2)
+    x = shard(torch.randn(1, 4, 10, 6), mesh, [Shard(2)], {0: (7, 3)})
+    F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1)
+    with observed(breaks), pytest.raises(LostRankError, match="exchange in conv2d"):
+        F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1)
+
+
+@contextmanager
+def breaks(group):
+    yield
+    raise LostRankError("rank 0: exchange in conv2d to (1, 4, 10, 6) as (S(2)[7, 3]) was not completed")
+
+
+def test_a_lost_rank_is_not_taken_for_a_wrong_size():
+    run_distributed(communication_fails, 2)

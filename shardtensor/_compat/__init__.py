@@ -38,12 +38,15 @@ from torch.utils._pytree import (
     tree_map_with_path,
     tree_unflatten,
 )
+from torch.utils.checkpoint import _StopRecomputationError
 
 # What torch.autograd.backward does before it calls the engine, and how it calls it.
 gradient_seeds = torch.autograd._make_grads
 run_engine = torch.autograd.graph._engine_run_backward
 # What operators raise whose result or its shape follows from values, on tensors that have none.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+# What checkpointing raises to stop a recomputation of which everything is there.
+STOPS_RECOMPUTATION = _StopRecomputationError
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -57,6 +60,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "PyTree",
+    "STOPS_RECOMPUTATION",
     "TensorMeta",
     "TorchDispatchMode",
     "acceptable_placements",
