@@ -45,6 +45,10 @@ def otherwise(x, mesh, what):
     if what == "another precision":  # of contributions to a sum, which are held in float32 in any case
         with torch.autocast("cpu", torch.bfloat16, enabled=odd):
             return F.linear(x, torch.ones(8, 8))
+    if what.startswith("another seed"):
+        torch.manual_seed(mesh.get_local_rank())
+        whole = x.redistribute(placements=(Replicate(),))
+        return x + (torch.randn_like(whole) if what.endswith("noise") else whole.clone().uniform_())
     if what.startswith("another weight"):
         if what.endswith("hook"):  # its gradient is summed by the operator, not with those of others
             conv.weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -63,9 +67,12 @@ TEXTS = {
     "another dtype": r"from_local of \(1, 8, 16, 8\) float16 .* on rank.* 0.*, from_local of .* bfloat16 .* on rank 1",
     "another batch": r"from_local of \(0,\) .* on rank.* 0.*, from_local of \(2,\) .* on rank 1",
     "another precision": r"item of 1 float32 on rank.* 0.*, item of 1 bfloat16 on rank 1",
+    "another seed, noise": r"random numbers from the state (\w+) for copies on rank.* 0.*, random numbers from the state "
+    r"(?!\1)\w+ for copies on rank 1",
     "another weight": r"first use of a plain parameter \(8, 8, 3, 3\) with the digest (\w+) on rank.* 0.*, first use "
     r"of .* with the digest (?!\1).* on rank 1",
 }
+TEXTS["another seed, in place"] = TEXTS["another seed, noise"]
 TEXTS["another weight, with a hook"] = TEXTS["another weight"]
 
 

@@ -9,7 +9,9 @@ coordinates of its shard, a generator of its own. So
   advance alike, so that numbers drawn for plain tensors stay equal on all ranks;
 - the numbers are not those of one device, and depend on the tensor's layout.
 
-All ranks of the mesh must be seeded equally. ``SHARDTENSOR_DEBUG=1`` makes them compare.
+All ranks of the mesh must be seeded equally. Where they hold copies of what is drawn, what they draw from enters the
+history of their groups, so that copies that differ are told with the next number; see [Note: history].
+``SHARDTENSOR_DEBUG=1`` makes all ranks compare, at once.
 
 Without a generator in the call, that number comes from the CPU's default one, whatever the device: it can be read
 without waiting for the device, and activation checkpointing restores it. Dropout keeps its mask for the backward pass.
@@ -27,9 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import OpOverload
+from ..._compat import OpOverload, is_capturing
+from ...equal_values import digest
 from ...errors import refuse
 from ...headers import check_call, debug_enabled
+from ...history import record_call
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, meta_of
 from ...registry import DECLINED, RULES, register
@@ -44,6 +48,7 @@ from .pointwise import pointwise_plan
 __all__ = ["common_draw", "shard_seed"]
 
 _aten = torch.ops.aten
+_STATES = 2**56  # digests of generators' states, each of which fits into an integer with its negative
 _given: torch.Generator | None = None  # the generator that the running call was given
 
 
@@ -62,14 +67,24 @@ def is_sharded(spec: ShardTensorSpec) -> bool:
     return any(isinstance(p, Shard) and spec.mesh.size(m) > 1 for m, p in enumerate(spec.placements))
 
 
-def _own_generator(spec: ShardTensorSpec, device: torch.device) -> torch.Generator | None:
-    """What this rank draws its part of a tensor with ``spec`` from."""
+def _own_generator(spec: ShardTensorSpec, like: Tensor) -> torch.Generator | None:
+    """What this rank draws its part of a tensor with ``spec`` from, on the device of ``like``, a local tensor."""
+    device = like.device
     if not is_sharded(spec):
-        if debug_enabled():
-            state = _state(_given, device)
-            _check_agreement(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little"), spec, device)
+        if not is_traced(like) and not is_capturing(device):
+            state = digest(_state(_given, device)) % _STATES
+            _note_source(state, spec)
+            if debug_enabled():
+                _check_agreement(state, spec, device)
         return _given
     return _generator_of(common_draw(spec, device), _place(spec), device)
+
+
+def _note_source(number: int, spec: ShardTensorSpec) -> None:
+    """Have the ranks that hold copies of a tensor with ``spec`` compare the number with the next one that they read."""
+    for m, p in enumerate(spec.placements):
+        if spec.mesh.size(m) > 1 and not isinstance(p, Shard):
+            record_call(spec.mesh.get_group(m).group_name, f"random numbers from the state {number:x} for copies")
 
 
 def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
@@ -96,17 +111,19 @@ def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
             "call this operator outside of the compiled function",
         )
     drawn = 0 if is_traced(number) else int(number)
+    _note_source(drawn, spec)
     if debug_enabled():
         _check_agreement(drawn, spec, device)
     return drawn
 
 
-def _state(generator: torch.Generator | None, device: torch.device) -> bytes:
+def _state(generator: torch.Generator | None, device: torch.device) -> Tensor:
     if generator is not None:
-        state = generator.get_state()
-    else:
-        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return bytes(state.tolist())
+        return generator.get_state()
+    state: Tensor = (
+        torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    )
+    return state
 
 
 def _check_agreement(drawn: int, spec: ShardTensorSpec, device: torch.device) -> None:
@@ -178,7 +195,7 @@ def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -
     """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
     if goes_into_graph(x) and is_sharded(spec) and _given is None:
         return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
-    filled: Tensor = getattr(x, how)(*parameters, generator=_own_generator(spec, x.device))
+    filled: Tensor = getattr(x, how)(*parameters, generator=_own_generator(spec, x))
     return filled
 
 
@@ -217,8 +234,8 @@ def plan_draw(call: AtenCall) -> AtenPlan:
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
         if numbers and goes_into_graph(args[0]):
             return drawn_into(args[0], name, *args[1:at], spec=out)
-        device = next(a.device for a in args if isinstance(a, Tensor))
-        return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, device)})
+        like = next(a for a in args if isinstance(a, Tensor))
+        return inner(*args[:at], **{**kwargs, "generator": _own_generator(out, like)})
 
     plan.call = drawn
     return plan
@@ -243,7 +260,7 @@ def _filling(name: str) -> Callable[[Tensor, Sequence[int], ShardTensorSpec], Te
         return lambda out, bounds, spec: drawn_into(out, "uniform_", spec=spec)
     if name == "randn_like":
         return lambda out, bounds, spec: drawn_into(out, "normal_", spec=spec)
-    return lambda out, bounds, spec: out.random_(*bounds, generator=_own_generator(spec, out.device))
+    return lambda out, bounds, spec: out.random_(*bounds, generator=_own_generator(spec, out))
 
 
 _LIKE = [
@@ -282,7 +299,7 @@ def plan_multinomial(call: AtenCall) -> AtenPlan:
     empty = 0 in shape
 
     def drawn(x: Tensor, *_: object, **__: object) -> Tensor:
-        generator = _own_generator(out, x.device)
+        generator = _own_generator(out, x)
         if empty:
             return torch.empty(shape, dtype=torch.int64, device=x.device)
         return func(x, *rest, generator=generator)
@@ -299,7 +316,7 @@ def plan_dirichlet(call: AtenCall) -> AtenPlan:
     func: Callable[..., Tensor] = call.func
 
     def drawn(x: Tensor, *_: object) -> Tensor:
-        generator = _own_generator(out, x.device)
+        generator = _own_generator(out, x)
         if not over:
             return func(x, generator)
         gamma: Tensor = _aten._standard_gamma.default(x, generator)
