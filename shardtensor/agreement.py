@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat.c10d import c10d_all_gather
+from ._compat.c10d import c10d_all_gather, group_along
 from .geometry import chunk_sizes
 from .headers import check_call, debug_enabled
 from .history import WIDTH, difference, fingerprint, forget_history, record, record_call
-from .layout import ShardSizes, as_integers, mesh_coordinate, normalize_placements, rank_at
+from .layout import ShardSizes, as_integers, given_mesh, mesh_coordinate, normalize_placements, rank_at
 from .rows import gather_rows, gather_texts
 from .spec import ShardTensorSpec
 from .strides import as_bytes, stride_like
@@ -68,7 +68,7 @@ def check_process_group() -> None:
 
 
 def agree_on_local(
-    local: object, mesh: DeviceMesh, placements: Sequence[Placement], shard_sizes: ShardSizes
+    local: object, mesh: DeviceMesh | None, placements: Sequence[Placement] | None, shard_sizes: ShardSizes
 ) -> ShardTensorSpec:
     """The spec of the ShardTensor whose shards are the ranks' ``local``; raises alike on all ranks where it can.
 
@@ -76,7 +76,10 @@ def agree_on_local(
     then raises alone.
     """
     check_process_group()
+    mesh = given_mesh(mesh)
     mesh_coordinate(mesh)
+    if placements is None:
+        placements = [Replicate()] * mesh.ndim
     if isinstance(placements, Placement):
         raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
     if isinstance(shard_sizes, Mapping):
@@ -106,7 +109,7 @@ def record_over_mesh(text: str, mesh: DeviceMesh) -> None:
     """Note a call that all ranks of the mesh make alike; what they were told in it is compared with the next number."""
     for m in range(mesh.ndim):
         if mesh.size(m) > 1:
-            record_call(mesh.get_group(m).group_name, text)
+            record_call(group_along(mesh, m).group_name, text)
 
 
 def _checked(
@@ -134,7 +137,7 @@ _PROBLEMS: dict[int, tuple[type[Exception], str]] = {
     (IS_DTENSOR := 2): (TypeError, "is a DTensor already; use ShardTensor.from_dtensor, or pass its to_local()"),
     (WRONG_DEVICE := 3): (ValueError, "is not on the mesh's device type {device!r}; move it there first"),
     (TOO_MANY_DIMS := 4): (ValueError, "has more than {dims} dims, which is not supported"),
-    (NOT_STRIDED := 5): (TypeError, "is sparse or quantized; pass a dense tensor, such as its to_dense()"),
+    (NOT_STRIDED := 5): (TypeError, "is sparse, nested or quantized; pass a dense tensor, such as its to_dense()"),
     (OTHER_META := 6): (ValueError, "is not of the given global_shape and dtype"),
 }
 
@@ -147,7 +150,7 @@ def problem_of(tensor: object, mesh: DeviceMesh) -> int:
         return IS_DTENSOR
     if tensor.device.type != mesh.device_type:
         return WRONG_DEVICE
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return NOT_STRIDED
     return TOO_MANY_DIMS if tensor.ndim > MAX_NDIM else 0
 
@@ -211,7 +214,7 @@ def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh, what: str = "comparis
     Raises:
         RuntimeError: on all ranks, where they have not communicated the same.
     """
-    groups = [mesh.get_group(m).group_name for m in range(mesh.ndim)]
+    groups = [group_along(mesh, m).group_name for m in range(mesh.ndim)]
     for name in groups:
         record(name, what, torch.int64, len(row))
     fingerprints = [number for name in groups for number in fingerprint(name)]
@@ -280,7 +283,7 @@ def _gather_rows(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison o
         if mesh.size(m) == 1:
             gathered = {0: flat}
         else:
-            group = mesh.get_group(m)
+            group = group_along(mesh, m)
             if debug_enabled():
                 check_call(what, group, mesh.device_type)
             gathered = gather_rows(flat, group, mesh.device_type)

@@ -52,6 +52,8 @@ def from_dtensor(cls: type[D], dtensor: DTensor) -> D:
     """A DTensor as a ShardTensor; its gradient comes back as contributions."""
     if isinstance(dtensor, cls):
         return dtensor
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"from_dtensor takes a DTensor, not {type(dtensor).__name__}; use from_local")
     spec = spec_of(dtensor)
     grad_spec = spec.for_contributions()
     local = dtensor.to_local(grad_placements=grad_spec.placements)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ._compat import current_mesh
 from .agreement import check_same, show
 from .equal_values import Copy, not_equal, unequal
 from .equal_weights import copy_of, line_of
+from .layout import given_mesh
 
 __all__ = ["check"]
 
@@ -49,7 +49,8 @@ def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
     leaves = list(chain.from_iterable(_leaves(value, _name(value, i)) for i, value in enumerate(values)))
     if mesh is None:
         held = next((t for _, t in leaves if isinstance(t, DTensor)), None)
-        mesh = current_mesh() if held is None else held.device_mesh
+        mesh = None if held is None else held.device_mesh
+    mesh = given_mesh(mesh)
     lines = [line_of(name, t) if isinstance(t, Tensor) else f"{name} = {t!r}" for name, t in leaves]
     check_same("values", lines, mesh)
     copies = [copy_of(name, t, mesh) for name, t in leaves if isinstance(t, Tensor)]

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._compat.c10d import group_along
 from .agreement import check_same
 from .equal_values import Copy, not_equal, unequal
 from .failures import communicating
+from .layout import given_mesh
 
 __all__ = ["copy_of", "line_of", "synchronize", "verify"]
 
@@ -36,6 +38,7 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
 
         synchronize(model, mesh["domain"])
     """
+    mesh = given_mesh(mesh)
     source = int(mesh.mesh.flatten()[0]) if source is None else source
     _check_alike(model, mesh, f"source={source}")
     found = (mesh.mesh == source).nonzero().tolist()
@@ -45,8 +48,8 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
         copy = copy_of(name, tensor, mesh)
         for m in copy.mesh_dims:
             received = copy.local.contiguous()  # broadcast takes no other memory format
-            with communicating(mesh.get_group(m)):
-                dist.broadcast(received, group=mesh.get_group(m), group_src=found[0][m])
+            with communicating(group_along(mesh, m)):
+                dist.broadcast(received, group=group_along(mesh, m), group_src=found[0][m])
             if received is not copy.local:
                 copy.local.copy_(received)
 
@@ -62,6 +65,7 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
 
         verify(model, mesh["domain"])
     """
+    mesh = given_mesh(mesh)
     _check_alike(model, mesh)
     wrong = unequal([copy_of(name, tensor, mesh) for name, tensor in _tensors(model)], mesh)
     if wrong:
@@ -73,7 +77,7 @@ def verify(model: nn.Module, mesh: DeviceMesh) -> None:
 def copy_of(name: str, tensor: Tensor, mesh: DeviceMesh) -> Copy:
     """This rank's part of a tensor, and the mesh dims of ``mesh`` along which all ranks have the same part."""
     owners = _owners(tensor)
-    groups = [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in range(mesh.ndim)]
+    groups = [set(dist.get_process_group_ranks(group_along(mesh, m))) for m in range(mesh.ndim)]
     alike = tuple(m for m, members in enumerate(groups) if not any(len(members & others) > 1 for others in owners))
     return Copy(name, tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach(), alike)
 
@@ -103,4 +107,4 @@ def _owners(tensor: Tensor) -> list[set[int]]:
         return []
     mesh = tensor.device_mesh
     owned = [m for m, p in enumerate(tensor.placements) if not p.is_replicate()]
-    return [set(dist.get_process_group_ranks(mesh.get_group(m))) for m in owned]
+    return [set(dist.get_process_group_ranks(group_along(mesh, m))) for m in owned]

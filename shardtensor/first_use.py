@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._compat import is_capturing, is_traced
+from ._compat.c10d import group_along
 from .equal_values import digest
 from .history import record_call
 
@@ -40,4 +41,4 @@ def _note(t: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> None:
     text = f"first use of a plain parameter {tuple(t.shape)} with the digest {digest(t) % 2**64:016x}"
     for m in mesh_dims:
         if mesh.size(m) > 1:
-            record_call(mesh.get_group(m).group_name, text)
+            record_call(group_along(mesh, m).group_name, text)

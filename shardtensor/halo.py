@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._compat import AutogradFunction
+from ._compat.c10d import group_along
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 from .geometry import Interval, intersect, intervals_of, length
 from .spec import ShardTensorSpec
@@ -69,8 +70,7 @@ class Fetch:
         zeros: how many to put before and after what is needed along the last axis.
 
     Attributes:
-        axes: as given.
-        shape: of the result.
+        axes, shape: the axes as given, and the shape of the result.
     """
 
     __slots__ = ("_steps", "axes", "shape")
@@ -81,7 +81,7 @@ class Fetch:
         for axis in axes:
             transfers, around = axis.transfers, zeros if axis is axes[-1] else (0, 0)
             if transfers.active or transfers.own != transfers.need or any(around):
-                steps.append(_FetchedDim(shape, axis.dim, transfers, around, mesh.get_group(axis.mesh_dim)))
+                steps.append(_FetchedDim(shape, axis.dim, transfers, around, group_along(mesh, axis.mesh_dim)))
             shape = _resized(shape, axis.dim, around[0] + length(transfers.need) + around[1])
         self._steps, self.shape = tuple(steps), tuple(shape)
 
@@ -322,7 +322,7 @@ class Halo:
     def __init__(self, axes: Sequence[Axis], mesh: DeviceMesh, shape: Sequence[int]) -> None:
         self.axes, self._shape = tuple(axes), tuple(shape)
         self._exchanged = [
-            self._plan(i, mesh.get_group(axis.mesh_dim)) if axis.transfers.active else None
+            self._plan(i, group_along(mesh, axis.mesh_dim)) if axis.transfers.active else None
             for i, axis in enumerate(self.axes)
         ]
 

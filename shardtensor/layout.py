@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import is_plain_shard
+from ._compat import current_mesh, is_plain_shard
+from ._compat.c10d import naming_what_is_gone
 from .caches import cached
 from .geometry import chunk_sizes
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_order",
     "check_own_shard",
     "first_equal",
+    "given_mesh",
     "held_dtype",
     "mesh_coordinate",
     "normalize_placements",
@@ -72,6 +74,22 @@ def held_dtype(placements: Sequence[Placement], dtype: torch.dtype) -> torch.dty
     return wide_dtype(dtype) if summed else dtype
 
 
+def given_mesh(mesh: object) -> DeviceMesh:
+    """The mesh that a caller has passed, or for None that of the surrounding ``with mesh:``.
+
+    Raises:
+        TypeError: something that is no mesh.
+        RuntimeError: None, and no mesh surrounds the call.
+    """
+    if mesh is None:
+        return current_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"the mesh must be a DeviceMesh, as init_device_mesh makes one, not {type(mesh).__name__} {mesh!r:.80}"
+        )
+    return mesh
+
+
 def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     """This rank's position in ``mesh``; ValueError where the mesh does not hold this rank."""
     at = mesh.get_coordinate()
@@ -96,6 +114,8 @@ def check_own_shard(mesh: DeviceMesh) -> None:
     """
     if not dist.is_initialized():
         return
+    if mesh.mesh.is_meta:
+        raise ValueError("a ShardTensor cannot be loaded to the meta device; load it, and call to('meta')")
     theirs, mine, world = rank_at(mesh, mesh_coordinate(mesh)), dist.get_rank(), dist.get_world_size()
     if theirs != mine or int(mesh.mesh.max()) >= world:
         raise ValueError(
@@ -109,7 +129,9 @@ def first_equal(mesh: DeviceMesh) -> DeviceMesh:
     """The first mesh that was equal to this one and had its process groups: ``mesh["domain"]`` is new each time."""
     if type(mesh) is not DeviceMesh:  # but what torch.compile traces with in place of one
         return mesh
-    return _first(mesh, tuple(group.group_name for group in mesh.get_all_groups()))
+    with naming_what_is_gone():
+        groups = mesh.get_all_groups()
+    return _first(mesh, tuple(group.group_name for group in groups))
 
 
 @cached(maxsize=1024)

@@ -27,10 +27,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import current_mesh, flattened
+from ._compat import flattened
 from .domain_parallel import DomainParallel
 from .equal_weights import synchronize, verify
-from .layout import AxisLayout
+from .layout import AxisLayout, given_mesh
 from .planning import spec_of
 from .redistribute import redistribute_local
 
@@ -101,7 +101,7 @@ def parallelize(
         x = scatter_tensor(batch, 0, mesh["domain"], (Shard(2),))
         loss_function(model(x), y).backward()
     """
-    mesh = current_mesh() if mesh is None else mesh
+    mesh = given_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     data = data if data in names else None
     shard = _sharded_axes(shard, data)

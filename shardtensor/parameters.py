@@ -25,6 +25,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
+from ._compat.c10d import group_along
 from .caches import cached
 from .first_use import note_parameters
 from .layout import wide_dtype
@@ -153,7 +154,7 @@ def start_sum(
     for i, t in enumerate(tensors):
         if t is not None:
             by_dtype.setdefault(wide_dtype(t.dtype), []).append(i)
-    first = mesh.get_group(mesh_dims[0])
+    first = group_along(mesh, mesh_dims[0])
     under_way = [
         (members, start_sums([tensors[i].to(dtype) for i in members], first, overwrite=overwrite))  # type: ignore[union-attr]
         for dtype, members in by_dtype.items()
@@ -164,7 +165,7 @@ def start_sum(
         for members, pending in under_way:
             totals = pending()
             for m in mesh_dims[1:]:
-                totals = start_sums(totals, mesh.get_group(m), overwrite=True)()
+                totals = start_sums(totals, group_along(mesh, m), overwrite=True)()
             for i, total in zip(members, totals, strict=True):
                 t = tensors[i]
                 total = total if t is None else total.to(t.dtype)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ._compat import untraced
-from ._compat.c10d import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, process_group
+from ._compat.c10d import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, group_along, process_group
 from .caches import cached
 from .exchange import start_swap
 from .geometry import Interval, intervals_of, length
@@ -137,7 +137,7 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
     """One cell of the table above: the specs differ on mesh dim ``m`` only."""
     old, new = src.placements[m], dst.placements[m]
     rank, ranks = src.coordinate[m], src.mesh.size(m)
-    group = src.mesh.get_group(m)
+    group = group_along(src.mesh, m)
     if isinstance(old, Shard):
         length_of_all = src.shape[old.dim]
         if isinstance(new, Shard) and new.dim != old.dim:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from ._compat import current_mesh, is_traced, not_in_graphs, same_memory, tracing
+from ._compat import is_traced, not_in_graphs, same_memory, tracing
+from .layout import given_mesh
 from .open_layouts import leave_open
 from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
@@ -72,7 +73,7 @@ def implicit_replication(mesh: DeviceMesh | None = None) -> Iterator[None]:
             y = torch.zeros(x.shape[0], 8, *x.shape[2:])  # replicated
             y[:, :4] = x[:, :4]                           # sharded like x
     """
-    with _Mode(current_mesh() if mesh is None else mesh):
+    with _Mode(given_mesh(mesh)):
         yield
 
 

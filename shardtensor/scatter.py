@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import current_mesh, not_in_graphs
+from ._compat import not_in_graphs
+from ._compat.c10d import group_along
 from .agreement import OTHER_META, check_process_group, claims_of, described, problem_of, record_over_mesh, say
 from .failures import communicating
 from .geometry import intervals_of
 from .headers import debug_enabled
-from .layout import ShardSizes, mesh_coordinate, rank_at
+from .layout import ShardSizes, given_mesh, mesh_coordinate, rank_at
 from .spec import ShardTensorSpec
 from .strides import as_bytes
 from .tensor import ShardTensor, mark_leaf, wrap
@@ -68,9 +70,11 @@ def scatter_tensor(
         x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
     """
     check_process_group()
-    mesh = current_mesh() if mesh is None else mesh
+    mesh = given_mesh(mesh)
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     mesh_coordinate(mesh)
+    if not isinstance(global_src, SupportsIndex):
+        raise TypeError(f"global_src must be the source's rank, an integer, not {global_src!r}")
     is_src = dist.get_rank() == global_src
     problem = _problem(tensor, mesh, global_shape, dtype) if is_src else 0
     if global_shape is None or dtype is None or debug_enabled():
@@ -94,7 +98,7 @@ def scatter_tensor(
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
     record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh)
-    world = mesh.get_group(0) if mesh.ndim == 1 else dist.group.WORLD
+    world = group_along(mesh, 0) if mesh.ndim == 1 else dist.group.WORLD
     assert world is not None
     with communicating(world):
         local = _send_shards(None if problem else tensor, spec) if is_src else _receive_shard(spec, global_src)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import chunks, conversions, dispatch, functions
@@ -18,7 +18,6 @@ from ._compat import (
     OpOverload,
     TensorMeta,
     claim_dispatch,
-    current_mesh,
     is_traced,
     keep_static,
     new_wide_wrapper,
@@ -31,7 +30,7 @@ from ._compat import (
 from .agreement import MAX_NDIM, agree_on_local, compare_histories
 from .copies import check_current
 from .errors import refuse
-from .layout import check_own_shard
+from .layout import check_own_shard, normalize_placements
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .registry import FUNCTIONS, Refusal, register
@@ -106,10 +105,7 @@ class ShardTensor(DTensor):
             x = ShardTensor.from_local(torch.rand(5 if rank == 0 else 3, 4), mesh, (Shard(0),),
                                        shard_sizes={0: (5, 3)})  # x.shape == (8, 4)
         """
-        mesh = device_mesh if device_mesh is not None else current_mesh()
-        if placements is None:
-            placements = [Replicate()] * mesh.ndim
-        spec = agree_on_local(local_tensor, mesh, placements, shard_sizes)
+        spec = agree_on_local(local_tensor, device_mesh, placements, shard_sizes)
         return conversions.from_local(ShardTensor, local_tensor, spec)
 
     @staticmethod
@@ -118,6 +114,9 @@ class ShardTensor(DTensor):
 
         Its gradient comes back as contributions, ``Partial()``, on every mesh dim where it is Replicate, see
         [Note: contributions] in parameters.py.
+
+        Raises:
+            TypeError: ``dtensor`` is none.
         """
         return conversions.from_dtensor(ShardTensor, dtensor)
 
@@ -141,6 +140,7 @@ class ShardTensor(DTensor):
             return local
         spec = self._spec.for_gradient()
         if grad_placements is not None:
+            grad_placements = normalize_placements(grad_placements, self.device_mesh, self.ndim)
             sizes = tuple(s if p == q else None for s, p, q in zip(spec.sizes, spec.placements, grad_placements))
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")

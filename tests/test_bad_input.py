@@ -7,9 +7,12 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, scatter_tensor
+from shardtensor.parallel import verify
 from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh
 
 
@@ -66,6 +69,17 @@ def from_local(case):
             build(ones(4, dtype=torch.int64), mesh, [Shard(0)]).requires_grad_()
         case "no mesh":
             build(ones(4))
+        case "no mesh but a size":
+            build(ones(4, 2), 2, [Shard(0)])
+        case "no mesh but a group":
+            build(ones(4, 2), mesh.get_group(), [Shard(0)])
+        case "nested":
+            build(torch.nested.nested_tensor([ones(2), ones(3)]), mesh, [Shard(0)])
+        case "plain as DTensor":
+            ShardTensor.from_dtensor(ones(4))
+        case "layouts of a gradient":
+            x = build(ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+            x.to_local(grad_placements=[Shard(0), Replicate()])
         case "sizes type":
             build(ones(4, 2), mesh, [Shard(0)], shard_sizes=[(4, 4)])
 
@@ -95,6 +109,11 @@ FROM_LOCAL = [
     ("shardtensor", TypeError, "DTensor already; use ShardTensor.from_dtensor"),
     ("integer", RuntimeError, "floating point"),
     ("no mesh", RuntimeError, "mesh"),
+    ("no mesh but a size", TypeError, "the mesh must be a DeviceMesh, as init_device_mesh makes one, not int 2"),
+    ("no mesh but a group", TypeError, "must be a DeviceMesh, as init_device_mesh makes one, not ProcessGroup"),
+    ("nested", TypeError, "is sparse, nested or quantized"),
+    ("plain as DTensor", TypeError, "from_dtensor takes a DTensor, not Tensor; use from_local"),
+    ("layouts of a gradient", ValueError, "2 placements"),
     ("sizes type", TypeError, "must be a dict {mesh_dim: sizes}"),
 ]
 
@@ -223,6 +242,10 @@ def scatter(case):
             scatter_tensor(ones if first else None, 0, mesh, [Shard(1)])
         case "partial":
             scatter_tensor(ones if first else None, 0, mesh, [Partial()])
+        case "source, a fraction":
+            scatter_tensor(torch.ones(8), 0.0, mesh, [Shard(0)])
+        case "swapped":
+            scatter_tensor(torch.ones(8), mesh, 0, [Shard(0)])
         case "source":
             scatter_tensor(ones, 7, mesh, [Shard(0)])
         case "integer":
@@ -248,10 +271,12 @@ SCATTER = [
     ("no such dim", ValueError, "the tensor has only 1 dims"),
     ("partial", ValueError, "only Shard and Replicate"),
     ("source", ValueError, "global_src=7 is not in the mesh [0, 1]"),
+    ("source, a fraction", TypeError, "global_src must be the source's rank, an integer, not 0.0"),
+    ("swapped", TypeError, "the mesh must be a DeviceMesh, as init_device_mesh makes one, not int 0"),
     ("integer", RuntimeError, "only floating point and complex tensors can require gradients"),
     ("placements", ValueError, "2 placements"),
     ("shardtensor", TypeError, "its tensor is a DTensor already"),
-    ("sparse", TypeError, "its tensor is sparse or quantized; pass a dense tensor"),
+    ("sparse", TypeError, "its tensor is sparse, nested or quantized; pass a dense tensor"),
 ]
 
 
@@ -341,3 +366,29 @@ def test_a_local_tensor_that_was_resized_in_place_is_an_error():
     for error in run_expecting_errors(resized_in_place, 2):
         assert isinstance(error, RuntimeError) and "make a new ShardTensor with from_local instead" in str(error)
         assert "the local tensor has shape (2, 2) instead of (4, 2)" in str(error)
+
+
+def destroyed(case):
+    """On a mesh of its own group, that of the pool stays."""
+    group = dist.new_group(list(range(2)))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x = ShardTensor.from_local(torch.ones(1, 1, 4, 4), mesh, [Shard(2)]).requires_grad_()
+    y = F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1)
+    dist.destroy_process_group(group)
+    match case:
+        case "operator":
+            F.conv2d(x, torch.ones(1, 1, 5, 5), padding=2)
+        case "number":
+            y.sum().item()
+        case "redistribute":
+            x.redistribute(placements=[Shard(3)])
+        case "full_tensor":
+            x.full_tensor()
+        case "verify":
+            verify(torch.nn.Linear(2, 2), mesh)
+
+
+@pytest.mark.parametrize("case", ("operator", "number", "redistribute", "full_tensor", "verify"))
+def test_a_mesh_whose_group_was_destroyed_is_named(case):
+    for error in run_expecting_errors(destroyed, 2, case):
+        assert isinstance(error, RuntimeError) and "the process group of this mesh has been destroyed" in str(error)

@@ -67,8 +67,8 @@ TEXTS = {
     "another dtype": r"from_local of \(1, 8, 16, 8\) float16 .* on rank.* 0.*, from_local of .* bfloat16 .* on rank 1",
     "another batch": r"from_local of \(0,\) .* on rank.* 0.*, from_local of \(2,\) .* on rank 1",
     "another precision": r"item of 1 float32 on rank.* 0.*, item of 1 bfloat16 on rank 1",
-    "another seed, noise": r"random numbers from the state (\w+) for copies on rank.* 0.*, random numbers from the state "
-    r"(?!\1)\w+ for copies on rank 1",
+    "another seed, noise": r"random numbers from the state (\w+) for copies on rank.* 0.*, random numbers from "
+    r"the state (?!\1)\w+ for copies on rank 1",
     "another weight": r"first use of a plain parameter \(8, 8, 3, 3\) with the digest (\w+) on rank.* 0.*, first use "
     r"of .* with the digest (?!\1).* on rank 1",
 }

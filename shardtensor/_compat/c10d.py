@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -23,6 +25,8 @@ __all__ = [
     "c10d_all_to_all",
     "c10d_messages",
     "default_store",
+    "group_along",
+    "naming_what_is_gone",
     "process_group",
     "program_timeout",
 ]
@@ -88,9 +92,35 @@ def c10d_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: dist.Process
     return work
 
 
+def group_along(mesh: DeviceMesh, mesh_dim: int) -> dist.ProcessGroup:
+    """The process group of a mesh dim.
+
+    Raises:
+        RuntimeError: it has been destroyed.
+    """
+    with naming_what_is_gone():
+        return mesh.get_group(mesh_dim)
+
+
+@contextmanager
+def naming_what_is_gone() -> Iterator[None]:
+    """What torch raises inside the block of a process group that has been destroyed is said in words for users."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Could not resolve the process group" not in str(error):
+            raise
+        raise RuntimeError(
+            "the process group of this mesh has been destroyed (torch.distributed.destroy_process_group), so its "
+            "ShardTensors cannot communicate any more: do what communicates before that, or make a new mesh, and "
+            "ShardTensors on it"
+        ) from error
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of this name. Operators of a graph get names, as a group cannot be a constant of a graph."""
-    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
+    with naming_what_is_gone():
+        group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
     return group
 
 

@@ -34,10 +34,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_convert
 
-from .._compat import PyTree, current_mesh, tree_leaves, tree_map
+from .._compat import PyTree, tree_leaves, tree_map
 from .._compat.c10d import program_timeout
 from ..agreement import check_process_group
-from ..layout import check_order, mesh_coordinate, rank_at
+from ..layout import check_order, given_mesh, mesh_coordinate, rank_at
 from ..rows import gather_rows, gather_texts
 from ..scatter import part_at
 from ..spec import ShardTensorSpec
@@ -111,7 +111,7 @@ class ShardLoader:
         pickled: bool = False,
     ) -> None:
         check_process_group()
-        self.mesh = current_mesh() if mesh is None else mesh
+        self.mesh = given_mesh(mesh)
         mesh_coordinate(self.mesh)
         check_order(self.mesh)
         ranks = self.mesh.mesh.flatten().tolist()

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.data import Dataset
 
-from .._compat import PyTree, current_mesh, tree_leaves, tree_map
+from .._compat import PyTree, tree_leaves, tree_map
 from ..agreement import Table, check_process_group, gather_over_mesh
-from ..layout import ShardSizes, mesh_coordinate, rank_at
+from ..layout import ShardSizes, given_mesh, mesh_coordinate, rank_at
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from .layout import Layout, MakeSpec, Part, make_spec
@@ -83,7 +83,7 @@ def read(
         x = read(t2m, mesh["domain"], (Shard(0),), index=hour, shard_sizes={0: (300, 421)})    # one hour's (721, 1440)
     """
     check_process_group()
-    mesh = current_mesh() if mesh is None else mesh
+    mesh = given_mesh(mesh)
     mesh_coordinate(mesh)
     chosen = _chosen(array.shape, index)
     shape = [len(c) for c in chosen if isinstance(c, range)]
@@ -130,7 +130,7 @@ class SliceDataset(Dataset[Any]):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_process_group()
-        self._mesh: DeviceMesh | None = current_mesh() if mesh is None else mesh  # None in worker processes
+        self._mesh: DeviceMesh | None = given_mesh(mesh)  # None in worker processes
         mesh_coordinate(self._mesh)
         self._source = arrays
         self._arrays: tuple[int, PyTree] = (0, None)  # the process that opened them, and what it got

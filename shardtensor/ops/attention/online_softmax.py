@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import AutogradFunction, alias
+from ..._compat.c10d import group_along
 from ...caches import cached
 from ...errors import refuse
 from ...exchange import plan_intervals
@@ -212,7 +213,7 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     assert query is not None and key is not None and value is not None
     sizes = [spec.cut(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
     empty = any(0 in n for n in (query.shape, key.shape, value.shape, *sizes, *(layout.head_sizes or ())))
-    group = None if m is None else query.mesh.get_group(m)
+    group = None if m is None else group_along(query.mesh, m)
     exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
     parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
     alone = not exchanges and len(parts[0]) == 1 and parts[0][0].rows is None and parts[0][0].columns is None

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat import AutogradFunction
+from ..._compat.c10d import group_along
 from ...geometry import Interval
 from ...gradients import once_differentiable
 from .alignment import wide_dtype
@@ -118,7 +119,7 @@ def _trip(tour: Tour, part: Tensor) -> Trip:
     ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
     shapes, wide = [tour.shape_at(part, owner) for owner in range(len(tour.intervals))], wide_dtype(part.dtype)
     forms, gradients = (tuple(((shape, dtype),) for shape in shapes) for dtype in (part.dtype, wide))
-    return trip(ring, forms, gradients, tour.mesh.get_group(tour.mesh_dim))
+    return trip(ring, forms, gradients, group_along(tour.mesh, tour.mesh_dim))
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction, OpOverload
+from ..._compat.c10d import group_along
 from ...gradients import once_differentiable
 from ...operators import Composed
 from ...redistribute import all_gather
@@ -64,7 +65,7 @@ class Selected(AutogradFunction):
                 places = (
                     torch.where(earlier, index, -1).amax(dim, True) if index.shape[dim] else index.new_full(row, -1)
                 )
-                group = spec.mesh.get_group(m)
+                group = group_along(spec.mesh, m)
                 for pair in zip(all_gather(sums, group), all_gather(places, group), strict=True):
                     result += _scattered(*pair, spec, dim, start)
         return wrap(result, spec), None, None, None, None, None

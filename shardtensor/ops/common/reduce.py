@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import untraced
+from ..._compat.c10d import group_along
 from ...layout import AxisLayout
 from ...operators import Arguments
 from ...planning import AtenCall, meta_of
@@ -111,13 +112,13 @@ def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:
 def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], op: str) -> Tensor:
     """``local`` reduced over the ranks along these mesh dims."""
     for m in mesh_dims:
-        local = all_reduce(local, spec.mesh.get_group(m), op)
+        local = all_reduce(local, group_along(spec.mesh, m), op)
     return local
 
 
 def rank_reduction(spec: ShardTensorSpec, mesh_dims: Sequence[int]) -> Callable[[Tensor, str], Tensor]:
     """:func:`reduce_over` made ready for a plan: ``(local, op)`` to the reduction over the ranks."""
-    groups = [spec.mesh.get_group(m) for m in mesh_dims]
+    groups = [group_along(spec.mesh, m) for m in mesh_dims]
 
     def reduce(local: Tensor, op: str) -> Tensor:
         for group in groups:

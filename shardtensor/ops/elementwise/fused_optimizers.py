@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
+from ..._compat.c10d import group_along
 from ...errors import refuse
 from ...layout import AxisLayout
 from ...planning import spec_of
@@ -67,6 +68,6 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
         raise refuse("_amp_foreach_non_finite_check_and_unscale_", specs, "a gradient is Partial", "redistribute it")
     found = _local(found_inf)
     _aten._amp_foreach_non_finite_check_and_unscale_.default(_local(gradients), found, _local(inv_scale))
-    over = {(spec.mesh, m): spec.mesh.get_group(m) for spec in specs for m in spec.sharded_dims().values()}
+    over = {(spec.mesh, m): group_along(spec.mesh, m) for spec in specs for m in spec.sharded_dims().values()}
     for group in over.values():
         found.copy_(all_reduce(found, group, "max"))

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import OpOverload, is_capturing
+from ..._compat.c10d import group_along
 from ...equal_values import digest
 from ...errors import refuse
 from ...headers import check_call, debug_enabled
@@ -84,7 +85,7 @@ def _note_source(number: int, spec: ShardTensorSpec) -> None:
     """Have the ranks that hold copies of a tensor with ``spec`` compare the number with the next one that they read."""
     for m, p in enumerate(spec.placements):
         if spec.mesh.size(m) > 1 and not isinstance(p, Shard):
-            record_call(spec.mesh.get_group(m).group_name, f"random numbers from the state {number:x} for copies")
+            record_call(group_along(spec.mesh, m).group_name, f"random numbers from the state {number:x} for copies")
 
 
 def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
@@ -130,8 +131,8 @@ def _check_agreement(drawn: int, spec: ShardTensorSpec, device: torch.device) ->
     """RuntimeError on every rank of the mesh where two of them have drawn different numbers."""
     least = torch.tensor([drawn, -drawn], dtype=torch.int64, device=device)
     for m in range(spec.mesh.ndim):
-        check_call("comparison of random numbers", spec.mesh.get_group(m), device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=spec.mesh.get_group(m))
+        check_call("comparison of random numbers", group_along(spec.mesh, m), device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group_along(spec.mesh, m))
     low, high = least.tolist()
     if low != -high:
         raise RuntimeError(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import OpOverload
+from ..._compat.c10d import group_along
 from ...errors import PLAIN_TARGET
 from ...exchange import plan_intervals
 from ...geometry import Interval, intervals_of
@@ -237,7 +238,7 @@ class _Work:
         if not mesh_dims:
             return self._written(values, kwargs, own)
         m, target, partial = mesh_dims[0], operand(values, self.first), Partial(self.accumulates or "sum")
-        ranks, rank, group = self.mesh.size(m), self.coordinate[m], self.mesh.get_group(m)
+        ranks, rank, group = self.mesh.size(m), self.coordinate[m], group_along(self.mesh, m)
         d = self.axes[m].indexed
         assert d is not None
         n, start, stop = own[d]
@@ -283,7 +284,7 @@ class _Work:
             return self._on_own(_copied(values), kwargs, own)
         m = mesh_dims[0]
         label, sizes = self.axes[m].broadcast  # type: ignore[misc]
-        ranks, rank, group = self.mesh.size(m), self.coordinate[m], self.mesh.get_group(m)
+        ranks, rank, group = self.mesh.size(m), self.coordinate[m], group_along(self.mesh, m)
         indexed = self.axes[m].indexed is not None
         pieces: list[Tensor] = []
         for s, (a, b) in enumerate(intervals_of(clipped(sizes, self.shortest[label]))):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
+from ..._compat.c10d import group_along
 from ...errors import refuse
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
@@ -43,7 +44,7 @@ def _counts(found: int, spec: ShardTensorSpec, mesh_dim: int | None, device: tor
     """How many entries each rank along the mesh dim has found."""
     if mesh_dim is None:
         return (found,)
-    return tuple(all_gather(torch.tensor(found, device=device), spec.mesh.get_group(mesh_dim)).tolist())
+    return tuple(all_gather(torch.tensor(found, device=device), group_along(spec.mesh, mesh_dim)).tolist())
 
 
 def _sharded_dim(spec: ShardTensorSpec) -> tuple[int, int] | None:

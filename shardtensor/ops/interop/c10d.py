@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ..._compat.c10d import group_along
 from ...errors import refuse
 from ...planning import spec_of
 from ...redistribute import redistribute_local
@@ -71,4 +72,4 @@ def _check_same_part(spec: ShardTensorSpec, ranks: set[int]) -> None:
 
 
 def _along(spec: ShardTensorSpec, m: int) -> list[int]:
-    return dist.get_process_group_ranks(spec.mesh.get_group(m))
+    return dist.get_process_group_ranks(group_along(spec.mesh, m))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
+from ..._compat.c10d import group_along
 from ...caches import cached
 from ...errors import refuse
 from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
@@ -279,7 +280,7 @@ def _no_terms(function: Callable[..., Tensor], logits: Tensor, shape: Sequence[i
 
 def _groups(terms: ShardTensorSpec) -> list[dist.ProcessGroup]:
     """Over which a sum of terms is completed."""
-    return [terms.mesh.get_group(m) for m in scalar_spec(terms, terms.tensor_meta.dtype).partial_mesh_dims()]
+    return [group_along(terms.mesh, m) for m in scalar_spec(terms, terms.tensor_meta.dtype).partial_mesh_dims()]
 
 
 def _start_total_weight(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta, batch_norm_legit, batch_norm_legit_no_training
+from ..._compat.c10d import group_along
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, Operand, Plan, operator
 from ...redistribute import all_reduce, redistribute_local
@@ -51,7 +52,7 @@ class RunningNorm(ChannelNorm):
         self.unbiased = count / (count - 1) if count != 1 else float("nan")
         # Instance norm keeps the mean over the batch.
         self.batch = None if 0 in geometry.dims else spec.shape[0]
-        self.batch_group = spec.mesh.get_group(sharded[0]) if self.batch is not None and 0 in sharded else None
+        self.batch_group = group_along(spec.mesh, sharded[0]) if self.batch is not None and 0 in sharded else None
         self.sharded_channels = None
         if 1 in sharded:
             m = sharded[1]

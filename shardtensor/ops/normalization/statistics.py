@@ -27,6 +27,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat import constant_like, is_traced, untraced
+from ..._compat.c10d import group_along
 from ...redistribute import all_gather, all_reduce
 from ...spec import ShardTensorSpec
 from ...tensor import wrap
@@ -163,7 +164,7 @@ class Merge:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.group: dist.ProcessGroup = mesh.get_group(mesh_dim)
+        self.group: dist.ProcessGroup = group_along(mesh, mesh_dim)
         total = sum(sizes)
         self.share = sizes[mesh.get_local_rank(mesh_dim)] / total
         self.gathers = len(sizes) <= GATHERING

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..._compat.c10d import group_along
 from ...operators import Arguments, Composed, Operand, operator
 from ...planning import AtenCall, AtenPlan, argument
 from ...redistribute import all_reduce
@@ -41,7 +42,7 @@ _NOWHERE = torch.iinfo(torch.int64).max
 def _agreed(value: Tensor, index: Tensor, spec: ShardTensorSpec, over: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
     """The extreme over ranks along the mesh dims ``over``, and the smallest index where it is."""
     for m in over:
-        group = spec.mesh.get_group(m)
+        group = group_along(spec.mesh, m)
         best = all_reduce(value, group, op)
         index = torch.where((value == best) | (value != value), index, _NOWHERE)
         index = all_reduce(index, group, "min")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction
+from ..._compat.c10d import group_along
 from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, meta_of
@@ -47,7 +48,7 @@ def _scanned(x: Tensor, spec: ShardTensorSpec, dim: int, kind: str, dtype: torch
         n = done.shape[dim]
         row = [1 if d == dim else size for d, size in enumerate(done.shape)]
         total = done.narrow(dim, n - 1, 1) if n else done.new_full(row, neutral)
-        totals = all_gather(total, spec.mesh.get_group(m))
+        totals = all_gather(total, group_along(spec.mesh, m))
         here = spec.coordinate[m]
         before = list(totals[here + 1 :].flip(0) if reverse else totals[:here])
         if before:
@@ -197,7 +198,7 @@ def plan_extreme_scan(call: AtenCall) -> AtenPlan:
         return call.plan(outputs, {(0,): spec}, call=plain_tuple(call.func))
     check_dtype(call)
     dim, m, func = dims[0], over[0], call.func
-    group = spec.mesh.get_group(m)
+    group = group_along(spec.mesh, m)
     beats = torch.ge if func == _aten.cummax.default else torch.le
     start, _ = spec.interval(m)
     before = [r for r in range(spec.coordinate[m]) if spec.cut(m)[r]]

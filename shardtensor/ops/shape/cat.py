@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ..._compat.c10d import group_along
 from ...exchange import Exchange, plan_intervals
 from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length
 from ...layout import AxisLayout
@@ -174,7 +175,7 @@ def _along_sharded(
         (call.args[0][i].shape[dim], None if spec is None else spec.sizes[m])
         for i, spec in zip(joined, layouts, strict=True)
     ]
-    rank, group = pattern.coordinate[m], pattern.mesh.get_group(m)
+    rank, group = pattern.coordinate[m], group_along(pattern.mesh, m)
     sizes = joined_sizes(pieces, pattern.mesh.size(m))
     out = pattern.with_axes({m: AxisLayout(Shard(dim), sizes)}).replace(meta=meta_of(call.meta))
     need = intervals_of(sizes)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..._compat.c10d import group_along
 from ...geometry import Interval, intersect, intervals_of, length
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, argument, meta_of
@@ -41,7 +42,7 @@ def rolled(own: Interval, shift: int, n: int) -> tuple[Interval, Interval]:
 def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Work:
     """The local work of rolling the sharded dim ``d``: each shard is two runs of the result, sent in one exchange."""
     m = spec.sharded_dims()[d]
-    rank, group = spec.coordinate[m], spec.mesh.get_group(m)
+    rank, group = spec.coordinate[m], group_along(spec.mesh, m)
     own, n, here = intervals_of(spec.cut(m)), spec.shape[d], list(spec.own_shape)
     stays, wraps = zip(*(rolled(each, shift % n, n) for each in own), strict=True)
     k, rest = length(stays[rank]), here[d] - length(stays[rank])
@@ -99,7 +100,7 @@ def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Work:
         if d in flipped:
             need, n = intervals_of(spec.cut(m)), spec.shape[d]
             own = [(n - b, n - a) for a, b in need]
-            assemblies.append(Assembly(d, [spec.own_shape], [own], need, spec.coordinate[m], spec.mesh.get_group(m)))
+            assemblies.append(Assembly(d, [spec.own_shape], [own], need, spec.coordinate[m], group_along(spec.mesh, m)))
 
     def flip(x: Tensor) -> Tensor:
         x = x.flip(flipped)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction
+from ..._compat.c10d import group_along
 from ...gradients import once_differentiable
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, meta_of, spec_of
@@ -35,7 +36,7 @@ def _median(call: AtenCall) -> AtenPlan:
     out = spec.replicated().replace(meta=meta_of(call.meta))
     check_dtype(call)
     count, over = spec.shape.numel(), list(spec.sharded_dims().values())
-    groups = [spec.mesh.get_group(m) for m in over]
+    groups = [group_along(spec.mesh, m) for m in over]
     if not count:
         return call.plan(out, {(0,): spec})
     ignores = call.func == _aten.nanmedian.default
@@ -65,7 +66,7 @@ class _AtPlaces(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, x: ShardTensor, places: ShardTensor, dims: list[int]) -> Any:
         spec = x._spec
-        groups = [spec.mesh.get_group(m) for m in mesh_dims_of(spec, dims)]
+        groups = [group_along(spec.mesh, m) for m in mesh_dims_of(spec, dims)]
         ends = list(range(-len(dims), 0))
         moved = x._local_tensor.movedim(dims, ends)
         rows = math.prod(moved.shape[: x.ndim - len(dims)])

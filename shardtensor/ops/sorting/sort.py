@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction, OpOverload
+from ..._compat.c10d import group_along
 from ...errors import UnsupportedSharding
 from ...geometry import map_boundaries
 from ...gradients import once_differentiable
@@ -112,7 +113,7 @@ class _RowsAcross:
     def __init__(self, x: Tensor, spec: ShardTensorSpec, dim: int, descending: bool) -> None:
         m = spec.sharded_dims()[dim]
         self._dim, self._shape = dim, x.shape
-        self._sorted = Sorted(_as_rows(x, dim), spec.cut(m), spec.cut(m), descending, spec.mesh.get_group(m))
+        self._sorted = Sorted(_as_rows(x, dim), spec.cut(m), spec.cut(m), descending, group_along(spec.mesh, m))
         rows, columns = self._sorted.shape
         start, _ = spec.interval(m)
         index = torch.arange(start, start + columns, device=x.device).expand(rows, -1)
@@ -152,7 +153,7 @@ def _topk_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     _check_order(spec)
     k, largest = call.args[1], argument(call, 3, "largest", True)
     m = spec.sharded_dims()[dim]
-    sizes, group, (start, stop) = spec.cut(m), spec.mesh.get_group(m), spec.interval(m)
+    sizes, group, (start, stop) = spec.cut(m), group_along(spec.mesh, m), spec.interval(m)
     if _is_few(spec, dim, k):
         outputs = [reduced_spec(spec, meta, [dim], True, "sum").for_gradient() for meta in call.meta]
 
@@ -184,7 +185,7 @@ def _kth_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     _check_order(spec)
     func, length = call.func, spec.shape[dim]
     m = spec.sharded_dims()[dim]
-    group, (start, _) = spec.mesh.get_group(m), spec.interval(m)
+    group, (start, _) = group_along(spec.mesh, m), spec.interval(m)
     keepdim = argument(call, _ROWS[func][1] or 0, "keepdim", False)
     outputs = [reduced_spec(spec, meta, [dim], keepdim, "sum").for_gradient() for meta in call.meta]
     given = call.args[1] - 1 if func == _aten.kthvalue.default else None

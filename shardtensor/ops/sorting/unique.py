@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
+from ..._compat.c10d import group_along
 from ...errors import refuse
 from ...geometry import boundaries_of, chunk_sizes, intervals_of
 from ...halo import Fetch
@@ -65,7 +66,7 @@ def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[ShardTensor, Shar
     here, ranks = 0, [[len(at), start + int(at[0]) if len(at) else length]]
     if m is not None:
         mine = torch.tensor(ranks[0], device=x.device)
-        here, ranks = spec.coordinate[m], all_gather(mine, spec.mesh.get_group(m)).tolist()
+        here, ranks = spec.coordinate[m], all_gather(mine, group_along(spec.mesh, m)).tolist()
     counts = tuple(n for n, _ in ranks)
     following = next((first for n, first in ranks[here + 1 :] if n), length)
     total = sum(counts)
@@ -142,7 +143,7 @@ def _unique(
         args = (wrap(local, spec), sorted, return_inverse, return_counts)
         found: tuple[Tensor, Tensor, Tensor] = run(_aten._unique2.default, args, {})
         return found
-    rows = Sorted(local.reshape(1, -1), sizes, sizes, False, spec.mesh.get_group(m))
+    rows = Sorted(local.reshape(1, -1), sizes, sizes, False, group_along(spec.mesh, m))
     line = _line_spec(spec, m, spec.shape.numel(), sizes, x.dtype)
     values, inverse, counts = _runs(rows.values.flatten(), line, 0)
     if return_inverse:
@@ -183,7 +184,7 @@ def _unique_slices(
         found: tuple[Tensor, Tensor, Tensor] = run(_aten.unique_dim.default, args, {})
         return found
     m = target.sharded_dims()[dim]
-    sizes, group = target.cut(m), target.mesh.get_group(m)
+    sizes, group = target.cut(m), group_along(target.mesh, m)
     slices = local.movedim(dim, 0)
     flat = slices.reshape(len(slices), math.prod(slices.shape[1:]))
     order = _slice_order(flat)
