@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._compat import OpOverload, OpOverloadPacket
 
-__all__ = ["Declaration", "argument_names", "declaration", "place_of", "placed"]
+__all__ = ["Declaration", "argument_names", "declaration", "numbers_for", "place_of", "placed", "places_in"]
 
 # Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
 # which is None here, see ShardTensor.__torch_function__.
@@ -53,6 +53,26 @@ def place_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(item, Place) for item in value):
         return tuple(map(place_of, value))
     return None
+
+
+def places_in(value: Any) -> Iterator[int]:
+    """The places of all tensors in an argument."""
+    if isinstance(value, Place):
+        yield value.index
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from places_in(item)
+
+
+def numbers_for(values: Sequence[Any], numbers: Mapping[int, Any], places: Iterator[int]) -> list[Any]:
+    """The values with numbers for those tensors that have one by their place, in the order of :func:`placed`."""
+
+    def with_numbers(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return numbers.get(next(places), value)
+        return type(value)(map(with_numbers, value)) if type(value) in (list, tuple) else value
+
+    return [with_numbers(value) for value in values]
 
 
 # -- arguments, by their name ------------------------------------------------------------------------------------------
@@ -98,6 +118,17 @@ class Declaration:
         if forms and not known:
             raise TypeError(f"the plan of {spelling} lacks arguments of {spelling}, which has {forms}")
         return max(known, key=len, default=None)
+
+    def has_other_tensors(self, spelling: Callable[..., Any]) -> bool:
+        """Whether an overload of the spelling takes a tensor as an argument that the declaration has for another use.
+
+        ``torch.max(x, t)`` is elementwise, whatever ``t`` is: there it is no ``dim``.
+        """
+        packet = getattr(torch.ops.aten, getattr(spelling, "__name__", ""), None)
+        schemas = [] if packet is None else [getattr(packet, name)._schema for name in packet.overloads()]
+        tensors = [a for schema in schemas for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+        called = {self.called(a.name) for a in tensors}
+        return any(name in self.signature.parameters and name not in self.names for name in called - _OF_KERNELS)
 
     def bind(
         self, name: str, own_names: Sequence[str] | None, args: Sequence[Any], kwargs: Mapping[str, Any]

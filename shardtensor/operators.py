@@ -12,7 +12,9 @@ of ``context.py``: :func:`shardtensor.allow_gather`, the method of attention, th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import TensorMeta, accumulates_early, goes_into_graph
 from .arguments import Arguments, Operand, common_mesh, prepared_spec
-from .binding import Declaration, declaration, place_of, placed
+from .binding import Declaration, declaration, numbers_for, place_of, placed, places_in
 from .context import settings
 from .copies import check_current
 from .errors import UnsupportedSharding, refuse
@@ -95,6 +97,7 @@ class Operator:
         self.__module__ = declared.build.__module__
         self._declared = declared
         self._arguments = None if isinstance(spelling, str) else declared.arguments_of(spelling)
+        self._takes_numbers = isinstance(spelling, str) or not declared.has_other_tensors(spelling)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
@@ -107,9 +110,25 @@ class Operator:
             return result
         plan = cached_plan(key)
         if plan is None:
-            plan = self._make(args, kwargs, tensors)
+            given = self._bind(args, kwargs)
+            if numbers := self._numbers(given, tensors):
+                places = iter(range(len(tensors)))
+                positional = numbers_for(args, numbers, places)
+                return self(*positional, **dict(zip(kwargs, numbers_for(list(kwargs.values()), numbers, places))))
+            plan = self._make(given, tensors)
             keep_plan(key, plan)
         return NotImplemented if plan is NotImplemented else plan(tensors)
+
+    def _numbers(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> dict[int, Any]:
+        """The values of tensors that are sizes, dims and other numbers of the operator, by their place.
+
+        torch takes tensors of one element for numbers. The values are part of the plan, so they go into its key.
+        """
+        if not self._takes_numbers or len(tensors) <= 1:
+            return {}
+        others = [value for name, value in given.arguments.items() if name not in self._declared.names]
+        places = [place for value in others for place in places_in(value)]
+        return {place: tensors[place].item() for place in places if _is_number(tensors[place])}
 
     def _of_sparse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the operator returns for a sparse operand, of which no plan is made; NotImplemented if it takes none."""
@@ -119,13 +138,15 @@ class Operator:
         bound = self._declared.bind(self.name, self._arguments, args, kwargs)
         return self._declared.sparse(self.name, *bound.args, **bound.kwargs)
 
-    def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         # Tensors are bound by their place among the call's tensors: the next call may have others there.
-        places = iter(range(len(tensors)))
-        declared = self._declared
+        places = count()
         positional = placed(args, places)  # the first ones, as in the key
         by_keyword = dict(zip(kwargs, placed(list(kwargs.values()), places)))
-        given = declared.bind(self.name, self._arguments, positional, by_keyword)
+        return self._declared.bind(self.name, self._arguments, positional, by_keyword)
+
+    def _make(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> Any:
+        declared = self._declared
         at = {name: place_of(given.arguments.get(name)) for name in declared.names}
         named = {name: picked(tensors, place) for name, place in at.items() if place is not None}
         mesh = common_mesh(self.name, [t for value in named.values() for t in _each(value)])
@@ -285,6 +306,11 @@ def _may_wait(t: Any) -> bool:
     To a tracer all parameters are views of what it was given; what becomes of gradients follows after its graph.
     """
     return goes_into_graph(t) or (t.is_leaf and not t._post_accumulate_grad_hooks)
+
+
+def _is_number(t: Tensor) -> bool:
+    local = t._local_tensor if isinstance(t, DTensor) else t
+    return not t.ndim and not t.requires_grad and not goes_into_graph(local)
 
 
 def _is_sharded(t: Any) -> bool:

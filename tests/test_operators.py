@@ -275,3 +275,30 @@ def numpy_names():
 
 def test_numpy_names_of_arguments():
     run_distributed(numpy_names, 2)
+
+
+NUMBERS_AS_TENSORS = {
+    "sizes in a tuple": lambda x, n: F.pad(x, (n, 2, n - 1, n)),
+    "by keyword": lambda x, n: F.avg_pool2d(x, kernel_size=n + 1, stride=n),
+    "a dim": lambda x, n: x.softmax(n) + x.sum(3 - n, keepdim=True),
+    "next to a parameter": lambda x, n: F.conv2d(x, x.new_ones(2, 4, 3, 3), None, (n + 1, 1), n),
+    "a real number": lambda x, n: F.layer_norm(x, (8,), eps=n * 0.1),
+    "an operand of another overload": lambda x, n: torch.max((3 * x).long(), n),
+}
+
+
+def numbers_as_tensors(how):
+    function, x = NUMBERS_AS_TENSORS[how], torch.randn(1, 4, 6, 8, dtype=torch.float64)
+    layout = {"placements": [Shard(2)], "shard_sizes": {0: (5, 1)}}
+    for number in (1, 1, 2):  # a plan holds for one number only
+        given = torch.tensor(number)
+        assert_matches_unsharded(lambda t, n=given: function(t, n), x, mesh_shape=2, **layout)
+    mesh = shared_mesh(2)
+    with shardtensor.implicit_replication(mesh):
+        y = function(shard(x, mesh, *layout.values()), torch.tensor(1))
+    torch.testing.assert_close(y.full_tensor(), function(x, torch.tensor(1)))
+
+
+@pytest.mark.parametrize("how", NUMBERS_AS_TENSORS)
+def test_tensors_of_one_element_are_numbers(how):
+    run_distributed(numbers_as_tensors, 2, how)
