@@ -9,15 +9,14 @@ from endurance.steps import ROWS, drawn, train
 from shardtensor.testing import run_distributed, shutdown_pools
 
 
+@pytest.mark.on_gloo("late communication keeps the last few thousand operations")
 def test_nothing_grows_once_every_layout_was_there():
     shutdown_pools()  # what compiled functions of other tests hold goes at any time: count in processes of its own
     for notes in run_distributed(train, 2, 200, 50, 40, timeout=300):
         assert [n.step for n in notes] == [50, 100, 150, 200]
         assert notes[0].caches["shardtensor.planning._plans"] > 100  # they are found at all
-        # A process group for tests has a record of its own.
-        first, *later = ({k: n for k, n in note.caches.items() if ".testing." not in k} for note in notes)
-        assert all(caches == first for caches in later)
         for note in notes[1:]:
+            assert note.caches == notes[0].caches
             assert note.tensors == notes[0].tensors
         assert notes[-1].objects - notes[1].objects < 50  # of some 300,000; one that is kept by each step would be 100
         assert max(n.drift for n in notes) < 1e-9
