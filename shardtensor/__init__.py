@@ -1,4 +1,4 @@
-"""Domain parallelism for PyTorch: cut the input over devices, leave the model alone, get the same numbers.
+"""Domain parallelism for PyTorch: shard the input over devices, leave the model alone, get the same numbers.
 
 >>> from shardtensor import ShardTensor, scatter_tensor
 """

@@ -6,27 +6,40 @@ python -m shardtensor explain models:unet --input 1x3x1350x2700 --mesh 4 --shard
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import pkgutil
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 import shardtensor
 
-from .preview import Machine
+from .preview import Machine, UnfitArguments
 
 __all__ = ["main"]
 
+_MACHINE = {
+    "flops": "floating-point operations per second of a rank",
+    "memory_bandwidth": "bytes per second that a rank reads and writes",
+    "latency": "seconds of a message or collective",
+    "bandwidth": "bytes per second of a rank's messages and collectives",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0, or 1 where something is refused."""
-    options = _parser().parse_args(arguments)
+    """Run a command; the exit status: 0, 1 where something is refused, or 2 where the arguments do not fit."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
-    return command(options)
+    try:
+        return command(options)
+    except UnfitArguments as error:  # what the model itself raises keeps its traceback
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,19 +68,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Ways to shard a model's input over a number of ranks, by a model of the machine.",
     )
     _add_model(advise)
-    advise.add_argument("--ranks", required=True, type=int)
+    advise.add_argument("--ranks", required=True, type=int, help="how many there are")
     advise.add_argument("--dims", type=_dims, help="tensor dims to try: 2,3 (default: all that are long enough)")
     for name, default in vars(Machine()).items():
         option = f"--{name.replace('_', '-')}"
-        advise.add_argument(option, type=float, default=default, help=f"of the machine, in SI units ({default:g})")
+        advise.add_argument(
+            option, type=float, default=default, help=f"of the machine: {_MACHINE[name]} (default: {default:g})"
+        )
     advise.set_defaults(command=_advise)
     return parser
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="module:function", help="what makes the model when it is called")
+    parser.add_argument("model", metavar="module:function", help="a function that returns the model, or the model")
     parser.add_argument("--input", required=True, action="append", type=_lengths, help="shape of an input: 1x3x64x64")
-    parser.add_argument("--dtype", action="append", help="of the inputs, one for all or one each (default: float32)")
+    parser.add_argument(
+        "--dtype", action="append", type=_dtype, help="of the inputs, one for all or one each (default: float32)"
+    )
     parser.add_argument("--meta", action="store_true", help="make the model on the meta device, if it is too large")
     parser.add_argument("--backward", action="store_true", help="a backward pass as well")
 
@@ -78,7 +95,7 @@ def _explain(options: argparse.Namespace) -> int:
     ranks = range(torch.Size(mesh).numel()) if options.ranks == "all" else options.ranks
     found = shardtensor.explain(
         _model(options.model, options.meta),
-        *_inputs(options.input, options.dtype or ["float32"]),
+        *_inputs(options.input, options.dtype or [torch.float32]),
         mesh=mesh,
         shard=tuple(options.shard),
         shard_sizes=sizes,
@@ -89,14 +106,17 @@ def _explain(options: argparse.Namespace) -> int:
     )
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)
     if options.html:
-        found.to_html(options.html)
+        try:
+            found.to_html(options.html)
+        except OSError as error:
+            raise UnfitArguments(f"--html: {error}") from None
     return int(bool(found.refused or found.stopped))
 
 
 def _advise(options: argparse.Namespace) -> int:
     found = shardtensor.advise(
         _model(options.model, options.meta),
-        *_inputs(options.input, options.dtype or ["float32"]),
+        *_inputs(options.input, options.dtype or [torch.float32]),
         ranks=options.ranks,
         dims=options.dims,
         machine=Machine(**{name: getattr(options, name) for name in vars(Machine())}),
@@ -107,36 +127,73 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _model(name: str, meta: bool) -> Any:
-    """What the named function makes; on the meta device its weights have no memory."""
-    make = pkgutil.resolve_name(name)
+    """What the named function returns; on the meta device its weights have no memory."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise UnfitArguments(
+            f"{name!r} is not of the form module:function, such as models:unet for unet() of models.py"
+        )
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, and imports what is not
+        raise UnfitArguments(
+            f"there is no module {error.name!r} in this folder or on sys.path; the file models.py is the module models"
+        ) from None
+    try:
+        make = operator.attrgetter(function)(found)
+    except AttributeError:
+        raise UnfitArguments(f"module {module!r} ({getattr(found, '__file__', None)}) has no {function!r}") from None
+    if isinstance(make, nn.Module):
+        return make
+    if not callable(make):
+        raise UnfitArguments(f"{name} is of type {type(make).__name__}, and not a function that returns a model")
     with torch.device("meta") if meta else nullcontext():
-        return make()
+        model = make()
+    if not callable(model):
+        raise UnfitArguments(f"{name} returns a value of type {type(model).__name__}, and not a model")
+    return model
 
 
-def _inputs(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[torch.Tensor]:
+def _inputs(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     if len(dtypes) not in (1, len(shapes)):
-        raise SystemExit(f"{len(dtypes)} dtypes for {len(shapes)} inputs: give one for all, or one each")
-    named = list(dtypes) * len(shapes) if len(dtypes) == 1 else dtypes
-    return [torch.empty(*shape, dtype=getattr(torch, name), device="meta") for shape, name in zip(shapes, named)]
+        raise UnfitArguments(f"{len(dtypes)} dtypes for {len(shapes)} inputs: give one for all, or one each")
+    each = list(dtypes) * len(shapes) if len(dtypes) == 1 else dtypes
+    return [torch.empty(*shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, each)]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
+def _number(text: str, form: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give {form}")
+    return int(text)
+
+
 def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("x"))
+    return tuple(_number(part, "lengths with x between them, such as 2x2 or 1x3x64x64") for part in text.split("x"))
 
 
 def _dims(text: str) -> tuple[int | None, ...]:
-    return tuple(None if part == "-" else int(part) for part in text.split(","))
+    return tuple(None if part == "-" else _number(part, "dims such as 2, or 2,3") for part in text.split(","))
 
 
 def _sizes(text: str) -> list[tuple[int, ...]]:
-    return [tuple(int(n) for n in part.split("+")) for part in text.split(",")]
+    form = "sizes such as 300+1050, or 300+1050,2700 for two mesh dims"
+    return [tuple(_number(n, form) for n in part.split("+")) for part in text.split(",")]
 
 
 def _ranks(text: str) -> list[int] | str:
-    return text if text == "all" else [int(part) for part in text.split(",")]
+    return text if text == "all" else [_number(part, 'ranks such as 0,3, or "all"') for part in text.split(",")]
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"torch has no dtype {text!r}; give one such as float32 or bfloat16")
+    return dtype
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ __all__ = [
 
 
 class ShardTensor(DTensor):
-    """A tensor cut over a device mesh into shards of any sizes, which acts like the whole tensor.
+    """A tensor sharded over a device mesh in any sizes, which acts like the global tensor.
 
     Create one by :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`; see how it is sharded
     by :attr:`shard_sizes`, ``placements`` and ``device_mesh``; convert it by :meth:`to_local`, :meth:`full_tensor` and
@@ -148,7 +148,7 @@ class ShardTensor(DTensor):
         return conversions.to_local(self, spec, self.dtype if wide else None) if differentiable else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
+        """The global tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
 
         Args:
             grad_placements: how the gradient of the result lies on the ranks; default Replicate, for a loss that

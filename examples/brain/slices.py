@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.colors import ListedColormap
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
-from drawing import INK, PAPER, draw_borders, save, subplots
+from drawing import BORDER, INK, PAPER, draw_borders, save, subplots
 from layout import Layout
 
 COLOURS = ListedColormap([PAPER, "#3d5a80", "#98c1d9", "#f4f1de"])  # of the tissues
@@ -61,4 +63,9 @@ def draw(
             axis.set_title(title, color=INK, fontsize=13, loc="left")
             axis.axis("off")
             draw_borders(axis, *borders(layout, plane), names=False)
+    colours = {tissue: COLOURS(i) for i, tissue in enumerate(dice, 1)} | {"wrong": RIGHT_WRONG(1)}
+    patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    patches.append(Line2D([], [], color=BORDER, label="border between ranks"))
+    looks = {"labelcolor": INK, "fontsize": 14, "frameon": False}
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), **looks)
     save(figure, file)

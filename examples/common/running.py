@@ -147,6 +147,7 @@ def most_at_once(run: Callable[[], object], device: torch.device) -> float:
         before = torch.accelerator.memory_allocated()
         run()
         return (torch.accelerator.max_memory_allocated() - before) / 2**30
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from .advice import Advice, Choice, Machine, advise
+from .prepare import UnfitArguments
 from .results import Explanation, Layer, Share
 
-__all__ = ["Advice", "Choice", "Explanation", "Layer", "Machine", "Share", "advise", "explain"]
+__all__ = ["Advice", "Choice", "Explanation", "Layer", "Machine", "Share", "UnfitArguments", "advise", "explain"]
 
 
 def explain(
@@ -42,7 +43,7 @@ def explain(
     Args:
         model: a module, or a function of the inputs.
         inputs: its arguments as on one device. Tensors may be on the meta device: their values are not used. Those
-            that have the dims to be sharded are sharded, all others stay plain.
+            that have the dims to be sharded are sharded, also in dicts, lists and tuples; all others stay plain.
         mesh: how many ranks, or the shape of the mesh.
         shard: the tensor dim that is sharded, and on a mesh of several dims one for each of these (None: replicated);
             or a list of such, one for each input (None: plain). None with a mesh of 1: the model without shards, to
@@ -77,5 +78,5 @@ def explain(
     if ranks is not None:
         ranks = sorted(set(ranks))
         if not ranks or not all(0 <= rank < job.world_size for rank in ranks):
-            raise ValueError(f"ranks={ranks}: some of 0 to {job.world_size - 1}")
+            raise UnfitArguments(f"ranks={ranks}: give some of 0 to {job.world_size - 1}, the ranks of the mesh")
     return explained(job, sample_of(job) if ranks is None else tuple(ranks), values)

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .._compat import tree_leaves
 from ..geometry import aligned_sizes, chunk_sizes
+from .prepare import UnfitArguments
 from .results import Explanation, Layer
 
 __all__ = ["Advice", "Choice", "Machine", "advise"]
@@ -127,10 +129,10 @@ class Advice:
         memory = f"{bytes_text(self.single.memory)} on one rank, {bytes_text(self.best.memory)} on each of {ranks}"
         if self.pays:
             return f"Shard by {self.best}: {self.speedup:.2f} times as fast as one rank, memory {memory}."
-        gain = f"{self.speedup:.2f} times as fast as one rank by {self.best}"
+        gain = f"{self.best} takes {1e3 * self.best.seconds:.3g} ms, one rank {1e3 * self.single.seconds:.3g} ms"
         if self.best.memory < 0.8 * self.single.memory:
-            return f"Not for speed ({gain}). It saves memory: {memory}."
-        return f"Domain parallelism does not pay here: {gain}, memory {memory}. Shard the batch over the ranks instead."
+            return f"Not for speed: {gain}. It saves memory: {memory}."
+        return f"Domain parallelism does not pay here: {gain}; memory {memory}. Shard the batch over the ranks instead."
 
 
 def advise(
@@ -168,14 +170,16 @@ def advise(
         >>> found.pays, found.best.dims
         (True, (2,))
     """
-    tensor = next((t for t in inputs if isinstance(t, Tensor)), None)
+    tensor = next((t for t in tree_leaves(inputs) if isinstance(t, Tensor)), None)
     if tensor is None or ranks < 2:
-        raise ValueError(f"advise needs an input that is a tensor, and at least two ranks, not {ranks}")
+        raise UnfitArguments(f"ranks={ranks}: advise needs at least two, and an input that is a tensor")
     if dims is None:
         first = 2 if tensor.ndim > 3 else 1
         dims = [d for d in range(first, tensor.ndim) if tensor.shape[d] >= 2 * ranks]
+    elif not all(isinstance(d, int) and -tensor.ndim <= d < tensor.ndim for d in dims):
+        raise UnfitArguments(f"dims={tuple(dims)}: the input {tuple(tensor.shape)} does not have all of these")
     if not dims:
-        raise ValueError(
+        raise UnfitArguments(
             f"the input {tuple(tensor.shape)} has no dim that is long enough for {ranks} ranks; give dims="
         )
     options = {"backward": backward, "kwargs": kwargs, "implicit_replication": implicit_replication}
@@ -270,7 +274,11 @@ class _Search:
         from . import explain
 
         lengths = [self._tensor.shape[d] for d in dims]
-        shard = [dims if self._has(value, dims, lengths) else None for value in self._inputs] if dims else None
+        shard = (
+            [dims if any(self._has(t, dims, lengths) for t in tree_leaves(v)) else None for v in self._inputs]
+            if dims
+            else None
+        )
         return explain(self._model, *self._inputs, mesh=mesh, shard=shard, shard_sizes=sizes, **self._options)
 
     @staticmethod

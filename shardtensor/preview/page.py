@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from .report import bytes_text, shape_text
-from .results import Explanation, Layer, Share, imbalance
+from .results import PHASES, Explanation, Layer, Share, imbalance
 
 __all__ = ["as_page"]
 
@@ -78,26 +78,27 @@ def _ranks(found: Explanation) -> str:
     most = max(flops.values()) or 1
     rows = []
     for rank in found.ranks:
-        forward, backward = (found.communication(rank, phase) for phase in ("forward", "backward"))
+        forward, backward = (found.communication(rank, phase) for phase in PHASES)
         cells = [
             str(rank),
             bytes_text(found.input_bytes[rank]),
             bytes_text(found.total(rank, "saved_bytes")),
             str(forward.messages + backward.messages),
-            bytes_text(forward.bytes_sent + backward.bytes_sent),
             _collectives(forward.collectives + backward.collectives),
-            bytes_text(forward.collective_bytes + backward.collective_bytes),
+            bytes_text(found.total(rank, "bytes_sent")),
             f"{flops[rank] / 1e9:.3g}",
         ]
         long = f'<span class="long" style="width:{120 * flops[rank] / most:.0f}px"></span>'
         rows.append("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + f'<td class="l">{long}</td></tr>')
-    names = ("rank", "input", "kept", "messages", "sent", "collectives", "their bytes", "GFLOP")
+    names = ("rank", "input", "kept", "messages", "collectives", "sent", "GFLOP")
     head = "".join(f"<th>{name}</th>" for name in names) + '<th class="l">work</th>'
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _collectives(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in sorted(counts.items()))
+    """As :attr:`Share.collectives`, by kind."""
+    kinds = sorted(kind for kind in counts if kind != "all_to_all")
+    return ", ".join(f"{counts[kind]} {kind.replace('_', '-')}" for kind in kinds)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ _COLUMNS = (
     "layer",
     "operator",
     "result",
-    "shards",
+    "layout",
     "messages",
     "collectives",
     "sent",
@@ -188,7 +189,7 @@ _COLUMNS = (
     "max/mean",
     "ranks",
 )
-_LEFT = {"layer", "operator", "result", "shards", "ranks"}
+_LEFT = {"layer", "operator", "result", "layout", "ranks"}
 
 
 def _side(column: str) -> str:
@@ -205,7 +206,7 @@ def _row(layer: Layer) -> str:
         (escape(layer.path), None),
         (escape(layer.operator), None),
         (shape_text(layer.shapes), None),
-        (f'<span title="{escape(sizes)}">{escape(layer.layout or "plain")}</span>', None),
+        (f'<span title="{escape(sizes)}">{escape(layer.layout or ("plain" if layer.shapes else ""))}</span>', None),
         (str(messages or ""), messages),
         (str(collectives or ""), collectives),
         (bytes_text(sent), sent),

@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._compat import tree_leaves
 from ..geometry import chunk_sizes
 
-__all__ = ["FEW", "Job", "Sizes", "prepared", "sample_of"]
+__all__ = ["FEW", "Job", "Sizes", "UnfitArguments", "prepared", "sample_of"]
 
 FEW = 8  # up to so many ranks are all run
 
 Sizes = Mapping[int, Sequence[int]]
+
+
+class UnfitArguments(ValueError):
+    """Arguments of a preview that do not fit each other or the inputs, as opposed to what a model raises."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,9 @@ class Job:
     """What is run: see :func:`shardtensor.explain`.
 
     Attributes:
-        layouts: for each input one placement per mesh dim, or None for one that stays plain.
-        sizes: for each input its shard sizes by mesh dim.
+        inputs: the arguments, of which some may be dicts or lists of tensors.
+        layouts: for each leaf of the inputs one placement per mesh dim, or None for one that stays plain.
+        sizes: for each leaf of the inputs its shard sizes by mesh dim.
         device: the type of the device that tensors are on, or say that they are.
     """
 
@@ -48,7 +54,7 @@ class Job:
         """How many bytes of the inputs a rank holds."""
         at = _coordinate(rank, self.mesh)
         total = 0
-        for value, layout, sizes in zip(self.inputs, self.layouts, self.sizes):
+        for value, layout, sizes in zip(tree_leaves(self.inputs), self.layouts, self.sizes):
             if isinstance(value, Tensor):
                 shape = list(value.shape)
                 for m, placement in enumerate(layout or ()):
@@ -71,27 +77,30 @@ def prepared(
     """The job of :func:`shardtensor.explain`'s arguments, or the errors that it documents."""
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     if not shape or min(shape) < 1:
-        raise ValueError(f"mesh={mesh!r}: a number of ranks, or the numbers along each mesh dim")
+        raise UnfitArguments(
+            f"mesh={mesh!r}: give a number of ranks, or the mesh's shape, such as (2, 2); all at least 1"
+        )
     given = {m % len(shape): tuple(sizes) for m, sizes in (shard_sizes or {}).items() if -len(shape) <= m < len(shape)}
     if len(given) != len(shard_sizes or {}):
-        raise ValueError(f"shard_sizes={shard_sizes!r} names mesh dims beyond those of {shape}")
+        raise UnfitArguments(f"shard_sizes={shard_sizes!r} names mesh dims beyond those of {shape}")
     if isinstance(shard, list) and len(shard) != len(inputs):
-        raise ValueError(f"shard has {len(shard)} entries for {len(inputs)} inputs")
+        raise UnfitArguments(f"shard has {len(shard)} entries for {len(inputs)} inputs")
     by_input = shard if isinstance(shard, list) else [shard] * len(inputs)
+    leaves = [(leaf, each) for value, each in zip(inputs, by_input) for leaf in tree_leaves(value)]
     layouts, sizes = [], []
-    for value, each in zip(inputs, by_input):
+    for value, each in leaves:
         layout = _layout(each, shape, value.ndim) if isinstance(value, Tensor) and each is not None else None
         layouts.append(layout)
         sizes.append({} if layout is None else _sizes(value.shape, layout, shape, given))
     if shard is None and shape != (1,):
-        raise ValueError(f"shard=None is the model on one rank, without shards; mesh={mesh!r} has more")
+        raise UnfitArguments(f"shard=None is the model on one rank, without shards; mesh={mesh!r} has more")
     if shard is not None and all(layout is None for layout in layouts):
-        raise ValueError(f"shard={shard!r}: none of the inputs is a tensor that has these dims")
-    devices = {t.device.type for t in inputs if isinstance(t, Tensor)} - {"meta"}
+        raise UnfitArguments(f"shard={shard!r}: none of the inputs is a tensor that has these dims")
+    devices = {t.device.type for t, _ in leaves if isinstance(t, Tensor)} - {"meta"}
     if isinstance(model, nn.Module):
         devices |= {t.device.type for t in model.parameters()} - {"meta"}
     if len(devices) > 1:
-        raise ValueError(f"model and inputs are on different devices: {sorted(devices)}")
+        raise UnfitArguments(f"model and inputs are on different devices: {sorted(devices)}")
     device = devices.pop() if devices else "cpu"
     return Job(model, inputs, kwargs, shape, tuple(layouts), tuple(sizes), backward, replicate, device)
 
@@ -110,7 +119,7 @@ def _layout(shard: Any, mesh: tuple[int, ...], ndim: int) -> tuple[Placement, ..
     """One placement per mesh dim of what a caller gives; None where the tensor does not have the dims."""
     given = shard if isinstance(shard, (tuple, list)) else (shard,)
     if len(given) != len(mesh):
-        raise ValueError(f"shard={shard!r}: the mesh {mesh} has {len(mesh)} dims; give a tensor dim for each of them")
+        raise UnfitArguments(f"shard={shard!r} does not have one tensor dim for each dim of the mesh {mesh}")
     placements: list[Placement] = []
     for each in given:
         if isinstance(each, Shard):
@@ -135,7 +144,7 @@ def _chosen(given: Sequence[int] | None, length: int, ranks: int) -> tuple[int, 
     if given is None:
         return chunk_sizes(length, ranks)
     if len(given) != ranks or sum(given) != length or min(given) < 0:
-        raise ValueError(f"shard sizes {tuple(given)} do not shard a length of {length} over {ranks} ranks")
+        raise UnfitArguments(f"shard sizes {tuple(given)} are not {ranks} sizes that add up to {length}")
     return tuple(given)
 
 

@@ -78,10 +78,8 @@ def _run(job: Job, mode: Any) -> _Run:
     with nullcontext() if mode is None else _Copying(bare):
         model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
     given = bare if mode is not None else partial(_with_values, job.device)
-    inputs = [
-        _input(_each_tensor(given, value), mesh, layout, sizes)
-        for value, layout, sizes in zip(job.inputs, job.layouts, job.sizes)
-    ]
+    layouts = iter(zip(job.layouts, job.sizes))  # in the order of the leaves
+    inputs = tree_map(lambda leaf: _input(_each_tensor(given, leaf), mesh, *next(layouts)), job.inputs)
     kwargs = _each_tensor(given, job.kwargs)
     plain = all(layout is None for layout in job.layouts)
     recorder = Recorder(model, values=mode is None, plain=plain)
@@ -95,7 +93,7 @@ def _run(job: Job, mode: Any) -> _Run:
 
 
 def _passes(
-    job: Job, recorder: Recorder, model: Any, inputs: list[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh
+    job: Job, recorder: Recorder, model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh
 ) -> None:
     given = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
     with recorder.forward(given), implicit_replication(mesh) if job.replicate else nullcontext():
@@ -187,7 +185,7 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[_Run], notes: Sequenc
     tensors = [*job.model.parameters(), *job.model.buffers()] if isinstance(job.model, nn.Module) else []
     return Explanation(
         mesh=job.mesh,
-        inputs=tuple(map(_described, job.inputs, job.layouts, job.sizes)),
+        inputs=tuple(map(_described, tree_leaves(job.inputs), job.layouts, job.sizes)),
         ranks=tuple(ranks),
         layers=tuple(layers),
         modules=classes,

@@ -34,6 +34,7 @@ def simulate_ranks(
     results = []
     # torch's own raises where a rank only receives.
     restore = put_in_front({"alltoall_base_": _complete_at_once})
+    excepthook = sys.excepthook  # torch puts one in front that names the rank, for each group that is made
     try:
         for rank in range(world_size) if ranks is None else ranks:
             _forget_the_last_rank()
@@ -43,6 +44,7 @@ def simulate_ranks(
             finally:
                 dist.destroy_process_group()
     finally:
+        sys.excepthook = excepthook
         restore()
         _forget_the_last_rank()
     return results

@@ -97,10 +97,22 @@ def test_sizes_are_balanced_where_ranks_differ():
     assert found.best.sizes[0] == (192, 64) and found.best.seconds < 0.8 * even.seconds
 
 
+def of_a_dict(batch):
+    return batch["image"].sin() + batch["offset"]
+
+
+def test_an_input_in_a_dict():
+    batch = {"image": image(1, 2, 64, 32), "offset": torch.empty(())}
+    found = shardtensor.advise(of_a_dict, batch, ranks=2, dims=[2])
+    assert found.best.sizes == {0: (32, 32)} and found.best.memory < found.single.memory
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"ranks": 1}, "two ranks"),
+        ({"ranks": 1}, "at least two"),
+        ({"ranks": 2, "dims": [2, 4]}, "does not have all of these"),
+        ({"ranks": 2, "dims": [None]}, "does not have all of these"),
         ({"ranks": 64}, "long enough"),
     ],
 )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 import shardtensor
 from shardtensor import ShardTensor, caches
+from shardtensor.__main__ import main
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -341,10 +342,10 @@ def by_rank(x):
     "options, error, text",
     [
         ({"mesh": 2, "shard": 3}, ValueError, "none of the inputs"),
-        ({"mesh": (2, 2), "shard": 0}, ValueError, "2 dims"),
+        ({"mesh": (2, 2), "shard": 0}, ValueError, "each dim of the mesh"),
         ({"mesh": 0, "shard": 0}, ValueError, "mesh=0"),
         ({"mesh": 2, "shard": "0"}, TypeError, "tensor dim"),
-        ({"mesh": 2, "shard": 0, "shard_sizes": {0: (4, 4)}}, ValueError, "length of 9"),
+        ({"mesh": 2, "shard": 0, "shard_sizes": {0: (4, 4)}}, ValueError, "add up to 9"),
         ({"mesh": 2, "shard": 0, "shard_sizes": {1: (5, 4)}}, ValueError, "mesh dims beyond"),
         ({"mesh": 2, "shard": 0, "ranks": [2]}, ValueError, "0 to 1"),
         ({"mesh": 2, "shard": [0, 0]}, ValueError, "2 entries"),
@@ -355,6 +356,22 @@ def by_rank(x):
 def test_errors_say_what_to_do(options, error, text):
     with pytest.raises(error, match=text):
         shardtensor.explain(by_rank, torch.empty(9, 4), **options)
+
+
+def of_a_dict(batch):
+    return batch["image"].sin() * batch["scale"], batch["masks"][0].neg()
+
+
+def test_tensors_in_dicts_and_lists_are_inputs():
+    batch = {"image": torch.empty(9, 4), "scale": torch.empty(()), "masks": [torch.empty(9)]}
+    found = shardtensor.explain(of_a_dict, batch, mesh=2, shard=0, shard_sizes={0: (6, 3)})
+    assert found.inputs == (
+        "(9, 4) float32, dim 0 as [6, 3]",
+        "() float32, plain",
+        "(9,) float32, dim 0 as [6, 3]",
+    )
+    assert [layer.shares[1].outputs for layer in found.layers] == [((3, 4),), ((3, 4),), ((3,),)]
+    assert found.input_bytes[0] == 4 * (6 * 4 + 1 + 6)
 
 
 def inside():
@@ -397,3 +414,40 @@ def test_the_command_fails_where_something_is_refused():
     done = run("explain", "test_explain:Refuses", *options)
     assert done.returncode == 1
     assert [bool(layer["refused"]) for layer in json.loads(done.stdout)["layers"]] == [False, True, False]
+
+
+def returns_nothing():
+    pass
+
+
+READY = nn.Conv2d(3, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "model, options, text",
+    [
+        ("nowhere:net", "", "no module 'nowhere' in this folder"),
+        ("nothing", "", "module:function"),
+        (f"{__name__}:nothing", "", "has no 'nothing'"),
+        (f"{__name__}:json", "", "of type module"),
+        (f"{__name__}:returns_nothing", "", "returns a value of type NoneType"),
+        (f"{__name__}:READY", "--input 1,3,33,20", "lengths with x between them"),
+        (f"{__name__}:READY", "--dtype float99", "no dtype 'float99'"),
+        (f"{__name__}:READY", "--dtype float32 --dtype float64 --dtype int32", "3 dtypes for 1 inputs"),
+        (f"{__name__}:READY", "--mesh 0", "all at least 1"),
+        (f"{__name__}:READY", "--mesh 2x2", "one tensor dim for each dim of the mesh (2, 2)"),
+        (f"{__name__}:READY", "--shard 5", "none of the inputs"),
+        (f"{__name__}:READY", "--sizes 9+8", "2 sizes that add up to 33"),
+        (f"{__name__}:READY", "--ranks 7", "the ranks of the mesh"),
+        (f"{__name__}:READY", f"--html {Path(__file__).parent}", "--html: "),
+    ],
+)
+def test_arguments_of_the_command_that_do_not_fit(model, options, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", model, "--input", "1x3x33x20", "--mesh", "2", "--shard", "2", *options.split()])
+    assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_the_command_takes_a_model_that_is_made_already(capsys):
+    assert main(["explain", f"{__name__}:READY", "--input", "1x3x33x20", "--mesh", "2", "--shard", "2"]) == 0
+    assert "conv2d" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,3 +53,10 @@ def nested():
 def test_a_running_group_is_refused():
     for error in run_expecting_errors(nested, 2):
         assert isinstance(error, RuntimeError) and "of a gloo group already" in str(error)
+
+
+def test_the_hook_for_errors_is_put_back():
+    """torch puts one in front that names the rank, with each process group."""
+    before = sys.excepthook
+    simulate_ranks(dist.get_rank, 3)
+    assert sys.excepthook is before

@@ -133,7 +133,7 @@ def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
             raise refuse(
                 op,
                 [spec],
-                f"it needs tensor dim {dim} whole, which is sharded on mesh dim {m}, and no other dim is free and "
+                f"it needs tensor dim {dim} unsharded, which mesh dim {m} shards, and no other dim is free and "
                 f"long enough to be shared among its {ranks} ranks",
                 f"redistribute it to Replicate() on mesh dim {m} if it is small",
             )

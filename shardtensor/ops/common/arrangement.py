@@ -378,14 +378,14 @@ def _refusal(
             return refuse(
                 op,
                 list(specs),
-                f"it needs dim {dim} of operand {i} whole, which is sharded on mesh dim {m}, and there is no dim that "
-                f"may be cut instead: one that is free and has at least as many elements as the {ranks} ranks",
+                f"it needs dim {dim} of operand {i} unsharded, which mesh dim {m} shards, and there is no other dim to "
+                f"shard instead: one that is free and has at least as many elements as the {ranks} ranks",
                 f"redistribute it to Replicate() on mesh dim {m} if it is small, or shard another dim",
             )
     return refuse(
         op,
         list(specs),
-        f"the operands are cut on mesh dim {m} in a way that needs one of them whole",
-        f"redistribute the smaller one to Replicate() on mesh dim {m}, or cut both along the same batch dim or the "
-        "contracted dim with the same shard sizes",
+        f"the operands are sharded on mesh dim {m} in a way that needs one of them unsharded",
+        f"redistribute the smaller one to Replicate() on mesh dim {m}, or shard both along the same batch dim or "
+        "the contracted dim with the same shard sizes",
     )

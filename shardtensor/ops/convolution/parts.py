@@ -342,5 +342,5 @@ def check_arguments(
     if any(e > n for e, n in zip(extents, padded, strict=True)):
         raise RuntimeError(
             f"{name}: kernel size {weight[2:]} (dilated to {extents}) is greater than the padded input {padded} of the "
-            f"whole tensor {shape}; use a smaller kernel or more padding"
+            f"global tensor {shape}; use a smaller kernel or more padding"
         )
