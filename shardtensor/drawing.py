@@ -58,7 +58,8 @@ def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str
     parts = _parts(x, halos)
     if path is not None:
         _draw(x, parts, path)
-    listed = [_line(part) for part in parts]
+    partial = any(placement.is_partial() for placement in x.placements)
+    listed = [_line(part) + (", a contribution from each rank" if partial else "") for part in parts]
     if len(listed) > _LISTED:
         half = _LISTED // 2
         listed[half:-half] = [f"... {len(listed) - 2 * half} more"]
@@ -95,8 +96,8 @@ def _by_dim(spec: ShardTensorSpec, halo: Halos) -> dict[int, int]:
             raise ValueError(f"halo={dict(halo)} names dims that are not sharded; sharded are {sorted(sharded)}")
     else:
         given = dict.fromkeys(sharded, halo)
-    if any(n < 0 for n in given.values()):
-        raise ValueError(f"halo={halo}: numbers of elements")
+    if not all(isinstance(n, int) and n >= 0 for n in given.values()):
+        raise ValueError(f"halo={halo!r}: give a number of elements, or {{dim: number}}; none below 0")
     return given
 
 

@@ -215,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             findings = find(file.read_text(), [options.only] if options.only else ORIGINS)
         except (OSError, SyntaxError, ValueError) as error:
-            print(f"{file}: {error}", file=sys.stderr)
+            at, text = (f"{file}:{error.lineno}", error.msg) if isinstance(error, SyntaxError) else (file, error)
+            print(f"{at}: {text}", file=sys.stderr)
             status = 1
             continue
         for finding in findings:

@@ -388,7 +388,7 @@ def test_no_rule_is_left_out():
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "svd": (lambda x: torch.linalg.svd(x), "it needs dim 0 of operand 0 whole"),
+    "svd": (lambda x: torch.linalg.svd(x), "it needs dim 0 of operand 0 unsharded"),
     "qr": (lambda x: torch.linalg.qr(x), "there is no other dim to shard instead"),
     "inverse": (lambda x: torch.linalg.pinv(x), "Remedy"),
     "out, plain": (lambda x: torch.add(x, 1, out=torch.empty(8, 4)), "cannot be written into a plain tensor"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
 from shardtensor.testing import count_communication, shard, shared_mesh, simulate_ranks
@@ -59,6 +59,8 @@ def test_ranks_that_hold_the_same():
     text = shown((6, 4), (2, 2), [Replicate(), Shard(0)], {1: (5, 1)})
     assert text.splitlines()[-2:] == ["ranks 0, 2: 5x4, dim 0 [0:5]", "ranks 1, 3: 1x4, dim 0 [5:6]"]
     assert shown((6, 4), 2, [Replicate()]).splitlines()[1:] == ["ranks 0, 1: 6x4, all of it"]
+    contributions = shown((6, 4), 2, [Partial()]).splitlines()[1:]
+    assert contributions == ["ranks 0, 1: 6x4, all of it, a contribution from each rank"]
     assert shown((0, 4), 2, [Shard(0)]).splitlines()[1:] == [
         "rank 0: 0x4, dim 0 [0:0], empty",
         "rank 1: 0x4, dim 0 [0:0], empty",
@@ -121,7 +123,8 @@ def refusing(call):
     "call, error, text",
     [
         (lambda x, _: shardtensor.visualize(x, halo={1: 1}), ValueError, "not sharded"),
-        (lambda x, _: shardtensor.visualize(x, halo=-1), ValueError, "numbers of elements"),
+        (lambda x, _: shardtensor.visualize(x, halo=-1), ValueError, "none below 0"),
+        (lambda x, _: shardtensor.visualize(x, halo=(1, 2)), ValueError, "a number of elements, or {dim"),
         (lambda x, _: shardtensor.visualize(x.to_local()), TypeError, "not Tensor"),
         (lambda _, r: shardtensor.visualize(r, path="none.png"), ValueError, "nothing to draw"),
     ],

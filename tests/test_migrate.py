@@ -99,7 +99,7 @@ def test_the_command(tmp_path, capsys):
     shown = capsys.readouterr()
     file = tmp_path / "package" / "train.py"
     assert shown.out.startswith(f"{file}:1: torch.distributed.tensor.distribute_tensor -> shardtensor.scatter_tensor(")
-    assert shown.out.endswith("\n1 line to look at\n") and "broken.py: invalid syntax" in shown.err
+    assert shown.out.endswith("\n1 line to look at\n") and "broken.py:1: invalid syntax" in shown.err
     assert main([str(file), "--only", "physicsnemo"]) == 0
     assert capsys.readouterr().out == "0 lines to look at\n"
 

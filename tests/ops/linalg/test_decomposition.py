@@ -204,8 +204,8 @@ def fail(case):
 @pytest.mark.parametrize(
     ("case", "kind", "text"),
     [
-        ("single", UnsupportedSharding, r"inv: it needs dim 0 of operand 0 whole.*on mesh dim 0.*Replicate\(\)"),
-        ("batch", UnsupportedSharding, r"qr: it needs dim 1 of operand 0 whole.*at least as many elements as the 2"),
+        ("single", UnsupportedSharding, r"inv: it needs dim 0 of operand 0 unsharded.*mesh dim 0.*Replicate\(\)"),
+        ("batch", UnsupportedSharding, r"qr: it needs dim 1 of operand 0 unsharded.*at least as many elements as the 2"),
         ("shape", RuntimeError, "square"),
     ],
 )

@@ -531,7 +531,7 @@ def fail(case):
 
 
 ERRORS = [
-    ("classes", UnsupportedSharding, r"multilabel_margin_loss: it needs tensor dim 0 whole.*\[4, 4\].*Remedy"),
+    ("classes", UnsupportedSharding, r"multilabel_margin_loss: it needs tensor dim 0 unsharded.*\[4, 4\].*Remedy"),
     ("weights of classes", RuntimeError, "weights of the classes cannot be differentiated"),
     ("broadcast of a cut dim", UnsupportedSharding, "mse_loss: an operand would have to be gathered over mesh dim 0"),
     ("shapes", ValueError, "different to the input size"),
