@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch._dynamo  # torch imports it with the first shape that it infers by its references in Python, some 40 MiB
 import torch.distributed as dist
 from networks import NETWORKS, Network, step
 from report import Figure, chosen, finish, parser

@@ -140,6 +140,10 @@ def same(a, b):
 
 
 def side_data():
+    class NoUnpickler(pickle.Unpickler):  # a class, as modules that torch imports late derive from it
+        def __init__(self, *args, **kwargs):
+            raise AssertionError("unpickled")
+
     def no_pickle(*args, **kwargs):
         raise AssertionError("unpickled")
 
@@ -147,9 +151,9 @@ def side_data():
     batches = [SIDE_DATA, Sample(whole, ["a", "b"]), [math.nan, -0.0], torch.sort(whole, dim=0)]
     with pytest.MonkeyPatch.context() as patch:
         for module in (pickle, torch.distributed.distributed_c10d.pickle):
-            for name in ("loads", "load", "Unpickler"):
-                patch.setattr(module, name, no_pickle)
-        patch.setattr(torch.distributed.distributed_c10d, "_unpickler", no_pickle)
+            for name, replaced in (("loads", no_pickle), ("load", no_pickle), ("Unpickler", NoUnpickler)):
+                patch.setattr(module, name, replaced)
+        patch.setattr(torch.distributed.distributed_c10d, "_unpickler", NoUnpickler)
         given = batches if domain().get_local_rank() == 0 else None
         received = list(ShardLoader(given, domain(), (Shard(0),), shard_sizes={0: (3, 1)}))
     assert same(received[0], SIDE_DATA)
