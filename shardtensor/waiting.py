@@ -4,6 +4,8 @@
 gloo hands what arrives from thread to thread, each of which has to be woken and scheduled. A small exchange between
 kernels costs milliseconds that way, ten times what its bytes take. So on the CPU a rank first asks for a while whether
 the collective is complete, and lets other threads run in between, as implementations of MPI do; then it sleeps.
+Where a host has more ranks than cores, asking takes time from the ranks that are waited for: there it sleeps at once.
+Each rank decides that alone, for what is communicated is the same.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
 import torch.distributed as dist
 from torch import Tensor
@@ -63,13 +66,20 @@ def wait_for(work: dist.Work, result: Tensor, group: dist.ProcessGroup) -> None:
 def _wait(work: dist.Work, result: Tensor, group: dist.ProcessGroup) -> None:
     if result.is_cpu and type(work) is dist.Work:  # other classes, of groups for tests, may never be complete
         is_completed, now = work.is_completed, time.perf_counter
-        start = now()
-        end = start + POLLING
-        while not is_completed() and now() < end:
-            _give_way()
         if not is_completed():
+            start = now()
+            end = start + (POLLING if _has_own_core(dist.get_world_size()) else 0.0)
+            while now() < end and not is_completed():
+                _give_way()
             _wait_long(work, start, group)
     _wait_asleep(work, group)
+
+
+@cache
+def _has_own_core(world_size: int) -> bool:
+    """Whether this host has a core for each of its ranks, as far as torchrun has said how many these are."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return ranks <= (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def wait_for_message(work: dist.Work, group: dist.ProcessGroup) -> None:

@@ -23,10 +23,11 @@ def asked(monkeypatch, run):
     return len(turns)
 
 
-def late(polling, delay):
+def late(polling, delay, own_core=True):
     """Rank 0 waits for the others' numbers; returns them, and whether it asked."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(waiting, "POLLING", polling)
+        patched.setattr(waiting, "_has_own_core", lambda world_size: own_core)
         x = torch.full((3,), 1.0 + dist.get_rank())
         dist.barrier()
         if dist.get_rank() > 0:
@@ -42,6 +43,25 @@ def test_late_ranks_are_waited_for_longer_than_polling(polling, delay):
     (numbers, turns), *_ = run_distributed(late, 2, polling, delay)
     assert numbers == [3.0] * 3
     assert (turns > 0) == (polling > 0)
+
+
+@pytest.mark.on_gloo("only torch's own works are polled")
+def test_ranks_that_share_cores_do_not_ask():
+    (numbers, turns), *_ = run_distributed(late, 2, 10.0, 0.1, False)
+    assert numbers == [3.0] * 3 and turns == 0
+
+
+@pytest.mark.parametrize(
+    "cores, local, world_size, own",
+    [(2, None, 2, True), (2, None, 3, False), (2, "2", 64, True), (8, "8", 8, True), (8, "9", 9, False)],
+)
+def test_whether_a_host_has_a_core_for_each_rank(monkeypatch, cores, local, world_size, own):
+    """The ranks of other hosts do not count where torchrun says how many are on this one."""
+    monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert waiting._has_own_core.__wrapped__(world_size) == own
 
 
 def fails():
