@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ._compat import AutogradFunction, TensorMeta, alias, same_memory, without_zero_tensor
 from .copies import check_current
 from .dispatch import wrapper
-from .planning import meta_of, spec_of
+from .planning import has_owner, meta_of, spec_of
 from .redistribute import redistribute_local
 from .spec import ShardTensorSpec
 
@@ -152,6 +152,8 @@ class _Redistribute(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is not None and has_owner(ctx.source):  # nobody else needs it
+            return _laid_out(ctx.cls, grad, ctx.source), None
         return as_gradient(ctx.cls, grad, ctx.source), None
 
 

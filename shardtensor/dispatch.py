@@ -31,11 +31,13 @@ from .planning import (
     Path,
     as_specs,
     cached_plan,
+    disowns,
     distributed_operands,
     is_inplace,
     keep_plan,
     meta_of,
     on_meta,
+    planned_by,
     returning,
     returns_view,
     spec_of,
@@ -215,6 +217,8 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
     _check(func, specs)
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
+    if disowns(build, func, specs[0]):
+        build = None
     if build is None and not replicated and returning(func) is not None:
         return _Done(_written(cls, func, args, kwargs))
     if replicated and not random and func not in RESHAPES:
@@ -226,7 +230,7 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
         raise refuse(func, specs, reason, "draw on plain tensors" if random else REMEDY)
     call = AtenCall(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
     try:
-        return build(call)  # type: ignore[no-any-return]
+        return planned_by(build, call)
     except UnsupportedSharding:
         if not gather_allowed():
             raise

@@ -35,6 +35,7 @@ __all__ = [
     "normalize_sizes",
     "rank_at",
     "wide_dtype",
+    "without_owners",
 ]
 
 # One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
@@ -49,10 +50,20 @@ class AxisLayout(NamedTuple):
 
     ``spec.layout`` has one per mesh dim. A layout is changed by changing these, so that no placement is left with the
     sizes of another: ``spec.with_axes({0: AxisLayout(Shard(2), (5, 3)), 1: AxisLayout(Replicate())})``.
+
+    [Note: owners] An entry of a sharded dim, ``x[:, 5]``, is on one rank. It is a Partial sum whose other contributions
+    are zeros, and its sizes say on which rank it is: ``AxisLayout(Partial(), (0, 1, 0))``. Views and elementwise
+    operators leave it there, and ``stack`` makes shards of such entries, so that ``stack([f(x[:, i]) ...], 1)`` sends
+    nothing. For all other operators it is a Partial as any, and what they return has no owner.
     """
 
     placement: Placement
     sizes: tuple[int, ...] | None = None
+
+    @property
+    def owner(self) -> int | None:
+        """The rank, along the mesh dim, that has all of a Partial sum, if that is known."""
+        return self.sizes.index(1) if self.sizes is not None and isinstance(self.placement, Partial) else None
 
     def in_short(self) -> str:
         """The placement and its sizes, a checksum of these if they are many."""
@@ -61,6 +72,11 @@ class AxisLayout(NamedTuple):
         if len(self.sizes) <= 8:
             return f"{self.placement}{list(self.sizes)}"
         return f"{self.placement}[{len(self.sizes)} sizes, checksum {zlib.crc32(repr(self.sizes).encode()):08x}]"
+
+
+def without_owners(layout: Sequence[AxisLayout]) -> list[AxisLayout]:
+    """The same with Partials of which nothing more is known."""
+    return [axis if axis.owner is None else AxisLayout(axis.placement) for axis in layout]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -31,7 +31,7 @@ from .errors import UnsupportedSharding, refuse
 from .layout import wide_dtype
 from .parameters import GradientSum, contributing
 from .plan import Composed, LocalPlan, Plan, picked
-from .planning import SCALARS, cached_plan, keep_plan, meta_of, spec_of, strides_of
+from .planning import SCALARS, cached_plan, disowned, keep_plan, meta_of, spec_of, strides_of
 from .registry import declare, declare_rule
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, redistribute_to
@@ -171,6 +171,8 @@ class Operator:
         """Fill in what the plan's run does before and after its local work."""
         declared = self._declared
         plan.name, plan.device, plan.then = self.name, call.device.type, call.then
+        if hasattr(plan, "outputs"):
+            plan.outputs = disowned(plan.outputs)
         plan.label = _label(self.name, getattr(plan, "outputs", None))
         placements = self._sum_gradients(plan, call, named) if declared.parameters else None
         steps: list[Callable[[Any], Any] | None] = []

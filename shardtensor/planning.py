@@ -26,6 +26,7 @@ from ._compat import OpOverload, TensorMeta, tree_map, untraced
 from .caches import check_world, forgets
 from .context import gather_allowed
 from .errors import UnsupportedSharding, refuse
+from .layout import AxisLayout, without_owners
 from .registry import META_FUNCTIONS
 from .spec import ShardTensorSpec
 
@@ -38,11 +39,16 @@ __all__ = [
     "argument",
     "as_specs",
     "cached_plan",
+    "disowned",
+    "disowns",
     "distributed_operands",
+    "has_owner",
     "is_inplace",
     "keep_plan",
+    "keeps_owners",
     "meta_of",
     "on_meta",
+    "planned_by",
     "returning",
     "returns_view",
     "spec_of",
@@ -105,7 +111,7 @@ class AtenCall:
         result = {}
         for path, spec in self.tensors.items():
             if any(p.is_partial() and not keep(p) for p in spec.placements):  # type: ignore[arg-type]
-                spec = spec.replace(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+                spec = spec.with_axes({m: AxisLayout(Replicate()) for m in spec.partial_mesh_dims()})
             result[path] = spec
         return result
 
@@ -134,6 +140,44 @@ class AtenCall:
 
 
 Rule = Callable[[AtenCall], AtenPlan]
+
+_KEEP_OWNERS: set[Rule] = set()
+
+
+def keeps_owners(rule: Rule) -> Rule:
+    """Decorator: what says of a Partial that one rank has all of it is true of the results of this rule, too.
+
+    See [Note: owners] in layout.py. So it is of views.
+    """
+    _KEEP_OWNERS.add(rule)
+    return rule
+
+
+def planned_by(rule: Rule, call: AtenCall) -> AtenPlan:
+    """The plan that a rule makes of a call."""
+    plan = rule(call)
+    if rule not in _KEEP_OWNERS and not returns_view(call.func):
+        plan.outputs = disowned(plan.outputs)
+    return plan
+
+
+def disowned(outputs: Any) -> Any:
+    """The specs of results, which may have been made from those of operands, without what is known of owners."""
+
+    def convert(spec: Any) -> Any:
+        return spec.with_layout(without_owners(spec.layout)) if has_owner(spec) else spec
+
+    return tree_map(convert, outputs)
+
+
+def has_owner(spec: Any) -> bool:
+    """Whether it is the spec of a Partial of which one rank is known to have all."""
+    return isinstance(spec, ShardTensorSpec) and any(axis.owner is not None for axis in spec.layout)
+
+
+def disowns(rule: Rule | None, func: OpOverload, written: ShardTensorSpec) -> bool:
+    """Whether what an in-place operator does to contributions would make untrue what is known of the owner."""
+    return rule not in _KEEP_OWNERS and is_inplace(func) and has_owner(written)
 
 
 def argument(call: AtenCall, index: int, name: str, default: Any) -> Any:

@@ -9,6 +9,9 @@ tensor come first, so that later ones send less.
 | Replicate | own slice, nothing sent | - | the value on rank 0, zeros elsewhere |
 | Partial(op) | exchange of slices, reduced in rank order | all-reduce | - |
 
+Where one rank is known to have all of a Partial ([Note: owners] in layout.py), nothing is sent to make it that rank's
+shard, or a Partial of which that is not known.
+
 [Note: rounded once] One device rounds a sum once. Contributions to a sum or a product in half precision are therefore
 held and sent in float32, and rounded when they have been reduced: contributions that cancel leave no error of their
 own size. So the local tensor of a Partial may be float32 where its dtype is not; what an operator computes in float32
@@ -128,6 +131,9 @@ def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLay
     free = [m for m in differing if not blocked(m)]
     if free:
         m = min(free, key=cost)
+        owner, p = dst.layout[m].owner, src.placements[m]
+        if owner is not None and isinstance(p, Shard) and not _is_of_owner(owner, src.cut(m)):
+            return m, AxisLayout(p, tuple(src.shape[p.dim] * (r == owner) for r in range(src.mesh.size(m))))
         return m, dst.layout[m]
     # Mesh dims that trade tensor dims with each other: one of them has to be replicated in between.
     return differing[0], AxisLayout(Replicate())
@@ -152,19 +158,23 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
         return Fetch.of(src, {old.dim: need}).forward
     if isinstance(old, Partial):
         if isinstance(new, Shard):
+            if _is_of_owner(src.layout[m].owner, dst.cut(m)):
+                return partial(_own_slice, new.dim, dst.cut(m)[rank])
             return partial(reduce_scatter, old, new.dim, intervals_of(dst.cut(m)), rank, group)
         reduced = partial(all_reduce, group=group, op=old.reduce_op)
         if not isinstance(new, Partial):
             return reduced
-        other = new
-        return lambda local: _replicate_to_partial(other, rank, reduced(local))
+        if new == old and dst.layout[m].owner is None:
+            return lambda local: local
+        other, has_it = new, rank == (dst.layout[m].owner or 0)
+        return lambda local: _replicate_to_partial(other, has_it, reduced(local))
     if isinstance(new, Shard):
         start, stop = dst.interval(m)
         dim = new.dim
         # A copy, so that the shard does not keep the memory of the replicated tensor alive.
         return lambda local: local.narrow(dim, start, stop - start).clone(memory_format=torch.preserve_format)
     assert isinstance(new, Partial)
-    return partial(_replicate_to_partial, new, rank)
+    return partial(_replicate_to_partial, new, rank == (dst.layout[m].owner or 0))
 
 
 # -- collectives --------------------------------------------------------------------------------------------
@@ -398,11 +408,23 @@ def _own_among_zeros(dim: int, own: Interval, total: int, partial: Partial, loca
     return out
 
 
-def _replicate_to_partial(partial: Partial, rank: int, local: Tensor) -> Tensor:
+def _replicate_to_partial(partial: Partial, has_it: bool, local: Tensor) -> Tensor:
     op = partial.reduce_op
-    if op in ("max", "min") or rank == 0:  # the extreme of equal values is the value
+    if op in ("max", "min") or has_it:  # the extreme of equal values is the value
         return local
     return torch.zeros_like(local) if op == "sum" else torch.ones_like(local)
+
+
+# -- to a Shard of what is on one rank, without communication ---------------------------------------------------
+
+
+def _is_of_owner(owner: int | None, sizes: Sequence[int]) -> bool:
+    """Whether the rank that has all of a Partial has all of what it becomes the shards of."""
+    return owner is not None and not any(n for rank, n in enumerate(sizes) if rank != owner)
+
+
+def _own_slice(dim: int, size: int, local: Tensor) -> Tensor:
+    return local.narrow(dim, 0, size)
 
 
 def _resized(local: Tensor, dim: int, size: int) -> list[int]:

@@ -222,7 +222,7 @@ class ShardTensorSpec(DTensorSpec):
     @property
     def shard_sizes(self) -> dict[int, tuple[int, ...]]:
         """``{mesh_dim: sizes}`` for the sharded mesh dims."""
-        return {m: sizes for m, sizes in enumerate(self.sizes) if sizes is not None}
+        return {m: self.cut(m) for m in self.sharded_dims().values()}
 
     def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
         """``{mesh_dim: shapes}``: the shape of each rank's shard along a sharded mesh dim.

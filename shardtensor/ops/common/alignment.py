@@ -66,8 +66,8 @@ def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTe
             taken.add(dim)
             layout.append(AxisLayout(Shard(dim), sizes))
         else:
-            partial = next((p for spec in specs if (p := spec.placements[m]).is_partial()), Replicate())
-            layout.append(AxisLayout(partial))
+            found = {axis for spec in specs if (axis := spec.layout[m]).placement.is_partial()}
+            layout.append(found.pop() if len(found) == 1 else AxisLayout(Partial() if found else Replicate()))
     return specs[0].with_layout(layout, meta)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..._compat import OpOverload
 from ...errors import PLAIN_TARGET, UnsupportedSharding
 from ...layout import AxisLayout
 from ...operators import operator
-from ...planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of
+from ...planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of
 from ...redistribute import redistribute_local
 from ...registry import default_rule
 from ...spec import ShardTensorSpec
@@ -70,8 +71,53 @@ def _overloads(names: Sequence[str]) -> Iterator[OpOverload]:
 
 
 @operator(*_overloads(_UNTAGGED.split()))
+@keeps_owners
 def pointwise_plan(call: AtenCall) -> AtenPlan:
     """The operator itself on the local parts of operands that are realigned first."""
+    owners = _owners(call)
+    return _planned(call) if owners is None else _planned_at_owners(call, owners)
+
+
+def _owners(call: AtenCall) -> dict[int, AxisLayout] | None:
+    """The layout of the mesh dims on which the result is where the operands are; see [Note: owners] in layout.py."""
+    meta = call.meta
+    if not isinstance(meta, Tensor) or not (meta.is_floating_point() or meta.is_complex()) or is_inplace(call.func):
+        return None
+    owners: dict[int, AxisLayout] = {}
+    for m in range(call.specs[0].mesh.ndim):
+        axes = {spec.layout[m] for spec in call.specs if not spec.placements[m].is_replicate()}
+        if any(axis.placement.is_partial() for axis in axes):
+            axis = axes.pop()
+            if axes or axis.owner is None:
+                return None
+            owners[m] = axis
+    return owners or None
+
+
+def _planned_at_owners(call: AtenCall, owners: dict[int, AxisLayout]) -> AtenPlan:
+    """The plan of an operator whose operands' owners compute it, for the others' zeros say nothing."""
+    at = call.specs[0].coordinate
+    theirs = {m: AxisLayout(Replicate()) for m in owners}
+    seen = {path: spec.with_axes(theirs) for path, spec in call.tensors.items()}
+    plan = _planned(replace(call, tensors=seen))
+    out = plan.outputs.with_axes(owners)
+    inner, shape, dtype = plan.call or call.func, out.own_shape, out.held_dtype
+
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        # As one device has them: contributions may be held in a wider dtype.
+        narrowed = {i: args[i].to(spec.tensor_meta.dtype) for (i, *_), spec in seen.items() if isinstance(i, int)}
+        result: Tensor = inner(*(narrowed.get(i, a) for i, a in enumerate(args)), **kwargs)
+        return result.to(dtype)
+
+    def zeros(*args: Any, **_: Any) -> Tensor:
+        return next(a for a in args if isinstance(a, Tensor)).new_zeros(shape, dtype=dtype)
+
+    plan.call = compute if all(at[m] == axis.owner for m, axis in owners.items()) else zeros
+    plan.outputs = out
+    return plan
+
+
+def _planned(call: AtenCall) -> AtenPlan:
     meta = call.meta
     outputs = list(meta) if isinstance(meta, (list, tuple)) else [meta]
     inplace = is_inplace(call.func)
@@ -188,6 +234,8 @@ def _adds_to_partial(call: AtenCall) -> bool:
         if other.partial_mesh_dims():  # the sum of what is rounded is not the sum, rounded
             return False
     # An extreme of contributions becomes no sum without being reduced; a shard that is written to is no contribution.
+    if any(axis.owner is not None for axis in written.layout) and other.layout != wanted.layout:
+        return False  # what others add would not be the owner's
     return all(
         old == new or (new == Partial("sum") and (isinstance(old, Shard) or old.is_replicate()))
         for old, new in zip(other.placements, wanted.placements, strict=True)

@@ -19,10 +19,12 @@ from ..._compat.c10d import group_along
 from ...exchange import Exchange, plan_intervals
 from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length
 from ...layout import AxisLayout
-from ...operators import operator
+from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
+from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...strides import cat_like
+from ...tensor import redistribute_to
 from .view import carry, wrap_dim
 
 __all__ = ["Assembly", "joined_sizes"]
@@ -128,6 +130,33 @@ class Assembly:
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [size if d == dim else n for d, n in enumerate(shape)]
+
+
+# -- entries of a sharded dim, see [Note: owners] in layout.py --------------------------------------------
+
+
+@operator(torch.stack, tensors="tensors", partial="tensors")
+def _stack_entries(call: Arguments, tensors: Sequence[ShardTensorSpec], dim: int = 0) -> Composed:
+    """Each entry is the shard of its owner, and all of them are put together along a sharded dim."""
+    first = tensors[0]
+    owned = [m for m, axis in enumerate(first.layout) if axis.owner is not None]
+    alike = all(spec.shape == first.shape and _agree(spec, first, owned) for spec in tensors)
+    if len(owned) != 1 or not alike:
+        return DECLINED
+    dim, m = wrap_dim(dim, len(first.shape) + 1), owned[0]
+
+    def shard(entry: Tensor) -> Tensor:
+        entry = entry.unsqueeze(dim)
+        spec: ShardTensorSpec = entry._spec  # type: ignore[attr-defined]
+        return redistribute_to(entry, spec.with_axes({m: AxisLayout(Shard(dim), spec.sizes[m])}))
+
+    return Composed(lambda entries: torch.cat([shard(entry) for entry in entries], dim))
+
+
+def _agree(spec: ShardTensorSpec, first: ShardTensorSpec, owned: Sequence[int]) -> bool:
+    """Whether two specs differ in the owner on the mesh dims ``owned`` at most."""
+    pairs = enumerate(zip(spec.layout, first.layout, strict=True))
+    return all(a == b or (m in owned and a.owner is not None) for m, (a, b) in pairs)
 
 
 # -- cat and stack ----------------------------------------------------------------------------------------

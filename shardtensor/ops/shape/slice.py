@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta
 from ...copies import mark_copied
-from ...geometry import Interval, map_boundaries, sizes_of
+from ...geometry import Interval, intervals_of, map_boundaries, sizes_of
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
@@ -164,13 +164,14 @@ def _tensor_split(
     return Composed(parts)
 
 
-# -- select: an entry of a sharded dim is the sum of what its owner has and of the others' zeros -----------------
+# -- select: an entry of a sharded dim is the sum of what its owner has and of the others' zeros, see [Note: owners] ---
 
 
-def _summed(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+def _summed(spec: ShardTensorSpec, dim: int, index: int) -> ShardTensorSpec:
     """The spec of an entry of ``dim``, which is kept with length 1."""
     m = spec.sharded_dims()[dim]
-    return spec.with_axes({m: AxisLayout(Partial() if spec.mesh.size(m) > 1 else Replicate())})
+    held = tuple(int(a <= index < b) for a, b in intervals_of(spec.cut(m)))
+    return spec.with_axes({m: AxisLayout(Partial(), held) if len(held) > 1 else AxisLayout(Replicate())})
 
 
 def _is_sharded(spec: ShardTensorSpec, dim: object) -> bool:
@@ -190,7 +191,7 @@ def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, in
     index %= n
     meta = input.tensor_meta
     shape = torch.Size(1 if d == dim else n for d, n in enumerate(meta.shape))
-    target = _summed(input, dim).replace(meta=meta._replace(shape=shape))
+    target = _summed(input, dim, index).replace(meta=meta._replace(shape=shape))
 
     def entry(x: Tensor) -> Tensor:
         part = redistribute_to(torch.narrow(x, dim, index, 1), target)
@@ -208,8 +209,8 @@ def _select(call: AtenCall) -> AtenPlan:
     dims = {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}
     if dim not in spec.sharded_dims():
         return AtenPlan(carry(call, spec, call.meta, dims))
-    out = carry(call, _summed(spec, dim), call.meta, dims)
     index = wrap_dim(index, spec.shape[dim])
+    out = carry(call, _summed(spec, dim, index), call.meta, dims)
     a, b = spec.interval(spec.sharded_dims()[dim])
     shape = out.local_shape()
 
@@ -237,8 +238,7 @@ def _unbind(call: AtenCall) -> AtenPlan:
     source = moved_off(spec, dims)
     if dim not in source.sharded_dims():
         return call.plan([carry(call, source, m, dims) for m in call.meta], {(0,): source})
-    entry = _summed(spec, dim)
-    outputs = [carry(call, entry, m, dims) for m in call.meta]
+    outputs = [carry(call, _summed(spec, dim, i), m, dims) for i, m in enumerate(call.meta)]
     a, b = spec.interval(spec.sharded_dims()[dim])
     shape = outputs[0].local_shape()
 
