@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout  # another one than the built-in up to Python 3.10
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -190,7 +191,7 @@ class _LateWork(dist.Work):
         seconds = timeout.total_seconds() if timeout else 0.0
         try:
             self._done.result(seconds if seconds > 0 else None)
-        except TimeoutError:
+        except FutureTimeout:
             raise RuntimeError(f"{self._name}: not complete after {seconds:g} s") from None
         finally:
             _open.discard(self)
