@@ -224,7 +224,9 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
     if replicated and not random and func not in RESHAPES:
         return _run_replicated(cls, func, args, kwargs, specs[0].replicated())
     if build is None:
-        if gather_allowed() and not random:
+        # Without shards there are Partials: these may be reduced by any operator. But a view of that would be a copy.
+        reduces = not any(spec.sharded_dims() for spec in specs) and not returns_view(func)
+        if (gather_allowed() or reduces) and not random:
             return _Done(gathered(cls, func, args, kwargs))
         reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
         raise refuse(func, specs, reason, "draw on plain tensors" if random else REMEDY)

@@ -1,4 +1,7 @@
-"""What :func:`shardtensor.allow_gather` allows: operators run on whole tensors, their results sharded again."""
+"""What :func:`shardtensor.allow_gather` allows: operators run on whole tensors, their results sharded again.
+
+Operators without a rule run so on Partials, too: to reduce these takes no permission.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def gathered(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: 
         spec = pattern.replicated().replace(meta=meta_of(value))
         if value.shape != pattern.shape:
             return new_wrapper(cls, value, spec)
-        target = spec.replace(placements=pattern.for_gradient().placements, sizes=pattern.sizes)
+        target = spec.with_layout(pattern.for_gradient().layout)
         return new_wrapper(cls, redistribute_local(value, spec, target), target)
 
     result = tree_map(cut, func(*plain_args, **plain_kwargs))

@@ -316,14 +316,14 @@ def _is_number(t: Tensor) -> bool:
 
 
 def _is_sharded(t: Any) -> bool:
-    return isinstance(t, DTensor) and not spec_of(t).is_replicate()
+    return isinstance(t, DTensor) and bool(spec_of(t).sharded_dims())
 
 
 def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> TensorMeta:
     if not isinstance(parameter, DTensor):
         return meta_of(parameter)
     spec = spec_of(parameter)
-    if not spec.is_replicate():
+    if spec.sharded_dims():
         shown = [spec_of(t) if isinstance(t, DTensor) else t for t in (*others, parameter)]
         raise refuse(name, shown, "the parameter is sharded", "redistribute it to Replicate() before the call")
     return spec.tensor_meta
@@ -332,11 +332,15 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
 def _keeps_contributions(plan: Plan, parameter: Tensor, step: Any, placements: Sequence[Placement]) -> bool:
     """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank."""
     contributes = any(p.is_partial() for p in placements) and wide_dtype(parameter.dtype) != parameter.dtype
-    return contributes and step is None and type(plan).run is Plan.run
+    return contributes and step is None and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
 
 
 def _to_local(placements: Any) -> Callable[[Any], Any]:
-    return lambda p: ShardTensor.from_dtensor(p).to_local(grad_placements=placements)
+    def convert(parameter: Any) -> Any:
+        t = ShardTensor.from_dtensor(parameter)
+        return redistribute_to(t, t._spec.for_gradient()).to_local(grad_placements=placements)
+
+    return convert
 
 
 def _redistribution(target: Any) -> Callable[[Any], Any]:

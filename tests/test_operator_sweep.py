@@ -210,6 +210,30 @@ def test_every_operator_in_other_memory(memory):
     assert not [case for case in report.bad() if case.outcome != "format"], told(report)
 
 
+# Elementwise, linear and not, views, sums, weights, writes to contributions, and operators without a rule.
+OF_ENTRIES = """
+    add mul where clamp transpose reshape sum softmax nn.functional.conv2d nn.functional.nll_loss index_add index_put
+    masked_select linalg.solve stack
+"""
+
+
+@pytest.mark.parametrize("kind", ["function", "in place"])
+def test_operators_on_entries_of_sharded_dims(kind):
+    report = sweep(OF_ENTRIES.split(), 2, Options(kind=kind, limit=2, entries=True))
+    assert not report.bad(), told(report)
+    assert report.counted()["right"] > {"function": 80, "in place": 30}[kind]
+    assert kind == "in place" or not report.counted()["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["function", "in place"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_operator_on_entries_of_sharded_dims(ranks, kind):
+    report = sweep(operator_names(), ranks, Options(kind=kind, entries=True))
+    assert not report.bad(), told(report)
+    assert report.share_right(lambda case: not case.random) > 0.95
+
+
 SUMMING = """
     trace var cumsum matmul addmm einsum nn.functional.linear nn.functional.conv2d nn.functional.conv_transpose1d
     nn.functional.layer_norm nn.functional.batch_norm nn.functional.mse_loss

@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 
 from .cases import DTYPES, HALF, operator_names
 from .drive import Report, sweep
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--refused-in", metavar="FILE", help="only the cases that were refused in what --json wrote")
     parser.add_argument("--limit", type=int, default=10**9, help="samples of each operator")
     parser.add_argument("--formats", nargs="*", choices=MEMORY, help="samples in other memory (default: in all)")
+    parser.add_argument("--entries", action="store_true", help="the first operands are entries of a sharded dim")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
     parser.add_argument("--json", help="write all cases to this file")
     parser.add_argument("--write", action="store_true", help="renew docs/operators.md; takes hours for all operators")
@@ -43,6 +45,7 @@ def main() -> None:
     for ranks, dtype, memory in itertools.product(options.ranks, options.dtypes, formats):
         start = time.monotonic()
         wanted = Options(dtype, options.kind, options.gather, options.limit, memory=memory, data=options.data)
+        wanted = replace(wanted, entries=options.entries)
         swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
         report.cases += swept.cases
         seconds = time.monotonic() - start

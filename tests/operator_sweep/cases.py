@@ -23,6 +23,7 @@ from .memory import copied, laid_out
 DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 OTHERS = ("plain", "replicated", "alike")  # how the operands that are not the first one lie on the ranks
+ENTRY = -1  # in place of a dim: the tensor is an entry of a sharded dim, which is on one rank
 
 
 @cache
@@ -55,6 +56,8 @@ class Cut:
     others: str
 
     def __str__(self) -> str:
+        if self.dim == ENTRY:
+            return f"entry, others {self.others}{' of another rank' if self.empty else ''}"
         return f"dim {self.dim}{' with an empty shard' if self.empty else ''}, others {self.others}"
 
 
@@ -103,10 +106,29 @@ def cuts(sample: Any) -> Iterator[Cut]:
                     yield Cut(dim, empty, kind)
 
 
+def entries(sample: Any) -> Iterator[Cut]:
+    """The ways to have the first operands on one rank, as entries of a sharded dim; the others, too, or on another."""
+    if not any(t.layout == torch.strided for t in first_operands(sample)):
+        return
+    yield Cut(ENTRY, False, "plain")
+    if other_operands(sample):
+        yield Cut(ENTRY, False, "replicated")
+        yield Cut(ENTRY, False, "alike")
+        yield Cut(ENTRY, True, "alike")
+
+
+def _entry(t: torch.Tensor, ranks: int, of: int) -> ShardTensor:
+    """``t`` as the entry that rank ``of`` has of a tensor whose other entries are others."""
+    among = torch.stack([t.detach() if rank == of else torch.zeros_like(t.detach()) for rank in range(ranks)])
+    return shard(among, shared_mesh(ranks), [Shard(0)], None)[of].detach().clone().requires_grad_(t.requires_grad)
+
+
 def place(
     sample: Any, cut: Cut, ranks: int, memory: str | None = None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Fresh arguments, laid out as ``cut`` says, each rank's part in memory as ``memory`` says."""
+    if cut.dim == ENTRY:
+        return _place_entries(sample, cut, ranks)
     longest = max((t for t in first_operands(sample) if t.ndim > cut.dim), key=lambda t: t.shape[cut.dim])
 
     def placed(t: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -129,6 +151,22 @@ def place(
         return placed(t, _alike(longest, cut.dim, t) if cut.others == "alike" else None)
 
     return tree_map(first, sample.input), tree_map(other, sample.args), tree_map(other, sample.kwargs)
+
+
+def _place_entries(sample: Any, cut: Cut, ranks: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def entry(t: Any, of: int) -> Any:
+        strided = isinstance(t, torch.Tensor) and t.layout == torch.strided
+        return _entry(t, ranks, of) if strided else copied(t)
+
+    def other(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or cut.others == "plain":
+            return copied(t)
+        if cut.others == "alike":
+            return entry(t, 0 if cut.empty else ranks - 1)
+        return shard(t.detach().clone(), shared_mesh(ranks), [Replicate()]).requires_grad_(t.requires_grad)
+
+    first = tree_map(lambda t: entry(t, ranks - 1), sample.input)
+    return first, tree_map(other, sample.args), tree_map(other, sample.kwargs)
 
 
 def copied_sample(sample: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -36,6 +36,7 @@ from .cases import (
     copied_sample,
     cuts,
     database,
+    entries,
     first_operands,
     in_double,
     other_operands,
@@ -80,6 +81,7 @@ class Options:
         limit: at most so many samples of each operator.
         memory: one of ``MEMORY``; None: as torch makes the samples.
         data: of half precision, what the samples hold; see half.py.
+        entries: the first operands are entries of a sharded dim, each on one rank.
         only: the number of the sample and the name of the cut of cases; None for all.
         setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
     """
@@ -90,6 +92,7 @@ class Options:
     limit: int = 10**9
     memory: str | None = None
     data: str = DATA[0]
+    entries: bool = False
     only: frozenset[tuple[int, str]] | None = None
     setup: tuple[str, str] | None = None
 
@@ -247,7 +250,7 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
     with log:
         for i, sample in enumerate(samples_of(name, options)):
             reference: Expected | None = None
-            for cut in cuts(sample):
+            for cut in (entries if options.entries else cuts)(sample):
                 if reference is not None and options.data != DATA[0] and reference.dim != cut.dim:
                     reference = None  # what cancels depends on the dim
                 number += 1
