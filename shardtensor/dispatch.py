@@ -217,7 +217,7 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
     _check(func, specs)
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
-    if disowns(build, func, specs[0]):
+    if (0,) in tensors and disowns(build, func, tensors[0,]):
         build = None
     if build is None and not replicated and returning(func) is not None:
         return _Done(_written(cls, func, args, kwargs))
