@@ -30,7 +30,7 @@ def shifted(sample: Any, data: str, dim: int) -> Any:
         unit = OFFSET * torch.finfo(t.dtype).eps
         noise = (t.detach().float() * 4).round().clamp(-8, 8) * unit
         offset = torch.full(t.shape, OFFSET)
-        if data == "cancelling" and t.ndim > dim:
+        if data == "cancelling" and t.ndim > max(dim, 0):
             n = t.shape[dim]
             offset.narrow(dim, n - n // 2, n // 2).neg_()
         return (offset + noise).to(t.dtype).requires_grad_(t.requires_grad)

@@ -194,12 +194,15 @@ def plan_native_batch_norm(
 ) -> Plan:
     """Batch norm with mean and reciprocal standard deviation, whose gradients torch ignores."""
     geometry = _geometry_of_batches(call, input, eps)
+    kernel: Any = torch.native_batch_norm
+    parameters = weight, bias, running_mean, running_var
+    dtype = result_dtype(call, lambda t, *p: kernel(t, *p, True, momentum, eps)[1], input, *parameters)
 
     def compute(x: ShardTensor, *tensors: Any) -> tuple[Any, ...]:
         options: Any = training, momentum, eps, False
         y = torch.batch_norm(x, *tensors, *options)
         if training:
-            return y, *moments_of(x._local_tensor, geometry, x.shape[1:2], {1: (0, 1)})
+            return y, *(t.to(dtype) for t in moments_of(x._local_tensor, geometry, x.shape[1:2], {1: (0, 1)}))
         # As empty as torch returns them.
         one = torch.ones(1, dtype=y.dtype)
         saved = torch.native_batch_norm(one[None].expand(2, 1), None, None, one, one, False, momentum, eps)[1:]

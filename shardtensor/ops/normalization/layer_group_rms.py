@@ -84,14 +84,17 @@ def plan_native_group_norm(
     if tuple(input.shape[:2]) != (N, C) or N * C * HxW != input.shape.numel():
         raise RuntimeError(f"native_group_norm: sizes {N}, {C}, {HxW} do not fit an input of {tuple(input.shape)}")
     grouped = with_unsharded_groups("group_norm", input, group)
+    kernel: Any = torch.native_group_norm
+    dtype = result_dtype(call, lambda t, w, b: kernel(t, w, b, 2, 1, 1, 1, eps)[1], input, weight, bias)
+    wide = wide_dtype(input.tensor_meta.dtype)  # squares overflow in half precision
 
     def compute(x: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
         y = torch.group_norm(x, group, weight, bias, eps)
-        x = redistribute_to(x, grouped).unflatten(1, (group, C // group))  # type: ignore[no-untyped-call]
+        x = redistribute_to(x, grouped).to(wide).unflatten(1, (group, C // group))  # type: ignore[no-untyped-call]
         over = list(range(2, x.ndim))
         mean = x.mean(over, keepdim=True)
         rstd = ((x - mean).square().mean(over) + eps).rsqrt()
-        return y, mean.squeeze(over), rstd
+        return y, mean.squeeze(over).to(dtype), rstd.to(dtype)
 
     return Composed(compute)
 
@@ -138,10 +141,13 @@ def plan_native_layer_norm(
     geometry = geometry_of_last_dims("layer_norm", input, len(shape), eps)
     kept = range(n - len(shape))
     of_moments = [size if d in kept else 1 for d, size in enumerate(input.shape)]
+    kernel: Any = torch.native_layer_norm
+    dtype = result_dtype(call, lambda t, w, b: kernel(t, (1,), w, b, eps)[1], input, weight, bias)
 
     def compute(x: ShardTensor, weight: Any, bias: Any) -> tuple[Any, ...]:
         y = torch.layer_norm(x, shape, weight, bias, eps)
-        return y, *moments_of(x._local_tensor, geometry, of_moments, {d: (d, 1) for d in kept})
+        moments = moments_of(x._local_tensor, geometry, of_moments, {d: (d, 1) for d in kept})
+        return y, *(t.to(dtype) for t in moments)
 
     return Composed(compute)
 
