@@ -115,6 +115,7 @@ class _CheckedFile(io.RawIOBase):
         self._path, self._digests = path, digests
         self._at = 0
         self._number, self._block = -1, memoryview(b"")
+        self.failure: DamagedCheckpoint | None = None
         self._file = _open_or_damaged(path)
         size = os.fstat(self._file.fileno()).st_size
         if size != digests.size:
@@ -138,10 +139,11 @@ class _CheckedFile(io.RawIOBase):
         data = self._file.read(_BLOCK)
         if hashlib.sha256(data).hexdigest() != self._digests.blocks[number]:
             first = number * _BLOCK
-            raise DamagedCheckpoint(
+            self.failure = DamagedCheckpoint(
                 f"{self._path} is damaged: bytes {first} to {first + len(data)} are not those that were written; "
                 "load another checkpoint, or a copy of this one"
             )
+            raise self.failure
         self._number, self._block = number, memoryview(data)
 
     def readable(self) -> bool:
@@ -163,7 +165,8 @@ class _CheckedFile(io.RawIOBase):
         super().close()
 
 
-def open_checked(path: Path, files: Mapping[str, Digests]) -> io.BufferedReader:
+@contextmanager
+def open_checked(path: Path, files: Mapping[str, Digests]) -> Iterator[io.BufferedReader]:
     """Open ``path`` for reading, which checks what is read.
 
     Args:
@@ -174,7 +177,15 @@ def open_checked(path: Path, files: Mapping[str, Digests]) -> io.BufferedReader:
     """
     if path.name not in files:
         raise DamagedCheckpoint(f"{path.parent / MANIFEST} has no digest of {path.name}")
-    return io.BufferedReader(_CheckedFile(path, files[path.name]))
+    checked = _CheckedFile(path, files[path.name])
+    with io.BufferedReader(checked) as file:
+        try:
+            yield file
+        except Exception:
+            # torch reads from C++, and on Python 3.13 what is raised in there may come out as a bare SystemError.
+            if checked.failure is not None:
+                raise checked.failure from None
+            raise
 
 
 @dataclass
