@@ -4,8 +4,9 @@
 gloo hands what arrives from thread to thread, each of which has to be woken and scheduled. A small exchange between
 kernels costs milliseconds that way, ten times what its bytes take. So on the CPU a rank first asks for a while whether
 the collective is complete, and lets other threads run in between, as implementations of MPI do; then it sleeps.
-Where a host has more ranks than cores, asking takes time from the ranks that are waited for: there it sleeps at once.
-Each rank decides that alone, for what is communicated is the same.
+Where a host has more ranks than cores, asking takes time from the ranks that are waited for: there it sleeps sooner,
+and inside the transport, which is woken by what arrives. Each rank decides that alone, for what is communicated is the
+same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
@@ -25,8 +27,12 @@ __all__ = ["observed", "wait_for", "wait_for_message"]
 
 # Seconds. Longer than a kernel that one rank computes and another one does not: beyond that ranks differ in their load.
 POLLING = 0.01
+# The same where ranks share cores: for small exchanges between ranks that do the same.
+POLLING_ON_SHARED_CORES = 0.001
 # Seconds after which to look for the first time whether another rank has raised.
 LOOKING = 1.0
+# How long to sleep without a chance for Python's signal handlers.
+_WHILE = timedelta(seconds=0.5)
 
 _observer: Callable[[dist.ProcessGroup], AbstractContextManager[None]] | None = None
 
@@ -68,7 +74,7 @@ def _wait(work: dist.Work, result: Tensor, group: dist.ProcessGroup) -> None:
         is_completed, now = work.is_completed, time.perf_counter
         if not is_completed():
             start = now()
-            end = start + (POLLING if _has_own_core(dist.get_world_size()) else 0.0)
+            end = start + (POLLING if _has_own_core(dist.get_world_size()) else POLLING_ON_SHARED_CORES)
             while now() < end and not is_completed():
                 _give_way()
             _wait_long(work, start, group)
@@ -102,8 +108,9 @@ def _wait_long(work: dist.Work, start: float, group: dist.ProcessGroup) -> None:
     """Sleep until a collective that began at ``start`` is complete, and look now and then what others have said."""
     look = start + LOOKING
     while not work.is_completed():
+        with suppress(RuntimeError):  # one that is not complete after this time goes on, and can be waited for again
+            work.wait(_WHILE)
         now = time.perf_counter()
-        if now > look:
+        if now > look and not work.is_completed():
             check_raised(group)
             look = now + min(now - start, 10 * LOOKING)
-        time.sleep(min((now - start) / 50, 0.02))

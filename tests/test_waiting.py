@@ -26,7 +26,7 @@ def asked(monkeypatch, run):
 def late(polling, delay, own_core=True):
     """Rank 0 waits for the others' numbers; returns them, and whether it asked."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(waiting, "POLLING", polling)
+        patched.setattr(waiting, "POLLING" if own_core else "POLLING_ON_SHARED_CORES", polling)
         patched.setattr(waiting, "_has_own_core", lambda world_size: own_core)
         x = torch.full((3,), 1.0 + dist.get_rank())
         dist.barrier()
@@ -38,17 +38,12 @@ def late(polling, delay, own_core=True):
 
 
 @pytest.mark.on_gloo("only torch's own works are polled")
-@pytest.mark.parametrize("polling, delay", [(0.01, 0.1), (10.0, 0.1), (0.0, 0.1)])
-def test_late_ranks_are_waited_for_longer_than_polling(polling, delay):
-    (numbers, turns), *_ = run_distributed(late, 2, polling, delay)
+@pytest.mark.parametrize("own_core", [True, False])
+@pytest.mark.parametrize("polling, delay", [(0.01, 0.1), (10.0, 0.1), (0.0, 0.1), (0.0, 1.2)])
+def test_late_ranks_are_waited_for_longer_than_polling(polling, delay, own_core):
+    (numbers, turns), *_ = run_distributed(late, 2, polling, delay, own_core)
     assert numbers == [3.0] * 3
     assert (turns > 0) == (polling > 0)
-
-
-@pytest.mark.on_gloo("only torch's own works are polled")
-def test_ranks_that_share_cores_do_not_ask():
-    (numbers, turns), *_ = run_distributed(late, 2, 10.0, 0.1, False)
-    assert numbers == [3.0] * 3 and turns == 0
 
 
 @pytest.mark.parametrize(

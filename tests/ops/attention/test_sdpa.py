@@ -96,7 +96,7 @@ def check_grid(world: int, length: int, seed: int, method: str) -> None:
                     raise AssertionError(f"{length} x {keys}, mask {name} {places}, {rows} {columns}") from error
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_grid(world):
     for length in (7, 33):
         run_distributed(check_grid, world, world, length, 10 * length + world, "ring")

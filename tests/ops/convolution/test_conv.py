@@ -98,7 +98,7 @@ def grid(world):
 
 
 @pytest.mark.parametrize("way", ["joined", "by parts"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_grid_of_kernels_strides_paddings_dilations(world, way):
     cases = grid(world)
     assert len(cases) > 60

@@ -123,7 +123,7 @@ def check_adaptive(mesh_shape):
     check_cases(adaptive_cases(), mesh_shape)
 
 
-@pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_windows_match_one_device(mesh_shape):
     run_distributed(check_windows, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
 

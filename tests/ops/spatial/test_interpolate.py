@@ -84,7 +84,7 @@ def check(mesh_shape, way):
 
 
 @pytest.mark.parametrize("way", ["joined", "by parts"])
-@pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_resampling_matches_one_device(mesh_shape, way):
     run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, way, timeout=200)
 
