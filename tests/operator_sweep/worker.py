@@ -62,7 +62,7 @@ PATIENCE = 15.0  # seconds that a rank waits for the others to end a case
 UNDEFINED = ("empty", "new_empty", "resize", "nn.functional.feature_alpha_dropout_without")
 
 # Where torch leaves the order of equal elements open: which result holds their positions.
-UNSTABLE = {"sort": 1, "argsort": 0}
+UNSTABLE = {"sort": 1, "argsort": 0, "msort": None}
 
 
 # Of expanded tensors torch gives wrong medians, and wrong gradients of stft: ours are compared with those of copies.
@@ -191,13 +191,29 @@ def evaluate(
 
 
 def by_what_they_pick(name: str, sample: Any, results: list[Any]) -> list[Any]:
-    """The results, with positions that torch leaves open replaced by the elements there and themselves in order."""
-    at = UNSTABLE.get(name)
-    if at is None or sample.kwargs.get("stable"):
+    """The results, with positions that torch leaves open replaced by the elements there and themselves in order.
+
+    What equal elements get of the gradient is put in order, too.
+    """
+    if name not in UNSTABLE or sample.kwargs.get("stable"):
         return results
-    dim = sample.args[0] if sample.args else sample.kwargs.get("dim", -1)
-    positions = results[at]
-    return results[:at] + [sample.input.gather(dim, positions), positions.sort(dim)[0]] + results[at + 1 :]
+    at = UNSTABLE[name]
+    dim = 0 if name == "msort" else sample.args[0] if sample.args else sample.kwargs.get("dim", -1)
+    values, order = sample.input.detach().sort(dim=dim, stable=True)
+    if at is not None:
+        positions = results[at]
+        results = results[:at] + [sample.input.gather(dim, positions), positions.sort(dim)[0]] + results[at + 1 :]
+    if values.ndim == 1 and len(values.unique()) < len(values) and len(results) > (1 if at is None else at + 2):
+        places = order.argsort()  # where each element is among the ordered ones
+        *results, gradient = results
+        results = [*results, _by_two_keys(values, gradient[order])[places]]
+    return results
+
+
+def _by_two_keys(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``second`` in the order of ``first``, which is sorted, and then in its own."""
+    by_second = second.argsort(stable=True)
+    return second[by_second[first[by_second].argsort(stable=True)]]
 
 
 def difference(got: list[Any], expected: list[Any], tolerance: float | None, values: bool) -> str | None:
