@@ -237,7 +237,7 @@ def test_every_operator_on_entries_of_sharded_dims(ranks, kind):
 SUMMING = """
     trace var cumsum matmul addmm einsum nn.functional.linear nn.functional.conv2d nn.functional.conv_transpose1d
     nn.functional.layer_norm nn.functional.batch_norm nn.functional.mse_loss
-    native_layer_norm native_group_norm native_batch_norm
+    native_layer_norm native_group_norm native_batch_norm nn.functional.embedding_bag
 """
 
 

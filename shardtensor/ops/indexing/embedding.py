@@ -14,6 +14,7 @@ from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run
 from ..common.alignment import replicated, same_layout
+from ..common.half import widened
 from .gather import Read, any_sharded, gathered, indexes_a_shard
 from .index_layout import INDEXED
 from .index_plan import labelled
@@ -61,16 +62,18 @@ def _embedding_bag(
         # Sharded along the bags, which the reductions below are about.
         rows = same_layout(rows, indices if by_input else weights)
         kept = torch.ones_like(indices, dtype=torch.bool) if ignored is None else indices != ignored
+        # In float32 where they are of half precision: what is added and divided is to be rounded once.
+        (rows,) = widened(rows)
         if weights is not None:
             rows = rows * weights.unsqueeze(-1)
         if begins is None:
-            return _of_equal_bags(rows, kept.unsqueeze(-1), mode)
+            return _of_equal_bags(rows, kept.unsqueeze(-1), mode).to(table.dtype)
         place = torch.arange(indices.shape[0], dtype=begins.dtype, device=begins.device)
         bag = torch.searchsorted(begins, place, right=True) - 1
         count = begins.shape[0] - include_last_offset
         if include_last_offset:
             kept, bag = kept & (bag < count), bag.clamp(max=max(0, count - 1))
-        return _of_any_bags(rows, kept.unsqueeze(-1), bag, count, mode)
+        return _of_any_bags(rows, kept.unsqueeze(-1), bag, count, mode).to(table.dtype)
 
     return Composed(bags)
 

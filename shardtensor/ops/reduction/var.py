@@ -38,8 +38,8 @@ def plan_var(call: AtenCall) -> AtenPlan:
         x = x.to(wide)
         mean = reduce(x.sum(dims, keepdim=True) / count, "sum")
         squares = (x - mean).abs().square()
-        var = (reduce(squares.sum(dims, keepdim), "sum") / freedom).to(dtype.to_real())
-        result = var.sqrt() if of_std else var
+        var = reduce(squares.sum(dims, keepdim), "sum") / freedom
+        result = (var.sqrt() if of_std else var).to(dtype.to_real())
         if not with_mean:
             return result
         return result, (mean if keepdim else mean.squeeze(dims)).to(dtype)

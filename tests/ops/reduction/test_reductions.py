@@ -273,6 +273,19 @@ def test_half_precision():
     run_distributed(check_half_precision, 2)
 
 
+def check_variance_that_overflows():
+    """float16 holds the standard deviation, but not the variance."""
+    x = torch.tensor([-400.0, 300.0, 500.0, -350.0]).half()
+    sharded = shard(x, shared_mesh(2), [Shard(0)], {0: (3, 1)})
+    for function in (torch.std, lambda x: torch.std_mean(x, 0)[0]):
+        assert function(sharded).full_tensor() == function(x) < float("inf")
+    assert torch.var(sharded).full_tensor() == torch.var(x) == float("inf")
+
+
+def test_variance_that_overflows():
+    run_distributed(check_variance_that_overflows, 2)
+
+
 def check_autocast():
     mesh = shared_mesh(2)
     x = values().bfloat16()
