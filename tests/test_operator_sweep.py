@@ -244,7 +244,8 @@ SUMMING = """
 @pytest.mark.parametrize("dtype, data, ranks", [("bfloat16", "cancelling", 2), ("float16", "offset", 3)])
 def test_half_precision_is_as_exact_as_on_one_device(dtype, data, ranks):
     """Sums over ranks of numbers that cancel; with gradients."""
-    report = sweep(SUMMING.split(), ranks, Options(dtype, data=data, limit=2))
+    known = set(operator_names())  # torch 2.11 has no samples of native_group_norm
+    report = sweep([name for name in SUMMING.split() if name in known], ranks, Options(dtype, data=data, limit=2))
     assert not report.bad(), told(report)
     assert report.counted()["right"] > 100
 
