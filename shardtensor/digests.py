@@ -166,7 +166,7 @@ class _CheckedFile(io.RawIOBase):
 
 
 @contextmanager
-def open_checked(path: Path, files: Mapping[str, Digests]) -> Iterator[io.BufferedReader]:
+def open_checked(path: Path, files: Mapping[str, Digests]) -> Iterator[io.BufferedIOBase]:
     """Open ``path`` for reading, which checks what is read.
 
     Args:

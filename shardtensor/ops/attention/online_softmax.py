@@ -135,17 +135,17 @@ class Work:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """The result for the local queries; blocks of keys come from other ranks where the layout says so."""
-        missing = max(0, _DIMS - q.ndim)
+        by_torch = not self.is_ours and dropout is None
+        missing = 0 if by_torch and self.fetch is None else max(0, _DIMS - q.ndim)  # torch's kernel depends on it
         if missing:
             q, k, v = (t[(None,) * missing] for t in (q, k, v))
-        if self.is_ours or dropout is not None:
-            out = _Attention.apply(q, k, v, mask, self, self.kernel(dropout))
-        else:
+        if by_torch:
             k, v = self.fetched(k, v)
-            grouped = any(t.shape[:-2] != q.shape[:-2] for t in (k, v))
-            causal = self.shift is not None
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped)
-        return out[(0,) * missing] if missing else out  # type: ignore[no-any-return]
+            groups, causal = any(t.shape[:-2] != q.shape[:-2] for t in (k, v)), self.shift is not None
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=groups)
+        else:
+            out = _Attention.apply(q, k, v, mask, self, self.kernel(dropout))
+        return out[(0,) * missing] if missing else out
 
     def kernel(self, dropout: Dropout | None = None) -> Kernel:
         """Flash where torch has it and gives the log-sum-exp, for the CPU; explicit scores elsewhere."""

@@ -355,6 +355,25 @@ def test_half_precision(method):
     run_distributed(check_half_precision, 3, torch.bfloat16, method)
 
 
+def check_kernel_of_one_device(shape):
+    """Keys that are nearly equal: the kernels differ in what they make of their gradients, so it has to be the same."""
+    q, k, v = (torch.randn(shape).bfloat16() for _ in range(3))
+    k = (k / 128 + 1).detach()
+
+    def gradients(inputs):
+        return torch.autograd.grad(sdpa(*inputs, is_causal=True).square().sum(), inputs)
+
+    ours = gradients([shard(t, shared_mesh(2), [Shard(0)], {0: (3, 1)}, requires_grad=True) for t in (q, k, v)])
+    theirs = gradients([t.requires_grad_() for t in (q, k, v)])
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.full_tensor(), b)
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 8), (4, 2, 7, 8)], ids=str)
+def test_batches_are_computed_by_the_kernel_of_one_device(shape):
+    run_distributed(check_kernel_of_one_device, 2, shape)
+
+
 def check_without_flash(method) -> None:
     """With explicit scores, or torch's own after a fetch; also where a rank has no queries or no keys."""
     torch.manual_seed(0)
