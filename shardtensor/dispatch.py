@@ -109,7 +109,7 @@ def run_operator(
         plan = made
     if plan.returns_self:
         check_written(func, args[0])
-    if plan.inputs and not moves:
+    if not moves and plan.moves:
         raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
     for path, source, target in plan.inputs:
         _replace(local_args, local_kwargs, path, source, target)
@@ -151,9 +151,8 @@ def _as_views(
 ) -> Any:
     """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
     viewed = args[0]
-    if plan.inputs or plan.may_copy or represents_view(viewed):
-        moved = bool(plan.inputs)
-        out = tree_map(lambda view: note_copies(view, viewed, moved=moved, may_copy=plan.may_copy), out)
+    if plan.moves or plan.may_copy or represents_view(viewed):
+        out = tree_map(lambda view: note_copies(view, viewed, moved=plan.moves, may_copy=plan.may_copy), out)
     if is_open(viewed):
         note_open_views(out, viewed, lambda t: run_operator(cls, func, (t, *args[1:]), kwargs, moves=False))
     return out

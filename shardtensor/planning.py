@@ -73,6 +73,7 @@ class AtenPlan:
         returns_self: an in-place operator, which returns its first argument.
         view: the result represents a view of the first argument (``dispatch.run_operator`` fills this in).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
+        call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
     """
 
     outputs: Any
@@ -81,6 +82,12 @@ class AtenPlan:
     returns_self: bool = False
     view: bool = False
     may_copy: bool = False
+    call_moves: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the first tensor is brought to other ranks, not only its local part computed with."""
+        return self.call_moves or bool(self.inputs)
 
 
 @dataclass(slots=True)

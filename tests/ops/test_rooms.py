@@ -145,7 +145,7 @@ TESTED_WITH = {
     "reduction/test_extremum.py": "common/pick",
     "reduction/test_reductions.py": "common/reduce linalg/norm reduction/var",
     "shape/test_rearranging.py": "shape/diagonal shape/repeat shape/view_copy spatial/unfold",
-    "shape/test_view.py": "shape/cat shape/flip shape/slice spatial/pixel_shuffle",
+    "shape/test_view.py": "shape/blocks shape/cat shape/flip shape/slice spatial/pixel_shuffle",
     "spatial/test_interpolate.py": "spatial/resample spatial/resize_by_parts spatial/taps",
     "../test_dispatch.py": "common/alignment elementwise/foreach elementwise/pointwise",
     "../test_every_handler.py": "elementwise/comparison",

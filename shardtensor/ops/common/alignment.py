@@ -7,7 +7,8 @@ gathered is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...errors import different_meshes, refuse
+from ...errors import UnsupportedSharding, different_meshes, refuse
 from ...geometry import chunk_sizes
 from ...layout import AxisLayout, wide_dtype
 from ...planning import spec_of
@@ -29,9 +30,9 @@ __all__ = [
     "common_layout",
     "common_mesh",
     "fit",
+    "flattening",
     "free_dims",
     "is_sharded",
-    "leading",
     "local_part",
     "redistributed",
     "reduced_value",
@@ -141,30 +142,6 @@ def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
     return spec
 
 
-def leading(op: str, spec: ShardTensorSpec) -> ShardTensorSpec:
-    """``spec`` with only its first dim that is longer than 1 sharded: then shards are intervals of the flat tensor.
-
-    If only a dim of length 1 is sharded, one rank has all elements, which will do, too.
-
-    Raises:
-        UnsupportedSharding: the first dim is sharded already or shorter than there are ranks.
-    """
-    first = next((d for d, n in enumerate(spec.shape) if n != 1), 0)
-    for d, m in spec.sharded_dims().items():
-        sharded, ranks = spec.sharded_dims(), spec.mesh.size(m)
-        if d == first or (spec.shape[d] <= 1 and len(sharded) == 1 and spec.shape[first] < ranks):
-            continue
-        if first not in sharded and spec.shape[first] >= ranks:
-            axis = AxisLayout(Shard(first), chunk_sizes(spec.shape[first], ranks))
-        elif spec.shape[d] <= 1:
-            axis = AxisLayout(Replicate())
-        else:
-            reason = f"tensor dim {d}, sharded on mesh dim {m}, does not lead, nor can dim {first} be sharded instead"
-            raise refuse(op, [spec], reason, "redistribute it so that the first dim is sharded")
-        spec = spec.with_axes({m: axis})
-    return spec
-
-
 # -- on tensors, below autograd ------------------------------------------------------------------------------------
 
 
@@ -173,6 +150,20 @@ def reduced_value(x: DTensor) -> tuple[Tensor, ShardTensorSpec]:
     spec = spec_of(x)
     target = spec.for_gradient()
     return redistribute_local(x._local_tensor, spec, target), target
+
+
+@contextmanager
+def flattening(op: str, x: ShardTensor) -> Iterator[None]:
+    """Around a reshape that makes one dim of dims of ``x``: every rank has an interval of it then.
+
+    Raises:
+        UnsupportedSharding: in the name of ``op``, where that is not possible.
+    """
+    try:
+        yield
+    except UnsupportedSharding as error:
+        reason = "it has to be flattened, but several of its dims are sharded, or it has fewer elements than ranks"
+        raise refuse(op, [x._spec], reason, "redistribute it to shard one dim, or to Replicate()") from error
 
 
 # -- on tensors, above autograd and differentiable ----------------------------------------------------------------

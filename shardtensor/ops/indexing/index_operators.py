@@ -19,7 +19,7 @@ from ...planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to, run
-from ..common.alignment import is_sharded, replicated
+from ..common.alignment import is_sharded, reduced_value, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
 from .index_layout import INDEXED, Labels, operand
@@ -261,7 +261,7 @@ def check_mask(x: Tensor, dim: int, mask: Tensor) -> None:
 
 
 def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
-    """Masks as index tensors. A replicated mask gives the same ones everywhere."""
+    """Masks as index tensors. A mask that is not sharded gives the same ones everywhere."""
     result: list[Tensor | None] = []
     for index in indices:
         if not is_mask(index):
@@ -269,14 +269,14 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
             continue
         check_mask(x, len(result), index)
         if isinstance(index, DTensor):
-            if not all(p.is_replicate() for p in index.placements):
+            if spec_of(index).sharded_dims():
                 raise refuse(
                     op,
                     [x, index],
                     "how many entries a sharded mask selects depends on its values",
                     "use torch.where or masked_fill, or redistribute the mask to Replicate()",
                 )
-            index = index._local_tensor
+            index, _ = reduced_value(index)
         result.extend(index.nonzero().unbind(1))
     return result
 

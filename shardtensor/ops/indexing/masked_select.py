@@ -1,8 +1,8 @@
 """Entries chosen by a sharded mask: ``x[mask]``, ``masked_select``, ``nonzero``, ``argwhere``, ``nonzero_static``.
 
 How many there are depends on data. The ranks tell each other how many each has, and these are the shard sizes of the
-result: the entries stay with their owners. For that the mask has to be sharded along its first dim, whose parts follow
-each other in the result; where another dim is sharded, one all-to-all shards the first one instead.
+result: the entries stay with their owners. For that every rank has to have an interval of the flattened mask; where
+another dim than the first one is sharded, flattening it takes an exchange.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ...errors import refuse
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import spec_of
-from ...redistribute import all_gather, redistribute_local
+from ...redistribute import all_gather
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
-from ...tensor import ShardTensor, from_part, redistribute_to, wrap
+from ...tensor import ShardTensor, from_part, redistribute_to, run, wrap
 from ..common.alignment import (
     as_operand,
     broadcast_shape,
     common_mesh,
+    flattening,
     is_sharded,
-    leading,
     redistributed,
     reduced_value,
 )
@@ -47,22 +47,22 @@ def _counts(found: int, spec: ShardTensorSpec, mesh_dim: int | None, device: tor
     return tuple(all_gather(torch.tensor(found, device=device), group_along(spec.mesh, mesh_dim)).tolist())
 
 
-def _sharded_dim(spec: ShardTensorSpec) -> tuple[int, int] | None:
-    """The one sharded dim of a mask that :func:`leading` has laid out, and the mesh dim that shards it."""
-    return next(iter(spec.sharded_dims().items()), None)
+def _flattened(x: ShardTensor, start: int, n: int) -> ShardTensor:
+    """``x`` with one dim in place of the ``n`` dims from ``start`` on."""
+    if n == 1:
+        return x
+    with flattening("masked_select", x):
+        return x.flatten(start, start + n - 1) if n else x.unsqueeze(start)  # type: ignore[return-value]
 
 
 def _moved_along(x: ShardTensor, dim: int, mask: ShardTensorSpec) -> ShardTensor:
-    """``x``, whose dims from ``dim`` on are those of the mask, sharded like the mask there."""
-    along, n = _sharded_dim(mask), len(mask.shape)
-    for d, m in x._spec.sharded_dims().items():
-        if dim <= d < dim + n and (along is None or m != along[1]):
-            reason = f"its dim {d} is sharded on mesh dim {m}, where the mask is replicated"
-            raise refuse("masked_select", [x._spec, mask], reason, "shard it as the mask is, or along other dims")
-    if along is None:
-        return redistributed("masked_select", x, x._spec)
-    axis = AxisLayout(Shard(dim + along[0]), mask.sizes[along[1]])
-    return redistributed("masked_select", x, x._spec.with_axes({along[1]: axis}))
+    """``x``, whose dim ``dim`` is that of the mask, sharded like the mask there."""
+    m, own = mask.sharded_dims().get(0), x._spec.sharded_dims().get(dim)
+    if own is not None and own != m:
+        reason = f"its dim {dim} is sharded on mesh dim {own}, where the mask is replicated"
+        raise refuse("masked_select", [x._spec, mask], reason, "shard it as the mask is, or along other dims")
+    axes = {} if m is None else {m: AxisLayout(Shard(dim), mask.sizes[m])}
+    return redistributed("masked_select", x, x._spec.with_axes(axes))
 
 
 def selected(x: Tensor, dim: int, mask: Tensor) -> ShardTensor:
@@ -73,27 +73,22 @@ def selected(x: Tensor, dim: int, mask: Tensor) -> ShardTensor:
 
     Raises:
         IndexError: the mask's shape differs.
-        UnsupportedSharding: the mask cannot be sharded along its first dim.
+        UnsupportedSharding: the mask cannot be flattened.
     """
     check_mask(x, dim, mask)
     mesh = common_mesh("masked_select", [x, mask])
     assert mesh is not None
     x, mask = as_operand(x, mesh), as_operand(mask.bool(), mesh)
-    lead = leading("masked_select", mask._spec)
-    x = _moved_along(x, dim, lead)
-    here = redistribute_local(mask._local_tensor, mask._spec, lead)
-    along = _sharded_dim(lead)
-    counts = _counts(int(here.sum()), lead, None if along is None else along[1], here.device)
+    n = mask.ndim
+    mask = _flattened(mask, 0, n)
+    x = _moved_along(_flattened(x, dim, n), dim, mask._spec)
+    here, m = mask._local_tensor, mask._spec.sharded_dims().get(0)
+    counts = _counts(int(here.sum()), mask._spec, m, here.device)
     local = x.to_local()[(slice(None),) * dim + (here,)]
-    shape = [*x.shape[:dim], sum(counts), *x.shape[dim + mask.ndim :]]
-    axes = {}
-    for d, m in x._spec.sharded_dims().items():
-        if dim <= d < dim + mask.ndim:
-            axes[m] = AxisLayout(Shard(dim), counts)
-        elif d >= dim:
-            axes[m] = AxisLayout(Shard(d - mask.ndim + 1), x._spec.sizes[m])
+    shape = [*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]]
+    axes = {} if m is None else {m: AxisLayout(Shard(dim), counts)}
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), x.dtype)
-    layout = [axes.get(m, own) for m, own in enumerate(x._spec.layout)]
+    layout = [axes.get(k, own) for k, own in enumerate(x._spec.layout)]
     return from_part(local, x._spec.with_layout(layout, meta))
 
 
@@ -128,19 +123,17 @@ def _nonzero(x: ShardTensor) -> ShardTensor:
     """The places of elements that are not zero, each with its owner."""
     if not x._spec.sharded_dims():
         return DECLINED
-    local, spec = reduced_value(x)
-    lead = leading("nonzero", spec)
-    local = redistribute_local(local, spec, lead)
-    places = local.nonzero()
-    along = _sharded_dim(lead)
-    if along is not None:
-        places[:, along[0]] += lead.interval(along[1])[0]
-    m = None if along is None else along[1]
-    counts = _counts(len(places), lead, m, local.device)
-    placements = [Shard(0) if i == m else Replicate() for i in range(spec.mesh.ndim)]
+    x = wrap(*reduced_value(x))
+    with flattening("nonzero", x):
+        flat = run(_aten.reshape.default, (x, [-1]), {})
+    m = flat._spec.sharded_dims().get(0)
+    local, start = flat._local_tensor, 0 if m is None else flat._spec.interval(m)[0]
+    places = torch.stack(torch.unravel_index(local.nonzero().squeeze(1) + start, x.shape), 1)
+    counts = _counts(len(places), flat._spec, m, local.device)
+    placements = [Shard(0) if i == m else Replicate() for i in range(x.device_mesh.ndim)]
     sizes = {} if m is None else {m: counts}
-    shape = (sum(counts), len(spec.shape))
-    return wrap(places, ShardTensorSpec.make(spec.mesh, placements, shape, torch.int64, shard_sizes=sizes))
+    shape = (sum(counts), x.ndim)
+    return wrap(places, ShardTensorSpec.make(x.device_mesh, placements, shape, torch.int64, shard_sizes=sizes))
 
 
 @operator(torch.nonzero_static, Tensor.nonzero_static, tensors="input", partial="input")

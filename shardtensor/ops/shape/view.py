@@ -6,13 +6,17 @@ is not.
 [Note: moved off] A sharded dim that does not stay a dim of the result (the inner one of two that are flattened) is
 exchanged for another: by one all-to-all the mesh dim shards another dim, evenly, so that every rank holds as much as
 before. That is the outer one of those that are flattened, so that the flattened dim is sharded: pixels become tokens,
-and what follows works on each token by itself. Where that one has fewer entries than ranks, it is the longest free dim
-that stays, and a second all-to-all shards the flattened dim. Without a dim with one entry for each rank the call is
-refused. A dim of length 1, which one rank has all of, is broadcast.
+and what follows works on each token by itself. Without a dim with one entry for each rank the call is refused. A dim of
+length 1, which one rank has all of, is broadcast.
 
 [Note: whole blocks] A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``.
 Where one is not, the boundaries are first moved to the nearest multiples, by an exchange of what differs (less than
 ``k`` indices at each boundary). The result is a copy then, not a view.
+
+[Note: few blocks] Neither leaves every rank its part where there are fewer blocks than ranks: a batch of 2 images is
+flattened on 4 ranks, and divided again. The flattened dim is sharded all the same, by one exchange of intervals of the
+blocks (blocks.py); divided, a dim inside of the blocks is, but not their innermost one, which what follows may take as
+a unit (the features of a head).
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
+from ..._compat.c10d import group_along
 from ...geometry import chunk_sizes, map_boundaries
 from ...layout import AxisLayout
 from ...operators import operator
-from ...planning import AtenCall, AtenPlan, meta_of
-from ...redistribute import redistribute_local
+from ...planning import AtenCall, AtenPlan, Path, meta_of
 from ...spec import ShardTensorSpec
+from .blocks import BlockExchange, Blocks
 
 _aten = torch.ops.aten
 
@@ -125,18 +130,6 @@ def _outer(dim: int, dims: Carry) -> int | None:
     return before if before is not None and _parts(dims[before])[1] > 1 else None
 
 
-def _on_flattened(spec: ShardTensorSpec, out: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
-    """``out`` with the flattened dims sharded, instead of others, that dims sharded in ``spec`` have gone into."""
-    for d, m in spec.sharded_dims().items():
-        outer = None if d in dims else _outer(d, dims)
-        if outer is None or not isinstance(out.placements[m], Shard):
-            continue
-        to, ranks = _parts(dims[outer])[0], out.mesh.size(m)
-        if to not in out.sharded_dims() and out.shape[to] >= ranks:
-            out = out.with_axes({m: AxisLayout(Shard(to), chunk_sizes(out.shape[to], ranks))})
-    return out
-
-
 def wrap_dim(dim: int, ndim: int) -> int:
     """The number of a dim that may count from the end."""
     return dim + ndim if dim < 0 else dim
@@ -188,13 +181,65 @@ def _view(call: AtenCall) -> AtenPlan:
         shape = out.local_shape()
         return AtenPlan(out, call=lambda x, *_: x.new_empty(shape))
     dims = regroup(spec.shape, call.meta.shape)
+    plan = next(filter(None, (_by_blocks(call, spec, m, dims) for m in spec.sharded_dims().values())), None)
+    if plan is not None:
+        return plan
     source = fitted(moved_off(spec, dims), dims)
     out = carry(call, source, call.meta, dims)
-    shape, flat = out.local_shape(), _on_flattened(spec, out, dims)
-    if flat != out:
-        return call.plan(flat, {(0,): source}, call=lambda x, *_: redistribute_local(x.reshape(shape), out, flat))
+    shape = out.local_shape()
     flattens = any(times > 1 for _, times, _ in dims.values())
     return call.plan(out, {(0,): source}, call=lambda x, *_: x.reshape(shape), may_copy=flattens)
+
+
+def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> AtenPlan | None:
+    """The plan of a reshape that moves what mesh dim ``m`` shards between few blocks, see [Note: few blocks].
+
+    None where there are blocks enough, or where another mesh dim shards one of the dims in question.
+    """
+    (d,) = (d for d, k in spec.sharded_dims().items() if k == m)
+    lead = d if d in dims else _outer(d, dims)
+    if lead is None or spec.shape[d] <= 1:
+        return None
+    to, after, inner = dims[lead]
+    length, shape, ranks = spec.shape[lead] * after, call.meta.shape, spec.mesh.size(m)
+    old_dims, new_dims = _grouped(spec.shape, lead, length), _grouped(shape, to, length)
+    if d != lead:
+        at = to
+        if spec.shape[lead] // _block(dims[lead]) >= ranks:
+            return None
+    else:
+        inside = (e for e in new_dims[1:-1] if shape[e] >= ranks)
+        at = next(inside, to)
+        if shape[to] >= ranks or all(n * after % inner == 0 for n in spec.cut(m)):
+            return None
+    if shape[at] < ranks:
+        return None
+    free = spec.with_axes({m: AxisLayout(Replicate())})
+    rest = fitted(moved_off(free, dims), dims)
+    if not set(old_dims).isdisjoint(rest.sharded_dims()):
+        return None
+    source, sizes = rest.with_axes({m: spec.layout[m]}), chunk_sizes(shape[at], ranks)
+    out = carry(call, rest, call.meta, dims).with_axes({m: AxisLayout(Shard(at), sizes)})
+    old, new = _blocks(spec.shape, old_dims, d, spec.cut(m)), _blocks(shape, new_dims, at, sizes)
+    here, there, rank = source.local_shape(), out.local_shape(), spec.coordinate[m]
+    flat = (*here[:lead], old.number * old.sizes[rank], *here[old_dims.stop :])
+    exchange = BlockExchange(lead, flat, old, new, rank, group_along(spec.mesh, m))
+    targets: dict[Path, ShardTensorSpec] = {(0,): source}
+    return call.plan(out, targets, call=lambda x, *_: exchange(x.reshape(flat)).reshape(there), call_moves=True)
+
+
+def _grouped(shape: Sequence[int], first: int, length: int) -> range:
+    """The dims from ``first`` on that have ``length`` elements together."""
+    stop = first + 1
+    while math.prod(shape[first:stop]) < length:
+        stop += 1
+    return range(first, stop)
+
+
+def _blocks(shape: Sequence[int], dims: range, sharded: int, sizes: Sequence[int]) -> Blocks:
+    """What a shard has of dims that are flattened."""
+    inner = math.prod(shape[sharded + 1 : dims.stop])
+    return Blocks(math.prod(shape[dims.start : sharded]), tuple(n * inner for n in sizes))
 
 
 @operator(_aten.view.dtype)

@@ -22,7 +22,7 @@ from ...redistribute import all_gather, redistribute_local
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run, wrap
-from ..common.alignment import leading, reduced_value
+from ..common.alignment import flattening, reduced_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
 from ..common.reduce import reduce_over, reduced_dims
 
@@ -116,15 +116,14 @@ def _unique_consecutive(
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
         return _results(x, *results, return_inverse, return_counts)
-    lead = leading("unique_consecutive", spec)
-    local = redistribute_local(local, spec, lead)
-    m, sizes = _line_of(lead)
-    line = _line_spec(lead, m, lead.shape.numel(), sizes, x.dtype)
-    values, inverse, counts = _runs(local.reshape(-1), line, 0)
+    whole = wrap(local, spec)
+    with flattening("unique_consecutive", whole):
+        flat = run(_aten.reshape.default, (whole, [-1]), {})
+    values, inverse, counts = _runs(flat._local_tensor, flat._spec, 0)
     if return_inverse:
-        like = lead.with_dtype(torch.int64)
-        back = like.with_layout(spec.layout)
-        inverse = wrap(redistribute_local(inverse._local_tensor.view(lead.local_shape()), like, back), back)
+        inverse = run(_aten.view.default, (inverse, x.shape), {})
+        back = inverse._spec.with_layout(spec.layout)
+        inverse = wrap(redistribute_local(inverse._local_tensor, inverse._spec, back), back)
     return _results(x, values, inverse, counts, return_inverse, return_counts)
 
 

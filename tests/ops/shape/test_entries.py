@@ -49,12 +49,20 @@ FUNCTIONS = {
     "sums": (lambda x: x[:, :, 7].exp().sum(-1).sqrt(), Replicate()),
     "rows": (lambda x: x[:, :, 7].exp().softmax(-1), Replicate()),
     "masks": (lambda x: torch.where(x[:, :, 7] > 0, x[:, :, 7].exp(), 0 * W), Partial()),
+    "chosen by a mask": (lambda x: x[:, :, 7][x[:, :, 0] > 0], Partial()),
+    "written where a mask says": (lambda x: put(x[:, 0], x[:, :, 7].transpose(0, 1)[0] > 0, 3.0), Shard(1)),
 }
 
 
 def written_view(entry, other):
     entry[0].add_(other[1])
     return entry
+
+
+def put(x, mask, value):
+    x = x.transpose(1, 2).clone()
+    x[mask] = value
+    return x.transpose(1, 2)
 
 
 def check(name, cut):

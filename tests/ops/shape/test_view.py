@@ -192,7 +192,7 @@ def test_only_what_has_to_move_moves():
 TOKENS = [  # shape and cut of a video (N, C, frames, rows, columns); how many all-to-alls make tokens of it; their cut
     ((1, 6, 3, 5, 4), (3, 2), 1, (40, 20)),  # frames are cut instead of rows
     ((1, 6, 1, 5, 4), (3, 2), 0, (12, 8)),  # there is one frame: rows lead
-    ((1, 6, 2, 5, 4), (2, 0, 3), 2, (14, 14, 12)),  # fewer frames than ranks: by way of the channels
+    ((1, 6, 2, 5, 4), (2, 0, 3), 1, (14, 14, 12)),  # fewer frames than ranks: intervals of each
 ]
 
 
@@ -214,10 +214,61 @@ def tokens(shape, sizes, exchanges, cut):
     assert dict(counted.collectives) == ({"all_to_all": 2 * exchanges} if exchanges else {})
 
 
-@pytest.mark.parametrize(("shape", "sizes", "exchanges", "cut"), TOKENS, ids=["frames", "rows", "channels"])
+@pytest.mark.parametrize(("shape", "sizes", "exchanges", "cut"), TOKENS, ids=["frames", "rows", "few frames"])
 def test_tokens_stay_sharded(shape, sizes, exchanges, cut):
     """Pixels that are flattened to tokens stay with many ranks, whatever was cut; a linear layer then sends nothing."""
     run_distributed(tokens, len(sizes), shape, sizes, exchanges, cut)
+
+
+# Reshapes of fewer blocks than ranks: the function, the shape, and the sharded dims of operand and result.
+FEW_BLOCKS = {
+    "pixels": (lambda x: x.flatten().sin(), (2, 5, 6), 1, 0),
+    "inner pixels": (lambda x: x.flatten().sin(), (2, 5, 6), 2, 0),
+    "pixels of channels": (lambda x: x.view(-1).sin(), (2, 2, 5, 6), 3, 0),
+    "labels": (lambda x: x.movedim(1, -1).reshape(-1, 7).softmax(1), (2, 7, 5, 6), 2, 0),
+    "frames": (lambda x: x.flatten(2).cos(), (2, 3, 2, 7, 1), 3, 2),
+    "images": (lambda x: x.view(2, 7, 5).sin(), (70,), 0, 1),
+    "images of channels": (lambda x: x.view(2, 7, 5, 3).sin(), (70, 3), 0, 1),
+    "windows": (lambda x: x.view(2, 7, 2, 2, 5).sin(), (56, 5), 0, 1),
+    "other blocks": (lambda x: x.reshape(7, 10).exp(), (2, 5, 7), 2, 0),
+    "heads": (lambda x: x.view(3, 2, 6).softmax(2), (3, 12), 1, 1),
+}
+
+
+def few_blocks(name, sizes):
+    function, shape, dim, where = FEW_BLOCKS[name]
+    placements = [Shard(dim)]
+    y = assert_matches_unsharded(
+        function, data(*shape), mesh_shape=len(sizes), placements=placements, shard_sizes={0: sizes}
+    )
+    return y.placements == (Shard(where),) and (name == "heads" or min(y.shard_sizes[0]) > 0)
+
+
+@pytest.mark.parametrize("name", FEW_BLOCKS)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_reshapes_of_fewer_blocks_than_ranks(name, ranks):
+    """No rank is left without its part."""
+    n = FEW_BLOCKS[name][1][FEW_BLOCKS[name][2]]
+    sizes = (n - 1, 0, 1, 0)[:ranks]
+    assert all(run_distributed(few_blocks, ranks, name, sizes))
+
+
+def few_blocks_traffic():
+    x = shard(data(2, 6, 4), shared_mesh(3), [Shard(1)], {0: (2, 2, 2)}, requires_grad=True)
+    with count_communication() as forward:
+        y = x.view(-1)
+    with count_communication() as backward:
+        y.backward(torch.ones_like(y))
+    with pytest.raises(NotImplementedError, match="write to a view that is a copy on shards"), torch.no_grad():
+        y.add_(1)
+    assert y.shard_sizes == {0: (16, 16, 16)} and x.grad.shard_sizes == {0: (2, 2, 2)}
+    return [(c.bytes_sent, dict(c.collectives)) for c in (forward, backward)]
+
+
+def test_blocks_move_once():
+    """Of two blocks of 24 elements every rank has 8, and gets 16 that follow each other."""
+    ends, middle = (8 * 8, {"all_to_all": 1}), (2 * 8 * 8, {"all_to_all": 1})
+    assert run_distributed(few_blocks_traffic, 3) == [[ends, ends], [middle, middle], [ends, ends]]
 
 
 def layouts():

@@ -102,8 +102,8 @@ def fail(case):
         shard(torch.tensor([1, 2, 3]), mesh, [Shard(0)], {0: (2, 1)}).bincount(torch.ones(2))
     elif case == "real":
         shard(torch.rand(3), mesh, [Shard(0)], {0: (3, 0)}).bincount()
-    elif case == "short":
-        shard(torch.rand(2, 8), shared_mesh(4), [Shard(1)], {0: (3, 3, 1, 1)}).unique_consecutive()
+    elif case == "two dims, consecutive":
+        shard(torch.rand(4, 8), shared_mesh((2, 2)), [Shard(1), Shard(0)], {0: (3, 5), 1: (1, 3)}).unique_consecutive()
     elif case == "two dims":
         shard(torch.rand(4, 8), shared_mesh((2, 2)), [Shard(1), Shard(0)], {0: (3, 5), 1: (1, 3)}).unique()
 
@@ -114,7 +114,7 @@ def fail(case):
         ("negative", 2, RuntimeError, "non-negative"),
         ("weights", 2, RuntimeError, "same length"),
         ("real", 2, (RuntimeError, NotImplementedError), "bincount"),
-        ("short", 4, UnsupportedSharding, r"unique_consecutive: tensor dim 1.*does not lead.*Remedy"),
+        ("two dims, consecutive", 4, UnsupportedSharding, r"unique_consecutive: it has to be flattened, but .*Remedy"),
         ("two dims", 4, UnsupportedSharding, r"unique: it is sharded on several mesh dims.*Remedy"),
     ],
 )
