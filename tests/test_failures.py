@@ -79,7 +79,7 @@ SAYS = {
 }
 
 
-FEW = {"freeze", "singular"}  # of those that the regular suite tries
+FEW = {"singular"}  # of those that the regular suite tries
 FAULTS = [("kill", 3), *(pytest.param(how, 2, marks=[pytest.mark.slow] * (how not in FEW)) for how in SAYS)]
 
 

@@ -32,7 +32,7 @@ CUTS = [
     pytest.param(4, (1,), {0: (1, 4, 0, 3)}, marks=pytest.mark.slow),
     ((2, 2), (1, 2), {0: (5, 3), 1: (0, 3)}),
     ((2, 2), (0, 1), {0: (1, 1), 1: (7, 1)}),
-    ((2, 2), (None, 1), {1: (5, 3)}),
+    pytest.param((2, 2), (None, 1), {1: (5, 3)}, marks=pytest.mark.slow),
 ]
 
 

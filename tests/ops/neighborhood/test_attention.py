@@ -249,7 +249,7 @@ def drawn(mesh_shape, examples):
     run()
 
 
-@pytest.mark.parametrize("mesh_shape", [2, 3, 4, (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [2, 3, pytest.param(4, marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_drawn_problems_on_drawn_cuts(mesh_shape):
     drawn(mesh_shape, 8)
 

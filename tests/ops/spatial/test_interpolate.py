@@ -83,8 +83,15 @@ def check(mesh_shape, way):
         check_cases(cases(), mesh_shape)
 
 
-@pytest.mark.parametrize("way", ["joined", "by parts"])
-@pytest.mark.parametrize("mesh_shape", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), (2, 2)], ids=str)
+WAYS = [
+    *((mesh_shape, "joined") for mesh_shape in (1, 2, 3, (2, 2))),
+    *((mesh_shape, "by parts") for mesh_shape in (1, 2)),
+    *(pytest.param(mesh_shape, "by parts", marks=pytest.mark.slow) for mesh_shape in (3, 4, (2, 2))),
+    pytest.param(4, "joined", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "way"), WAYS, ids=str)
 def test_resampling_matches_one_device(mesh_shape, way):
     run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, way, timeout=200)
 
