@@ -21,6 +21,8 @@ hypothesis.settings.load_profile("suite")
 def pytest_addoption(parser):
     told = "how ranks communicate: as gloo does, or late (CONTRIBUTING.md)"
     parser.addoption("--process-group", choices=["gloo", "late"], help=told)
+    told = "what ranks compute on: the CPU, an emulated CUDA device, or a real one with NCCL (docs/devices.md)"
+    parser.addoption("--device", choices=["cpu", "emulated", "cuda"], default="cpu", help=told)
 
 
 def pytest_configure(config):
@@ -28,8 +30,47 @@ def pytest_configure(config):
         os.environ["SHARDTENSOR_TEST_PROCESS_GROUP"] = chosen
 
 
-def pytest_collection_modifyitems(items):
-    if os.environ.get("SHARDTENSOR_TEST_PROCESS_GROUP") == "late":
-        for item in items:
-            if marker := item.get_closest_marker("on_gloo"):
-                item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+def pytest_generate_tests(metafunc):
+    """Tests marked ``on_device`` run on the emulated device, too; with ``--device`` all run on that one only."""
+    if metafunc.config.getoption("--device") == "cpu" and metafunc.definition.get_closest_marker("on_device"):
+        metafunc.fixturenames.append("device_of_ranks")
+        metafunc.parametrize("device_of_ranks", ["cpu", "emulated"], indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    late = os.environ.get("SHARDTENSOR_TEST_PROCESS_GROUP") == "late"
+    for item in items:
+        if late and (marker := item.get_closest_marker("on_gloo")):
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+        if config.getoption("--device") != "cpu" and (marker := item.get_closest_marker("on_cpu")):
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+
+@pytest.fixture(autouse=True)
+def device_of_ranks(request):
+    """What the test's ranks compute on: ``"cpu"``, ``"emulated"`` or ``"cuda"``."""
+    from device.build import NoCompiler, library
+
+    from shardtensor.testing import on_device
+
+    name = getattr(request, "param", request.config.getoption("--device"))
+    if name == "cpu":
+        yield name
+        return
+    if name == "emulated":
+        try:
+            library()
+        except NoCompiler as error:
+            pytest.skip(str(error))
+    with on_device("cuda", preload="device.emulated" if name == "emulated" else ""):
+        yield name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    from shardtensor.testing import TooFewDevices
+
+    try:
+        return (yield)
+    except TooFewDevices as error:
+        pytest.skip(str(error))

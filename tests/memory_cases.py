@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from seeded import seeded
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor, UnsupportedSharding
@@ -89,7 +90,7 @@ def check_case(function, shape, placement):
     """Compare with one device, whose tensor is row-major; None where that raises or shards are refused."""
     dim, sizes, each, expanded = placement
     mesh = shared_mesh(len(sizes))
-    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(math.prod(shape)))
+    x = torch.randn(*shape, dtype=torch.float64, generator=seeded(math.prod(shape)))
     if expanded is not None:
         x = x.narrow(expanded, 0, 1).expand(shape)
     x = x.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+from seeded import seeded
 from torch import nn
 
 from shardtensor import ShardTensor
@@ -35,7 +36,7 @@ class Problem:
 
     def tensors(self, dtype=torch.float64, seed=0):
         """query, key, value, and the additional keys and values if there are any."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         kinds = [(self.heads, self.head_dim), (self.heads_kv, self.head_dim), (self.heads_kv, self.head_dim_v)]
         shapes = [(self.batch, *self.shape, *kind) for kind in kinds]
         if self.additional:

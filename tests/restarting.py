@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from seeded import seeded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +39,7 @@ def main(folder: Path, how: str) -> None:
         if how == "killed" and step == KILLED_AT and dist.get_rank() == 1 and not (folder / "killed").exists():
             (folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        generator = torch.Generator().manual_seed(step)
+        generator = seeded(step)
         image = torch.randn(1, 2, 13, 8, generator=generator) if dist.get_rank() == 0 else None
         x = scatter_tensor(image, 0, mesh, (Shard(2),))
         optimizer.zero_grad()

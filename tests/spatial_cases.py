@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import caches
@@ -42,7 +43,7 @@ def squared_gradient(function):
 
 
 def data(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
 
 
 def cut(rng, n, ranks):

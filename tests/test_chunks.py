@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -22,7 +23,7 @@ SHAPE = (7, 5)
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
 
 
 # (mesh, placements, sizes)

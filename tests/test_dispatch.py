@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from operator_sweep import database
 from operator_sweep.worker import Randomness, loss_of, whole
+from seeded import seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=dtype, generator=seeded(seed))
 
 
 def floors(x, y):

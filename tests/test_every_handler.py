@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from operator_sweep import operator_names
 from operator_sweep.cases import Cut, cuts, database
 from operator_sweep.worker import IMPRECISE, NAMES, REFUSED, RIGHT, Expected, Lockstep, Options, samples_of
+from seeded import seeded
 from torch import Tensor
 
 from shardtensor._compat import DisableTorchFunction
@@ -340,7 +341,7 @@ def drawn():
         for given in (False, True):
 
             def draw(*args, operator=operator, given=given):
-                generator = torch.Generator().manual_seed(1) if given else None
+                generator = seeded(1) if given else None
                 first = [a.clone() if isinstance(a, Tensor) else a for a in args]
                 return below(operator)(*first, generator=generator)
 

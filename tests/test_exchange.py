@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from copied import Copied
+from seeded import seeded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -74,7 +75,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.uint
 def whole_tensor(n, dtype, dim, seed=0):
     shape = [2, 3]
     shape.insert(dim, n)
-    values = torch.randint(0, 99, shape, generator=torch.Generator().manual_seed(seed))
+    values = torch.randint(0, 99, shape, generator=seeded(seed))
     return (values % 2).bool() if dtype == torch.bool else values.to(dtype)
 
 
@@ -162,7 +163,7 @@ def test_no_rank_waits_for_one_that_it_needs_nothing_from():
 def convolved(transports):
     """Result and gradients of a convolution and of a redistribution, by transport."""
     mesh, results = shared_mesh(4), []
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     whole, weight = (torch.randn(n, dtype=torch.float64, generator=generator) for n in ((1, 2, 13, 3), (2, 2, 5, 3)))
     for transport in transports:
         with shardtensor.set_transport(transport):
@@ -297,7 +298,7 @@ def total(value):
 def fetching_has_its_adjoint(world):
     mesh = shared_mesh(world)
     rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded(rank)
     for dtype in (torch.float64, torch.complex128):
         for sizes, need in CASES[world]:
             x = torch.randn(2, sizes[rank], 3, dtype=dtype, generator=generator, requires_grad=True)
@@ -359,13 +360,13 @@ def fetch_of_two_dims():
     assert fetch and found.shape == fetch.shape and torch.equal(found, whole[:, a:b, c:d])
     with torch.no_grad():
         assert torch.equal(fetch.forward(local), found)
-    seed = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    seed = torch.randn(found.shape, dtype=torch.float64, generator=seeded(rank))
     (first,) = torch.autograd.grad((found**2 * seed).sum(), local, create_graph=True)
     torch.testing.assert_close(first, fetch.backward(2 * found.detach() * seed), rtol=0, atol=0)
     expected = torch.zeros_like(whole)
     for at in range(4):
         (a, b), (c, d) = needs[1][at // 2], needs[2][at % 2]
-        seed = torch.randn(2, max(b - a, 0), d - c, dtype=torch.float64, generator=torch.Generator().manual_seed(at))
+        seed = torch.randn(2, max(b - a, 0), d - c, dtype=torch.float64, generator=seeded(at))
         expected[:, a:b, c:d] += seed
     own = shard(expected, mesh, [Shard(1), Shard(2)], {0: (2, 5), 1: (4, 1)}).to_local()
     torch.testing.assert_close(first.detach(), 2 * local.detach() * own, rtol=1e-12, atol=0)
@@ -405,7 +406,7 @@ def halos_tile_and_return(mesh_shape, cases, transport):
             sizes, needs = zip(*case)
             owns = [intervals_of(s) for s in sizes]
             dims = range(1, 1 + len(case))
-            generator = torch.Generator().manual_seed(1)
+            generator = seeded(1)
             whole = torch.randn(2, *(sum(s) for s in sizes), dtype=torch.float64, generator=generator)
             axes, x, expected = [], whole, whole
             for m, dim in enumerate(dims):

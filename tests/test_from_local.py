@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from seeded import seeded
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardtensor import ShardTensor
@@ -12,7 +13,7 @@ from shardtensor.testing import count_communication, run_distributed, shard, sha
 
 
 def local_of(n, seed=0):
-    return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(n, 4, dtype=torch.float64, generator=seeded(seed))
 
 
 def infers():
@@ -72,8 +73,8 @@ def gradients():
     mesh = shared_mesh(2)
     rank = dist.get_rank()
     sizes = (7, 1)
-    whole = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weight = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = torch.randn(8, 4, dtype=torch.float64, generator=seeded(0))
+    weight = torch.randn(8, 4, dtype=torch.float64, generator=seeded(1))
     start = sum(sizes[:rank])
     mine = slice(start, start + sizes[rank])
     for route in ("full", "recut", "dim", "sum"):
@@ -151,8 +152,8 @@ def test_summands_copies_and_defaults():
 def dtensors():
     """To ShardTensor and back into arithmetic, with gradients on both sides."""
     mesh = shared_mesh(2)
-    whole = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    other = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = torch.randn(7, 4, dtype=torch.float64, generator=seeded(0))
+    other = torch.randn(7, 4, dtype=torch.float64, generator=seeded(1))
     for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
         d = distribute_tensor(whole, mesh, placements).requires_grad_()
         x = ShardTensor.from_dtensor(d)
@@ -177,8 +178,8 @@ def test_dtensors_become_shardtensors():
 
 def mixed_dtensors():
     mesh = shared_mesh(2)
-    whole = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    other = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = torch.randn(8, 4, dtype=torch.float64, generator=seeded(0))
+    other = torch.randn(4, dtype=torch.float64, generator=seeded(1))
     for first in (True, False):
         d = distribute_tensor(other, mesh, [Replicate()]).requires_grad_()
         x = shard(whole, mesh, [Shard(0)], {0: (7, 1)}, requires_grad=True)

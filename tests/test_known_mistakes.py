@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -21,7 +22,7 @@ from shardtensor.testing import (
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
 
 
 def module(make):

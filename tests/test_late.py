@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from seeded import seeded
 from spatial_cases import computing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +25,7 @@ CUTS = {2: (7, 4), 3: (5, 1, 5)}
 
 
 def drawn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=torch.float64, generator=seeded(seed))
 
 
 def cut(x, dim, requires_grad=False):

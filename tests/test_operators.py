@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from seeded import seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -269,7 +270,7 @@ NUMPY_NAMES = {
 
 def numpy_names():
     for function in NUMPY_NAMES.values():
-        x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(5, 6, dtype=torch.float64, generator=seeded(0))
         assert_matches_unsharded(function, x, mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (4, 1)})
 
 

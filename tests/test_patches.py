@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn.attention.flex_attention import flex_attention
@@ -46,7 +47,7 @@ def model():
 
 @pytest.fixture
 def x():
-    return torch.randn(2, 2, 7, 7, generator=torch.Generator().manual_seed(0))
+    return torch.randn(2, 2, 7, 7, generator=seeded(0))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,7 +136,7 @@ def test_export_compile_and_function_transforms():
 
 def everything(seed=0):
     """Results and gradients of the patched functions on plain tensors."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     results = []
     for n in (1, 2, 3):
         x = torch.randn(2, 4, *(6,) * n, generator=g, requires_grad=True)

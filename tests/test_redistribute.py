@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
@@ -48,7 +49,7 @@ def check_move(mesh, whole, source, target):
             dist.all_reduce(local, group=mesh.get_group(m))
     torch.testing.assert_close(local, expected, rtol=1e-12, atol=1e-12, msg=what)
 
-    cotangent = torch.randn(whole.shape, dtype=whole.dtype, generator=torch.Generator().manual_seed(3))
+    cotangent = torch.randn(whole.shape, dtype=whole.dtype, generator=seeded(3))
     y.full_tensor().backward(cotangent)
     assert tuple(x.grad.placements) == tuple(Replicate() if p.is_partial() else p for p in old), what
     assert x.grad.shard_sizes == x.shard_sizes, what
@@ -57,7 +58,7 @@ def check_move(mesh, whole, source, target):
 
 def every_pair_on_one_dim(ranks):
     mesh = shared_mesh(ranks)
-    whole = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(7, 5, dtype=torch.float64, generator=seeded(0))
     layouts = layouts_of(ranks, whole.shape)
     for (old, old_sizes), (new, new_sizes) in itertools.product(layouts, layouts):
         check_move(mesh, whole, ([old], [old_sizes]), ([new], [new_sizes]))
@@ -70,7 +71,7 @@ def test_every_pair_of_layouts(ranks):
 
 def every_pair_on_two_dims(mesh_shape):
     mesh = shared_mesh(mesh_shape)
-    whole = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(6, 5, dtype=torch.float64, generator=seeded(0))
     per_dim = []
     for ranks in mesh_shape:
         uneven = [[n] if ranks == 1 else [n - 1, 1] + [0] * (ranks - 2) for n in whole.shape]
@@ -94,7 +95,7 @@ def test_every_pair_of_layouts_on_two_mesh_dims(mesh_shape):
 
 def on_sub_meshes():
     """Meshes that do not hold rank 0, and whose ranks are not in a row."""
-    whole = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(7, 5, dtype=torch.float64, generator=seeded(0))
     grid = shared_mesh((2, 2), ("data", "domain"))
     layouts = layouts_of(2, whole.shape)
     for name in ("data", "domain"):  # ranks [0, 2] and [1, 3]; [0, 1] and [2, 3]
@@ -185,7 +186,7 @@ def test_mesh_dims_left_out_keep_their_cut():
 def dtypes_survive():
     mesh = shared_mesh(3)
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16, torch.complex64):
-        whole = torch.randint(0, 2, (7, 4), generator=torch.Generator().manual_seed(0)).to(dtype)
+        whole = torch.randint(0, 2, (7, 4), generator=seeded(0)).to(dtype)
         x = shard(whole, mesh, [Shard(0)], {0: (1, 0, 6)})
         y = x.redistribute(placements=[Shard(1)], shard_sizes={0: (0, 3, 1)}).redistribute(shard_sizes="even")
         assert y.dtype == dtype and torch.equal(y.full_tensor(), whole), dtype

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from neighborhood_oracle import Problem, dense_attention
+from seeded import seeded
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -40,7 +41,7 @@ UNEVEN = [(5, 3), (7, 1), (0, 8)]
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
 
 
 def rows(tensor, sizes, **kwargs):
@@ -624,7 +625,7 @@ def test_when_a_partial_is_resolved():
 def segmentation():
     torch.manual_seed(0)
     head = nn.Conv2d(2, 4, 1).double()
-    target = torch.randint(0, 4, (1, 8, 5), generator=torch.Generator().manual_seed(3))
+    target = torch.randint(0, 4, (1, 8, 5), generator=seeded(3))
     target[0, 7, :] = 255
     weight = torch.tensor([0.5, 1.0, 2.0, 0.1], dtype=torch.float64)
     for sizes in UNEVEN:

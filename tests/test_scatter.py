@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import scatter_tensor
@@ -22,7 +23,7 @@ CUTS = [
 
 
 def source_tensor(dtype=torch.float64):
-    values = torch.randint(0, 99, (7, 3, 5), generator=torch.Generator().manual_seed(0))
+    values = torch.randint(0, 99, (7, 3, 5), generator=seeded(0))
     return (values % 2).bool() if dtype == torch.bool else values.to(dtype)
 
 
@@ -57,7 +58,7 @@ def test_only_the_source_has_data():
 def from_views():
     """Sources that are not contiguous, that require grad, that are conjugated, of no dims, and empty."""
     mesh = shared_mesh(2)
-    base = torch.randn(5, 6, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    base = torch.randn(5, 6, dtype=torch.complex128, generator=seeded(0))
     first = dist.get_rank() == 0
     for view in (base.t(), base[::2], base[:, 1:4], base[:1].expand(4, 6), base.conj(), base[:0]):
         x = scatter_tensor(view if first else None, 0, mesh, [Shard(0)])

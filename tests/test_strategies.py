@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from seeded import seeded
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
@@ -175,7 +176,7 @@ unruled.register_fake(torch.empty_like)
 
 
 def values(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
 
 
 class Gated(torch.nn.Module):

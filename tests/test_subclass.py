@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -19,7 +20,7 @@ SIZES = {0: (7, 1)}
 
 
 def whole_tensor(seed=0, shape=(8, 4)):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
 
 
 def sharded(seed=0, requires_grad=False):
@@ -361,7 +362,7 @@ def beside_plain_tensors():
     """A plain tensor counts as whole; its gradient comes back plain and complete."""
     whole, x = whole_tensor(), sharded(requires_grad=True)
     for shape in ((8, 4), (4,), (8, 1), (1, 4), (), (1,)):
-        plain = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        plain = torch.randn(shape, dtype=torch.float64, generator=seeded(5))
         for left in (True, False):
             x.grad = None
             same_kind((x * plain if left else plain * x).detach(), whole * plain)  # without gradient

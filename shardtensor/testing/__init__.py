@@ -4,6 +4,7 @@
   :func:`shared_mesh` gives it a mesh there.
 - :func:`assert_matches_unsharded` compares a function on shards with the same on global tensors, gradients included;
   :func:`shard` makes a ShardTensor of a global tensor.
+- :func:`on_device` gives the ranks devices other than the CPU.
 - :func:`count_communication` counts messages, bytes and collectives.
 - :func:`late_communication` makes results come, and buffers be read, as late as NCCL may.
 - :func:`simulate_ranks` runs a function as each rank of a huge world in turn, without processes.
@@ -16,16 +17,18 @@ from .failures import DistributedFailure, RemoteError
 from .late import late_communication
 from .mesh import shared_mesh
 from .oracle import assert_matches_unsharded, shard
-from .pool import run_distributed, run_expecting_errors, shutdown_pools
+from .pool import TooFewDevices, on_device, run_distributed, run_expecting_errors, shutdown_pools
 from .simulate import simulate_ranks
 
 __all__ = [
     "Communication",
     "DistributedFailure",
     "RemoteError",
+    "TooFewDevices",
     "assert_matches_unsharded",
     "count_communication",
     "late_communication",
+    "on_device",
     "run_distributed",
     "run_expecting_errors",
     "shard",

@@ -8,6 +8,8 @@ after correct results.
 from __future__ import annotations
 
 import faulthandler
+import importlib
+import json
 import os
 import pickle
 import queue
@@ -17,6 +19,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,11 +36,14 @@ def listen(connection: Connection, requests: queue.SimpleQueue[tuple[Any, ...]])
         os._exit(0)
 
 
-def fresh_state() -> None:
+def fresh_state(device: Any) -> None:
     """Undo what an earlier call may have left behind, and seed."""
     import torch
 
     torch.set_num_threads(1)
+    if device.type != "cpu":
+        torch.set_default_device(device)
+        torch.get_device_module(device).set_device(device)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -50,19 +56,39 @@ def fresh_state() -> None:
         numpy.random.seed(0)
 
 
-def call(path: list[str], payload: bytes) -> tuple[str, object]:
-    """Run one pickled ``(fn, args, kwargs)``: ``("returned", pickled result)`` or ``("raised", description)``."""
+def call(device: Any, after: Callable[[], None] | None, path: list[str], payload: bytes) -> tuple[str, object]:
+    """Run one pickled ``(fn, args, kwargs)``: ``("returned", pickled result)`` or ``("raised", description)``.
+
+    The parent has no device: tensors among the arguments are moved to this rank's, those of the result to the CPU.
+    """
     try:
         sys.path[:] = path
         fn, args, kwargs = pickle.loads(payload)
-        fresh_state()
-        result = fn(*args, **kwargs)
+        fresh_state(device)
+        if device.type == "cpu":
+            result = fn(*args, **kwargs)
+        else:
+            args, kwargs = moved((args, kwargs), device)
+            result = moved(fn(*args, **kwargs), "cpu")
+        if after is not None:
+            after()
         try:
             return "returned", pickle.dumps(result)
         except Exception as error:
             raise TypeError(f"the result, a {type(result).__name__}, cannot be pickled: {error}") from error
     except BaseException as error:
         return "raised", describe(error)
+
+
+def moved(tree: Any, device: Any) -> Any:
+    """``tree``, of tuples, lists and dicts, with its plain tensors on ``device``."""
+    import torch
+
+    if type(tree) in (tuple, list):
+        return type(tree)(moved(value, device) for value in tree)
+    if type(tree) is dict:
+        return {key: moved(value, device) for key, value in tree.items()}
+    return tree.to(device) if type(tree) is torch.Tensor else tree
 
 
 def describe(error: BaseException) -> dict[str, object]:
@@ -84,7 +110,9 @@ def check(seconds: float) -> tuple[str, object]:
 
     try:
         limit = timedelta(seconds=seconds)
-        dist.monitored_barrier(timeout=limit)
+        world = dist.group.WORLD
+        assert world is not None
+        world.monitored_barrier(timeout=limit)
         meshes = sys.modules.get("shardtensor.testing.mesh")
         cached = meshes.cached_meshes() if meshes else {}
         names: list[object] = [None] * dist.get_world_size()
@@ -94,7 +122,7 @@ def check(seconds: float) -> tuple[str, object]:
         for mesh in cached.values():
             if mesh.get_coordinate() is not None:
                 for group in mesh.get_all_groups():
-                    dist.monitored_barrier(group, timeout=limit)
+                    group.monitored_barrier(timeout=limit)
         return "healthy", None
     except BaseException as error:
         return "unhealthy", str(error)
@@ -113,16 +141,25 @@ def main() -> None:
     requests: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(connection, requests), daemon=True).start()
 
+    device_type, preload = sys.argv[7:9]
     try:
+        after = None
+        if preload:
+            sys.path[:] = json.loads(sys.argv[9])
+            after = getattr(importlib.import_module(preload), "after_call", None)
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        device, backend = torch.device("cpu"), "gloo"
+        if device_type != "cpu":
+            device = torch.device(device_type, rank)
+            backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device)}"
         limit = timedelta(seconds=collective_timeout)
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, world_size, is_master=False, timeout=limit
         )
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     except BaseException as error:
         connection.send(("raised", describe(error)))
         os._exit(1)
@@ -130,7 +167,7 @@ def main() -> None:
 
     while True:
         kind, *rest = requests.get()
-        reply = call(*rest) if kind == "call" else check(*rest)
+        reply = call(device, after, *rest) if kind == "call" else check(*rest)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send(reply)

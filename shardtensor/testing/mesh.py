@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -10,13 +11,14 @@ _owner: dist.ProcessGroup | None = None
 
 
 def shared_mesh(
-    shape: int | tuple[int, ...], names: str | tuple[str, ...] | None = None, *, device_type: str = "cpu"
+    shape: int | tuple[int, ...], names: str | tuple[str, ...] | None = None, *, device_type: str | None = None
 ) -> DeviceMesh:
     """The mesh of this shape over the running process group; the same object each time.
 
     A new mesh makes new process groups, which live as long as the worker. A suite of a thousand tests, each with a mesh
     of its own, would accumulate thousands. As for ``init_device_mesh``, every rank of the world must call this, in the
-    same order.
+    same order. ``device_type`` is by default that of ``torch.get_default_device()``, which is the CPU unless
+    :func:`on_device` says otherwise.
 
     >>> def halves():
     ...     mesh = shared_mesh((2, 2), ("data", "domain"))
@@ -26,6 +28,7 @@ def shared_mesh(
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     names = (names,) if isinstance(names, str) else None if names is None else tuple(names)
+    device_type = device_type or torch.get_default_device().type
     cache, key = cached_meshes(), (device_type, shape, names)
     if key not in cache:
         cache[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)

@@ -159,7 +159,7 @@ def assert_matches_unsharded(
 
 def _backward(outputs: list[Any], references: list[Any]) -> None:
     """Backpropagate random cotangents, the same for the same references."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     roots, cotangents = [], []
     for output, reference in zip(outputs, references):
         if isinstance(reference, Tensor) and reference.requires_grad:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .failures import DistributedFailure, Outcome, failure, own_threads
@@ -35,9 +37,40 @@ GRACE = 5.0  # how long the others may still take once one rank has failed
 HEALTH_TIMEOUT = 3.0
 # An environment variable: "gloo", or "late" for workers that stay in late_communication.
 PROCESS_GROUP = "SHARDTENSOR_TEST_PROCESS_GROUP"
+# Environment variables: the type of the workers' devices, and a module that they import before torch.
+DEVICE = "SHARDTENSOR_TEST_DEVICE"
+PRELOAD = "SHARDTENSOR_TEST_PRELOAD"
 
 _WORKER = Path(__file__).with_name("_worker.py")
-_pools: dict[int, Pool] = {}
+_device: tuple[str, str] = (os.environ.get(DEVICE, "cpu"), os.environ.get(PRELOAD, ""))
+_pools: dict[tuple[int, tuple[str, str]], Pool] = {}
+
+
+class TooFewDevices(RuntimeError):
+    """A world has more ranks than this machine has devices of the type that was asked for."""
+
+
+@contextlib.contextmanager
+def on_device(device_type: str, preload: str = "") -> Iterator[None]:
+    """Inside the block, ranks of :func:`run_distributed` have a device of this type each, torch's default there.
+
+    Args:
+        device_type: ``"cpu"``, or one that torch has a module for, such as ``"cuda"``.
+        preload: a module that workers import before torch. Its function ``after_call``, if it has one, is called after
+            each call that has not raised.
+
+    >>> def where():
+    ...     return torch.ones(1).device.type
+    >>> with on_device("cuda"):
+    ...     run_distributed(where, 2)  # doctest: +SKIP
+    ['cuda', 'cuda']
+    """
+    global _device
+    before, _device = _device, (device_type, preload)
+    try:
+        yield
+    finally:
+        _device = before
 
 
 def run_distributed(
@@ -45,8 +78,9 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` ranks and return the results, one per rank.
 
-    Each rank is a process with a running gloo process group, one thread and the seed 0. ``fn`` must be importable there
-    (a function at the top level of a module, not of the main script), and arguments and results must be picklable.
+    Each rank is a process with a running process group (gloo's, unless :func:`on_device` says otherwise), one thread
+    and the seed 0. ``fn`` must be importable there (a function at the top level of a module, not of the main script),
+    and arguments and results must be picklable.
 
     >>> from operator import add
     >>> run_distributed(add, 2, 1, 2)
@@ -87,8 +121,8 @@ def run_expecting_errors(
 
 def shutdown_pools() -> None:
     """End all workers. Called at the interpreter's exit; useful before a test that measures memory, for example."""
-    for size in list(_pools):
-        _pools.pop(size).close()
+    for key in list(_pools):
+        _pools.pop(key).close()
 
 
 atexit.register(shutdown_pools)
@@ -110,9 +144,10 @@ def _call(
         raise ValueError(
             f"{_name(fn)} and its arguments must be picklable; define functions at the top level of a module ({error})"
         ) from error
-    if world_size not in _pools:
-        _pools[world_size] = Pool(world_size)
-    pool = _pools[world_size]
+    key = (world_size, _device)
+    if key not in _pools:
+        _pools[key] = Pool(world_size, *_device)
+    pool = _pools[key]
     keep = False
     try:
         start = time.monotonic()
@@ -122,15 +157,21 @@ def _call(
         keep = kinds == {"returned"} or (kinds <= {"returned", "raised"} and pool.healthy())
     finally:  # also after Ctrl-C
         if not keep:
-            del _pools[world_size]
+            del _pools[key]
             pool.close(at_once=True)
     return outcomes, waited
 
 
 class Pool:
-    """``world_size`` worker processes in one gloo process group."""
+    """``world_size`` worker processes in one process group: gloo's, and for devices that of their type."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device_type: str = "cpu", preload: str = "") -> None:
+        if device_type != "cpu" and not preload:
+            devices = torch.get_device_module(device_type).device_count()
+            if world_size > devices:
+                raise TooFewDevices(
+                    f"{world_size} ranks need as many devices of type {device_type}; there are {devices}"
+                )
         self.folder = Path(tempfile.mkdtemp(prefix="shardtensor-pool-"))
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -147,6 +188,7 @@ class Pool:
             for rank in range(world_size):
                 ours, theirs = Pipe()
                 arguments = [theirs.fileno(), rank, world_size, self.store.port, COLLECTIVE_TIMEOUT, self.stacks(rank)]
+                arguments += [device_type, preload, json.dumps(sys.path)]
                 with open(self.log(rank), "w") as log:
                     process = subprocess.Popen(
                         [sys.executable, str(_WORKER), *map(str, arguments)],
@@ -248,4 +290,12 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-__all__ = ["DistributedFailure", "Pool", "run_distributed", "run_expecting_errors", "shutdown_pools"]
+__all__ = [
+    "DistributedFailure",
+    "Pool",
+    "TooFewDevices",
+    "on_device",
+    "run_distributed",
+    "run_expecting_errors",
+    "shutdown_pools",
+]

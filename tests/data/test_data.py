@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -62,7 +63,7 @@ def check(x, whole, sizes=None):
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):
-    values = torch.randint(0, 99, shape, generator=torch.Generator().manual_seed(seed))
+    values = torch.randint(0, 99, shape, generator=seeded(seed))
     return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
 
 

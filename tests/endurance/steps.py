@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -112,7 +113,7 @@ def train(number: int, every: int, kinds: int | None = None, seed: int = 0) -> l
     optimizers = [torch.optim.SGD(m.parameters(), 0.005, momentum=0.9) for m in (alone, model)]
     notes, began = [], time.perf_counter()
     for i, step in enumerate(drawn(number, mesh["domain"].size(), kinds, seed), 1):
-        generator = torch.Generator().manual_seed(step.seed)
+        generator = seeded(step.seed)
         x = torch.randn(2, 2, ROWS, COLUMNS, dtype=torch.float64, generator=generator)
         y = torch.randn(2, 3, dtype=torch.float64, generator=generator)
         sharded = shard(x, mesh["domain"], [Shard(2)], {0: step.first})  # a new mesh object each time

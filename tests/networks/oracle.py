@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -67,7 +68,7 @@ def names(networks: Mapping[str, Network], always: Sequence[str] = ()) -> list[A
 
 def text(*shape: int) -> Tensor:
     """What a prompt gives, the same on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(shape, generator=seeded(1), dtype=torch.float64)
 
 
 def check(module: str, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import seeded
 from torch import Tensor, nn
 
 from networks.oracle import Network, check, names
@@ -99,16 +100,16 @@ def own_tensors(network: nn.Module, x: Tensor) -> Tensor:
 
 def other(x: Tensor) -> Tensor:
     """Another image of the same size."""
-    return torch.rand(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    return torch.rand(x.shape, generator=seeded(1), dtype=x.dtype)
 
 
 def classes(x: Tensor) -> Tensor:
     """Of each pixel."""
-    return torch.randint(x.shape[1], (x.shape[0], *x.shape[2:]), generator=torch.Generator().manual_seed(1))
+    return torch.randint(x.shape[1], (x.shape[0], *x.shape[2:]), generator=seeded(1))
 
 
 def binary(x: Tensor) -> Tensor:
-    return (torch.rand((x.shape[0], *x.shape[2:]), generator=torch.Generator().manual_seed(1)) > 0.5).long()
+    return (torch.rand((x.shape[0], *x.shape[2:]), generator=seeded(1)) > 0.5).long()
 
 
 def loss(path: str, *args: Any, target=other, shape=(2, 3, 24, 16), channels=(3, 3), **options: Any) -> Network:
@@ -123,7 +124,7 @@ def matrix(rows: int, std: float = 0.05) -> Callable[[Tensor], Tensor]:
     """Near to the identity, for each image."""
 
     def make(x: Tensor) -> Tensor:
-        noise = torch.randn(x.shape[0], rows, 3, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+        noise = torch.randn(x.shape[0], rows, 3, generator=seeded(1), dtype=x.dtype)
         return torch.eye(3, dtype=x.dtype)[:rows] + std * noise
 
     return make

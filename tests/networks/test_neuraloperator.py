@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -109,7 +110,7 @@ def sfno(dim: int = 2, **options: Any) -> Network:
 
 
 def points(n: int, dim: int) -> Tensor:
-    return torch.rand((n, dim), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.rand((n, dim), generator=seeded(2), dtype=torch.float64)
 
 
 def lattice(n: int, dim: int) -> Tensor:
@@ -260,7 +261,7 @@ def losses(n_dim: int) -> dict[str, Any]:
 
 def check_losses(n_dim: int) -> None:
     shape = {1: (2, 3, 16), 2: (2, 3, 12, 10), 3: (2, 1, 8, 6, 6)}[n_dim]
-    prediction, target = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    prediction, target = torch.randn(2, *shape, dtype=torch.float64, generator=seeded(0))
     for name, loss in losses(n_dim).items():
         leaf = prediction.clone().requires_grad_()
         expected = loss(leaf, target)
@@ -284,7 +285,7 @@ def test_losses_are_exact(n_dim):
 def check_boundaries() -> None:
     """Differences at boundaries that are not periodic are written to single columns, whose gradients are refused."""
     loss = importlib.import_module(PACKAGE).losses.H1Loss(d=2, periodic_in_x=False, periodic_in_y=False)
-    prediction, target = torch.randn(2, 2, 3, 12, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    prediction, target = torch.randn(2, 2, 3, 12, 10, dtype=torch.float64, generator=seeded(0))
     expected = loss(prediction, target)
     for dim, sizes in ((2, (8, 4)), (3, (7, 3))):
         x, y = (shard(t, shared_mesh(2), [Shard(dim)], {0: sizes}) for t in (prediction, target))

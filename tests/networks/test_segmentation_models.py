@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import seeded
 from torch import Tensor, nn
 
 from networks.oracle import Network, check, names
@@ -54,13 +55,13 @@ def encoder(name: str) -> Network:
 
 def masks(x: Tensor) -> Tensor:
     """Of each class."""
-    return (torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) > 0).to(x.dtype)
+    return (torch.randn(x.shape, generator=seeded(1)) > 0).to(x.dtype)
 
 
 def classes(x: Tensor) -> Tensor:
     """Of each pixel."""
     shape = (x.shape[0], *x.shape[2:])
-    return torch.randint(x.shape[1], shape, generator=torch.Generator().manual_seed(1))
+    return torch.randint(x.shape[1], shape, generator=seeded(1))
 
 
 class Scored(nn.Module):

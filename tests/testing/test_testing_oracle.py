@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -15,7 +16,7 @@ UNEVEN = {0: (5, 3)}
 
 
 def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=torch.float64, generator=seeded(seed))
 
 
 class Scale(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -18,7 +19,7 @@ HALF = (torch.bfloat16, torch.float16)
 def numbers(*shape, dtype, offset=40.0, seed=0):
     """Numbers with an offset of many units, all of them exact in ``dtype``."""
     unit = offset * torch.finfo(dtype).eps
-    noise = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randint(-4, 5, shape, generator=seeded(seed))
     return (offset + unit * noise).to(dtype)
 
 
@@ -192,7 +193,7 @@ def boundaries(dtype):
     """Inputs with an offset under weights without a mean, and gradients likewise; small and large shards."""
     for side in (16, 96):
         x = numbers(1, 16, side, side, dtype=dtype, offset=280.0)
-        w = torch.randn(16, 16, 3, 3, generator=torch.Generator().manual_seed(1))
+        w = torch.randn(16, 16, 3, 3, generator=seeded(1))
         w = (w - w.mean((0, 2, 3), keepdim=True)).to(dtype)
         for options in ({"padding": 1}, {"padding": 2, "dilation": 2}, {"padding": 1, "stride": 2}):
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from seeded import seeded
 from spatial_cases import data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -21,11 +22,6 @@ from shardtensor.testing import (
     shard,
     shared_mesh,
 )
-
-
-def seeded(n):
-    return torch.Generator().manual_seed(n)
-
 
 # Each draws from a tensor of positive numbers.
 DRAWS = {

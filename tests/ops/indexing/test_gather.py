@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeded import seeded
 from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -16,7 +17,7 @@ from shardtensor.testing import assert_matches_unsharded, count_communication, r
 
 
 def numbers(*shape, high=6, seed=0):
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(high, shape, generator=seeded(seed))
 
 
 def written(write):
@@ -120,7 +121,7 @@ def test_lookups_match_one_device(mesh_shape):
 
 def drawn(seed, ranks):
     """Everything at random: shapes, which dim is looked into, how each operand lies."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
 
     def pick(n):
         return int(torch.randint(n, (1,), generator=g))

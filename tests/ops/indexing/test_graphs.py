@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -22,7 +23,7 @@ CUT = {2: (4, 7), 3: (4, 0, 7)}
 
 def graph(nodes):
     """Messages, source and target of each edge, and nodes; no message is given to node 0, and node 1 gets one."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     messages = torch.randn(EDGES, FEATURES, dtype=torch.float64, generator=generator)
     target = torch.randint(2, nodes, (EDGES,), generator=generator)
     target[3] = 1
@@ -271,7 +272,7 @@ def test_a_plain_target_is_refused():
 def other_dims(reduce, include_self):
     """The source is sharded along another dim than what it is reduced into, neither of them the indexed one."""
     mesh = shared_mesh(3)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x, source = (torch.rand(4, 5, 3, dtype=torch.float64, generator=generator) + 0.5 for _ in range(2))
     index = torch.randint(3, (4, 5, 3), generator=generator)
     spread = shard(x, mesh, [Shard(1)], {0: (1, 1, 3)}, requires_grad=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -20,7 +21,7 @@ from shardtensor.testing import (
 
 
 def numbers(*shape, high=6, seed=0):
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(high, shape, generator=seeded(seed))
 
 
 def written(write):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
@@ -18,14 +19,14 @@ from shardtensor.testing import (
 
 def matrix(*shape, layout=torch.sparse_coo, dtype=torch.float64, seed=1):
     """A matrix with a third of its entries, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     dense = torch.randn(shape, generator=generator, dtype=torch.float64)
     dense = dense * (torch.rand(shape, generator=generator) < 0.3)
     return dense.to(dtype).to_sparse(layout=layout)
 
 
 def data(*shape, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=seeded(2), dtype=torch.float64).to(dtype)
 
 
 FORMS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -483,8 +484,8 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
 def check_strided_parameters():
     """Kernels that torch's functions call with contiguous parameters get them so here as well."""
     for shape, dims in (((5, 6, 7), (0, 2)), ((5, 6, 4, 3), (0, 1, 3))):
-        table = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).exp()
-        x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        table = torch.randn(6, 4, dtype=torch.float64, generator=seeded(0)).exp()
+        x = torch.randn(shape, dtype=torch.float64, generator=seeded(1))
         rows = x.new_ones(2 * shape[-1]).cumsum(0)[::2]
         functions = {
             "group norm": lambda x, t: F.group_norm(x, 3, t[:, 0], t[:, 1]),

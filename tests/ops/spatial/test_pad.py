@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from seeded import seeded
 from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
@@ -181,7 +182,7 @@ def test_sources_are_torchs(mode, n, draw):
 
 def check_pad_sequence(sizes):
     mesh = shared_mesh(len(sizes))
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     n = sum(sizes)
     whole = [torch.randn(k, 3, dtype=torch.float64, generator=generator) for k in (n // 2, n, 0, n - 1)]
     for options in ({}, {"batch_first": True, "padding_value": 1.5}, {"padding_side": "left"}):
