@@ -28,14 +28,16 @@ RESULTS = FOLDER / "results"
 PAGE = FOLDER.parent / "docs" / "performance.md"
 MARKS = "<!-- begin: written by python benchmarks --write -->", "<!-- end -->"
 PARTS = ("host", "overhead", "operators", "networks", "compile", "memory", "scale")
+ON_DEVICES = ("host", "operators", "networks", "compile")  # the others measure the host and its memory
 
 
-def run(part: str, quick: bool) -> dict[str, Any] | None:
+def run(part: str, quick: bool, device: str) -> dict[str, Any] | None:
     """What the part's script wrote, with how long it took; None if it failed."""
     print(f"== {part}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file, start = Path(folder) / "figures.json", time.perf_counter()
         command = [sys.executable, FOLDER / f"bench_{part}.py", "--json", file, *(["--quick"] if quick else [])]
+        command += ["--device", device]
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
             return None
         content: dict[str, Any] = json.loads(file.read_text())
@@ -51,7 +53,8 @@ def circumstances(parts: dict[str, Any]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for part in (part for part in PARTS if part in parts):
         a = parts[part]["about"]
-        line = f"torch {a['torch']}, Python {a['python']}, {a['cpu']}, {a['cores']} cores, {a['date'][:10]}"
+        machine = f"{a['cpu']}, {a['cores']} cores" + ("" if a["device"] == "cpu" else f", {a['device']}")
+        line = f"torch {a['torch']}, Python {a['python']}, {machine}, {a['date'][:10]}"
         lines.setdefault(line, []).append(f"{part} ({parts[part]['seconds']} s)")
     return [f"{', '.join(names)}: {line}" for line, names in lines.items()]
 
@@ -96,14 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="these parts; none if none is named")
+    said = f"what ranks compute on; with cuda 2 GPUs, and the parts {', '.join(ON_DEVICES)} only"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=said)
     parser.add_argument("--quick", action="store_true", help="a few rounds; the figures mean nothing")
     parser.add_argument("--results", type=Path, help=f"folder for JSON and plots; default: {RESULTS.name}, or none")
     parser.add_argument("--write", action="store_true", help="write the results into docs/performance.md")
     options = parser.parse_args(arguments)
-    folder = options.results or (None if options.quick else RESULTS)
+    if options.device != "cpu":
+        options.only = [part for part in options.only if part in ON_DEVICES]
+    folder = options.results or (None if options.quick or options.device != "cpu" else RESULTS)
     parts, failed = stored(folder) if folder else {}, []
     for part in options.only:
-        content = run(part, options.quick)
+        content = run(part, options.quick, options.device)
         if content is None:
             failed.append(part)
         else:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from report import Figure, best_and_median, chosen, finish, parser
-from timing import Run, host_time
+from timing import Run, device_type, host_time, take_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -218,7 +218,7 @@ STEPS = [
 
 
 def placers() -> dict[str, Place]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
 
     def plain(shape: Sequence[int], dim: int, requires_grad: bool = False) -> Tensor:
         local = [n // 2 if d == dim else n for d, n in enumerate(shape)]
@@ -313,7 +313,7 @@ def main() -> None:
     made.add_argument("--sort", choices=["own", "total"], default="own", help="of --profile: which time")
     options = made.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    take_device(0)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -79,7 +79,7 @@ def sharded(network: Network, local: Tensor, mesh: DeviceMesh) -> ShardTensor:
 def tensors(mesh: DeviceMesh, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """The largest number of MiB of tensors at a time, of each kind of step."""
     found: dict[str, dict[str, float]] = {}
-    me = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("apart", "me"))["me"]
+    me = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("apart", "me"))["me"]
     for name in names:
         network = NETWORKS[name]
         try:

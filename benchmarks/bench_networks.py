@@ -53,7 +53,7 @@ def steps_of(network: Network, mesh: DeviceMesh, shape: tuple[int, ...]) -> dict
     x = torch.randn(shape)
     half = x.narrow(dim, 0, shape[dim] // 2).contiguous()
     if network.alone:
-        me = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("apart", "me"))["me"]
+        me = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("apart", "me"))["me"]
         local = {"one": x, "half": half}
         x, half = (
             ShardTensor.from_local(t, me, (Shard(dim),), shard_sizes={0: (t.shape[dim],)}) for t in local.values()

@@ -184,7 +184,7 @@ def against_natten(mesh: DeviceMesh, quick: bool) -> Figure:
     """Forward of neighborhood attention on rank 0 alone, by natten's own CPU kernel and by ours."""
     import natten
 
-    alone = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("apart", "alone"))["alone"]
+    alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("apart", "alone"))["alone"]
     times: dict[str, list[float]] = {"natten on CPU": [], "ShardTensor": []}
     if mesh.get_local_rank() == 0:
         torch.manual_seed(0)
@@ -213,7 +213,7 @@ def work(mesh: DeviceMesh, names: list[str], budget: float, quick: bool) -> list
         if mesh.get_local_rank() == 0:
             print(f"measuring {name}", file=sys.stderr)
         figures += measure(CASES[name], mesh, budget)
-        if CASES[name].natten and figures[-1].value is not None:
+        if CASES[name].natten and mesh.device_type == "cpu" and figures[-1].value is not None:
             figures.append(against_natten(mesh, quick))
     if "PhysicsNeMo" not in places(mesh):
         title = "any operator: time beyond the local kernel, of PhysicsNeMo's"

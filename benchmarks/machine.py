@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timing import device_done
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor.testing import Communication
@@ -60,9 +61,11 @@ def best_time(run: Callable[[torch.Tensor], Any], operand: torch.Tensor, rounds:
     best, calls = float("inf"), 5
     for _ in range(rounds):
         dist.barrier()
+        device_done()
         start = time.perf_counter()
         for _ in range(calls):
             run(operand)
+        device_done()
         best = min(best, (time.perf_counter() - start) / calls)
     return best
 

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from timing import DEVICE, device_type
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def device_name() -> str:
+    kind = device_type()
+    return kind if kind == "cpu" else torch.get_device_module(kind).get_device_name()
+
+
 def about() -> dict[str, Any]:
     """When and on what this runs."""
     return {
@@ -142,7 +148,7 @@ def about() -> dict[str, Any]:
         "system": platform.system(),
         "cpu": processor(),
         "cores": os.cpu_count(),
-        "device": "cpu",
+        "device": device_name(),
     }
 
 
@@ -160,12 +166,18 @@ def read(content: dict[str, Any]) -> list[Figure]:
 # -- the command line of a script --------------------------------------------------------------------------------------
 
 
+class _OnDevice(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        os.environ[DEVICE] = values
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """With the options that all scripts have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", default="", help="rows whose name contains this")
     made.add_argument("--quick", action="store_true", help="a few rounds; the figures mean nothing")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
+    made.add_argument("--device", choices=("cpu", "cuda"), action=_OnDevice, help="what the ranks compute on")
     return made
 
 

@@ -23,14 +23,35 @@ from shardtensor import exchange
 from shardtensor._compat.c10d import c10d_all_to_all
 
 Run = Callable[[], Any]
+# An environment variable, which the processes that are started inherit: the type of the ranks' devices.
+DEVICE = "SHARDTENSOR_BENCH_DEVICE"
 
 # glibc gives large freed blocks back to the system, which zeroes the pages of every operator's result again; where many
 # processes have it do so at once, they wait for each other. What is timed keeps its memory, as on a device.
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 
 
+def device_type() -> str:
+    return os.environ.get(DEVICE, "cpu")
+
+
+def take_device(rank: int) -> None:
+    """Make the rank's device torch's default, and use one thread."""
+    torch.set_num_threads(1)
+    if device_type() != "cpu":
+        device = torch.device(device_type(), rank)
+        torch.set_default_device(device)
+        torch.get_device_module(device).set_device(device)
+
+
+def device_done() -> None:
+    """Wait for what the device has been given; the CPU has done it."""
+    if device_type() != "cpu":
+        torch.accelerator.synchronize()
+
+
 def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = 2, keep_memory: bool = True) -> Any:
-    """What ``work(mesh, *arguments)`` returns on rank 0 of new processes of one thread each, on gloo."""
+    """What ``work(mesh, *arguments)`` returns on rank 0 of new processes of one thread and one device each."""
     with tempfile.TemporaryDirectory() as folder:
         return _spawned(_enter, ranks, keep_memory, f"{folder}/store", ranks, work, arguments)
 
@@ -52,9 +73,12 @@ def _spawned(entry: Callable[..., None], processes: int, keep_memory: bool, *arg
 
 
 def _enter(rank: int, results: Any, store: str, ranks: int, work: Callable[..., Any], arguments: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", timedelta(minutes=10), world_size=ranks, rank=rank)
-    result = work(init_device_mesh("cpu", (ranks,)), *arguments)
+    take_device(rank)
+    backend = "gloo"
+    if device_type() != "cpu":
+        backend = f"cpu:gloo,{device_type()}:{dist.get_default_backend_for_device(device_type())}"
+    dist.init_process_group(backend, f"file://{store}", timedelta(minutes=10), world_size=ranks, rank=rank)
+    result = work(init_device_mesh(device_type(), (ranks,)), *arguments)
     if rank == 0:
         results.put(result)
     dist.barrier()
@@ -67,11 +91,11 @@ def on_rank_of_fake(work: Callable[..., Any], *arguments: Any, rank: int = 0, ra
 
 
 def _pretend(_: int, results: Any, rank: int, ranks: int, work: Callable[..., Any], arguments: Any) -> None:
-    torch.set_num_threads(1)
+    take_device(0)
     torch.set_flush_denormal(True)  # what would have been received is what the memory held
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     exchange.c10d_all_to_all = all_to_all_of_fake
-    results.put(work(init_device_mesh("cpu", (ranks,)), *arguments))
+    results.put(work(init_device_mesh(device_type(), (ranks,)), *arguments))
 
 
 def all_to_all_of_fake(out: torch.Tensor, inp: torch.Tensor, *rest: Any) -> Any:
@@ -87,9 +111,11 @@ class _Done:
 def slowest(run: Run, together: bool = True) -> float:
     """Seconds of ``run`` on the slowest rank; without ``together`` rank 0 runs it alone and the others wait."""
     dist.barrier()
+    device_done()
     start = time.perf_counter()
     if together or dist.get_rank() == 0:
         run()
+        device_done()
     spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
     return float(spent)
@@ -114,8 +140,11 @@ def interleaved(
 
 
 def host_time(run: Run, number: int) -> float:
-    """Seconds per call of the calling thread's CPU time, over ``number`` calls."""
-    start = time.thread_time()
+    """Seconds of the host's CPU time per call, over ``number`` calls."""
+    # With a device, backward passes run in a thread of autograd's.
+    clock = time.thread_time if device_type() == "cpu" else time.process_time
+    device_done()
+    start = clock()
     for _ in range(number):
         run()
-    return (time.thread_time() - start) / number
+    return (clock() - start) / number

@@ -7,9 +7,11 @@ import os
 # Before torch is imported: several ranks share few cores, and one thread each is fastest then.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import device
 import hypothesis
 import pytest
 import torch
+from device.build import NoCompiler
 
 torch.set_num_threads(1)
 
@@ -22,7 +24,7 @@ def pytest_addoption(parser):
     told = "how ranks communicate: as gloo does, or late (CONTRIBUTING.md)"
     parser.addoption("--process-group", choices=["gloo", "late"], help=told)
     told = "what ranks compute on: the CPU, an emulated CUDA device, or a real one with NCCL (docs/devices.md)"
-    parser.addoption("--device", choices=["cpu", "emulated", "cuda"], default="cpu", help=told)
+    parser.addoption("--device", choices=device.NAMES, default="cpu", help=told)
 
 
 def pytest_configure(config):
@@ -49,20 +51,12 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def device_of_ranks(request):
     """What the test's ranks compute on: ``"cpu"``, ``"emulated"`` or ``"cuda"``."""
-    from device.build import NoCompiler, library
-
-    from shardtensor.testing import on_device
-
     name = getattr(request, "param", request.config.getoption("--device"))
-    if name == "cpu":
-        yield name
-        return
-    if name == "emulated":
-        try:
-            library()
-        except NoCompiler as error:
-            pytest.skip(str(error))
-    with on_device("cuda", preload="device.emulated" if name == "emulated" else ""):
+    try:
+        chosen = device.on(name)
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    with chosen:
         yield name
 
 

@@ -7,6 +7,7 @@ after correct results.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -77,6 +78,9 @@ def call(device: Any, after: Callable[[], None] | None, path: list[str], payload
         except Exception as error:
             raise TypeError(f"the result, a {type(result).__name__}, cannot be pickled: {error}") from error
     except BaseException as error:
+        if after is not None:
+            with contextlib.suppress(Exception):  # what it finds is of this call, which has failed already
+                after()
         return "raised", describe(error)
 
 

@@ -9,3 +9,25 @@ that are not ordered; results of communication, and host memory, that are used b
 between the ranks of a communicator; arguments that CUDA's kernels reject; memory that is read before it is written
 (NaN). What it does not show: CUDA's and NCCL's speed and rounding, their bugs, and Triton.
 """
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+NAMES = ("cpu", "emulated", "cuda")
+
+
+def on(name: str) -> AbstractContextManager[None]:
+    """Inside the block, ranks of the pool compute on this device; the emulated one is compiled first.
+
+    Raises:
+        NoCompiler: there is no C++ compiler for the emulated one.
+    """
+    from shardtensor.testing import on_device
+
+    if name == "emulated":
+        from .build import library
+
+        library()
+        return on_device("cuda", preload="device.emulated")
+    return nullcontext() if name == "cpu" else on_device(name)

@@ -556,8 +556,6 @@ static void kernel(const c10::OperatorHandle& op, DispatchKeySet keys, torch::ji
     const auto& v = (*stack)[begin + i];
     check_devices(name, arguments[i], v, device);
     if (v.isDevice() && v.toDevice().is_cuda() && device < 0) device = v.toDevice().index();
-    if (INDEXING.count(name) && arguments[i].name() == "indices")
-      for_each_tensor(v, [&](const at::Tensor& t) { synchronizes |= t.defined() && (t.scalar_type() == kBool || t.scalar_type() == kByte); });
   }
   if (device < 0) device = current_device;
   if (contracted.count(name)) {
@@ -819,15 +817,17 @@ struct DeviceWork : c10d::Work {
   bool wait(Timeout) override {
     std::lock_guard<std::mutex> guard(mutex);
     if (!ended) {
-      try {
-        if (compared) compared->wait();
-        for (auto& part : parts) part->wait();
-      } catch (const std::exception& error) { watchdog(name, error.what()); }
+      auto finish = [&](WorkPtr& part) {
+        try { part->wait(); } catch (const std::exception& error) { watchdog(name, error.what()); }
+      };
       ended = true;
-      if (compared)
-        for (int64_t r = 0; r * mine.numel() < everybodys.numel(); r++)
-          TORCH_CHECK(everybodys.narrow(0, r * mine.numel(), mine.numel()).equal(mine), "emulated NCCL: ranks call different collectives on one communicator: this rank ", name,
+      if (compared) {
+        finish(compared);
+        for (int64_t r = 0; r < everybodys.numel(); r++)
+          TORCH_CHECK(everybodys[r].item<int64_t>() == mine.item<int64_t>(), "emulated NCCL: ranks call different collectives on one communicator: this rank ", name,
                       ", which is not what rank ", r, " of the group calls");
+      }
+      for (auto& part : parts) finish(part);
       at::AutoDispatchBelowADInplaceOrView below;
       for (auto& [t, received] : outputs) {
         Call call;
@@ -896,9 +896,11 @@ struct Nccl : c10d::Backend {
       work->ends = clock_of(stream);
     }
     if (!same.empty()) {
-      same.push_back(static_cast<int64_t>(type));
-      work->mine = at::tensor(same, at::TensorOptions().dtype(kLong).device(kCPU));
-      work->everybodys = at::empty({getSize() * static_cast<int64_t>(same.size())}, at::TensorOptions().dtype(kLong).device(kCPU));
+      int64_t digest = static_cast<int64_t>(type);
+      for (auto number : same) digest = digest * 1000003 + number;
+      auto numbers = at::TensorOptions().dtype(kLong).device(kCPU);
+      work->mine = at::full({1}, digest, numbers);
+      work->everybodys = at::empty({getSize()}, numbers);
       work->compared = gloo->_allgather_base(work->everybodys, work->mine);
     }
     return work;

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+from device import on
+
 from .cases import DTYPES, HALF, operator_names
 from .drive import Report, sweep
 from .half import DATA
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="renew docs/operators.md; takes hours for all operators")
     parser.add_argument("--tables-of", nargs="+", metavar="TITLE=FILE", help="renew it from what --json wrote earlier")
     parser.add_argument("--refused", action="store_true", help="print the refused cases too, one line a reason")
+    parser.add_argument("--device", choices=["cpu", "emulated", "cuda"], default="cpu", help="what ranks compute on")
     options = parser.parse_args()
     if options.tables_of:
         write([(title, load(path)) for title, path in (item.split("=", 1) for item in options.tables_of)])
@@ -46,7 +49,8 @@ def main() -> None:
         start = time.monotonic()
         wanted = Options(dtype, options.kind, options.gather, options.limit, memory=memory, data=options.data)
         wanted = replace(wanted, entries=options.entries)
-        swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
+        with on(options.device):
+            swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
         report.cases += swept.cases
         seconds = time.monotonic() - start
         title = f"{ranks} ranks, {dtype}" + (f", {memory}" if memory else "")

@@ -195,7 +195,7 @@ def samples(name: str, dtype: torch.dtype, gradients: bool) -> Iterator[Any]:
     seed = zlib.crc32(name.encode())
     torch.manual_seed(seed)
     random.seed(seed)
-    made = iter(op.sample_inputs("cpu", dtype, requires_grad=gradients))
+    made = iter(op.sample_inputs(torch.get_default_device().type, dtype, requires_grad=gradients))
     while True:
         try:
             yield next(made)

@@ -294,7 +294,7 @@ def samples_of(name: str, options: Options) -> list[Any]:
     """The samples that the options ask for, if the operator takes them."""
     op, dtype = database()[name], {**DTYPES, **HALF}[options.dtype]
     function = variant(name, options.kind)
-    if function is None or not op.supports_dtype(dtype, "cpu"):
+    if function is None or not op.supports_dtype(dtype, torch.get_default_device().type):
         return []
     made = []
     for sample in samples(name, dtype, with_gradients(name, options)):
@@ -311,7 +311,8 @@ def with_gradients(name: str, options: Options) -> bool:
     if options.kind == "forward" or options.dtype not in ("float", *HALF):
         return False
     op = database()[name]
-    takes = options.dtype == "float" or HALF[options.dtype] in op.supported_backward_dtypes("cpu")
+    device_type = torch.get_default_device().type
+    takes = options.dtype == "float" or HALF[options.dtype] in op.supported_backward_dtypes(device_type)
     return takes and bool(op.supports_autograd)
 
 
