@@ -44,8 +44,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if late and (marker := item.get_closest_marker("on_gloo")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
-        if config.getoption("--device") != "cpu" and (marker := item.get_closest_marker("on_cpu")):
-            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+        on = config.getoption("--device")
+        for name, skips in (("on_cpu", on != "cpu"), ("not_emulated", on == "emulated")):
+            if skips and (marker := item.get_closest_marker(name)):
+                item.add_marker(pytest.mark.skip(reason=marker.args[0]))
 
 
 @pytest.fixture(autouse=True)

@@ -281,7 +281,7 @@ def check_ways():
     conv = nn.Conv2d(2, 3, 3, padding=1).double()
     with torch.inference_mode():
         assert torch.allclose(compiled(conv)(mine).full_tensor(), conv(x), rtol=1e-10)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         half = compiled(conv.float())(rows(x.float(), UNEVEN))
         assert half.dtype == torch.bfloat16
         assert torch.allclose(half.full_tensor().float(), conv(x.float()).float(), atol=0.05)

@@ -231,7 +231,7 @@ def all_pairs(ranks):
     assert pairs.shard_sizes == {0: sizes} and pairs.placements == (Shard(0),)
     here = shared_mesh(ranks).get_local_rank()
     assert counted.bytes_sent == sizes[here] * 3 * 8 * (ranks - 1)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert (x[:, None].bfloat16() * x[None]).dtype == torch.float64
     if ranks == 3:
         few = shard(points[:2], shared_mesh(3), [Shard(0)], {0: (1, 0, 1)})

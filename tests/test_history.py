@@ -43,7 +43,7 @@ def otherwise(x, mesh, what):
         made = [ShardTensor.from_local(torch.ones(k), mesh, (Replicate(),), shard_sizes={}) for k in parts]
         return x * made[-1].sum()
     if what == "another precision":  # of contributions to a sum, which are held in float32 in any case
-        with torch.autocast("cpu", torch.bfloat16, enabled=odd):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=odd):
             return F.linear(x, torch.ones(8, 8))
     if what.startswith("another seed"):
         torch.manual_seed(mesh.get_local_rank())

@@ -76,7 +76,7 @@ def every_ingredient():
         "the plain one's strides": lambda: scaled(x, torch.zeros(4, 8).T),
     }
     circumstances = {
-        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "autocast": lambda: torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16),
         "allow_gather": shardtensor.allow_gather,
         "the method of attention": lambda: shardtensor.attention_method("ring"),
     }

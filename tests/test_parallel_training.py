@@ -233,7 +233,7 @@ def lower_precision(how):
         out = wrapped(x)
     else:
         wrapped = PLAIN["DDP over dp"](model, mesh)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             out = wrapped(x)
     assert out.dtype == torch.bfloat16
     F.mse_loss(out.float(), y).backward()

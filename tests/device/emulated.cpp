@@ -24,6 +24,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -739,6 +740,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", &copy_);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
+  m.impl("_use_cudnn_ctc_loss", [](const at::Tensor&, const at::Tensor&, c10::IntArrayRef, c10::IntArrayRef, int64_t) { return false; });
+  m.impl("_use_cudnn_ctc_loss.Tensor", [](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { return false; });
   // CUDA has a kernel of its own for these, where the CPU has several.
   for (const char* name : {"convolution", "convolution_backward", "_convolution", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
                            "native_layer_norm_backward", "grid_sampler_2d", "grid_sampler_3d", "_fft_r2c", "_fft_c2r", "_fft_c2c",
@@ -1199,7 +1202,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](bool high) { return c10::make_intrusive<Options>(high); }), py::arg("is_high_priority_stream") = false)
       .def_readwrite("is_high_priority_stream", &Options::is_high_priority_stream);
   py::class_<Nccl, c10d::Backend, Pointer<Nccl>>(m, "ProcessGroupNCCL")
-      .def(py::init([](Pointer<c10d::Backend> gloo, Pointer<Options> options) { return c10::make_intrusive<Nccl>(std::move(gloo), std::move(options)); }));
+      .def(py::init([](Pointer<c10d::Backend> gloo, Pointer<Options> options) { return c10::make_intrusive<Nccl>(std::move(gloo), std::move(options)); }))
+      .def("_set_default_timeout", &Nccl::setTimeout)
+      .def("abort", &Nccl::abort)
+      .def("shutdown", &Nccl::shutdown);
   m.def("device_count", [] { return DEVICES; });
   m.def("current_device", [] { return static_cast<int>(current_device); });
   m.def("set_device", [](int d) {

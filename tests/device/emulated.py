@@ -114,6 +114,7 @@ for _name, _function in {
     "_cuda_sleep": lambda cycles: None,
     "_cuda_canDeviceAccessPeer": lambda a, b: True,
     "_host_emptyCache": lambda: None,
+    "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
     "_has_cuda": True,
 }.items():
     setattr(torch._C, _name, _function)
@@ -132,7 +133,7 @@ cuda._initialized = True
 cuda.default_generators = tuple(C.default_generator(i) for i in range(C.device_count()))
 cuda._is_compiled = lambda: True
 cuda._is_in_bad_fork = lambda: False
-cuda._exchange_device = cuda._maybe_exchange_device = _exchange
+cuda._exchange_device, cuda._maybe_exchange_device = _exchange, lambda index: _exchange(index)  # two, as dynamo expects
 cuda.device_count = C.device_count
 cuda.get_device_properties = lambda device=None: _Properties
 cuda.is_bf16_supported = lambda including_emulation=True: True

@@ -228,7 +228,7 @@ def lost():
     dist.barrier()
     if dist.get_rank():
         raise ValueError("this rank is gone")
-    dist.group.WORLD._get_backend(torch.device("cuda")).setTimeout(timedelta(seconds=2))
+    dist.group.WORLD._get_backend(torch.device("cuda"))._set_default_timeout(timedelta(seconds=2))
     dist.all_reduce(torch.ones(3))
 
 

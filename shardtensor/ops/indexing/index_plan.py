@@ -358,10 +358,8 @@ def check_range(index: Tensor, n: int, dim: int) -> None:
         IndexError: on the CPU, RuntimeError in a compiled graph. Other devices report it as for torch's own kernels.
     """
     inside = ((index >= 0) & (index < n)).all()
-    if is_traced(index):
+    if is_traced(index) or index.device.type != "cpu":
         torch.ops.aten._assert_async.msg(inside, f"an index is out of range for dimension {dim} with size {n}")
-    elif index.device.type != "cpu":
-        torch.ops.aten._assert_async.default(inside)
     elif not bool(inside):
         raise IndexError(f"an index is out of range for dimension {dim} with size {n}")
 

@@ -179,7 +179,7 @@ def check_autocast() -> None:
     module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 7, 8)
     results = []
     for tensor in (x.requires_grad_(), shard(x.detach(), shared_mesh(2), [Shard(1)], SIZES, requires_grad=True)):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             y = module(tensor, tensor, tensor, need_weights=False)[0]
         assert y.dtype == torch.bfloat16
         y.float().square().mean().backward()

@@ -399,7 +399,7 @@ def check_autocast() -> None:
     torch.manual_seed(0)
     q = data(1, 2, 7, 4).float()
     x = shard(q, shared_mesh(2), ROWS, L, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y, whole = sdpa(x, x, x), sdpa(q, q, q)
         z = sdpa(x.double(), x.double(), x.double())
     assert y.dtype == whole.dtype == torch.bfloat16 and z.dtype == torch.float64

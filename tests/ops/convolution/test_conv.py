@@ -366,7 +366,7 @@ def formats():
     assert y.is_contiguous(memory_format=torch.channels_last)
     conv = nn.Conv2d(4, 6, 3, padding=1)
     sharded = shard(x, mesh, [Shard(2)], sizes, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         y = conv(sharded)
         assert y.dtype == y.to_local().dtype == torch.bfloat16
         whole = conv(x)

@@ -180,7 +180,7 @@ def test_products_by_name():
 def check_autocast():
     x, weight = data(2, 8, 4, dtype=torch.float32), nn.Parameter(data(5, 4, dtype=torch.float32))
     sharded = shard(x, shared_mesh(2), [Shard(1)], {0: (5, 3)})
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         for function in (F.linear, lambda x, w: x @ w.t(), lambda x, w: torch.mm(x[0], w.t())):
             y, whole = function(sharded, weight), function(x, weight)
             assert isinstance(y, ShardTensor)

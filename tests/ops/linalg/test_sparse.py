@@ -16,6 +16,8 @@ from shardtensor.testing import (
     shared_mesh,
 )
 
+pytestmark = pytest.mark.not_emulated("the emulated device has no sparse tensors")
+
 
 def matrix(*shape, layout=torch.sparse_coo, dtype=torch.float64, seed=1):
     """A matrix with a third of its entries, the same on every rank."""

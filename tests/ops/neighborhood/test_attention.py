@@ -594,7 +594,7 @@ def dtypes():
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         shards = [shard(t.to(dtype), mesh, [Shard(1)], {0: (9, 0)}, requires_grad=True) for t in whole]
         for more in ({}, {"return_lse": True}):
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=dtype == torch.float32):
                 out = attention(problem, **more)(*shards)
             out, lse = out if more else (out, None)
             assert out.dtype == out.to_local().dtype == dtype, "as natten, which autocast leaves alone"

@@ -209,7 +209,7 @@ class Autocast(nn.Module):
         self.module, self.enabled = module, enabled
 
     def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=self.enabled):
             return self.module(x)
 
 

@@ -223,7 +223,7 @@ def dtypes():
             )
 
     def autocast(x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return F.avg_pool3d(x, 2), F.max_pool3d(x, 2)
 
     x = data(2, 3, 4, 4, 4, dtype=torch.bfloat16)

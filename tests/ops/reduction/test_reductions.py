@@ -290,7 +290,7 @@ def check_autocast():
     mesh = shared_mesh(2)
     x = values().bfloat16()
     for function in (torch.sum, torch.mean, torch.prod, lambda x: x.cumsum(1), lambda x: x.cumprod(1)):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             leaf = shard(x, mesh, [Shard(1)], {0: (6, 3)}, requires_grad=True)
             result = function(leaf)
             assert result.dtype == function(x).dtype

@@ -204,7 +204,7 @@ def single_precision():
         assert_matches_unsharded(up, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (9, 0)})
 
     def autocast(x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return F.interpolate(x, scale_factor=2), F.interpolate(x, scale_factor=1.5, mode="bilinear")
 
     x = data(1, 2, 9, 7, dtype=torch.bfloat16)
