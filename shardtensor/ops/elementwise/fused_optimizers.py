@@ -3,6 +3,10 @@
 A step is elementwise: each rank runs torch's kernel on its shards. Only whether a gradient overflowed concerns all
 ranks: one all-reduce of a number per mesh dim that shards a gradient.
 
+torch's kernels go through the memory of a parameter, its gradient and its state side by side: where these differ in
+strides, those of CUDA raise, and those of the CPU go wrong. Autograd gives a gradient its parameter's strides on one
+device, but does not see those of shards.
+
 These operators have handlers, not plans: a model's parameters may be on several meshes, and a plan is made for one. A
 plan's key of hundreds of specs would save nothing next to the step.
 """
@@ -23,6 +27,7 @@ from ...layout import AxisLayout
 from ...planning import spec_of
 from ...redistribute import all_reduce
 from ...registry import register
+from ...strides import with_stride
 
 _aten = torch.ops.aten
 
@@ -39,7 +44,29 @@ def _register_step(op: OpOverload) -> None:
     def step(*args: Any, **kwargs: Any) -> None:
         for i, parameter in enumerate(args[0]):
             _check_alike(op, parameter, [item[i] for item in args[1:] if isinstance(item, (list, tuple)) and item])
-        op(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
+        local, copied = _in_one_order([_local(a) for a in args])
+        op(*local, **{name: _local(value) for name, value in kwargs.items()})
+        for t, copy in copied:
+            t.copy_(copy)
+
+
+def _in_one_order(args: list[Any]) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
+    """The lists with each parameter's tensors in the same strides, and those that were copied, with their copies."""
+    copied: list[tuple[Tensor, Tensor]] = []
+
+    def ordered(t: Tensor, parameter: Tensor, stride: tuple[int, ...]) -> Tensor:
+        if t.shape != parameter.shape or all(a == b for a, b, n in zip(t.stride(), stride, t.shape) if n != 1):
+            return t
+        copied.append((t, with_stride(t, stride)))
+        return copied[-1][1]
+
+    # An empty tensor like it is dense, in the same order where the parameter is.
+    strides = [p.stride() if p.is_contiguous() else torch.empty_like(p, device="meta").stride() for p in args[0]]
+    lists = [
+        [ordered(*item) for item in zip(a, args[0], strides, strict=True)] if isinstance(a, list) and a else a
+        for a in args
+    ]
+    return lists, copied
 
 
 def _check_alike(op: OpOverload, parameter: Tensor, others: Sequence[Any]) -> None:

@@ -63,6 +63,38 @@ def test_fused_steps_are_those_of_one_device():
     run_distributed(check_steps, 4)
 
 
+def trained_on(name, weight, sharded):
+    mesh = shared_mesh((2,))
+    results = []
+    for value, layout in ((weight, Shard(0)), (weight, Shard(1)), (weight, Replicate())):
+        t = shard(value, mesh, [layout], {} if layout.is_replicate() else {0: (1, value.shape[layout.dim] - 1)})
+        p = nn.Parameter(t if sharded else value.clone())
+        optimizer = OPTIMIZERS[name]([p])
+        factors = torch.arange(float(value.numel())).view(value.shape)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = (p.transpose(0, 1).reshape(p.shape[1], -1) ** 3).sum() + (p * factors).sum()
+            loss.backward()
+            optimizer.step()
+        results.append(p.full_tensor() if sharded else p)
+    return results
+
+
+def check_orders_of_memory():
+    """torch's kernels, which would go wrong on the CPU and raise on CUDA, where strides differ."""
+    torch.manual_seed(1)
+    weight = torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    permuted = weight.transpose(0, 1).contiguous().transpose(0, 1)
+    for value in (weight, weight.contiguous(memory_format=torch.channels_last), permuted):
+        for name in OPTIMIZERS:
+            for got, expected in zip(trained_on(name, value, True), trained_on(name, value, False)):
+                torch.testing.assert_close(got, expected, msg=f"{name}, {value.stride()}")
+
+
+def test_gradients_in_another_order_of_memory_than_their_parameter():
+    run_distributed(check_orders_of_memory, 2)
+
+
 def check_scaler():
     p = nn.Parameter(shard(torch.ones(5), shared_mesh(3), [Shard(0)], {0: (3, 0, 2)}))
     optimizer = torch.optim.SGD([p], lr=0.5, fused=True)
