@@ -207,9 +207,8 @@ def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> T
     ``k`` in ``out``.
     """
     inputs, outputs = part.shape[-1], out[1] - out[0]
-    dtype = part.dtype if part.is_complex() else torch.promote_types(part.dtype, torch.complex64)
-    if part.dtype == torch.float64:
-        dtype = torch.complex128
+    # Not in half precision, in which transforms on GPUs take powers of two only: each rank's have other lengths.
+    dtype = torch.promote_types(part.dtype, torch.complex64)
     if not part.numel() or not outputs:
         return part.to(dtype).sum(-1, keepdim=True).expand(*part.shape[:-1], outputs)
 

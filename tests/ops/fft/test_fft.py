@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from shardtensor.ops.fft import fft
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 NAMES = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
@@ -94,6 +95,17 @@ def communication():
             y.backward(cotangent)
         found.append((forward.bytes_sent, backward.bytes_sent, forward.collective_bytes + backward.collective_bytes))
     return found
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_the_ring_transforms_half_precision_in_float32():
+    """Kernels of GPUs for it, which the CPU does not have, take powers of two only: each rank's have other lengths."""
+    signal = torch.randn(5, dtype=torch.complex64)
+    for given in (signal.to(torch.complex32), signal.real.half(), signal.real.bfloat16()):
+        sums = fft._chirp(given, 2, (3, 9), -1, 11)
+        j, k = torch.arange(2, 7), torch.arange(3, 9)
+        expected = torch.exp(-2j * torch.pi * j * k[:, None] / 11) @ given.to(torch.complex64)
+        torch.testing.assert_close(sums, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_sent():
