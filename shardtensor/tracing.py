@@ -13,6 +13,10 @@ that, so no compiler can reuse its memory, or read it too early; what is being s
 keeps its memory until then. Compilers are free to move local work to either side of both, and do so to save memory. So
 ``wait`` also takes what is to be computed before it, and what is to be computed after the start takes an operand that
 :func:`after_start` has copied: the two are arguments, and no compiler goes against these.
+
+[Note: CUDA graphs] A CUDA graph repeats kernels, and nothing that the host does: no number of a ticket, no seed, no
+entry of the history. So no operator of ours is part of one that inductor makes (``mode="reduce-overhead"``): it cuts
+its graph at them, calls them as it does without CUDA graphs, and captures what lies between.
 """
 
 from __future__ import annotations
@@ -25,7 +29,14 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import get_current_meta
 
-from ._compat import OpOverload, goes_into_graph, has_ordered_effects, is_traced, no_frames_of
+from ._compat import (
+    OpOverload,
+    goes_into_graph,
+    has_ordered_effects,
+    is_traced,
+    no_frames_of,
+    outside_cuda_graphs,
+)
 from .errors import UnsupportedSharding
 
 __all__ = ["after_start", "goes_into_graph", "graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
@@ -48,7 +59,7 @@ def graph_operator(
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        name = _library.define(schema)  # type: ignore[no-untyped-call]
+        name = _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
         _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         operator: OpOverload = getattr(torch.ops.shardtensor, name).default
         torch.library.register_fake(
@@ -56,6 +67,7 @@ def graph_operator(
         )
         if ordered:
             has_ordered_effects(operator)
+            outside_cuda_graphs(operator)
         return operator
 
     return decorate
@@ -104,8 +116,18 @@ def wait(ticket: Tensor, sent: Tensor, shape: Sequence[int], after: Tensor | Non
     Args:
         sent: what is being sent, and must not change before.
         after: what is to be computed while the communication is under way.
+
+    Raises:
+        RuntimeError: nothing was started for the ticket, or it has been waited for.
     """
-    return _under_way.pop(int(ticket))()
+    finish = _under_way.pop(int(ticket), None)
+    if finish is None:
+        raise RuntimeError(
+            "wait: nothing was started for this ticket. Was a CUDA graph replayed that contains the start? "
+            "torch._inductor.config.custom_should_partition_ops keeps the operators of shardtensor out of them: "
+            "add your own to that list rather than replace it."
+        )
+    return finish()
 
 
 @graph_operator("after_start(Tensor value, Tensor ticket) -> Tensor", lambda value, _: value.clone(), ordered=False)

@@ -93,6 +93,7 @@ __all__ = [
     "no_frames_of",
     "not_for_graphs",
     "not_in_graphs",
+    "outside_cuda_graphs",
     "register_scripting",
     "run_engine",
     "run_last",
@@ -421,6 +422,18 @@ def uncached(reason: str) -> Exception:
 def has_ordered_effects(operator: torch._ops.OpOverload) -> None:
     """Declare that a graph must keep every call of ``operator``, in its order among the others of this kind."""
     _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def outside_cuda_graphs(operator: torch._ops.OpOverload) -> None:
+    """Have inductor call ``operator`` between the CUDA graphs that it makes of the rest (``mode="reduce-overhead"``).
+
+    :data:`torch.Tag.cudagraph_unsafe` does so for operators without effects; of those with effects it sees a wrapper.
+    """
+
+    def add(config: Any) -> None:
+        config.custom_should_partition_ops = [*config.custom_should_partition_ops, operator.name()]
+
+    wrapt.register_post_import_hook(add, "torch._inductor.config")
 
 
 def register_scripting(function: Callable[..., Any], original: Callable[..., Any]) -> None:
