@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._compat import is_capturing, is_traced
+from ._compat import is_traced
 from ._compat.c10d import group_along
+from .cuda_graphs import is_capturing
 from .equal_values import digest
 from .history import record_call
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ._compat.c10d import c10d_all_gather
+from .cuda_graphs import OUTSIDE, check_not_captured
 from .waiting import wait_for
 
 __all__ = ["gather_rows", "gather_texts"]
@@ -18,6 +19,11 @@ Key = TypeVar("Key")
 
 def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> dict[int, list[int]]:
     """Every rank's ``row`` of integers, equally long everywhere, by rank of the group."""
+    check_not_captured(
+        "a comparison of what ranks say",
+        device,
+        remedy="give from_local its shard_sizes, unset SHARDTENSOR_DEBUG, or " + OUTSIDE,
+    )
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     table = mine.new_empty((group.size(), len(row)))
     wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)

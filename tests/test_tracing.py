@@ -27,7 +27,7 @@ def test_a_ticket_serves_once():
     result = torch.ones(3)
     ticket = ticket_for(lambda: result)
     assert wait(ticket, result, [3], None) is result
-    with pytest.raises(RuntimeError, match="nothing was started for this ticket.*CUDA graph"):
+    with pytest.raises(RuntimeError, match="nothing was started for this ticket"):
         wait(ticket, result, [3], None)
 
 

@@ -80,7 +80,6 @@ __all__ = [
     "gradient_seeds",
     "goes_into_graph",
     "has_ordered_effects",
-    "is_capturing",
     "is_lazy",
     "is_plain_shard",
     "is_traced",
@@ -245,12 +244,6 @@ def acceptable_placements(
 def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """What calling the operator calls, without the call to Python in between."""
     return func._op
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is computed on the device now goes into a graph, so that nothing may be read."""
-    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return capturing is not None and bool(capturing())
 
 
 def current_mesh() -> DeviceMesh:
@@ -430,8 +423,10 @@ def outside_cuda_graphs(operator: torch._ops.OpOverload) -> None:
     :data:`torch.Tag.cudagraph_unsafe` does so for operators without effects; of those with effects it sees a wrapper.
     """
 
+    name = operator._schema.name
+
     def add(config: Any) -> None:
-        config.custom_should_partition_ops = [*config.custom_should_partition_ops, operator.name()]
+        config.custom_should_partition_ops = [*config.custom_should_partition_ops, name]
 
     wrapt.register_post_import_hook(add, "torch._inductor.config")
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...cuda_graphs import check_not_captured
 from ...exchange import start_swap
 from ...geometry import boundaries_of
 from ...redistribute import all_gather, all_reduce
@@ -217,6 +218,7 @@ class Sorted(Route):
     def __init__(
         self, x: Tensor, own: Sequence[int], need: Sequence[int], descending: bool, group: dist.ProcessGroup
     ) -> None:
+        check_not_captured("a sort across shards", x.device)
         ordered, order = torch.sort(x, dim=-1, stable=True, descending=descending)
         places = torch.tensor(boundaries_of(need)[1:-1], dtype=torch.int64, device=x.device).expand(len(x), -1)
         found = find_places(sort_keys(ordered, descending), x.dtype, places, [group])

@@ -15,6 +15,8 @@ history of their groups, so that copies that differ are told with the next numbe
 
 Without a generator in the call, that number comes from the CPU's default one, whatever the device: it can be read
 without waiting for the device, and activation checkpointing restores it. Dropout keeps its mask for the backward pass.
+A CUDA graph would repeat the number with each replay, so draws of sharded tensors are refused while one is captured;
+those of replicated ones come from torch's generator, which goes on from replay to replay.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import OpOverload, is_capturing
+from ..._compat import OpOverload
 from ..._compat.c10d import group_along
+from ...cuda_graphs import check_not_captured, is_capturing
 from ...equal_values import digest
 from ...errors import refuse
 from ...headers import check_call, debug_enabled
@@ -93,6 +96,16 @@ def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
     return tuple(spec.coordinate[m] for m, p in enumerate(spec.placements) if isinstance(p, Shard))
 
 
+def _check_capture(device: torch.device) -> None:
+    check_not_captured(
+        "random numbers of sharded tensors (dropout, rand_like, ...)",
+        device,
+        "the host draws a seed for each call, and every replay would repeat the same numbers",
+        "leave them outside of the captured part, or use torch.compile(mode='reduce-overhead'), which captures what "
+        "lies between them",
+    )
+
+
 def _generator_of(drawn: int, place: tuple[int, ...], device: torch.device) -> torch.Generator:
     generator = torch.Generator(device)
     generator.manual_seed(shard_seed(drawn, place))
@@ -101,6 +114,7 @@ def _generator_of(drawn: int, place: tuple[int, ...], device: torch.device) -> t
 
 def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
     """A number from the generator that the caller would have used, equal on all ranks of the mesh."""
+    _check_capture(device)
     source = _given.device if _given is not None else torch.device("cpu")
     number = torch.randint(2**62, (), generator=_given, device=source)
     if goes_into_graph(number):
@@ -186,6 +200,7 @@ def _with_generator(func: OpOverload) -> Callable[..., Any]:
 )
 def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[int]) -> Tensor:
     """A shard at ``place`` of the size of ``like``, as the in-place method ``how`` draws it."""
+    _check_capture(like.device)
     drawn = int(torch.randint(2**62, (), device="cpu"))
     empty = torch.empty_like(like, memory_format=torch.contiguous_format)
     drawn_shard: Tensor = getattr(empty, how)(*parameters, generator=_generator_of(drawn, tuple(place), like.device))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...copies import mark_copied
+from ...cuda_graphs import check_not_captured
 from ...errors import refuse
 from ...operators import Arguments, Composed, operator
 from ...registry import DECLINED, register
@@ -189,6 +190,7 @@ def _indices(x: Tensor, tensors: Sequence[tuple[int, Tensor]]) -> list[Tensor | 
         check_mask(x, dim, item)
         if isinstance(item, DTensor) and all(p.is_replicate() for p in item.placements):
             item = item.to_local()
+        check_not_captured("an index with a mask", x.device)
         result[dim : dim + item.ndim] = item.nonzero().unbind(1)
     return result
 

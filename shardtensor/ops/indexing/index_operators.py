@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
+from ...cuda_graphs import check_not_captured
 from ...errors import refuse
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
@@ -277,6 +278,7 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
                     "use torch.where or masked_fill, or redistribute the mask to Replicate()",
                 )
             index, _ = reduced_value(index)
+        check_not_captured("an index with a mask", x.device)
         result.extend(index.nonzero().unbind(1))
     return result
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
 from ..._compat.c10d import group_along
+from ...cuda_graphs import check_not_captured
 from ...errors import refuse
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
@@ -76,6 +77,7 @@ def selected(x: Tensor, dim: int, mask: Tensor) -> ShardTensor:
         UnsupportedSharding: the mask cannot be flattened.
     """
     check_mask(x, dim, mask)
+    check_not_captured("masked_select", x.device)
     mesh = common_mesh("masked_select", [x, mask])
     assert mesh is not None
     x, mask = as_operand(x, mesh), as_operand(mask.bool(), mesh)
@@ -123,6 +125,7 @@ def _nonzero(x: ShardTensor) -> ShardTensor:
     """The places of elements that are not zero, each with its owner."""
     if not x._spec.sharded_dims():
         return DECLINED
+    check_not_captured("nonzero", x.device)
     x = wrap(*reduced_value(x))
     with flattening("nonzero", x):
         flat = run(_aten.reshape.default, (x, [-1]), {})

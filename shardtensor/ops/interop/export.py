@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..._compat.c10d import group_along
 from ...agreement import gather_with_history
+from ...cuda_graphs import check_not_captured
 from ...redistribute import redistribute_local, reduced
 from ...registry import Refusal, register
 from ...spec import ShardTensorSpec
@@ -60,6 +61,7 @@ def item(x: ShardTensor) -> bool | int | float | complex:
     spec = x._spec
     if spec.shape.numel() != 1:
         raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")
+    check_not_captured("item", x._local_tensor.device)
     differing = [m for m, p in enumerate(spec.placements) if not p.is_replicate() and spec.mesh.size(m) > 1]
     if len(differing) != 1:
         return redistribute_local(x._local_tensor, spec, spec.replicated()).item()

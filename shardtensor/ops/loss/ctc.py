@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...cuda_graphs import check_not_captured
 from ...tensor import ShardTensor
 from ..common.batch_parallel import Names, by_batch
 from .base import composed_loss, full_precision
@@ -35,6 +36,7 @@ def _check_batch(given: dict[str, Any], batch: int) -> None:
 @composed_loss(F.ctc_loss, tensors="log_probs", parameters="targets input_lengths target_lengths")
 def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
     logs, targets = given["log_probs"], given["targets"]
+    check_not_captured("ctc_loss", logs.device)
     mesh = logs.device_mesh
     batched = logs.ndim == 3
     _check_batch(given, logs.shape[1] if batched else 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ...cuda_graphs import OUTSIDE, check_not_captured
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, spec_of
 from ...redistribute import redistribute_local
@@ -93,6 +94,7 @@ def _replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
 def _histc(x: ShardTensor, bins: int = 100, min: float = 0, max: float = 0) -> ShardTensor:
     if min != max or spec_of(x).is_replicate():
         return DECLINED
+    check_not_captured("histc", x.device, remedy="give it min and max, or " + OUTSIDE)
     torch.histc(torch.ones(1, dtype=x.dtype, device=x.device), bins)  # torch's own errors
     local, spec = reduced_value(x)
     real = local if local.is_floating_point() else local.double()
@@ -188,6 +190,7 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> S
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
+    check_not_captured("bincount", x.device)
     if weights is not None and weights.shape != x.shape:
         raise RuntimeError(
             f"weights should be 1-d and have the same length as input, {len(x)}, but have shape {tuple(weights.shape)}"

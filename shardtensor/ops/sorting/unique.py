@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat.c10d import group_along
+from ...cuda_graphs import check_not_captured
 from ...errors import refuse
 from ...geometry import boundaries_of, chunk_sizes, intervals_of
 from ...halo import Fetch
@@ -112,6 +113,7 @@ def _unique_consecutive(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x._spec.is_replicate():
         return DECLINED
+    check_not_captured("unique_consecutive", x.device)
     local, spec = reduced_value(x)
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
@@ -134,6 +136,7 @@ def _unique(
     """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
     if x._spec.is_replicate():
         return DECLINED
+    check_not_captured("unique", x.device)
     local, spec = reduced_value(x)
     if len(spec.sharded_dims()) > 1:
         raise refuse("unique", [spec], "it is sharded on several mesh dims", "shard it on one mesh dim only")
@@ -164,6 +167,7 @@ def _unique_slices(
     """Like :func:`_unique`, for slices along ``dim``, which have to be complete: that dim is the one to be sharded."""
     if x._spec.is_replicate():
         return DECLINED
+    check_not_captured("unique", x.device)
     local, spec = reduced_value(x)
     dim = reduced_dims(dim, x.ndim)[0]
     if spec.shape[dim] == 1 and spec.shape.numel():

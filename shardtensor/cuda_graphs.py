@@ -1,0 +1,42 @@
+"""What cannot be captured in a CUDA graph by hand (``torch.cuda.graph``) is refused, before anything is sent.
+
+[Note: capture] A graph repeats kernels, collectives among them, on the same memory; what the host does it does not
+repeat. An operator that only plans on the host may be captured: its plan is the same each time. One that reads a value
+may not, as the stream does not run meanwhile; nor one for which the host draws a number, as every replay would have the
+same. CUDA raises at some of that, in the middle of the operator; so such operators ask here first, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["OUTSIDE", "check_not_captured", "is_capturing"]
+
+OUTSIDE = "call it outside of the captured part"
+_READS = "the host reads values, or how many there are, before it goes on"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is computed on the device now goes into a CUDA graph."""
+    module = _module_with_graphs(device.type)
+    return module is not None and bool(module.is_initialized() and module.is_current_stream_capturing())
+
+
+@cache
+def _module_with_graphs(device_type: str) -> Any:
+    """The module of this type of device, such as torch.cuda, or None if it has no graphs."""
+    module = getattr(torch, device_type, None)
+    return module if hasattr(module, "is_current_stream_capturing") else None
+
+
+def check_not_captured(operator: str, device: torch.device | str, reason: str = _READS, remedy: str = OUTSIDE) -> None:
+    """RuntimeError where what is called on ``device`` is captured in a CUDA graph.
+
+    Example:
+        >>> check_not_captured("nonzero", torch.device("cpu"))
+    """
+    if is_capturing(torch.device(device)):
+        raise RuntimeError(f"{operator}: a CUDA graph cannot contain this, because {reason}. Remedy: {remedy}.")
