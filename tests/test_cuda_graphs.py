@@ -1,4 +1,4 @@
-"""What cannot be captured in a CUDA graph is refused, on every rank, before anything is sent."""
+"""What cannot be captured in a CUDA graph is refused, on every rank, before anything is sent; all else may be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from copied import Copied
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -102,3 +103,29 @@ def check_allowed():
 
 def test_a_training_step_without_draws_is_not():
     run_distributed(check_allowed, 2)
+
+
+def write(x, index):
+    x[index] = 1.5
+
+
+NUMBERS = {  # functions of a sharded (8, 8) tensor and of an index
+    "to an entry": lambda x, index: write(x, 2),
+    "to rows": lambda x, index: write(x, index),
+    "to the diagonal": lambda x, index: x.fill_diagonal_(1.5),
+    "of a quantile": lambda x, index: x.view(-1).quantile(0.3),
+}
+
+
+def check_numbers():
+    for name, function in NUMBERS.items():
+        x, index = rows(8, 8), torch.tensor([1, 6])
+        function(x, index)
+        with Copied() as seen:
+            function(x, index)
+        # torch.tensor(number) calls it: a tensor of the host, which is copied to the device.
+        assert "aten::lift_fresh" not in seen.order, name
+
+
+def test_numbers_are_written_by_a_kernel_rather_than_copied_from_the_host():
+    run_distributed(check_numbers, 2)

@@ -207,7 +207,9 @@ def _setitem(self: Tensor, index: object, value: Any) -> object:
         return DECLINED
     items, chosen = _part(self, entries, numbers_stay=True)
     part = self[tuple(items)]
-    if not isinstance(value, Tensor):
+    if isinstance(value, (int, float, complex)):  # written by a kernel: a copy would have the host wait for a GPU
+        value = torch.full((), value, dtype=self.dtype, device=self.device)
+    elif not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=self.dtype, device=self.device)
     tensors = [(dim, item) for dim, item in chosen if isinstance(item, Tensor)]
     numbers = [dim for dim, item in chosen if not isinstance(item, Tensor)]

@@ -167,12 +167,13 @@ def _fill_diagonal(call: Arguments, input: ShardTensorSpec, fill_value: complex,
 
     def fill(x: Tensor) -> Tensor:
         if len(shape) == 2:
-            place = torch.arange(0, rows * columns if wrap else min(rows, columns) * columns, columns + 1)
+            stop = rows * columns if wrap else min(rows, columns) * columns
+            place = torch.arange(0, stop, columns + 1, device=x.device)
             places = [place // max(1, columns), place % max(1, columns)]
         else:
-            places = [torch.arange(rows)] * len(shape)
-        value = torch.tensor(fill_value, dtype=x.dtype, device=x.device)
-        filled: Tensor = _aten.index_put_.default(x, [place.to(x.device) for place in places], value)
+            places = [torch.arange(rows, device=x.device)] * len(shape)
+        value = torch.full((), fill_value, dtype=x.dtype, device=x.device)
+        filled: Tensor = _aten.index_put_.default(x, places, value)
         return filled
 
     return Composed(fill)

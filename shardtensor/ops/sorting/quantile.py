@@ -98,7 +98,7 @@ def _quantile(
 ) -> Tensor:
     function = torch.nanquantile if ignores else torch.quantile
     like = torch.ones([1] * x.ndim, dtype=x.dtype, device=x.device)
-    points = q if isinstance(q, Tensor) else torch.tensor(q, dtype=x.dtype, device=x.device)
+    points = q if isinstance(q, Tensor) else torch.full((), q, dtype=x.dtype, device=x.device)
     if isinstance(points, ShardTensor):
         points = points.full_tensor()
     function(like, points.detach(), dim, keepdim, interpolation=interpolation)  # torch's own errors

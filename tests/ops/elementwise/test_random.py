@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from copied import Copied
 from seeded import seeded
 from spatial_cases import data
 from torch import nn
@@ -116,6 +117,20 @@ def test_replicas_draw_alike_and_shards_do_not():
         assert not torch.equal(locals_[0], locals_[1][:5]), key
         # What the ranks draw for plain tensors afterwards is still the same.
         assert len({found[key][2].item() for found in ranks}) == 1, key
+
+
+def kernels_of_dropout():
+    x = source([Shard(0)], {0: (5, 7)})
+    torch.native_dropout(x, 0.25, True)
+    with Copied() as seen:
+        torch.native_dropout(x, 0.25, True)
+    of_the_seed = "aten::randint", "aten::item", "aten::_local_scalar_dense"
+    return [name for name in seen.order if name not in (*of_the_seed, "aten::empty_like")]
+
+
+def test_dropout_of_devices_other_than_the_cpu_is_a_draw_and_a_product():
+    for names in run_distributed(kernels_of_dropout, 2):
+        assert names == ["aten::bernoulli_", "aten::native_dropout_backward"]
 
 
 def statistics():
