@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from device import contracts
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -24,15 +28,15 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: floa
     return scores.masked_fill(~_visible(q, k), -math.inf) if causal else scores
 
 
-def _forward(q, k, v, bias, causal, scale):
+def _forward(q, k, v, bias, causal, scale, of_none):
     scores = _scores(q, k, bias, causal, scale)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)).exp()
-    return (weights @ v.float()).to(q.dtype), lse
+    lse = lse.masked_fill(lse == -math.inf, of_none)
+    return ((scores - lse.unsqueeze(-1)).exp() @ v.float()).to(q.dtype), lse
 
 
 def _backward(grad, q, k, v, bias, out, lse, causal, scale):
-    weights = (_scores(q, k, bias, causal, scale) - lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)).exp()
+    weights = (_scores(q, k, bias, causal, scale) - lse.unsqueeze(-1)).exp()
     grad = grad.float()
     d_scores = weights * (grad @ v.float().transpose(-2, -1) - (grad * out.float()).sum(-1, keepdim=True))
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -50,11 +54,7 @@ def _heads_last(t: Tensor) -> Tensor:
 
 
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    if q.dtype not in _HALF:
-        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if q.shape[-1] % 8:
-        raise RuntimeError("FlashAttention forward only supports head dimensions that are multiples of 8")
-    out, lse = _forward(q, k, v, None, is_causal, scale)
+    out, lse = _forward(q, k, v, None, is_causal, scale, of_none=math.inf)
     seed, none = _no_state(q, torch.uint64), torch.empty(0, dtype=torch.uint64, device=q.device)
     return _heads_last(out), lse, None, None, q.shape[-2], k.shape[-2], seed, none, q.new_empty(0)
 
@@ -62,17 +62,11 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
 def flash_backward(
     grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
 ):
-    if lse.shape != q.shape[:-1] or lse.dtype != torch.float32:
-        raise RuntimeError(
-            f"flash attention's log-sum-exp is float32 of {tuple(q.shape[:-1])}, not {lse.dtype} of {tuple(lse.shape)}"
-        )
     return _backward(grad, q, k, v, None, out, lse, is_causal, scale)[:3]
 
 
 def efficient(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    if q.dtype not in (*_HALF, torch.float32):
-        raise RuntimeError("efficient attention only supports float, half and bfloat16")
-    out, lse = _forward(q, k, v, attn_bias, is_causal, scale)
+    out, lse = _forward(q, k, v, attn_bias, is_causal, scale, of_none=0.0)
     rows = math.ceil(q.shape[-2] / _ROWS) * _ROWS if compute_log_sumexp else 0
     padded = lse.new_full((*lse.shape[:-1], rows), math.inf)
     if compute_log_sumexp:
@@ -83,10 +77,6 @@ def efficient(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=F
 def efficient_backward(
     grad, q, k, v, attn_bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *, scale=None
 ):
-    if lse.shape[-1] % _ROWS or lse.shape[-1] < q.shape[-2]:
-        raise RuntimeError(
-            f"efficient attention's log-sum-exp of {q.shape[-2]} rows has {lse.shape[-1]}: no multiple of {_ROWS}"
-        )
     dq, dk, dv, d_scores = _backward(grad, q, k, v, attn_bias, out, lse[..., : q.shape[-2]], is_causal, scale)
     d_bias = None
     if attn_bias is not None and mask[3]:
@@ -104,15 +94,18 @@ def choose(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=Non
         and not dropout_p
         and 0 not in (*q.shape, *k.shape, *v.shape)
     )
-    fits = fits and q.shape[:2] == k.shape[:2] == v.shape[:2]
+    fits = fits and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if fits and q.dtype in _HALF and attn_mask is None and q.shape[-1] == v.shape[-1]:
         size = q.shape[-1]
         scale = 1 / math.sqrt(size) if scale is None else scale
         q, k, v = (F.pad(t, (0, -size % 8)) for t in (q, k, v))
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0][..., :size]
-    if fits and q.dtype in (*_HALF, torch.float32):
+    aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (q, v))
+    if fits and aligned and q.dtype in (*_HALF, torch.float32):
         if attn_mask is not None:
-            attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+            n = k.shape[-2]
+            attn_mask = F.pad(attn_mask.expand(*attn_mask.shape[:-1], n), (0, -n % 16))[..., :n]  # its rows are aligned
+            attn_mask = attn_mask.expand(*q.shape[:-1], n)
         keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v) if t is not None)
         return _aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, keeps, 0.0, is_causal, scale=scale)[0]
     return _aten._scaled_dot_product_attention_math(
@@ -123,6 +116,20 @@ def choose(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=Non
 _library = torch.library.Library("aten", "IMPL")
 
 
+def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, which demands what CUDA's does."""
+    if name not in contracts.NAMES:
+        return kernel
+    operator = getattr(_aten, name.removeprefix("aten::")).default
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip((a.name for a in operator._schema.arguments), args)), **kwargs}
+        contracts.check(name, tuple(given.get(a.name, a.default_value) for a in operator._schema.arguments))
+        return kernel(*args, **kwargs)
+
+    return call
+
+
 def register() -> None:
     """Put these in place of the kernels that a build without CUDA does not have."""
     for name, kernel in {
@@ -131,6 +138,6 @@ def register() -> None:
         "_scaled_dot_product_efficient_attention": efficient,
         "_scaled_dot_product_efficient_attention_backward": efficient_backward,
     }.items():
-        _library.impl(name, kernel, "CUDA")
+        _library.impl(name, _checked(f"aten::{name}", kernel), "CUDA")
     for key in ("AutogradCUDA", "CUDA"):
         _library.impl("scaled_dot_product_attention", choose, key)
