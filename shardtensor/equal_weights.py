@@ -15,6 +15,7 @@ from .agreement import check_same
 from .equal_values import Copy, not_equal, unequal
 from .failures import communicating
 from .layout import given_mesh
+from .strides import as_bytes
 
 __all__ = ["copy_of", "line_of", "synchronize", "verify"]
 
@@ -47,11 +48,12 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
     for name, tensor in _tensors(model):
         copy = copy_of(name, tensor, mesh)
         for m in copy.mesh_dims:
-            received = copy.local.contiguous()  # broadcast takes no other memory format
+            # On the mesh's device and as bytes: backends lack devices, dtypes and memory formats.
+            sent = copy.local.to(mesh.device_type).resolve_conj().resolve_neg().contiguous()
             with communicating(group_along(mesh, m)):
-                dist.broadcast(received, group=group_along(mesh, m), group_src=found[0][m])
-            if received is not copy.local:
-                copy.local.copy_(received)
+                dist.broadcast(as_bytes(sent), group=group_along(mesh, m), group_src=found[0][m])
+            if sent is not copy.local:
+                copy.local.copy_(sent)
 
 
 def verify(model: nn.Module, mesh: DeviceMesh) -> None:

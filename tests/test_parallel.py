@@ -624,6 +624,38 @@ def different_seeds():
         verify(model, mesh)
 
 
+SENT = (torch.int16, torch.uint16, torch.uint32, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)
+
+
+def buffers_of_every_dtype():
+    """Backends send few dtypes, and none of them tensors in any order of memory."""
+    mesh = shared_mesh(2)
+    torch.manual_seed(dist.get_rank())
+    model, twin = nn.Module(), nn.Module()
+    for i, dtype in enumerate(SENT):
+        made = (torch.rand(3, 5) * 9).to(dtype)
+        model.register_buffer(f"buffer{i}", made)
+        twin.register_buffer(f"buffer{i}", made.clone())
+    model.register_buffer("number", torch.tensor(dist.get_rank(), dtype=torch.int16))
+    model.register_buffer("conjugate", torch.randn(4, dtype=torch.complex64).conj())
+    model.register_buffer("image", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    model.register_buffer("part", torch.randn(4, 6)[:, ::2])
+    model.register_buffer("nothing", torch.empty(0, 3, dtype=torch.int16))
+    with pytest.raises(RuntimeError, match=r"buffer0, buffer1, .*number, conjugate and 2 more"):
+        verify(model, mesh)
+    held = [(t.stride(), t.data_ptr()) for t in model.buffers()]
+    synchronize(model, mesh)
+    verify(model, mesh)
+    assert [(t.stride(), t.data_ptr()) for t in model.buffers()] == held
+    if dist.get_rank() == 0:
+        for name, t in twin.named_buffers():
+            assert torch.equal(t.view(torch.uint8), model.get_buffer(name).view(torch.uint8))
+
+
+def test_synchronize_buffers_of_every_dtype():
+    run_distributed(buffers_of_every_dtype, 2)
+
+
 def one_rank_decides():
     mesh = shared_mesh((2, 2), AXES)
     torch.manual_seed(dist.get_rank())
