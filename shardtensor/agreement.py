@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat.c10d import c10d_all_gather, group_along
 from .geometry import chunk_sizes
 from .headers import check_call, debug_enabled
-from .history import WIDTH, difference, fingerprint, forget_history, record, record_call
+from .history import WIDTH, difference, fingerprint, forget_history, record, record_call, values_compared
 from .layout import ShardSizes, as_integers, given_mesh, mesh_coordinate, normalize_placements, rank_at
 from .rows import gather_rows, gather_texts
 from .spec import ShardTensorSpec
@@ -258,6 +258,7 @@ def gather_with_history(what: str, number: Tensor, dtype: torch.dtype, group: di
     ):
         forget_history()
         raise RuntimeError(said)
+    values_compared(name)
     return table[:, :2].contiguous().view(torch.uint8)[:, : number.nbytes].contiguous().view(number.dtype).view(-1)
 
 
@@ -274,6 +275,7 @@ def _check_history(m: int, group: str, fingerprints: Mapping[tuple[int, ...], li
         if said := difference(line, group, lambda at: rank_at(mesh, at), gather):
             forget_history()
             raise RuntimeError(said)
+    values_compared(group)
 
 
 def _gather_rows(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison of ranks") -> Table:

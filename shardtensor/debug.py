@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .agreement import check_same, show
-from .equal_values import Copy, not_equal, unequal
+from .equal_values import beginning, not_equal, unequal
 from .equal_weights import copy_of, line_of
 from .layout import given_mesh
 
@@ -59,7 +59,7 @@ def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
         first = next(copy for copy in copies if copy.name == wrong[0])
         raise RuntimeError(
             f"{not_equal(wrong, mesh)}. {first.name} begins with "
-            f"{show(_beginning(first), mesh)}. Give all ranks the same values: seeds, files, scatter_tensor; for "
+            f"{show(beginning(first.local), mesh)}. Give all ranks the same values: seeds, files, scatter_tensor; for "
             "weights shardtensor.parallel.synchronize(model, mesh)"
         )
 
@@ -91,7 +91,3 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         raise TypeError(
             f"{name}: check takes modules, optimizers, tensors, numbers and strings, no {type(value).__name__}"
         )
-
-
-def _beginning(copy: Copy) -> str:
-    return str(copy.local.detach().reshape(-1)[:3].tolist())

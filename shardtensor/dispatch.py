@@ -22,6 +22,7 @@ from ._compat import OpOverload, goes_into_graph, kernel, new_wide_wrapper, new_
 from .context import gather_allowed, settings
 from .copies import check_current, check_written, note_copies, represents_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
+from .first_use import PlainOperands
 from .gathering import gathered
 from .open_layouts import decide, is_open, note_open_views
 from .planning import (
@@ -37,6 +38,8 @@ from .planning import (
     keep_plan,
     meta_of,
     on_meta,
+    operand_at,
+    operands,
     planned_by,
     returning,
     returns_view,
@@ -107,6 +110,8 @@ def run_operator(
         if isinstance(made, _Done):
             return made.value
         plan = made
+    if plan.plain is not None:
+        _note_plain(plan, args, kwargs)
     if plan.returns_self:
         check_written(func, args[0])
     if not moves and plan.moves:
@@ -137,13 +142,22 @@ def _planned(
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
         plan.call, plan.view = plan.call or kernel(func), returns_view(func)
+        mesh = next(iter(distributed_operands(args, kwargs)))[1].mesh
+        plan.plain = PlainOperands.among(func.__name__, mesh, operands(args, kwargs))
         keep_plan(key, plan)
         if isinstance(made, _Done):
+            _note_plain(plan, args, kwargs)
             if plan.returns_self:
                 write_back(args[0])
             elif plan.view:
                 _as_views(cls, made.value, func, args, kwargs, plan)
     return made
+
+
+def _note_plain(plan: AtenPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    plain = plan.plain
+    if plain is not None and plain.note({path: operand_at(path, args, kwargs) for path in plain.places}):
+        plan.plain = None
 
 
 def _as_views(

@@ -6,40 +6,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import gather_over_mesh
-from .strides import as_bytes
+from .agreement import check_same, gather_over_mesh, show
+from .history import SAME_VALUES
+from .summaries import differ, digest, summary, tolerance_of
 
-__all__ = ["Copy", "digest", "not_equal", "unequal"]
-
-_CHUNK = 1 << 20  # integers; what is computed on the way has their size
-_SPREAD = 0x5851F42D4C957F2D  # odd, so that every bit of a number counts
-_BYTES = 8
-
-
-def digest(tensor: Tensor) -> int:
-    """64 bits that follow from a tensor's numbers, bit by bit: NaN equals itself, and 0.0 differs from -0.0.
-
-    Computed where the tensor is; shape and dtype do not count.
-
-    Example:
-        >>> import torch
-        >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
-        False
-    """
-    with torch.no_grad():
-        data = as_bytes(tensor.detach().resolve_conj().resolve_neg())
-        missing = -len(data) % _BYTES
-        if missing or data.storage_offset() % _BYTES:
-            data = torch.cat([data, data.new_zeros(missing)])
-        total = torch.zeros((), dtype=torch.int64, device=data.device)
-        for i, numbers in enumerate(torch.split(data.view(torch.int64), _CHUNK)):
-            places = torch.arange(i * _CHUNK, i * _CHUNK + len(numbers), device=data.device)
-            total += ((numbers ^ (numbers >> 29)) * (places * (2 * _SPREAD % 2**63) + _SPREAD)).sum()
-        return int(total)
+__all__ = ["Copy", "beginning", "check_plain", "not_equal", "unequal"]
 
 
 class Copy(NamedTuple):
@@ -80,6 +54,33 @@ def not_equal(names: Sequence[str], mesh: DeviceMesh) -> str:
     """What errors say of the copies that :func:`unequal` names: the first ones."""
     shown = ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
     return f"not equal on all ranks of the mesh {mesh.mesh.tolist()}: {shown}"
+
+
+def check_plain(what: str, tensors: Sequence[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
+    """Check that the ranks' plain tensors, with their names, are the same, but for rounding; one small all-gather.
+
+    Raises:
+        ValueError: on all ranks of the mesh: names, shapes or dtypes differ.
+        RuntimeError: on all ranks of the mesh: values differ.
+    """
+    if not tensors:
+        return
+    lines = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors]
+    held = [number for _, t in tensors for number in summary(t).tolist()]
+    table = gather_over_mesh([zlib.crc32(repr((lines, held[::4])).encode())], mesh, "comparison of plain tensors")
+    if len({checksum for [checksum] in table.values()}) == 1:
+        return
+    check_same(what, lines, mesh)
+    rows = gather_over_mesh(held, mesh, "comparison of plain tensors").values()
+    for i, (line, (_, t)) in enumerate(zip(lines, tensors, strict=True)):
+        if differ([row[4 * i : 4 * i + 4] for row in rows], tolerance_of(t.dtype)):
+            begins = show(beginning(t), mesh)
+            raise RuntimeError(f"the {what} differ between ranks: {line} begins with {begins}. {SAME_VALUES}")
+
+
+def beginning(tensor: Tensor) -> str:
+    """Its first numbers, for errors."""
+    return str(tensor.detach().reshape(-1)[:3].tolist())
 
 
 def _equal(numbers: Mapping[tuple[int, ...], int], mesh_dims: Sequence[int]) -> bool:

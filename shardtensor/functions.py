@@ -17,6 +17,7 @@ from .context import gather_allowed
 from .conversions import from_dtensor, promote, redistributed
 from .copies import mark_copied
 from .errors import PLAIN_TARGET, UnsupportedSharding, refuse
+from .first_use import note_operand
 from .plain_tensors import writes
 from .planning import SCALARS
 from .registry import FUNCTIONS
@@ -76,6 +77,7 @@ def promote_operands(
         if isinstance(a, DTensor):
             return from_dtensor(cls, a)
         if isinstance(a, Tensor) and a.requires_grad:
+            note_operand(name, a, mesh)
             return promote(cls, a, mesh)
         return type(a)(convert(x) for x in a) if type(a) in (list, tuple) else a
 

@@ -7,21 +7,32 @@ elements where it is equal on all ranks, and the operator with its result's shap
 rank. Count and checksum travel with what ranks compare or read anyway (``item()``, ``from_local``, ``scatter_tensor``,
 ``full_tensor``, ``synchronize``, ``verify``), and where they differ, all ranks know it, and gather what was last
 recorded, to show the first difference. That costs half a microsecond for each communication, and no message.
+
+[Note: values] What plain tensors hold, when they first meet ShardTensors, is compared at the same occasions. It is kept
+next to the history, by the place in it and the lines of code, as ranks may use tensors for themselves, and as what is
+the first time to one rank may not be to another, which has forgotten a plan. So what only one rank has noted is left
+out. Only then are rounding errors told from other differences: usually all values are equal, bit by bit.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from .caches import forgets
+from .summaries import differ
 
 __all__ = [
+    "SAME_VALUES",
     "WIDTH",
+    "as_text",
     "at_first",
     "calling",
     "check_before",
@@ -31,31 +42,63 @@ __all__ = [
     "forget_history",
     "last_entries",
     "last_entry",
+    "note_values",
     "observed",
     "operator",
     "record",
     "record_call",
     "set_operator",
+    "values_compared",
 ]
 
 Key = TypeVar("Key")
 
 WIDTH = 2  # integers of a fingerprint
 _KEPT = 128  # entries, of which the first that differs is shown
+_VALUES = 4096  # of these as many are kept until they are compared
+
+# What to do where plain tensors differ.
+SAME_VALUES = (
+    "A plain tensor that meets ShardTensors is global, and the same on every rank. Call torch.manual_seed(seed) on all "
+    "ranks before it is drawn, or draw it from a torch.Generator with the same seed everywhere; send what one rank has "
+    "read or made to the others (torch.distributed.broadcast); make one ShardTensor of what differs on purpose "
+    "(ShardTensor.from_local)"
+)
+_SAME_WEIGHTS = (
+    "All ranks need the same weights. Call shardtensor.parallel.synchronize(model, mesh) before the model is used, or "
+    "torch.manual_seed(seed) on all ranks before it is made"
+)
 
 # The operator that runs. Communication outside of one has none: whether it is redistribution its kind says.
 _operator = ""
 _observer: Callable[[str, str], None] | None = None
 
 
+class _Value(NamedTuple):
+    """A plain tensor that was used.
+
+    Attributes:
+        key: where in the history and in the program.
+        what: in which operator; the same on all ranks.
+        shape: as a text.
+    """
+
+    key: str
+    what: str
+    shape: str
+    tolerance: float
+    summary: Any
+
+
 class _Log:
     """One group's communication."""
 
-    __slots__ = ("checksum", "count", "entries")
+    __slots__ = ("checksum", "count", "entries", "values")
 
     def __init__(self) -> None:
         self.count = self.checksum = 0
         self.entries: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)  # each with the checksum before it
+        self.values: deque[_Value] = deque(maxlen=_VALUES)
 
 
 _logs: dict[str, _Log] = {}
@@ -97,12 +140,35 @@ def record_call(group: str, text: str) -> None:
     _append(group, text.encode())
 
 
-def _append(group: str, text: bytes) -> None:
+def note_values(group: str, where: str, what: str, shape: Sequence[int], tolerance: float, summary: Tensor) -> None:
+    """Note what a plain tensor holds, to be compared where other ranks do at the same place. See [Note: values].
+
+    Args:
+        where: the lines of code.
+        what: in which operator.
+        tolerance, summary: see summaries.py.
+    """
+    log = _log(group)
+    log.values.append(_Value(f"{log.count} {where}", what, str(tuple(shape)), tolerance, summary))
+
+
+def values_compared(group: str) -> None:
+    """Forget what was noted of values. All ranks of the group do so at the same point of the program."""
+    if group in _logs:
+        _logs[group].values.clear()
+
+
+def _log(group: str) -> _Log:
     log = _logs.get(group)
     if log is None:
         log = _logs[group] = _Log()
         for function in _at_first:
             function()
+    return log
+
+
+def _append(group: str, text: bytes) -> None:
+    log = _log(group)
     log.entries.append((log.checksum, text))
     log.count += 1
     log.checksum = zlib.crc32(text, log.checksum)
@@ -151,9 +217,20 @@ def calling(name: str) -> Iterator[None]:
 
 
 def fingerprint(group: str) -> tuple[int, int]:
-    """How often this rank has communicated in the group, and a checksum over it."""
+    """How often this rank has communicated in the group, and a checksum over it and the values that were noted."""
     log = _logs.get(group)
-    return (0, 0) if log is None else (log.count, log.checksum)
+    if log is None:
+        return 0, 0
+    return log.count, zlib.crc32(repr(_values(log)).encode(), log.checksum) if log.values else log.checksum
+
+
+def _values(log: _Log) -> list[_Value]:
+    """What was noted, read from its devices."""
+    for device in {v.summary.device for v in log.values if isinstance(v.summary, Tensor)}:
+        there = [i for i, v in enumerate(log.values) if isinstance(v.summary, Tensor) and v.summary.device == device]
+        for i, numbers in zip(there, torch.stack([log.values[i].summary for i in there]).tolist(), strict=True):
+            log.values[i] = log.values[i]._replace(summary=numbers)
+    return list(log.values)
 
 
 def counts() -> dict[str, int]:
@@ -174,13 +251,22 @@ def last_entries(group: str) -> list[tuple[int, int, str]]:
     return [(first + i, checksum, text.decode()) for i, (checksum, text) in enumerate(log.entries)]
 
 
+def as_text(group: str) -> str:
+    """What this rank tells the others of the group where fingerprints differ: a line for each entry and value."""
+    log = _logs.get(group, _Log())
+    lines = [f"{log.count}\t{log.checksum}"]
+    lines += [f"{number}\t{checksum}\t{text}" for number, checksum, text in last_entries(group)]
+    lines += [f"{v.key}\t{v.what}\t{v.shape}\t{v.tolerance}\t{v.summary}" for v in _values(log)]
+    return "\n".join(lines)
+
+
 def difference(
     fingerprints: Mapping[Key, Sequence[int]],
     group: str,
     rank_of: Callable[[Key], int],
     gather: Callable[[str], Mapping[Key, str]],
 ) -> str | None:
-    """What ranks of a group have done differently; None where their fingerprints are equal.
+    """What ranks of a group have done differently; None where they have done the same.
 
     Args:
         fingerprints: every rank's; all ranks pass the same ones.
@@ -188,16 +274,59 @@ def difference(
     """
     if len({tuple(theirs) for theirs in fingerprints.values()}) == 1:
         return None
-    lines = "\n".join(f"{number}\t{checksum}\t{text}" for number, checksum, text in last_entries(group))
-    logs = {rank_of(key): _parsed(text) for key, text in gather(lines).items() if key in fingerprints}
-    by_rank = {rank_of(key): theirs for key, theirs in fingerprints.items()}
+    told = {rank_of(key): _Told(text) for key, text in gather(as_text(group)).items() if key in fingerprints}
+    if len({one.state for one in told.values()}) == 1:
+        return _first_unequal({rank: one.values for rank, one in told.items()})
+    logs = {rank: one.entries for rank, one in told.items()}
     numbers = sorted(set.intersection(*(set(log) for log in logs.values())))
-    total = _by_rank({rank: f"{fingerprint_[0]} times" for rank, fingerprint_ in by_rank.items()})
+    total = _by_rank({rank: f"{one.state[0]} times" for rank, one in told.items()})
     return (
         f"the ranks have not done the same ({total}): {_first_difference(logs, numbers)}. Every rank must call the "
         "same operators in the same order, with the same plain values. Look for an operator, or a step, that only some "
         "ranks call, for an exception that only some of them caught, and for weights that differ "
         "(shardtensor.parallel.synchronize). All numbers since then may be wrong"
+    )
+
+
+class _Told:
+    """What a rank has told by :func:`as_text`.
+
+    Attributes:
+        state: count and checksum.
+        entries: ``{number: (checksum, text)}``.
+        values: by their key, what they are, and how many before had both.
+    """
+
+    def __init__(self, text: str) -> None:
+        first, *rest = (line.split("\t") for line in text.split("\n"))
+        self.state = int(first[0]), first[1]
+        self.entries = {int(line[0]): (int(line[1]), line[2]) for line in rest if len(line) == 3}
+        self.values: dict[tuple[str, str, int], _Value] = {}
+        seen: Counter[tuple[str, str]] = Counter()
+        for key, what, shape, tolerance, summary in (line for line in rest if len(line) == 5):
+            numbers = [int(n) for n in summary[1:-1].split(",")]
+            self.values[key, what, seen[key, what]] = _Value(key, what, shape, float(tolerance), numbers)
+            seen[key, what] += 1
+
+
+def _first_unequal(values: Mapping[int, Mapping[tuple[str, str, int], _Value]]) -> str | None:
+    """Which plain tensors differ, of those that several ranks have used at one place; None: none, but for rounding."""
+    found = []
+    for at in dict.fromkeys(at for theirs in values.values() for at in theirs):
+        having = {rank: theirs[at] for rank, theirs in values.items() if at in theirs}
+        one = next(iter(having.values()))
+        if any(v.shape != one.shape for v in having.values()) or differ(
+            [v.summary for v in having.values()], one.tolerance
+        ):
+            found.append(having)
+    if not found:
+        return None
+    what = next(iter(found[0].values())).what
+    shown = _by_rank({r: f"{v.shape} with the digest {v.summary[0] % 2**64:016x}" for r, v in found[0].items()})
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (
+        f"plain tensors differ between ranks: {what} is {shown}{more}. "
+        f"{_SAME_WEIGHTS if 'plain parameter' in what else SAME_VALUES}. All numbers since then may be wrong"
     )
 
 
@@ -209,11 +338,6 @@ def _first_difference(logs: Mapping[int, Mapping[int, tuple[int, str]]], numbers
     first = next((n for n in numbers if len({log[n][1] for log in logs.values()}) > 1), last)
     seen = {rank: log[first][1] if first in log else "not made" for rank, log in logs.items()}
     return f"number {first} was {_by_rank(seen)}"
-
-
-def _parsed(text: str) -> dict[int, tuple[int, str]]:
-    entries = (line.split("\t", 2) for line in text.split("\n") if line)
-    return {int(number): (int(checksum), what) for number, checksum, what in entries}
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:

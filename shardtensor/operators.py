@@ -28,6 +28,7 @@ from .binding import Declaration, declaration, numbers_for, place_of, placed, pl
 from .context import settings
 from .copies import check_current
 from .errors import UnsupportedSharding, refuse
+from .first_use import PlainOperands
 from .layout import wide_dtype
 from .parameters import GradientSum, contributing
 from .plan import Composed, LocalPlan, Plan, picked
@@ -164,6 +165,7 @@ class Operator:
         if plan is not NotImplemented:
             order = tuple(at[name] for name in declared.names)
             plan.order = None if order == tuple(range(len(tensors))) else order
+            plan.plain = PlainOperands.among(self.name, mesh, enumerate(tensors))
             self._finish(plan, call, named)
         return plan
 

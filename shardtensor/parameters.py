@@ -27,7 +27,6 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
 from ._compat.c10d import group_along
 from .caches import cached
-from .first_use import note_parameters
 from .layout import wide_dtype
 from .redistribute import start_sums
 from .spec import ShardTensorSpec
@@ -61,7 +60,7 @@ class GradientSum:
     def complete(self, tensors: Sequence[Any]) -> list[Any]:
         """The operator's tensors with the sum arranged on their gradients' way back."""
         return _through(
-            self.note(tensors), tensors, lambda *some: _SumGradients.apply(self.mesh, self.mesh_dims, *some)
+            self._parameters(tensors), tensors, lambda *some: _SumGradients.apply(self.mesh, self.mesh_dims, *some)
         )
 
     def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution | None]:
@@ -69,7 +68,7 @@ class GradientSum:
 
         Also returned is what takes the gradients as soon as they are known; None if there will be none.
         """
-        chosen = self.note(tensors)
+        chosen = self._parameters(tensors)
         if not chosen:
             return list(tensors), None
         contribution = Contribution(self.mesh, self.mesh_dims, tensors)
@@ -88,11 +87,9 @@ class GradientSum:
         """Of the gradients of all tensors those that need the sum."""
         return [g for g, needed in zip(grads, self.needed, strict=True) if needed]
 
-    def note(self, tensors: Sequence[Any]) -> list[int]:
-        """Which of the operator's tensors get gradients that are sums. Those that do first are noted for comparison."""
-        chosen = [i for i, t in enumerate(tensors) if self.needed[i] and t is not None and t.requires_grad]
-        note_parameters([tensors[i] for i in chosen], self.mesh, self.mesh_dims)
-        return chosen
+    def _parameters(self, tensors: Sequence[Any]) -> list[int]:
+        """Which of the operator's tensors get gradients that are sums."""
+        return [i for i, t in enumerate(tensors) if self.needed[i] and t is not None and t.requires_grad]
 
     def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.

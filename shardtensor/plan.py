@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import AutogradFunction
 from .failures import note_raised
+from .first_use import PlainOperands
 from .gradients import not_twice
 from .history import set_operator
 from .parameters import Contribution, GradientSum
@@ -36,6 +37,7 @@ class Plan:
         name, device: of the operator, for errors; the type of its tensors' device.
         label: the name and what tells this plan from others of the operator, the same on all ranks: see history.py.
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
+        plain: the plain ones among the call's tensors; None if there are none to look at.
         steps: what is done with each tensor before the run: promotion, casts, redistribution.
         then: the layout that the result is redistributed to.
         twice: whether autograd can differentiate :meth:`again`, for second derivatives.
@@ -55,6 +57,7 @@ class Plan:
     label: str = ""
     device: str = "cpu"
     order: tuple[Any, ...] | None = None
+    plain: PlainOperands | None = None
     steps: tuple[Callable[[Any], Any] | None, ...] | None = None
     then: ShardTensorSpec | None = None
 
@@ -90,8 +93,6 @@ class Plan:
         """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
         if torch.is_grad_enabled():
             if self.deferred is None:
-                if self.total is not None:
-                    self.total.note(tensors)
                 return _Run.apply(self, None, *tensors)
             deferring, contribution = self.deferred.defer(tensors)
             return _Run.apply(self, contribution, *deferring)
@@ -105,6 +106,8 @@ class Plan:
         return wrap(result, self.outputs)
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
+        if self.plain is not None and self.plain.note(tensors):
+            self.plain = None
         caller = set_operator(self.label)
         try:
             if self.order is not None:

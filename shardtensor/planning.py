@@ -26,6 +26,7 @@ from ._compat import OpOverload, TensorMeta, tree_map, untraced
 from .caches import check_world, forgets
 from .context import gather_allowed
 from .errors import UnsupportedSharding, refuse
+from .first_use import PlainOperands
 from .layout import AxisLayout, without_owners
 from .registry import META_FUNCTIONS
 from .spec import ShardTensorSpec
@@ -48,6 +49,8 @@ __all__ = [
     "keeps_owners",
     "meta_of",
     "on_meta",
+    "operand_at",
+    "operands",
     "planned_by",
     "returning",
     "returns_view",
@@ -74,6 +77,7 @@ class AtenPlan:
         view: the result represents a view of the first argument (``dispatch.run_operator`` fills this in).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
+        plain: the plain operands, by their path; None if there are none to look at (``dispatch`` fills this in).
     """
 
     outputs: Any
@@ -83,6 +87,7 @@ class AtenPlan:
     view: bool = False
     may_copy: bool = False
     call_moves: bool = False
+    plain: PlainOperands | None = None
 
     @property
     def moves(self) -> bool:
@@ -275,15 +280,27 @@ def _traits(func: OpOverload) -> tuple[bool, bool]:
     return bool(inplace), any(alias is not None and not alias.is_write for alias in returned)
 
 
-def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:
-    """The DTensors among the arguments, also in lists, by their path, with their specs."""
+def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors among the arguments, also in lists, by their path."""
     for name, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, DTensor):
-            yield (name,), spec_of(value)
+        if isinstance(value, Tensor):
+            yield (name,), value
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
-                if isinstance(item, DTensor):
-                    yield (name, i), spec_of(item)
+                if isinstance(item, Tensor):
+                    yield (name, i), item
+
+
+def operand_at(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What is among the arguments at a path."""
+    first = path[0]
+    value = args[first] if type(first) is int else kwargs[first]
+    return value if len(path) == 1 else value[path[1]]
+
+
+def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:
+    """The specs of the DTensors among the arguments, by their path."""
+    return ((path, spec_of(t)) for path, t in operands(args, kwargs) if isinstance(t, DTensor))
 
 
 def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

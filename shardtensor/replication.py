@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ._compat import is_traced, not_in_graphs, same_memory, tracing
+from .first_use import note_operand
 from .layout import given_mesh
 from .open_layouts import leave_open
 from .registry import FUNCTIONS
@@ -32,6 +33,12 @@ _FACTORIES = frozenset(
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.tril_indices),
         *(torch.triu_indices, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
         *(torch.randn_like, torch.randint_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
+    }
+)
+_RANDOM = frozenset(
+    {
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
     }
 )
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
@@ -105,6 +112,8 @@ class _Mode(TorchFunctionMode):
             if not internal or caller.startswith(_COMPUTES):
                 _leave_open(result, (*args, *kwargs.values()))
         elif not internal and self._makes(func, args, kwargs) and self._may_be_replicated(result):
+            if func in _RANDOM:  # its seed may be another on each rank
+                note_operand(func.__name__, result, self.mesh)
             result = promote(result, self.mesh)
             leave_open(result)
         return result

@@ -108,6 +108,7 @@ __all__ = [
     "uncached",
     "unflattened",
     "untraced",
+    "without_modes",
     "without_values",
     "without_zero_tensor",
 ]
@@ -369,6 +370,13 @@ def unflattened(inner: dict[str, Any], context: tuple[Any, ...]) -> tuple[Any, A
 def tracing() -> bool:
     """Whether torch.compile (or another tracer) is tracing in this thread."""
     return not _previews and detect_fake_mode() is not None
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run code that a program's modes do not see: what counts or checks operators counts those of the program only."""
+    with _disable_current_modes():
+        yield
 
 
 @contextmanager

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...errors import UnsupportedSharding, different_meshes, refuse
+from ...first_use import note_operand
 from ...geometry import chunk_sizes
+from ...history import operator
 from ...layout import AxisLayout, wide_dtype
 from ...planning import spec_of
 from ...redistribute import redistribute_local
@@ -187,6 +189,7 @@ def common_mesh(op: str, operands: Sequence[object]) -> DeviceMesh | None:
 def as_operand(t: Tensor, mesh: DeviceMesh) -> ShardTensor:
     """``t`` as a ShardTensor that is not Partial; a plain tensor counts as replicated."""
     if not isinstance(t, DTensor):
+        note_operand(operator() or "an operator", t, mesh)
         return promote(t, mesh)
     t = ShardTensor.from_dtensor(t)
     return redistribute_to(t, t._spec.for_gradient())

@@ -34,7 +34,6 @@ from torch.distributed.tensor import Shard
 from ..._compat import OpOverload
 from ..._compat.c10d import group_along
 from ...cuda_graphs import check_not_captured, is_capturing
-from ...equal_values import digest
 from ...errors import refuse
 from ...headers import check_call, debug_enabled
 from ...history import record_call
@@ -42,6 +41,7 @@ from ...operators import operator
 from ...planning import AtenCall, AtenPlan, meta_of
 from ...registry import DECLINED, RULES, register
 from ...spec import ShardTensorSpec
+from ...summaries import digest
 from ...tensor import run
 from ...tracing import goes_into_graph, graph_operator, is_traced
 from ..common.alignment import free_dims
