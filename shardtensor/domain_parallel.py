@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import Parameter
@@ -22,7 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import not_in_graphs
+from ._compat import is_traced, not_in_graphs
+from .agreement import compare_histories
+from .equal_values import check_plain
+from .first_use import FirstCalls
 from .geometry import aligned_sizes
 from .layout import ShardSizes
 from .replication import implicit_replication
@@ -69,6 +72,8 @@ class DomainParallel(ParallelStyle):
         TypeError, ValueError: layouts that are none, or, when the style is applied, that do not fit the mesh or the
             parameters of the module's ``forward``. In a call, on every rank, before anything is sent: no tensor has the
             dims that are to be sharded; shard sizes that do not add up to its length.
+        RuntimeError: in one of the first calls with inputs of a layout, with ``SHARDTENSOR_DEBUG=1`` in any, on every
+            rank: the ranks have other values in plain inputs, or in plain weights that the module has used.
 
     Example::
 
@@ -109,6 +114,7 @@ class DomainParallel(ParallelStyle):
                 raise ValueError(f"{what}={given} names mesh dims beyond those of the mesh {tuple(device_mesh.shape)}")
         parameters = _Parameters.of(type(module).__name__, inspect.signature(module.forward))
         inputs = parameters.by_name(self.inputs)
+        checks = _Checks(f"plain inputs of {type(module).__name__} (DomainParallel)", device_mesh)
 
         def shard(tensor: Tensor, layout: Layout) -> Tensor:
             return _laid_out(tensor, device_mesh, layout, self._sizes(tensor, device_mesh, layout))
@@ -125,12 +131,14 @@ class DomainParallel(ParallelStyle):
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             values = parameters.named(args, kwargs)
             here = {k: own for k, own in inputs.items() if k in values} if isinstance(inputs, dict) else inputs
+            checks.before(list(_tensors(values, here, "inputs")))
             placed = _placed(values, here, shard, "inputs")
             new_kwargs = {name: placed.pop(name) for name in kwargs}
             return parameters.unnamed(placed), new_kwargs
 
         @not_in_graphs(_NO_GRAPH)
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            checks.after()
             return _placed(output, self.outputs, give_back, "output")
 
         if self.implicit_replication:
@@ -153,6 +161,30 @@ class DomainParallel(ParallelStyle):
     def __repr__(self) -> str:
         options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output", "implicit_replication")
         return f"DomainParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
+
+
+class _Checks:
+    """Compares what the ranks pass to a module, and the plain values that it used, in its first calls."""
+
+    def __init__(self, what: str, mesh: DeviceMesh) -> None:
+        self._what, self._mesh = what, mesh
+        self._first = FirstCalls()
+        self._due = False
+
+    def before(self, given: Sequence[tuple[str, Tensor]]) -> None:
+        """Check plain inputs, if this is one of the calls to check. Those to be made ShardTensors have names."""
+        traced = any(is_traced(t._local_tensor if isinstance(t, DTensor) else t) for _, t in given)
+        plain = [(name, t) for name, t in given if not isinstance(t, DTensor)]
+        layout = tuple((name, t.shape, t.dtype) for name, t in plain)
+        self._due = self._mesh.size() > 1 and not traced and self._first.due(layout)
+        if self._due:
+            check_plain(self._what, plain, self._mesh)
+
+    def after(self) -> None:
+        """Check the weights that were used, and all that ranks have done: what leaves the module may never be read."""
+        due, self._due = self._due, False
+        if due:
+            compare_histories("DomainParallel", self._mesh)
 
 
 def _run_inside(module: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
@@ -319,6 +351,16 @@ def _placed_alike(value: Any, layout: Layout, place: Place, name: str) -> Any:
             "layouts by name"
         )
     return placed
+
+
+def _tensors(value: Any, layouts: Layouts, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a layout is for, with their names, also those that it leaves as they are."""
+    if isinstance(value, Tensor) and layouts is not None:
+        yield name, value
+    elif layouts is not None:
+        for key, part in _parts(value).items():
+            own = layouts.get(key) if isinstance(layouts, Mapping) else layouts
+            yield from _tensors(part, own, f"{name}[{key!r}]")
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:

@@ -163,8 +163,11 @@ def what_is_given_back():
         ({"outputs": None}, ShardTensor, (2, 3, 7)),
     ]
     for options, kind, shape in cases:
+        module = parallelize_module(nn.Tanh(), mesh, DomainParallel(inputs=Shard(2), **options))
+        for _ in range(3):  # in which the ranks compare their inputs
+            module(x)
         with count_communication() as counted:
-            y = parallelize_module(nn.Tanh(), mesh, DomainParallel(inputs=Shard(2), **options))(x)
+            y = module(x)
         assert type(y) is kind and y.shape == shape
         assert bool(counted.collectives) == (options["outputs"] == Replicate())
         expected = x.tanh() if kind is ShardTensor else x.tanh().chunk(2, 2)[mesh.get_local_rank()]
@@ -221,6 +224,8 @@ def planned():
     }
     parallelize_module(module, mesh, plan)
     (x,) = values((1, 2, 28, 4))
+    for _ in range(3):  # in which the ranks compare their inputs
+        module.encoder(x)
     with count_communication() as counted:
         assert module.encoder(x).shard_sizes == {0: (2, 2, 3)}
     assert not counted.collectives and not counted.messages  # the encoder's windows end where shards do
@@ -387,3 +392,120 @@ def misused(case):
 def test_errors(case, kind, text):
     for error in run_expecting_errors(misused, 2, case):
         assert isinstance(error, kind) and text in str(error), error
+
+
+# -- values that differ between ranks ----------------------------------------------------------------------------------
+
+
+class Denoiser(nn.Module):
+    """Not a forward pass of a single tensor: an image, a step, and what else there is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, sample, step, extra=()):
+        return self.last(self.first(sample) * step)
+
+
+def inputs_of_rank(rank, what="nothing"):
+    torch.manual_seed(5)
+    sample, step, mask = torch.randn(1, 2, 9, 4), torch.tensor(3), torch.ones(9, 9)
+    if rank == 1 and what == "noise":
+        sample = torch.randn(1, 2, 9, 4)
+    elif rank == 1 and what == "step":
+        step = torch.tensor(4)
+    elif rank == 1 and what == "mask":
+        mask[3, 4] = 0
+    elif rank == 1 and what == "shape":
+        mask = mask[1:]
+    elif rank == 1 and what == "rounding":
+        sample = sample * (1 + 1e-6)
+    return sample, step, {"masks": [mask]}
+
+
+def denoiser(mesh, **options):
+    return parallelize_module(Denoiser(), mesh, DomainParallel(inputs=Shard(2), outputs=Replicate(), **options))
+
+
+def noise_differs(what, calls, mode):
+    mesh = shared_mesh(2)
+    module = denoiser(mesh)
+    with mode():
+        for _ in range(calls):
+            module(*inputs_of_rank(mesh.get_local_rank()))
+        module(*inputs_of_rank(mesh.get_local_rank(), what))
+
+
+NAMED = {
+    "noise": (
+        RuntimeError,
+        r"inputs\['sample'\] \(1, 2, 9, 4\) float32 begins with \[.*\] on rank 0, \[.*\] on rank 1",
+    ),
+    "step": (RuntimeError, r"inputs\['step'\] \(\) int64 begins with \[3\] on rank 0, \[4\] on rank 1"),
+    "mask": (RuntimeError, r"inputs\['extra'\]\['masks'\]\[0\] \(9, 9\) float32 begins with"),
+    "shape": (ValueError, r"inputs\['extra'\]\['masks'\]\[0\] \(9, 9\) float32 on ranks \[0\], .*\(8, 9\)"),
+}
+
+
+@pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("what", NAMED)
+def test_inputs_that_differ_are_named_on_every_rank(what, mode):
+    kind, text = NAMED[what]
+    for error in run_expecting_errors(noise_differs, 2, what, 0, mode):
+        with pytest.raises(kind, match=rf"plain inputs of Denoiser \(DomainParallel\).*{text}"):
+            raise error
+        assert what == "shape" or "torch.manual_seed(seed) on all ranks" in str(error)
+
+
+def in_debug_mode(what, calls, mode):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDTENSOR_DEBUG", "1")
+        noise_differs(what, calls, mode)
+
+
+def test_first_calls_are_compared_and_all_of_them_in_debug_mode():
+    for calls in (1, 2):
+        for error in run_expecting_errors(noise_differs, 2, "noise", calls, torch.no_grad):
+            assert "plain inputs of Denoiser" in str(error)
+    run_distributed(noise_differs, 2, "noise", 3, torch.no_grad)
+    for error in run_expecting_errors(in_debug_mode, 2, "noise", 5, torch.no_grad):
+        assert "plain inputs of Denoiser" in str(error)
+
+
+def own_weights(mode):
+    mesh = shared_mesh(2)
+    module = denoiser(mesh)
+    with torch.no_grad():
+        module.last.bias[1] += mesh.get_local_rank()
+    with mode():
+        module(*inputs_of_rank(0))
+
+
+@pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad, torch.inference_mode))
+def test_weights_that_differ_are_told_where_no_number_is_read(mode):
+    for error in run_expecting_errors(own_weights, 2, mode):
+        with pytest.raises(RuntimeError, match=r"the plain parameter of conv2d .* is \(2,\) with the digest"):
+            raise error
+
+
+def of_right_programs():
+    mesh = shared_mesh(2)
+    rank = mesh.get_local_rank()
+    torch.manual_seed(rank)
+    module, twin = denoiser(mesh), Denoiser()
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(5):
+        sample = torch.randn(1, 2, 9, 4, generator=generator)
+        compare(module(sample, torch.tensor(2)), twin(sample, torch.tensor(2)))
+    module(*inputs_of_rank(rank, "rounding"))
+    # What has no layout may differ.
+    style = DomainParallel(inputs={"sample": Shard(2)}, outputs=Replicate())
+    module = parallelize_module(Denoiser(), mesh, style)
+    compare(module(sample, torch.tensor(2), torch.randn(3)), twin(sample, torch.tensor(2)))
+
+
+def test_equal_inputs_pass():
+    run_distributed(of_right_programs, 2)
