@@ -9,7 +9,9 @@ sizes.
 
 from __future__ import annotations
 
+import warnings
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ._compat import is_traced
 from ._compat.c10d import c10d_all_gather, group_along
+from .caches import forgets
 from .geometry import chunk_sizes
 from .headers import check_call, debug_enabled
 from .history import WIDTH, difference, fingerprint, forget_history, record, record_call, values_compared
@@ -28,6 +32,7 @@ from .layout import ShardSizes, as_integers, given_mesh, mesh_coordinate, normal
 from .rows import gather_rows, gather_texts
 from .spec import ShardTensorSpec
 from .strides import as_bytes, stride_like
+from .summaries import digest_of_some
 from .waiting import wait_for
 
 __all__ = [
@@ -89,8 +94,12 @@ def agree_on_local(
     problem = problem_of(local, mesh)
     if shard_sizes is None or debug_enabled():
         asked = described(placements, shard_sizes)
-        claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh)
-        return _from_claims(claims, local, mesh, placements, shard_sizes)
+        looked_at = _is_first(mesh) and not problem
+        sample = digest_of_some(local) if looked_at and isinstance(local, Tensor) and not is_traced(local) else 0
+        claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
+        spec = _from_claims(claims, local, mesh, placements, shard_sizes)
+        _warn_of_copies(claims, spec)
+        return spec
     if problem:
         raise say(problem, "the local tensor", mesh)
     assert isinstance(local, Tensor)
@@ -171,20 +180,28 @@ def described(placements: object, shard_sizes: object) -> str:
 
 
 class Claim(NamedTuple):
-    """What a rank says about its tensor; with a problem, or without a tensor, nothing of dtype and shape."""
+    """What a rank says about its tensor; with a problem, or without a tensor, nothing of dtype and shape.
+
+    Attributes:
+        sample: a digest of some of its values; 0: of none, or they are all the same.
+    """
 
     rank: int
     problem: int
     dtype: torch.dtype | None
     shape: tuple[int, ...]
+    sample: int
 
 
-def claims_of(tensor: object, problem: int, what: str, asked: str, mesh: DeviceMesh) -> dict[tuple[int, ...], Claim]:
+def claims_of(
+    tensor: object, problem: int, what: str, asked: str, mesh: DeviceMesh, sample: int = 0
+) -> dict[tuple[int, ...], Claim]:
     """Every rank's claim, by mesh coordinate. Collective over the mesh.
 
     Args:
         tensor: this rank's, or None.
         what, asked: what all ranks have to be asked for alike, and what this rank was.
+        sample: see :class:`Claim`.
 
     Raises:
         ValueError: on all ranks, where they were asked for different things; the text shows these.
@@ -192,14 +209,14 @@ def claims_of(tensor: object, problem: int, what: str, asked: str, mesh: DeviceM
     dtype, shape = -1, torch.Size()
     if isinstance(tensor, Tensor) and not problem:
         dtype, shape = DTYPES.index(tensor.dtype), tensor.shape
-    # A problem or 0, a checksum, an index of DTYPES, the number of dims, and their sizes padded to MAX_NDIM.
-    row = [problem, zlib.crc32(asked.encode()), dtype, len(shape), *shape, *[-1] * (MAX_NDIM - len(shape))]
+    # A problem or 0, checksums, an index of DTYPES, the number of dims, and their sizes padded to MAX_NDIM.
+    row = [problem, zlib.crc32(asked.encode()), sample, dtype, len(shape), *shape, *[-1] * (MAX_NDIM - len(shape))]
     table = gather_over_mesh(row, mesh)
     if len({checksum for _, checksum, *_ in table.values()}) > 1:
         _show_difference(what, asked, mesh)
     return {
-        at: Claim(rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]))
-        for at, (problem, _, dtype, ndim, *shape) in table.items()
+        at: Claim(rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]), sample)
+        for at, (problem, _, sample, dtype, ndim, *shape) in table.items()
     }
 
 
@@ -353,6 +370,35 @@ def _from_claims(
                 f"{inferred.get(m)} there; pass the true sizes, or shard_sizes=None to infer them"
             )
     return _checked(local, mesh, placements, shape, inferred)
+
+
+_FIRST = 16
+_calls: Counter[DeviceMesh] = Counter()
+forgets(_calls.clear)
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is one of the mesh's first calls, whose values are looked at; all ranks count the same."""
+    _calls[mesh] += 1
+    return _calls[mesh] <= _FIRST or debug_enabled()
+
+
+def _warn_of_copies(claims: Mapping[tuple[int, ...], Claim], spec: ShardTensorSpec) -> None:
+    """Warn where all ranks along a mesh dim that shards have the same values: probably those of the global tensor."""
+    for d, m in spec.sharded_dims().items():
+        values: dict[tuple[int, ...], set[tuple[int, tuple[int, ...]]]] = {}
+        for at, claim in claims.items():
+            values.setdefault(at[:m] + at[m + 1 :], set()).add((claim.sample, claim.shape))
+        n = spec.mesh.size(m)
+        if n > 1 and all(len(line) == 1 and next(iter(line))[0] for line in values.values()):
+            warnings.warn(
+                f"from_local: the {n} ranks along mesh dim {m} have the same local tensor, so the result, {spec}, has "
+                f"the same {claims[spec.coordinate].shape[d]} rows {n} times along dim {d}. from_local takes this "
+                "rank's shard. If every rank has the global tensor, shard it by ShardTensor.from_local(tensor, mesh)"
+                ".redistribute(placements=...), which sends nothing, or pass one rank's to scatter_tensor. If the "
+                "shards are equal on purpose, pass shard_sizes, and nothing is compared",
+                stacklevel=4,
+            )
 
 
 def _check_equal(values: Mapping[tuple[int, ...], str], what: str, mesh: DeviceMesh) -> None:

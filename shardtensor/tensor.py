@@ -92,8 +92,8 @@ class ShardTensor(DTensor):
             placements: one per mesh dim; default: Replicate everywhere.
             shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}`` for every sharded mesh dim: no
                 communication. "even": torch.chunk's sizes, no communication; for a mesh dim left out of the dict
-                too. None: the sizes are inferred with one small all-gather per mesh dim, which also checks that
-                the ranks agree on dtype, number of dims and the other sizes.
+                too. None: the sizes are inferred with one small all-gather per mesh dim, which also checks that the
+                ranks agree on dtype, dims and other sizes; in the first calls, a warning where all hold the same.
 
         Raises:
             ValueError: sizes that do not fit the local tensor, or ranks that do not agree. With sizes given, a

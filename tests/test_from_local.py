@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from seeded import seeded
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardtensor import ShardTensor
+from shardtensor.caches import forget
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
 
@@ -208,3 +211,81 @@ def whole_with_any_strides():
 
 def test_whole_tensors_have_their_own_strides():
     run_distributed(whole_with_any_strides, 2)
+
+
+# -- the global tensor in place of a shard -----------------------------------------------------------------------------
+
+
+def warned_of(make, mesh, placements, **options):
+    """How often a warning says that the local tensors are equal."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x = ShardTensor.from_local(make(mesh), mesh, placements, **options)
+    texts = [str(w.message) for w in caught if "have the same local tensor" in str(w.message)]
+    assert all(w.filename == __file__ for w in caught)
+    for text in texts:
+        assert "ShardTensor.from_local(tensor, mesh).redistribute(placements=...)" in text and str(x._spec) in text
+    return len(texts)
+
+
+def whole_image(mesh):
+    return torch.randn(1, 3, 8, 6, generator=torch.Generator().manual_seed(0))
+
+
+GLOBAL = {
+    "image": whole_image,
+    "channels last": lambda mesh: whole_image(mesh).to(memory_format=torch.channels_last),
+    "bfloat16": lambda mesh: whole_image(mesh).bfloat16(),
+    "labels": lambda mesh: (whole_image(mesh) * 9).long(),
+    "mask": lambda mesh: whole_image(mesh) > 0,
+    "complex": lambda mesh: torch.complex(whole_image(mesh), whole_image(mesh)).conj(),
+    "large": lambda mesh: whole_image(mesh).expand(1, 3, 8, 6).repeat(1, 1, 64, 64),
+    "needs grad": lambda mesh: whole_image(mesh).requires_grad_(),
+}
+OWN = {
+    "shards": lambda mesh: torch.randn(1, 3, 8, 6) + dist.get_rank(),
+    "zeros": lambda mesh: torch.zeros(1, 3, 8, 6),
+    "ones": lambda mesh: torch.ones(1, 3, 8, 6, dtype=torch.int64),
+    "NaN": lambda mesh: torch.full((1, 3, 8, 6), torch.nan),
+    "one number": lambda mesh: torch.full((1, 1, 1, 1), 0.5),
+    "nothing": lambda mesh: torch.empty(1, 3, 0, 6),
+    "other sizes": lambda mesh: torch.arange(6.0).expand(1, 3, 8 + dist.get_rank(), 6),
+}
+
+
+def full_images():
+    mesh = shared_mesh(2)
+    forget()
+    for name, make in GLOBAL.items():
+        assert warned_of(make, mesh, (Shard(2),)) == 1, name
+    for name, make in OWN.items():
+        assert warned_of(make, mesh, (Shard(2),)) == 0, name
+    forget()
+    # With sizes nothing is compared, and copies are right where nothing is sharded.
+    assert not warned_of(whole_image, mesh, (Shard(2),), shard_sizes={0: (8, 8)})
+    assert not warned_of(whole_image, mesh, (Replicate(),)) and not warned_of(whole_image, mesh, (Partial(),))
+    assert not warned_of(whole_image, shared_mesh((2, 1)), (Replicate(), Shard(2)))
+    with count_communication() as counted:
+        assert sum(warned_of(whole_image, mesh, (Shard(2),)) for _ in range(30)) == 14  # of the first 16 calls
+    assert dict(counted.collectives) == {"all_gather": 30}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDTENSOR_DEBUG", "1")
+        assert warned_of(whole_image, mesh, (Shard(2),), shard_sizes="even") == 1
+
+
+def test_a_global_tensor_in_place_of_a_shard_is_a_warning_on_every_rank():
+    run_distributed(full_images, 2)
+
+
+def on_a_grid():
+    grid = shared_mesh((2, 2))
+    forget()
+    assert warned_of(whole_image, grid, (Shard(0), Shard(2))) == 2
+    assert warned_of(lambda mesh: whole_image(mesh) + grid.get_coordinate()[0], grid, (Shard(0), Shard(2))) == 1
+    assert warned_of(lambda mesh: whole_image(mesh) + grid.get_coordinate()[1], grid, (Replicate(), Shard(2))) == 0
+    # One of four has its own shard.
+    assert warned_of(lambda mesh: whole_image(mesh) + (dist.get_rank() == 3), grid, (Shard(0), Shard(2))) == 0
+
+
+def test_copies_along_one_of_two_mesh_dims():
+    run_distributed(on_a_grid, 4)
