@@ -13,18 +13,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..._compat import kernel
 from ...operators import Arguments, Operand
 from ...parameters import start_sum
 from ...redistribute import start_sums
 from ...tracing import is_traced
-from .columns import Columns, channels_are_last, columns_of
+from .columns import Columns, channels_are_last, columns_of, sums_of_channels
 from .geometry import Geometry
 from .sharded_norm import ShardedNorm
 
 __all__ = ["ChannelNorm"]
-
-_batch_norm_backward = kernel(torch.ops.aten.native_batch_norm_backward.default)
 
 
 class ChannelNorm(ShardedNorm):
@@ -116,24 +113,19 @@ class ChannelNorm(ShardedNorm):
         w, columns = self._of_channels(weight, 0), None if x.is_contiguous() else self._columns(x)
         if columns is None:
             x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
-        totals, result[1:3] = self._totals(needed, self._sums(x, grad, moments, columns), w)
+        mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
+        if self.empty:
+            sums = moments.new_zeros(moments.shape)
+        else:
+            sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
+        totals, result[1:3] = self._totals(needed, sums, w)
         finish = self._start_rest(result)
         if needed[0]:
-            dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, w, totals, columns)
+            dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, rstd, w, totals, columns)
             dx = (dx if dx.dtype == given.dtype else dx.to(given.dtype)).reshape(given.shape)
             copied = columns is None and not given.is_contiguous()
             result[0] = torch.empty_like(given).copy_(dx) if copied else dx
         return result if finish is None else [result[0], *finish()[1:]]
-
-    def _sums(self, x: Tensor, grad: Tensor, moments: Tensor, columns: Columns | None) -> Tensor:
-        """The sums of ``grad * xhat`` and of ``grad`` over each channel of this shard, ``(2, channels)``."""
-        (mean, var), eps = moments.unbind(), self.geometry.eps
-        if self.empty:
-            return moments.new_zeros(moments.shape)
-        if columns is not None:
-            return columns.sums(x, grad, mean, var, eps)
-        given = grad, x, None, mean, var, None, None, False, eps, (False, True, True)
-        return torch.stack(_batch_norm_backward(*given)[1:])
 
     def _totals(self, needed: Sequence[bool], local: Tensor, w: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """Sums ``(2, sets)`` of ``w * grad * xhat`` and ``w * grad`` over all ranks, and the gradients of weight and
@@ -174,10 +166,16 @@ class ChannelNorm(ShardedNorm):
         return lambda: [g if t is None else t for g, t in zip(grads, finish(), strict=True)]
 
     def _of_input(
-        self, x: Tensor, grad: Tensor, moments: Tensor, w: Tensor | None, totals: Tensor, columns: Columns | None
+        self,
+        x: Tensor,
+        grad: Tensor,
+        moments: Tensor,
+        rstd: Tensor,
+        w: Tensor | None,
+        totals: Tensor,
+        columns: Columns | None,
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``."""
-        rstd = (moments[1] + self.geometry.eps).rsqrt_()
         scale, rstd_of_sets, view_of_sets = rstd if w is None else rstd * w, rstd, self.of_sets
         if self.per_set != 1 and columns is None and is_traced(x):  # compilers fuse what has one view, by channels
             totals = totals.unsqueeze(-1).expand(2, self.sets, self.per_set).reshape(2, -1)

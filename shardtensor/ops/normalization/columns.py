@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._compat import kernel
 from .geometry import Geometry
 
-__all__ = ["Columns", "channels_are_last", "columns_of"]
+__all__ = ["Columns", "channels_are_last", "columns_of", "sums_of_channels"]
 
 _batch_norm_backward = kernel(torch.ops.aten.native_batch_norm_backward.default)
 
@@ -66,15 +66,12 @@ class Columns:
             var = torch.addcmul(var, offset, offset).mean((1, 3))
         return torch.stack((mean.view(-1), var.view(-1)))
 
-    def sums(self, x: Tensor, grad: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-        """Numbers for those of mean and variance: the sums of ``grad * xhat`` and of ``grad``, stacked."""
-        given, each = [self._repeated(t) for t in (mean, var)], x.numel() // (self.length * self.width * self.samples)
-        means, variances = (t.view(self.samples, -1).unbind() for t in given)
-        found = []
-        for i, (g, t) in enumerate(zip(self._blocks(grad), self._blocks(x), strict=True)):
-            numbers = means[i // each], variances[i // each]
-            _, *both = _batch_norm_backward(g, t, None, *numbers, None, None, False, eps, (False, True, True))
-            found.append(torch.stack(both))
+    def sums(self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        """Numbers for those of ``mean`` and ``rstd``: the sums of ``grad * xhat`` and of ``grad``, stacked."""
+        given, each = [self._repeated(t) for t in (mean, rstd)], x.numel() // (self.length * self.width * self.samples)
+        means, rstds = (t.view(self.samples, -1).unbind() for t in given)
+        blocks = enumerate(zip(self._blocks(x), self._blocks(grad), strict=True))
+        found = [sums_of_channels(t, g, means[i // each], rstds[i // each]) for i, (t, g) in blocks]
         sums = found[0] if len(found) == 1 else torch.stack(found, 1)
         per_sample = len(mean) // self.samples
         return sums.view(2, self.samples, -1, per_sample, self.channels // per_sample).sum((2, 4)).view(2, -1)
@@ -121,6 +118,14 @@ class Columns:
 
 def _in_shape(rows: Tensor, x: Tensor) -> Tensor:
     return rows.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
+
+
+def sums_of_channels(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """The sums of ``grad * xhat`` and of ``grad`` over each channel, ``(2, channels)``."""
+    # Told to train, the kernels of all devices use the statistics that they are given as saved ones. CUDA's takes from
+    # the weight what its results are to be like, and nothing else.
+    given = grad, x, rstd, None, None, mean, rstd, True, 0.0, (False, True, True)
+    return torch.stack(_batch_norm_backward(*given)[1:])
 
 
 def channels_are_last(x: Tensor) -> bool:

@@ -121,16 +121,22 @@ class LocalGroupNorm(LocalNorm):
         super().__init__(call, geometry, dtype, *parameters)
         n, channels, *inner = geometry.spec.own_shape
         self.sizes = n, channels, math.prod(inner), geometry.view[1]
+        self.on_cpu = call.device.type == "cpu"
 
     def _kernel(
         self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, *kept = torch.native_group_norm(_channels(x), w, b, *self.sizes, self.geometry.eps)
+        y, *kept = torch.native_group_norm(_channels(x, self._last(x)), w, b, *self.sizes, self.geometry.eps)
         return _with_shape(y, x), tuple(kept)
 
     def _gradient(self, mask: Sequence[bool], grad: Tensor, x: Tensor, w: Tensor | None, *saved: Any) -> Sequence[Any]:
-        dx, *rest = _group_norm_backward(*_alike(grad, x), *saved, w, *self.sizes, mask)
+        given = (_channels(t, self._last(x)) for t in (grad, x))
+        dx, *rest = _group_norm_backward(*given, *saved, w, *self.sizes, mask)
         return dx if dx is None else _with_shape(dx, x), *rest
+
+    def _last(self, x: Tensor) -> bool:
+        # The kernels of other devices take row-major memory only.
+        return self.on_cpu and not x.is_contiguous()
 
 
 class LocalBatchNorm(LocalNorm):
@@ -154,19 +160,22 @@ class LocalBatchNorm(LocalNorm):
         self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None
     ) -> tuple[Tensor, tuple[Any, ...]]:
         settings: Any = (self.use_input, self.momentum, self.geometry.eps)
+        views = _channels(x, not x.is_contiguous())
         if self.use_input and not torch.is_grad_enabled() and any(t is not None for t in buffers):
             # The one that says that it writes to them.
-            y, *kept = batch_norm_legit(_channels(x), w, b, *buffers, *settings)  # type: ignore[call-overload]
+            y, *kept = batch_norm_legit(views, w, b, *buffers, *settings)  # type: ignore[call-overload]
         else:  # grad is enabled where it is run once more for second derivatives, which is not to count once more
             fixed: Any = (None, None) if self.use_input else buffers
-            y, *kept = torch.native_batch_norm(_channels(x), w, b, *fixed, *settings)
-        return _with_shape(y, x), tuple(kept) if self.use_input else (None, None)
+            y, *kept = torch.native_batch_norm(views, w, b, *fixed, *settings)
+        return _with_shape(y, x), tuple(kept)
 
     def _gradient(self, mask: Sequence[bool], grad: Tensor, x: Tensor, w: Tensor | None, *saved: Any) -> Sequence[Any]:
         mean, var, *kept = saved
         running = [None if t is None else t.contiguous() for t in map(self.geometry.own_part, (mean, var))]
-        given = (*_alike(grad, x), w, *running, *kept)
-        dx, *rest = _batch_norm_backward(*given, self.use_input, self.geometry.eps, mask)
+        if w is None and mask[2]:  # CUDA's kernel makes the gradient of the bias like the weight
+            w = x.new_ones(x.shape[1])
+        given = (_channels(t, not x.is_contiguous()) for t in (grad, x))
+        dx, *rest = _batch_norm_backward(*given, w, *running, *kept, self.use_input, self.geometry.eps, mask)
         return dx if dx is None else _with_shape(dx, x), *rest
 
 
@@ -174,26 +183,17 @@ class LocalBatchNorm(LocalNorm):
 # go wrong where an input's differ from its gradient's. So they get views in which there is no doubt.
 
 
-def _channels(x: Tensor) -> Tensor:
-    """``(N, C, size)`` if contiguous, else ``(N, C, size, 1)`` with channels last."""
-    n, c = x.shape[:2]
-    return x.view(n, c, x.shape[2:].numel()) if x.is_contiguous() else _channels_last(x)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    n, c = x.shape[:2]
-    return x.movedim(1, -1).reshape(n, x.shape[2:].numel(), 1, c).contiguous().permute(0, 3, 1, 2)
+def _channels(x: Tensor, last: bool) -> Tensor:
+    """``(N, C, size)``, row-major; or ``(N, C, size, 1)`` with the channels last in memory."""
+    n, c, *inner = x.shape
+    if not last:
+        return x.contiguous().view(n, c, math.prod(inner))
+    return x.movedim(1, -1).reshape(n, math.prod(inner), 1, c).contiguous().permute(0, 3, 1, 2)
 
 
 def _with_shape(y: Tensor, x: Tensor) -> Tensor:
-    """``y``, the kernel's result of such a view of ``x``, in the shape of ``x``."""
+    """``y``, the kernel's result of such a view of ``x``, in the shape and the memory format of ``x``."""
     if y.ndim == 3:
-        return y.view(x.shape)
+        y = y.view(x.shape)
+        return y if x.is_contiguous() else torch.empty_like(x).copy_(y)
     return y.permute(0, 2, 3, 1).reshape(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
-
-
-def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Such views of an input and of its gradient, in the same memory format."""
-    if x.is_contiguous():
-        return _channels(grad.contiguous()), _channels(x)
-    return _channels_last(grad), _channels_last(x)

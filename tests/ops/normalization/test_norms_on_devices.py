@@ -1,0 +1,143 @@
+"""All normalizations in all modes, memory formats, dtypes and shardings, on the device of the mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
+
+SHAPE = (2, 8, 12, 10)
+# By the number of ranks: dim and sizes of the shards.
+CUTS = {
+    2: [(0, (1, 1)), (0, (0, 2)), (1, (6, 2)), (2, (4, 8)), (2, (12, 0)), (3, (3, 7))],
+    3: [(0, (1, 0, 1)), (1, (2, 4, 2)), (2, (5, 0, 7)), (3, (1, 8, 1))],
+}
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+def without_bias(module):
+    module.bias = None
+    return module
+
+
+def without_weight(module):
+    module.weight = None
+    return module
+
+
+NORMS = {
+    "group": lambda: nn.GroupNorm(2, 8),
+    "group, without weight and bias": lambda: nn.GroupNorm(2, 8, affine=False),
+    "group, frozen": lambda: frozen(nn.GroupNorm(2, 8)),
+    "instance": lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+    "instance, without weight and bias": lambda: nn.InstanceNorm2d(8),
+    "instance, evaluated": lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True).eval(),
+    "batch": lambda: nn.BatchNorm2d(8),
+    "batch, without weight and bias": lambda: nn.BatchNorm2d(8, affine=False),
+    "batch, without bias": lambda: without_bias(nn.BatchNorm2d(8)),
+    "batch, without weight": lambda: without_weight(nn.BatchNorm2d(8)),
+    "batch, frozen": lambda: frozen(nn.BatchNorm2d(8)),
+    "batch, evaluated": lambda: nn.BatchNorm2d(8).eval(),
+    "batch, evaluated, without weight": lambda: without_weight(nn.BatchNorm2d(8)).eval(),
+    "batch, evaluated, frozen": lambda: frozen(nn.BatchNorm2d(8).eval()),
+    "layer": lambda: nn.LayerNorm(10),
+    "layer, frozen": lambda: frozen(nn.LayerNorm(10)),
+    "layer over samples": lambda: nn.LayerNorm(SHAPE[1:]),
+    "rms": lambda: nn.RMSNorm(10),
+    "rms over samples": lambda: nn.RMSNorm(SHAPE[1:]),
+}
+
+
+def made(name, dtype):
+    """The module, with parameters and running statistics that show."""
+    module = NORMS[name]().to(dtype)
+    with torch.no_grad():
+        for i, t in enumerate((*module.parameters(), *module.buffers())):
+            if t.is_floating_point():
+                t.copy_(torch.linspace(0.5, 1.5 + i, t.numel()).view(t.shape))
+    return module
+
+
+def compare(ranks, dtype):
+    torch.manual_seed(0)
+    mesh, problems = shared_mesh(ranks), []
+    image = (torch.randn(SHAPE) + 0.3).to(dtype)
+    atol = 0.06 if dtype == torch.bfloat16 else None  # torch's kernels round on their way
+    for name in NORMS:
+        if name.endswith("without weight") and (dtype == torch.bfloat16 or mesh.device_type != "cpu"):
+            continue  # torch's backward raises
+        for dim, sizes in CUTS[ranks]:
+            for memory_format in (torch.contiguous_format, torch.channels_last):
+                x = image.contiguous(memory_format=memory_format)
+                try:
+                    y = assert_matches_unsharded(
+                        made(name, dtype), x, mesh=mesh, placements=[Shard(dim)], shard_sizes={0: sizes}, atol=atol
+                    )
+                    here = y.to_local()
+                    if dim in (0, 2, 3) and here.numel() and not name.startswith(("layer", "rms")):
+                        assert here.is_contiguous(memory_format=memory_format), f"strides {here.stride()}"
+                except Exception as error:
+                    problems.append(f"{name}, dim {dim} in {sizes}, {memory_format}: {str(error)[:500]}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_values_gradients_and_running_statistics(ranks, dtype):
+    run_distributed(compare, ranks, ranks, dtype)
+
+
+class Demands(TorchDispatchMode):
+    """Notes what CUDA's kernels would refuse, or read wrongly: autograd always gives them more than CPUs ask for."""
+
+    def __init__(self):
+        super().__init__()
+        self.refused, self.seen = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            self.seen += 1
+            grad, x, weight, running_mean, _, mean, rstd, train, _, mask = args
+            if mean is None or rstd is None:
+                self.refused.append("save_mean should always be defined")
+            if train and (mean is None or mean.numel() != x.shape[1]):
+                self.refused.append("the saved statistics are read")
+            if weight is None and (mask[1] or mask[2]):
+                self.refused.append("the gradients of weight and bias are made like the weight")
+            given = [t for t in (weight, running_mean) if t is not None]
+            if given and any(t.dtype != given[0].dtype for t in given):
+                self.refused.append(f"weight and running statistics of {[t.dtype for t in given]}")
+            if grad.dtype != x.dtype:
+                self.refused.append(f"a gradient of {grad.dtype} of {x.dtype}")
+        return func(*args, **(kwargs or {}))
+
+
+def demands(ranks, dtype):
+    torch.manual_seed(0)
+    mesh, problems, seen = shared_mesh(ranks), [], 0
+    image = torch.randn(SHAPE).to(dtype)
+    for name in NORMS:
+        if dtype == torch.bfloat16 and name.endswith("without weight"):
+            continue
+        for dim, sizes in CUTS[ranks]:
+            for memory_format in (torch.contiguous_format, torch.channels_last):
+                x = shard(image.contiguous(memory_format=memory_format), mesh, [Shard(dim)], {0: sizes}, True)
+                y = made(name, dtype)(x)
+                with Demands() as asked:
+                    y.sum().backward()
+                seen += asked.seen
+                problems += [f"{name}, dim {dim} in {sizes}, {memory_format}: {text}" for text in asked.refused]
+    assert not problems, "\n".join(problems)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_get_what_those_of_gpus_demand(dtype):
+    assert min(run_distributed(demands, 2, 2, dtype)) > 50
