@@ -2,7 +2,8 @@
 
 Correctness does not depend on these patches: ``__torch_function__`` sees every call that torch lets it see, and the
 aten rules see the rest. The patches serve calls that it does not see: functions called from Python composites that run
-with torch functions disabled, and libraries without a dispatch mechanism, such as natten.
+with torch functions disabled, libraries without a dispatch mechanism, such as natten, and a module of torch that asks
+for a device before it calls one.
 
 [Note: invisible] For callers without ShardTensors a patched function must not differ from the original: bitwise equal
 results and the same signature; it pickles and deep-copies by name (so modules that hold it do, too, and unpickle where
@@ -18,7 +19,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from functools import reduce
+from types import MethodType, ModuleType
 from typing import Any
 
 import wrapt
@@ -50,10 +52,10 @@ def observed(observer: Observer) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One patched function.
+    """One patched function, or method of a class.
 
     Attributes:
-        module, name: where callers find it.
+        module, name: where callers find it; of a method, the name includes the class.
         lazy: patch it when the user imports the module, not before.
         required: a call on a ShardTensor without a registered handler is refused: the function itself would read
             memory that a ShardTensor does not have.
@@ -73,6 +75,7 @@ PATCHES = (
     Patch("torch.nn.functional", "l1_loss"),  # it calls __torch_function__, but without the weight
     # flex_attention does not call __torch_function__, but calls this first. Wrapped itself, it could not be compiled.
     Patch("torch.nn.attention.flex_attention", "_validate_embed_dim"),
+    Patch("torch.nn", "SyncBatchNorm.forward"),  # it refuses CPUs, and runs with torch functions out of sight
     # They would return the address of memory that a ShardTensor does not have.
     Patch("torch", "to_dlpack", required=True),
     Patch("torch.utils.dlpack", "to_dlpack", required=True),
@@ -110,7 +113,7 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
         operands = _operands(args) or _operands(kwargs.values())
         if not operands:
             return wrapped(*args, **kwargs)
-        if _observer is not None:
+        if _observer is not None and type(self) is PatchedFunction:  # what a method calls is observed
             return _observer(wrapped, args, kwargs, lambda: self._on_shards(wrapped, operands, args, kwargs))
         return self._on_shards(wrapped, operands, args, kwargs)
 
@@ -147,6 +150,13 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
         return self
 
 
+class PatchedMethod(PatchedFunction):
+    """The same of a method. Bound to an object it is like every other."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+
 # Import hooks cannot be removed: each is set once, and does nothing while patches are not active.
 _hooked: set[Patch] = set()
 _active = False
@@ -169,29 +179,31 @@ def uninstall() -> None:
     global _active
     _active = False
     for patch in PATCHES:
-        module = sys.modules.get(patch.module)
-        current = getattr(module, patch.name, None)
+        owner, name, current = _found(patch)
         if isinstance(current, PatchedFunction):
-            setattr(module, patch.name, current.__wrapped__)
+            setattr(owner, name, current.__wrapped__)
 
 
 def installed() -> list[str]:
     """Names of the functions that are patched now."""
-    return [
-        f"{p.module}.{p.name}"
-        for p in PATCHES
-        if isinstance(getattr(sys.modules.get(p.module), p.name, None), PatchedFunction)
-    ]
+    return [f"{p.module}.{p.name}" for p in PATCHES if isinstance(_found(p)[-1], PatchedFunction)]
+
+
+def _found(patch: Patch) -> tuple[Any, str, Any]:
+    """The module or class, the name in it, and what is there; None if there is nothing."""
+    *path, name = patch.name.split(".")
+    owner = reduce(getattr, path, sys.modules.get(patch.module))
+    return owner, name, getattr(owner, name, None)
 
 
 def _apply(patch: Patch) -> None:
-    module = importlib.import_module(patch.module)
-    original = getattr(module, patch.name, None)
+    importlib.import_module(patch.module)
+    owner, name, original = _found(patch)
     if original is None or isinstance(original, PatchedFunction):
         return
-    patched = PatchedFunction(original, patch)
+    patched = (PatchedMethod if isinstance(owner, type) else PatchedFunction)(original, patch)
     register_scripting(patched, original)
-    setattr(module, patch.name, patched)
+    setattr(owner, name, patched)
 
 
 def _on_import(patch: Patch) -> Callable[[ModuleType], None]:

@@ -24,11 +24,13 @@ from ...tensor import ShardTensor, promote
 from .channel_norm import ChannelNorm
 from .geometry import Geometry, geometry_over, prepare_parameters, result_dtype
 from .local_norm import LocalBatchNorm, LocalGroupNorm
-from .statistics import moments_of
+from .statistics import Replicas, moments_of
+
+__all__ = ["PARAMETERS", "geometry_of_batches", "plan_channels"]
 
 _aten = torch.ops.aten
 
-_PARAMETERS: Any = {"parameters": "weight bias running_mean running_var", "sharded": "weight bias"}
+PARAMETERS: Any = {"parameters": "weight bias running_mean running_var", "sharded": "weight bias"}
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -44,9 +46,10 @@ class RunningNorm(ChannelNorm):
         dtype: torch.dtype,
         parameters: Sequence[Operand | None],
         momentum: float,
+        replicas: Replicas | None = None,
     ) -> None:
         super().__init__(call, geometry, dtype, *parameters)
-        self.momentum = momentum
+        self.momentum, self.statistics.replicas = momentum, replicas
         spec, sharded = geometry.spec, geometry.spec.sharded_dims()
         count = geometry.count
         self.unbiased = count / (count - 1) if count != 1 else float("nan")
@@ -63,8 +66,8 @@ class RunningNorm(ChannelNorm):
     def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
         if all(buffer is None for buffer in buffers):
             return
-        mean, var = moments.unbind()
-        values: Sequence[Tensor] = mean, var * self.unbiased
+        mean, var, *counted = moments.unbind()
+        values: Sequence[Tensor] = mean, var * (counted[0] / (counted[0] - 1) if counted else self.unbiased)
         if self.batch is not None or self.sharded_channels is not None:
             values = self._of_all_channels(torch.stack(list(values)).view(2, self.samples, self.per_sample))
         for buffer, value in zip(buffers, values, strict=True):
@@ -87,17 +90,19 @@ class RunningNorm(ChannelNorm):
         return new.unbind()
 
 
-def _plan_channels(
+def plan_channels(
     call: Arguments,
     geometry: Geometry,
     parameters: Sequence[Operand | None],
     use_input: bool,
     momentum: float,
+    replicas: Replicas | None = None,
 ) -> Plan:
     """Batch norm (dim 0 is normalized) or instance norm.
 
     Args:
         parameters: weight, bias, running mean and running variance.
+        replicas: other meshes, whose batches count, too.
     """
     spec, (weight, bias, *running) = geometry.spec, parameters
     prepare_parameters(call, geometry, weight=weight, bias=bias)
@@ -109,8 +114,8 @@ def _plan_channels(
     )
     # torch's kernel would update the running statistics with what this rank alone has.
     updates = any(s is not None for s in running) and (bool(spec.sharded_dims()) or 0 not in geometry.dims)
-    if use_input and (geometry.merges or updates):
-        return RunningNorm(call, geometry, dtype, (weight, bias), momentum)
+    if use_input and (geometry.merges or updates or replicas):
+        return RunningNorm(call, geometry, dtype, (weight, bias), momentum, replicas)
     if use_input and 0 not in geometry.dims:
         return LocalGroupNorm(call, geometry, dtype, weight, bias)
     return LocalBatchNorm(call, geometry, dtype, parameters, use_input, momentum)
@@ -121,7 +126,7 @@ def _plan_channels(
 
 def _declare_batch_norm(function: Callable[..., Tensor]) -> None:
     # Each on its own, for torch's checks: the one in torch.nn.functional refuses channels of one value.
-    @operator(function, tensors="input", **_PARAMETERS)
+    @operator(function, tensors="input", **PARAMETERS)
     def plan_batch_norm(
         call: Arguments,
         input: ShardTensorSpec,
@@ -138,11 +143,11 @@ def _declare_batch_norm(function: Callable[..., Tensor]) -> None:
             call.returned(function, input, running_mean, running_var, weight, bias, training, momentum, eps)
         else:
             call.returned(function, input, *parameters, training, momentum, eps, False)
-        geometry = _geometry_of_batches(call, input, eps)
-        return _plan_channels(call, geometry, parameters, training, momentum)
+        geometry = geometry_of_batches(call, input, eps)
+        return plan_channels(call, geometry, parameters, training, momentum)
 
 
-def _geometry_of_batches(call: Arguments, spec: ShardTensorSpec, eps: float) -> Geometry:
+def geometry_of_batches(call: Arguments, spec: ShardTensorSpec, eps: float) -> Geometry:
     n = len(spec.shape)
     if n < 2:
         raise call.refuse("an input of one dim has no channels", "give it the shape (N, C)")
@@ -150,7 +155,7 @@ def _geometry_of_batches(call: Arguments, spec: ShardTensorSpec, eps: float) -> 
 
 
 def _declare_instance_norm(function: Callable[..., Tensor]) -> None:
-    @operator(function, tensors="input", **_PARAMETERS)
+    @operator(function, tensors="input", **PARAMETERS)
     def plan_instance_norm(
         call: Arguments,
         input: ShardTensorSpec,
@@ -168,7 +173,7 @@ def _declare_instance_norm(function: Callable[..., Tensor]) -> None:
         else:
             call.returned(function, input, *parameters, use_input_stats, momentum, eps, False)
         geometry = geometry_over("instance_norm", input, range(2, len(input.shape)), 1, 2, eps)
-        return _plan_channels(call, geometry, parameters, use_input_stats, momentum)
+        return plan_channels(call, geometry, parameters, use_input_stats, momentum)
 
 
 for _function in (F.batch_norm, torch.batch_norm):
@@ -180,7 +185,7 @@ for _function_of_samples in (F.instance_norm, torch.instance_norm):
 # -- called by the operators' names: they return the statistics, too ---------------------------------------------------
 
 
-@operator(torch.native_batch_norm, _aten.native_batch_norm, tensors="input", **_PARAMETERS)
+@operator(torch.native_batch_norm, _aten.native_batch_norm, tensors="input", **PARAMETERS)
 def plan_native_batch_norm(
     call: Arguments,
     input: ShardTensorSpec,
@@ -193,7 +198,7 @@ def plan_native_batch_norm(
     eps: float,
 ) -> Plan:
     """Batch norm with mean and reciprocal standard deviation, whose gradients torch ignores."""
-    geometry = _geometry_of_batches(call, input, eps)
+    geometry = geometry_of_batches(call, input, eps)
     kernel: Any = torch.native_batch_norm
     parameters = weight, bias, running_mean, running_var
     dtype = result_dtype(call, lambda t, *p: kernel(t, *p, True, momentum, eps)[1], input, *parameters)
@@ -215,7 +220,7 @@ def plan_native_batch_norm(
     batch_norm_legit_no_training,
     _aten._native_batch_norm_legit_no_training,
     tensors="input",
-    **_PARAMETERS,
+    **PARAMETERS,
 )
 def plan_native_batch_norm_of_running_statistics(
     call: Arguments,
@@ -231,7 +236,7 @@ def plan_native_batch_norm_of_running_statistics(
     return Composed(lambda *tensors: torch.native_batch_norm(*tensors, *options))
 
 
-@operator(_aten._batch_norm_with_update, tensors="input", **_PARAMETERS)
+@operator(_aten._batch_norm_with_update, tensors="input", **PARAMETERS)
 def plan_batch_norm_with_update(
     call: Arguments,
     input: ShardTensorSpec,

@@ -54,7 +54,6 @@ class ChannelNorm(ShardedNorm):
         self.merged = [m for m, _ in geometry.merges]
         # The gradients of the parameters then travel with the sums that the input's needs.
         self.defers = not self.merged
-        self.scale = -1 / max(geometry.count, 1)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ class ChannelNorm(ShardedNorm):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self.per_set != 1:
             moments = moments.repeat_interleave(self.per_set, 1)
-        mean, var = moments.unbind()
+        mean, var, *_ = moments.unbind()
         w, b, eps = self._of_channels(weight, 0), self._of_channels(bias, 1), self.geometry.eps
         if self.empty:
             return torch.empty_like(x, dtype=self.dtype), (moments,)
@@ -115,10 +114,12 @@ class ChannelNorm(ShardedNorm):
             x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
         mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
         if self.empty:
-            sums = moments.new_zeros(moments.shape)
+            sums = moments.new_zeros(2, moments.shape[1])
         else:
             sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
         totals, result[1:3] = self._totals(needed, sums, w)
+        if self.statistics.replicas is not None and needed[0]:
+            totals = self.statistics.replicas.sum(totals)
         finish = self._start_rest(result)
         if needed[0]:
             dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, rstd, w, totals, columns)
@@ -184,7 +185,8 @@ class ChannelNorm(ShardedNorm):
             # The kernel takes twice the time for strided statistics.
             moments = moments.view(2, self.sets, self.per_set).select(2, 0).contiguous()
             rstd_of_sets = rstd.view(self.sets, self.per_set).select(1, 0)
-        (mean, var), (slope, offset) = moments.unbind(), (totals * (rstd_of_sets * self.scale)).unbind()
+        mean, var, *counted = moments.unbind()
+        slope, offset = (totals * (rstd_of_sets / -(counted[0] if counted else max(self.geometry.count, 1)))).unbind()
         if columns is not None:
             slope = slope * rstd_of_sets
             return columns.combined(x, slope, torch.addcmul(offset, mean, slope, value=-1), grad, scale)

@@ -68,7 +68,8 @@ class ShardedNorm(Norm):
 
     def _average(self, t: Tensor) -> Tensor:
         total = _SumOverRanks.apply(t.sum(self.geometry.dims, keepdim=True), self.statistics)
-        return total / max(self.geometry.count, 1)  # type: ignore[no-any-return]
+        count, replicas = max(self.geometry.count, 1), self.statistics.replicas
+        return total / (count if replicas is None else replicas.sum(t.new_tensor(count)))  # type: ignore[no-any-return]
 
 
 class RowNorm(ShardedNorm):
@@ -151,6 +152,8 @@ class _SumOverRanks(AutogradFunction):
         ctx.statistics = statistics
         for merge in statistics.merges:
             value = all_reduce(value, merge.group) if value.numel() else value
+        if statistics.replicas is not None:
+            return statistics.replicas.sum(value)
         return value if statistics.merges else value.clone()
 
     @staticmethod

@@ -35,7 +35,7 @@ from ..common.alignment import wide_dtype
 from .columns import Columns, channels_are_last
 from .geometry import Geometry
 
-__all__ = ["Merge", "Statistics", "centered", "moments_of"]
+__all__ = ["Merge", "Replicas", "Statistics", "centered", "moments_of"]
 
 # Elements of a shard up to which torch.var_mean, which is slow on CPUs, takes less time than several operators.
 _FEW = 1 << 11
@@ -52,9 +52,11 @@ class Statistics:
 
     Attributes:
         columns: how to go through a shard that has its channels last; None where there is another way only.
+        replicas: what merges them with those of other meshes, if there are any.
     """
 
     columns: Columns | None = None
+    replicas: Replicas | None = None
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         view, dims = geometry.view, geometry.dims
@@ -75,13 +77,14 @@ class Statistics:
     def of(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Mean and biased variance ``(2, sets)`` of the global sets of elements, in float32 at least.
 
-        Not centered, the mean square alone ``(1, sets)``. Also returns memory of the shape and layout of the view of
+        Not centered, the mean square alone ``(1, sets)``. With :attr:`replicas`, the number of elements, too: ``(3,
+        sets)``. Also returns memory of the shape and layout of the view of
         ``x``, the local shard, that is free for use; None where none was needed.
         """
         moments, free = self._of_shard(x)
         for merge in self.merges:
             moments = merge(moments)
-        return moments, free
+        return moments if self.replicas is None else self.replicas(moments), free
 
     def _of_shard(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.empty:
@@ -207,12 +210,43 @@ class Merge:
         if parts.shape[1] == 1:
             return (weights * parts[:, 0]).sum(0, keepdim=True)
         means, variances = parts.unbind(1)
-        # Relative to one of the means, so that what they have in common is not rounded.
-        first = means[0]
-        offsets = means - first
-        shift = (weights * offsets).sum(0)
-        variances = torch.addcmul(variances, offsets.sub_(shift), offsets)
-        return torch.stack([first + shift, (weights * variances).sum(0)])
+        return _merged(means, variances, weights)
+
+
+def _merged(means: Tensor, variances: Tensor, weights: Tensor) -> Tensor:
+    """Mean and variance of everything, from those of parts with these shares."""
+    # Relative to one of the means, so that what they have in common is not rounded.
+    first = means[0]
+    offsets = means - first
+    shift = (weights * offsets).sum(0)
+    variances = torch.addcmul(variances, offsets.sub_(shift), offsets)
+    return torch.stack([first + shift, (weights * variances).sum(0)])
+
+
+class Replicas:
+    """The batches of several meshes, as the ranks of a process group have them.
+
+    How many elements another mesh has, only its ranks know: the numbers travel with the moments. Where the group has
+    several ranks of a mesh, each of them contributes its part of what they all have.
+
+    Args:
+        ranks: how many ranks of this mesh are in the group.
+        count: how many elements of this mesh's tensor share a mean.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: int, count: int) -> None:
+        self._group, self._ranks, self._count = group, ranks, count
+
+    def __call__(self, moments: Tensor) -> Tensor:
+        """Means, variances and numbers of elements ``(3, sets)`` of all meshes, from the moments of this one."""
+        own = moments.new_full((1, moments.shape[1]), self._count / self._ranks)
+        means, variances, counts = all_gather(torch.cat([moments, own]), self._group).unbind(1)
+        total = counts.sum(0, keepdim=True)
+        return torch.cat([_merged(means, variances, counts / total), total])
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over meshes of a value that the ranks of each have alike."""
+        return all_reduce(value / self._ranks, self._group)
 
 
 def moments_of(
