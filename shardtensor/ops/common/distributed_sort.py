@@ -10,7 +10,7 @@ order of the processes and then of the columns, as a stable sort on one device h
 
 [Note: sorting] With the places where each process' part of the sorted row begins, every process knows what to send
 where: one all-to-all, in which nobody receives more than its part. How much travels between whom depends on data, but
-on data that all of them have seen.
+on data that all of them have seen. The host reads these numbers, and nothing else: for a GPU it waits once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._compat import untraced
+from ...caches import cached
 from ...cuda_graphs import check_not_captured
 from ...exchange import start_swap
 from ...geometry import boundaries_of
@@ -152,14 +154,19 @@ class Route:
         self, order: Tensor, everybody: Tensor, own: Sequence[int], need: Sequence[int], group: dist.ProcessGroup
     ) -> None:
         (rows, length), self._rank, self._group = order.shape, dist.get_rank(group), group
-        self.shape, self._order = (rows, need[self._rank]), order
+        self.shape, self._own = (rows, need[self._rank]), order.shape
         columns = torch.arange(length, device=order.device).expand(rows, -1).contiguous()
-        self._goes_to = torch.searchsorted(everybody[self._rank].contiguous(), columns, right=True)
-        ends = torch.tensor(own, device=order.device).view(-1, 1, 1).expand(-1, rows, 1)
+        goes_to = torch.searchsorted(everybody[self._rank].contiguous(), columns, right=True)
+        ends = _numbers(tuple(own), order.device).view(-1, 1, 1).expand(-1, rows, 1)
         counts = torch.cat([torch.zeros_like(ends), everybody, ends], dim=-1).diff()  # from, row, to
-        self._totals = counts.sum(1).tolist()
+        totals = counts.sum(1).tolist()
+        self._sends, self._receives = totals[self._rank], [of_rank[self._rank] for of_rank in totals]
+        # Where the elements are that are sent, one process' after the other's, and to where those go that arrive.
         row = torch.arange(rows, device=order.device)
-        comes_to = torch.cat([row.repeat_interleave(n) for n in counts[..., self._rank]])
+        at = order + row.unsqueeze(1) * length
+        self._sent = at.flatten()[torch.argsort(goes_to.flatten(), stable=True)]
+        from_each = counts[..., self._rank].flatten()
+        comes_to = row.repeat(len(own)).repeat_interleave(from_each, output_size=sum(self._receives))
         self._merge = torch.argsort(comes_to, stable=True)
 
     def reorder(self, within: Tensor) -> None:
@@ -171,21 +178,14 @@ class Route:
 
         Elements may be more than numbers: ``t`` may have further dims.
         """
-        t = t.gather(1, _spread(self._order, t))
-        pieces = [t[self._goes_to == r] for r in range(len(self._totals))]
-        arrived = torch.cat(self._swap(pieces, [row[self._rank] for row in self._totals]))
-        return arrived[self._merge].view(*self.shape, *t.shape[2:])
+        pieces = t.flatten(0, 1)[self._sent].split_with_sizes(self._sends)
+        return torch.cat(self._swap(pieces, self._receives))[self._merge].view(*self.shape, *t.shape[2:])
 
     def back(self, t: Tensor) -> Tensor:
         """The way back: ``t``, which lies as the sorted rows, sent to where the elements came from."""
-        flat = t.flatten(0, 1)
-        merged = torch.empty_like(flat)
-        merged[self._merge] = flat
-        pieces = merged.split_with_sizes([row[self._rank] for row in self._totals])
-        result = t.new_empty(*self._order.shape, *t.shape[2:])
-        for r, piece in enumerate(self._swap(pieces, self._totals[self._rank])):
-            result[self._goes_to == r] = piece
-        return torch.empty_like(result).scatter_(1, _spread(self._order, result), result)
+        merged = _put(t.flatten(0, 1), self._merge)
+        arrived = torch.cat(self._swap(merged.split_with_sizes(self._receives), self._sends))
+        return _put(arrived, self._sent).view(*self._own, *t.shape[2:])
 
     def _swap(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """One piece to every process, and one of these sizes from each."""
@@ -199,9 +199,16 @@ class Route:
         return [*received[: self._rank], mine, *received[self._rank :]]
 
 
-def _spread(index: Tensor, t: Tensor) -> Tensor:
-    """``index`` with the further dims of ``t``."""
-    return index.view(*index.shape, *[1] * (t.ndim - 2)).expand(*index.shape, *t.shape[2:])
+def _put(t: Tensor, index: Tensor) -> Tensor:
+    """The inverse of ``t[index]``, where ``index`` is a permutation."""
+    return torch.empty_like(t).index_copy_(0, index, t)
+
+
+@cached(maxsize=256)
+def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor of them, made once: the host waits for what it copies to a GPU."""
+    with torch.inference_mode(False), untraced():
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 class Sorted(Route):
@@ -220,7 +227,7 @@ class Sorted(Route):
     ) -> None:
         check_not_captured("a sort across shards", x.device)
         ordered, order = torch.sort(x, dim=-1, stable=True, descending=descending)
-        places = torch.tensor(boundaries_of(need)[1:-1], dtype=torch.int64, device=x.device).expand(len(x), -1)
+        places = _numbers(tuple(boundaries_of(need)[1:-1]), x.device).expand(len(x), -1)
         found = find_places(sort_keys(ordered, descending), x.dtype, places, [group])
         super().__init__(order, found.everybody, own, need, group)
         self.values, within = torch.sort(self.there(x), dim=-1, stable=True, descending=descending)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtensor.ops.common.distributed_sort import Sorted, find_places, sort_keys
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
@@ -49,6 +50,39 @@ def check_sorted():
 def test_sorted_rows_and_their_elements():
     """Bit by bit what a stable sort on one device gives, whatever the dtype and the columns of each rank."""
     run_distributed(check_sorted, 3)
+
+
+class Waits(TorchDispatchMode):
+    """Notes what a GPU's host would wait for besides tolist(): lengths that depend on data, copies to the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else []
+        masks = [i for i in indices if i is not None and i.dtype == torch.bool]
+        repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if masks or repeats or name in ("nonzero", "lift_fresh", "masked_select"):
+            self.seen.append(name)
+        return func(*args, **kwargs)
+
+
+def waits():
+    seen = []
+    for shape in ((23,), (23, 2)):
+        for _ in range(2):  # the second call finds what the first one has prepared
+            x = shard(torch.randn(shape), shared_mesh(3), [Shard(0)], {0: (10, 0, 13)}, requires_grad=True)
+            with Waits() as counted:
+                torch.sort(x, dim=0).values.sum().backward()
+        seen += counted.seen
+    return seen
+
+
+def test_a_host_waits_for_the_numbers_of_elements_only():
+    assert run_distributed(waits, 3) == [[], [], []]
 
 
 # -- operators ----------------------------------------------------------------------------------------------------
