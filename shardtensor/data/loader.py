@@ -44,6 +44,7 @@ from ..spec import ShardTensorSpec
 from ..strides import as_bytes
 from ..tensor import ShardTensor, wrap
 from . import messages
+from .copies import Copies
 from .layout import Layout, MakeSpec, Part
 
 __all__ = ["ShardLoader"]
@@ -121,8 +122,8 @@ class ShardLoader:
         self.is_source = dist.get_rank() == self.source
         self.loader: Any = loader if self.is_source else None
         self._layout = Layout(self.mesh, placements, shard_sizes)
-        # With its index, as the current device is one per thread and the transfer runs in another.
-        self._device = torch.empty(0, device=self.mesh.device_type).device
+        # A device with its index, as the current device is one per thread and the transfer runs in another.
+        self._copies = Copies(torch.empty(0, device=self.mesh.device_type).device)
         self._random_state = torch.get_rng_state()
         self._state: dict[str, Any] | None = None
         self._transfer: _Transfer | None = None
@@ -166,11 +167,13 @@ class ShardLoader:
                     raise error from RuntimeError(f"on source rank {self.source}:\n{text}")
                 if kind == _END:
                     return
+                shards = [leaf.to_local() for leaf in tree_leaves(content) if isinstance(leaf, ShardTensor)]
+                self._copies.wait(shards)
                 transfer = self._start(batches, last)
-                last = _Gate([leaf.to_local() for leaf in tree_leaves(content) if isinstance(leaf, ShardTensor)])
+                last = _Gate(shards)
                 # Handed over rather than yielded by name: this frame must not keep the batch alive.
                 handed_over = [content]
-                del content
+                del content, shards
                 yield handed_over.pop()
         finally:
             transfer.finish()
@@ -253,6 +256,7 @@ class ShardLoader:
         described = self._described(kind, content)
         if not self.is_source:
             gate.wait()
+        self._copies.end_last()
         return kind, tree_map(lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, Part) else leaf, described)
 
     def _described(self, kind: int, content: bytes) -> PyTree:
@@ -291,11 +295,10 @@ class ShardLoader:
         if self.is_source:
             local = self._send(tensors.pop(0), spec)
         else:
-            pinned = self._device.type != "cpu"
-            local = torch.empty(spec.own_shape, dtype=part.dtype, pin_memory=pinned)
+            local = self._copies.memory(spec.own_shape, part.dtype)
             for block in _blocks(local):
                 dist.recv(as_bytes(block), self.source, group=self._group)
-        return wrap(local.to(self._device), spec)
+        return wrap(self._copies.start(local), spec)
 
     def _send(self, tensor: Tensor, spec: ShardTensorSpec) -> Tensor:
         """Send each rank its shard of a global tensor; returns this rank's, which keeps no other shard alive."""
@@ -304,9 +307,10 @@ class ShardLoader:
                 for block in _blocks(part_at(tensor, spec, at)):
                     dist.send(self._packed(block), rank_at(spec.mesh, at), group=self._group)
         own = part_at(tensor, spec, spec.coordinate)
-        if own.shape == tensor.shape and _is_packed(own):
+        # A copy to the device is under way while the dataset reads on, so it reads memory of ours.
+        if not self._copies.needed and own.shape == tensor.shape and _is_packed(own):
             return own
-        return torch.empty(own.shape, dtype=own.dtype).copy_(own)
+        return self._copies.memory(own.shape, own.dtype).copy_(own)
 
     def _packed(self, block: Tensor) -> Tensor:
         """The bytes of ``block``."""

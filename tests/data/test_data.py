@@ -15,11 +15,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from late_streams import LateStream, on_stream
 from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import register_dataclass
@@ -370,6 +372,36 @@ def third_shards():
 
 def test_a_third_shard_waits_until_the_first_is_gone():
     run_distributed(third_shards, 4)
+
+
+def reused(n):
+    """Batches that are one tensor, written anew for each."""
+    whole = torch.empty(6, 2)
+    for i in range(n):
+        yield whole.fill_(i)
+
+
+def copied_late(placement):
+    """As to an accelerator: the copies are done when they are waited for, and read memory that is there until then."""
+    sharded = ShardLoader(reused(4), domain(), (placement,))
+    copying, computing = LateStream("copying"), LateStream("computing")
+    copies = sharded._copies
+    copies.needed, copies._stream, copies.memory = True, copying, lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    with on_stream(computing) as recorded:
+        batches = iter(sharded)
+        for i in range(4):
+            x = next(batches)
+            assert recorded.pop(x.to_local().data_ptr()) == "computing" and not recorded
+            computing.synchronize()
+            check(x, torch.full((6, 2), float(i)))
+            sharded._transfer._thread.join(20)
+            assert copying.queued == (i < 3), "nobody but who takes the next batch waits for it"
+        assert next(batches, None) is None
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_copies_to_an_accelerator_overlap_with_its_work(placement):
+    run_distributed(copied_late, 4, placement)
 
 
 class Fields(Dataset):

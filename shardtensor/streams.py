@@ -1,0 +1,35 @@
+"""Streams of a device: what is queued on one waits for what is queued on another only where it is told to.
+
+On the CPU there are none. Written against torch's interface for any accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["current_stream", "wait_for_streams"]
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which this thread queues its work on ``device``; None on the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def wait_for_streams(streams: Iterable[torch.Stream], tensors: Sequence[Tensor]) -> None:
+    """Let this thread's stream wait for what is queued on ``streams`` so far, as that computes ``tensors``.
+
+    Their memory, which may belong to one of these streams, is not used anew before what this thread's stream does with
+    it is done. The host does not wait.
+    """
+    here = current_stream(tensors[0].device) if tensors else None
+    if here is None:
+        return
+    others = [stream for stream in streams if stream != here]
+    for stream in others:
+        here.wait_stream(stream)
+    if others:
+        for t in tensors:
+            t.record_stream(here)
