@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._compat import is_lazy
-from ._compat.c10d import c10d_all_reduce, c10d_all_to_all, c10d_messages, process_group
-from .caches import check_world, forgets
+from ._compat.c10d import c10d_all_to_all, c10d_messages, process_group
 from .failures import lost
 from .geometry import Interval, intersect
+from .groups import connect
 from .headers import check_communication, debug_enabled
 from .history import calling, operator, record
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
@@ -328,8 +328,7 @@ def _transfer(
     """
     if all_ranks is not None:
         return [c10d_all_to_all(out, inp, all_ranks[1], all_ranks[0], group)]
-    if out.device.type != "cpu":
-        _connect(group, out.device)
+    connect(group, out.device)
     return c10d_messages(_parts(out, recvs), _parts(inp, sends), group)
 
 
@@ -352,22 +351,6 @@ def _parts(buffer: Tensor, counts: _Counts) -> list[tuple[int, Tensor]]:
     """The part of each peer, without empty ones: these are no messages."""
     peers, numbers = counts
     return [(peer, part) for peer, n, part in zip(peers, numbers, buffer.split_with_sizes(numbers), strict=True) if n]
-
-
-_connected: set[tuple[str, torch.device]] = set()
-forgets(_connected.clear)
-
-
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let messages between some ranks of ``group`` be its first communication. All of its ranks call this.
-
-    NCCL connects the ranks in the first call, which all of them have to take part in; but in an exchange by messages,
-    a rank without peers calls nothing.
-    """
-    check_world()
-    if (group.group_name, device) not in _connected:
-        c10d_all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, group).wait()
-        _connected.add((group.group_name, device))
 
 
 @graph_operator(

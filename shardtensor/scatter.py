@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import SupportsIndex
 
@@ -15,17 +16,21 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import not_in_graphs
-from ._compat.c10d import group_along
+from ._compat.c10d import c10d_messages, group_along, is_eager
 from .agreement import OTHER_META, check_process_group, claims_of, described, problem_of, record_over_mesh, say
 from .failures import communicating
 from .geometry import intervals_of
+from .groups import connect, own_group
 from .headers import debug_enabled
 from .layout import ShardSizes, given_mesh, mesh_coordinate, rank_at
 from .spec import ShardTensorSpec
 from .strides import as_bytes
 from .tensor import ShardTensor, mark_leaf, wrap
+from .waiting import wait_for_message
 
 __all__ = ["part_at", "scatter_tensor"]
+
+_TOGETHER = 1 << 23  # bytes; messages of fewer are sent together
 
 
 @not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
@@ -42,7 +47,8 @@ def scatter_tensor(
 ) -> ShardTensor:
     """Shard a tensor that one rank holds over a mesh. Collective over the mesh.
 
-    Each rank receives one message with its shard and allocates nothing else; the source packs one shard at a time.
+    Each rank receives one message with its shard and allocates nothing else; the source packs one shard at a time, or
+    small ones of up to 8 MiB together.
     Before that, the ranks gather a row of integers with the tensor's shape and dtype, and compare their arguments.
 
     Args:
@@ -98,10 +104,10 @@ def scatter_tensor(
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
     record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh)
-    world = group_along(mesh, 0) if mesh.ndim == 1 else dist.group.WORLD
-    assert world is not None
-    with communicating(world):
-        local = _send_shards(None if problem else tensor, spec) if is_src else _receive_shard(spec, global_src)
+    link = _link(mesh)
+    with communicating(link.group):
+        given = None if problem else tensor
+        local = _send_shards(given, spec, link) if is_src else _receive_shard(spec, global_src, link)
     if problem:
         raise say(problem, f"scatter_tensor: source rank {global_src} is this one, and its tensor", mesh)
     if local is None:
@@ -130,34 +136,82 @@ def _problem(tensor: object, mesh: DeviceMesh, shape: Sequence[int] | None, dtyp
     return OTHER_META if other else 0
 
 
-def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec) -> Tensor | None:
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """How the source reaches the other ranks.
+
+    Attributes:
+        group: all of them are in it.
+        together: whether they are connected in it. If not, messages connect the two ranks that they are between.
+    """
+
+    group: dist.ProcessGroup
+    together: bool = True
+
+    def start(self, recvs: Sequence[tuple[int, Tensor]], sends: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
+        """Start messages from and to global ranks."""
+        from_, to = ([(dist.get_group_rank(self.group, r), as_bytes(t)) for r, t in some] for some in (recvs, sends))
+        return c10d_messages(from_, to, self.group, together=self.together)
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for messages that :meth:`start` has started."""
+        for work in works:
+            wait_for_message(work, self.group)
+
+
+def _link(mesh: DeviceMesh) -> _Link:
+    """Collective over the mesh. No process group has its ranks where it has several dims, but is not the world."""
+    device = torch.empty(0, device=mesh.device_type).device
+    groups = [group_along(mesh, m) for m in range(mesh.ndim)]
+    group = groups[0] if mesh.ndim == 1 else dist.group.WORLD
+    assert group is not None
+    if mesh.size() < group.size() and device.type != "cpu" and not is_eager():
+        own = own_group("scatter", mesh.mesh.flatten().sort().values.tolist(), groups, device)
+        if own is None:
+            return _Link(group, together=False)
+        group = own
+    if mesh.size() == group.size():
+        connect(group, device)
+    return _Link(group)
+
+
+def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, link: _Link) -> Tensor | None:
     """Send every other rank its shard, and return this rank's. Without a tensor, send that there is a problem.
 
     The last element of a message says whether it holds a shard: an error must reach every rank, which wait for one
     message each, and so it costs none of its own.
     """
     mine = None
+    packed: list[tuple[int, Tensor]] = []
     with torch.no_grad():
         for at in product(*(range(n) for n in spec.mesh.shape)):
-            if tensor is None:
-                payload = _payload(spec, at).zero_()
-                payload[-1] = 1
-            else:
-                shard = part_at(tensor, spec, at)
-                if at == spec.coordinate:
+            if at == spec.coordinate:
+                if tensor is not None:
                     # A copy, so that the shard does not keep the memory of the global tensor alive.
-                    mine = shard.clone(memory_format=torch.contiguous_format)
-                    continue
-                payload = torch.cat([shard.reshape(-1), shard.new_zeros(1)])
-            if at != spec.coordinate:
-                dist.send(as_bytes(payload), rank_at(spec.mesh, at))
+                    mine = part_at(tensor, spec, at).clone(memory_format=torch.contiguous_format)
+                continue
+            packed.append((rank_at(spec.mesh, at), _packed(tensor, spec, at)))
+            if sum(payload.nbytes for _, payload in packed) >= _TOGETHER:
+                link.wait(link.start((), packed))
+                packed.clear()
+    link.wait(link.start((), packed))
     return mine
 
 
-def _receive_shard(spec: ShardTensorSpec, src: int) -> Tensor | None:
+def _packed(tensor: Tensor | None, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
+    """The message to the rank at ``at`` of the mesh."""
+    if tensor is None:
+        payload = _payload(spec, at).zero_()
+        payload[-1] = 1
+        return payload
+    shard = part_at(tensor, spec, at)
+    return torch.cat([shard.reshape(-1), shard.new_zeros(1)])
+
+
+def _receive_shard(spec: ShardTensorSpec, src: int, link: _Link) -> Tensor | None:
     """This rank's shard, or None where the source has a problem."""
     payload = _payload(spec, spec.coordinate)
-    dist.recv(as_bytes(payload), src)
+    link.wait(link.start([(src, payload)], ()))
     return None if bool(payload[-1] != 0) else payload[:-1].view(spec.own_shape)
 
 

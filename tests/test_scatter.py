@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
-from shardtensor import scatter_tensor
+from shardtensor import scatter, scatter_tensor
 from shardtensor.testing import count_communication, run_distributed, shared_mesh
 
 DTYPES = [torch.float64, torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.complex64]
@@ -78,13 +80,14 @@ def test_sources_of_any_kind():
 
 def to_sub_meshes():
     grid = shared_mesh((2, 2), ("data", "domain"))
-    for name in ("data", "domain"):
-        mesh = grid[name]
-        ranks = dist.get_process_group_ranks(mesh.get_group())
+    planes = shared_mesh((2, 2, 1), ("data", "domain", "one"))["domain", "one"]  # no process group has just its ranks
+    for mesh in (grid["data"], grid["domain"], planes, planes):
+        ranks = mesh.mesh.flatten().tolist()
         source = ranks[1]  # for the second group neither rank 0 nor the first of its own
         whole = source_tensor() + source
+        placements = [Shard(0), Shard(1)][: mesh.ndim]
         x = scatter_tensor(
-            whole if dist.get_rank() == source else None, source, mesh, [Shard(0)], shard_sizes={0: (2, 5)}
+            whole if dist.get_rank() == source else None, source, mesh, placements, shard_sizes={0: (2, 5)}
         )
         assert torch.equal(x.to_local(), expected_shard(whole, x))
 
@@ -122,6 +125,29 @@ def traffic():
 
 def test_a_rank_receives_its_shard_and_one_element():
     run_distributed(traffic, 3)
+
+
+def batches(limit):
+    mesh, started = shared_mesh(4), []
+    start = scatter.c10d_messages
+
+    def noted(recvs, sends, group, *, together):
+        assert group is mesh.get_group() and together, "messages of another group connect each two of its ranks"
+        started.append(len(recvs) + len(sends))
+        return start(recvs, sends, group)
+
+    whole = source_tensor() if dist.get_rank() == 2 else None
+    single = mock.patch.object(dist, "send", side_effect=AssertionError("a message by itself"))
+    with single, mock.patch.object(scatter, "c10d_messages", noted), mock.patch.object(scatter, "_TOGETHER", limit):
+        x = scatter_tensor(whole, 2, mesh, [Shard(0)], shard_sizes={0: (4, 1, 1, 1)})
+    assert torch.equal(x.full_tensor(), source_tensor())
+    return started
+
+
+@pytest.mark.parametrize("limit, batched", [(1 << 23, [3]), (1, [1, 1, 1, 0]), (500, [2, 1])])
+def test_messages_are_batched_up_to_a_size(limit, batched):
+    """The source holds no second copy of all shards."""
+    assert run_distributed(batches, 4, limit) == [[1], [1], batched, [1]]
 
 
 def leaves():

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllreduceCoalescedOptions,
     _get_default_store,
     _resolve_process_group,
+    _world,
 )
 
 __all__ = [
@@ -26,7 +27,10 @@ __all__ = [
     "c10d_messages",
     "default_store",
     "group_along",
+    "is_eager",
+    "make_group",
     "naming_what_is_gone",
+    "number_of_groups",
     "process_group",
     "program_timeout",
 ]
@@ -66,12 +70,21 @@ def c10d_all_reduce_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGr
 
 
 def c10d_messages(
-    recvs: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
+    recvs: Sequence[tuple[int, torch.Tensor]],
+    sends: Sequence[tuple[int, torch.Tensor]],
+    group: dist.ProcessGroup,
+    *,
+    together: bool = True,
 ) -> list[dist.Work]:
-    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``."""
+    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``.
+
+    Args:
+        together: all ranks of the group are connected. NCCL connects the two ranks of each message otherwise.
+    """
     if not recvs and not sends:
         return []
-    if (recvs or sends)[0][1].device.type == "cpu":  # backends of the CPU have nothing to coalesce
+    # Backends of the CPU have nothing to coalesce.
+    if not together or (recvs or sends)[0][1].device.type == "cpu":
         return [group.recv([t], peer, 0) for peer, t in recvs] + [group.send([t], peer, 0) for peer, t in sends]
     ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in recvs]
     ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
@@ -121,6 +134,33 @@ def process_group(name: str) -> dist.ProcessGroup:
     """The process group of this name. Operators of a graph get names, as a group cannot be a constant of a graph."""
     with naming_what_is_gone():
         group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
+    return group
+
+
+def number_of_groups() -> int:
+    """How many process groups this process is in, which torch makes names of groups of."""
+    return len(_world.pg_names)
+
+
+def is_eager() -> bool:
+    """Whether the default process group was made for a device, so that its ranks are connected from the start."""
+    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+
+
+def make_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, name: str) -> dist.ProcessGroup:
+    """A new process group for tensors on ``device``, with the backend of ``like``. Its ranks call this, and no others.
+
+    Where torch connects ranks from the start it splits ``like``, which must have the same ranks then.
+    """
+    options: dict[str, Any] = {"timeout": program_timeout(), "group_desc": name}
+    made: Any
+    if is_eager() and like._get_backend(device).supports_splitting:
+        made = dist.split_group(like, [list(range(like.size()))], **options)
+    else:
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(like).split(","))
+        backend = f"{device.type}:{backends[device.type]}"
+        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
+    group: dist.ProcessGroup = made
     return group
 
 
