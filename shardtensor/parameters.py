@@ -10,6 +10,13 @@ always, however it was used. Where ranks worked on different shards that is what
 work, one keeps the gradient and the others get zeros: nothing is sent. So gradients of several uses add up as they
 are, and FSDP2, which sums over the mesh dims it is given without asking for placements, reduces all of them rightly in
 its own communication.
+
+[Note: buckets] A layer's contributions go into a bucket when its backward has computed them, and the bucket is sent
+when it is full. A node between weight and layer, which the engine runs when nothing else is ready, takes the sums out.
+Between accelerators buckets are larger, and summed in a process group of their own: what is communicated in one group
+is done in the order in which it was started, so a halo would wait for a bucket. Layers may have run on several streams,
+and so do their nodes: who sends waits for all streams that have added to the bucket, and who takes for the one that has
+waited for the sums.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -27,14 +35,18 @@ from torch.distributed.tensor.placement_types import Placement
 from ._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
 from ._compat.c10d import group_along
 from .caches import cached
+from .groups import own_group
 from .layout import wide_dtype
 from .redistribute import start_sums
 from .spec import ShardTensorSpec
+from .streams import current_stream, wait_for_streams
+from .tracing import is_traced
 
 __all__ = ["Contribution", "GradientSum", "contributing", "start_sum"]
 
 # From how many bytes on a bucket is sent. A smaller message takes about as long, on the networks that there are.
 BUCKET_BYTES = 1 << 20
+ACCELERATOR_BUCKET_BYTES = 25 << 20  # between accelerators, whose links are faster
 
 
 @cached(maxsize=4096)
@@ -135,7 +147,12 @@ class _SumGradients(AutogradFunction):
 
 
 def start_sum(
-    tensors: Sequence[Tensor | None], mesh: DeviceMesh, mesh_dims: Sequence[int], *, overwrite: bool = False
+    tensors: Sequence[Tensor | None],
+    mesh: DeviceMesh,
+    mesh_dims: Sequence[int],
+    *,
+    overwrite: bool = False,
+    apart_on: torch.device | None = None,
 ) -> Callable[[], list[Tensor | None]]:
     """Each tensor summed over the mesh dims: one all-reduce per mesh dim and dtype for all of them together.
 
@@ -146,14 +163,21 @@ def start_sum(
 
     Args:
         overwrite: the tensors are new ones, which nothing else refers to.
+        apart_on: their device, if they go in process groups of their own. See [Note: buckets].
     """
+
+    def start(some: list[Tensor], mesh_dim: int, overwrite: bool) -> Callable[[], list[Tensor]]:
+        group, via = group_along(mesh, mesh_dim), None
+        if apart_on is not None:
+            via = own_group("gradients", dist.get_process_group_ranks(group), [group], apart_on)
+        return start_sums(some, group, overwrite=overwrite, via=via)
+
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         if t is not None:
             by_dtype.setdefault(wide_dtype(t.dtype), []).append(i)
-    first = group_along(mesh, mesh_dims[0])
     under_way = [
-        (members, start_sums([tensors[i].to(dtype) for i in members], first, overwrite=overwrite))  # type: ignore[union-attr]
+        (members, start([tensors[i].to(dtype) for i in members], mesh_dims[0], overwrite))  # type: ignore[union-attr]
         for dtype, members in by_dtype.items()
     ]
 
@@ -162,7 +186,7 @@ def start_sum(
         for members, pending in under_way:
             totals = pending()
             for m in mesh_dims[1:]:
-                totals = start_sums(totals, group_along(mesh, m), overwrite=True)()
+                totals = start(totals, m, True)()
             for i, total in zip(members, totals, strict=True):
                 t = tensors[i]
                 total = total if t is None else total.to(t.dtype)
@@ -198,30 +222,35 @@ class _Total(AutogradFunction):
 class _Bucket:
     """Contributions to gradients, which are summed together."""
 
-    __slots__ = ("_bytes", "_finish", "_mesh", "_mesh_dims", "_tensors")
+    __slots__ = ("_bytes", "_device", "_finish", "_limit", "_mesh", "_mesh_dims", "_streams", "_tensors")
 
-    def __init__(self, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> None:
+    def __init__(self, mesh: DeviceMesh, mesh_dims: Sequence[int], like: Tensor) -> None:
         self._mesh, self._mesh_dims = mesh, mesh_dims
-        self._bytes = 0
+        self._device = _device_of(like)
+        self._streams: set[torch.Stream] = set()  # on which something was done with them so far
+        self._bytes, self._limit = 0, BUCKET_BYTES if like.is_cpu else ACCELERATOR_BUCKET_BYTES
         self._tensors: list[Tensor | None] = []
         self._finish: Callable[[], list[Tensor | None]] | None = None
 
     def add(self, tensors: Sequence[Tensor]) -> range:
         """Where among the sums those of ``tensors`` will be."""
+        self._note_stream()
         first = len(self._tensors)
         self._tensors += tensors
         self._bytes += sum(t.nbytes for t in tensors)
         return range(first, len(self._tensors))
 
     def is_full(self) -> bool:
-        return self._bytes >= BUCKET_BYTES
+        return self._bytes >= self._limit
 
     def send(self) -> None:
-        self._finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True)
+        wait_for_streams(self._streams, self._tensors)
+        self._finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True, apart_on=self._device)
 
     def wait(self) -> None:
         if self._finish is not None:
             self._tensors, self._finish = self._finish(), None
+            self._note_stream()
 
     def take(self, places: range) -> list[Tensor | None]:
         """The sums, which are forgotten here: autograd keeps gradients that nothing else refers to without a copy."""
@@ -229,7 +258,18 @@ class _Bucket:
         found = self._tensors[places.start : places.stop]
         for i in places:
             self._tensors[i] = None
+        wait_for_streams(self._streams, found)
         return found
+
+    def _note_stream(self) -> None:
+        stream = current_stream(self._device) if self._device is not None else None
+        if stream is not None:
+            self._streams.add(stream)
+
+
+def _device_of(tensor: Tensor) -> torch.device | None:
+    """The accelerator that it is on; None if it is on the CPU or has no data."""
+    return None if tensor.is_cpu or is_traced(tensor) else tensor.device
 
 
 class _Pass:
@@ -244,7 +284,7 @@ class _Pass:
         key = mesh, mesh_dims
         bucket = self._open.get(key)
         if bucket is None:
-            bucket = self._open[key] = _Bucket(mesh, mesh_dims)
+            bucket = self._open[key] = _Bucket(mesh, mesh_dims, tensors[0])
         places = bucket.add(tensors)
         if bucket.is_full():
             self._send(self._open.pop(key))

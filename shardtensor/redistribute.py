@@ -234,12 +234,17 @@ def start_all_reduce(
 
 
 def start_sums(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, overwrite: bool = False
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    overwrite: bool = False,
+    via: dist.ProcessGroup | None = None,
 ) -> Callable[[], list[Tensor]]:
     """Start the sum over the ranks of each of several tensors of one dtype: one collective for all of them.
 
     Args:
         overwrite: they are not used elsewhere, so that they may become the sums.
+        via: a group of the same ranks that carries it in place of ``group``, which it is recorded for.
     """
     dtype = tensors[0].dtype
     if dtype not in _SUMMABLE or group.size() == 1 or goes_into_graph(tensors[0]):
@@ -260,7 +265,7 @@ def start_sums(
         (t if overwrite and t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format)).view(-1)
         for t in tensors
     ]
-    summing = c10d_all_reduce_coalesced(totals, group)
+    summing = c10d_all_reduce_coalesced(totals, via or group)
 
     def wait() -> list[Tensor]:
         wait_for(summing, totals[0], group)

@@ -5,7 +5,7 @@ On the CPU there are none. Written against torch's interface for any accelerator
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,18 +18,19 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def wait_for_streams(streams: Iterable[torch.Stream], tensors: Sequence[Tensor]) -> None:
+def wait_for_streams(streams: Collection[torch.Stream], tensors: Sequence[Tensor | None]) -> None:
     """Let this thread's stream wait for what is queued on ``streams`` so far, as that computes ``tensors``.
 
     Their memory, which may belong to one of these streams, is not used anew before what this thread's stream does with
     it is done. The host does not wait.
     """
-    here = current_stream(tensors[0].device) if tensors else None
-    if here is None:
+    if not streams:
         return
+    some = [t for t in tensors if t is not None]
+    here = current_stream(some[0].device) if some else None
     others = [stream for stream in streams if stream != here]
-    for stream in others:
-        here.wait_stream(stream)
-    if others:
-        for t in tensors:
+    if here is not None and others:
+        for stream in others:
+            here.wait_stream(stream)
+        for t in some:
             t.record_stream(here)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -68,11 +68,16 @@ class _Queueing(TorchDispatchMode):
 
 
 @contextmanager
-def on_stream(current: LateStream):
-    """Inside the block work is queued on this one. Gives what ``record_stream`` was told, by address."""
+def on_stream(current: LateStream, *modules):
+    """Inside the block work is queued on this one, in the eyes of ``modules``, too.
+
+    Gives what ``record_stream`` was told, by address.
+    """
     recorded: dict[int, str] = {}
     with (
-        mock.patch.object(streams, "current_stream", lambda device: current),
+        ExitStack() as stack,
         mock.patch.object(torch.Tensor, "record_stream", lambda t, s: recorded.update({t.data_ptr(): s.name})),
     ):
+        for module in (streams, *modules):
+            stack.enter_context(mock.patch.object(module, "current_stream", lambda device: current))
         yield recorded

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from late_streams import LateStream, on_stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,8 +18,10 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shardtensor import parameters, scatter_tensor
-from shardtensor.testing import count_communication, run_distributed
+from shardtensor import parameters, redistribute, scatter_tensor
+from shardtensor._compat import without_values
+from shardtensor.history import fingerprint
+from shardtensor.testing import count_communication, run_distributed, shared_mesh
 
 
 def network() -> nn.Sequential:
@@ -37,6 +40,10 @@ def rows(n: int = 7, sizes: tuple[int, ...] = (5, 2), **options: bool):
 def assert_gradients_match(model: nn.Module, expected: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=partial("{}: {}".format, name))
+
+
+def buckets_of(size: int):
+    return mock.patch.multiple(parameters, BUCKET_BYTES=size, ACCELERATOR_BUCKET_BYTES=size)
 
 
 def single_bucket() -> dict[str, int]:
@@ -64,7 +71,7 @@ def full_buckets() -> tuple[dict[str, int], list[str]]:
     send = parameters.start_sum
     noted = mock.patch.object(parameters, "start_sum", lambda *args, **kw: (order.append("sent"), send(*args, **kw))[1])
     x.register_hook(lambda grad: order.append("input's gradient"))
-    with noted, mock.patch.object(parameters, "BUCKET_BYTES", 6 * 6 * 8), count_communication() as counted:
+    with noted, buckets_of(6 * 6 * 8), count_communication() as counted:
         total.backward()
     assert_gradients_match(model, expected)
     return dict(counted.collectives), order
@@ -75,6 +82,89 @@ def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
     for collectives, order in run_distributed(full_buckets, 2):
         assert collectives == {"all_reduce": 3}
         assert order == ["sent", "sent", "sent", "input's gradient", "sum of the first layer"]
+
+
+# An accelerator's tensors, on the CPU.
+elsewhere = mock.patch.object(parameters, "_device_of", lambda t: t.device)
+
+
+def apart() -> list[bool]:
+    """Which all-reduces of a backward pass are in the group of the mesh dim."""
+    model, expected, seen = network(), network(), []
+    start = redistribute.c10d_all_reduce_coalesced
+    whole, x = rows()
+    group = x.device_mesh.get_group()
+    expected(whole).square().sum().backward()
+
+    def noted(tensors, via):
+        assert dist.get_process_group_ranks(via) == dist.get_process_group_ranks(group)
+        seen.append(via is group)
+        return start(tensors, via)
+
+    with elsewhere, mock.patch.object(redistribute, "c10d_all_reduce_coalesced", noted):
+        with on_stream(LateStream("default"), parameters), buckets_of(6 * 6 * 8):
+            model(x).square().sum().backward()
+    assert_gradients_match(model, expected)
+    assert fingerprint(group.group_name)[0] > 3, "what ranks compare with the next number holds these sums, too"
+    return seen
+
+
+def test_accelerators_sum_gradients_in_a_group_of_their_own():
+    """Halos do not wait for buckets there."""
+    assert run_distributed(apart, 2) == [[False] * 3] * 2
+
+
+def on_several_streams() -> None:
+    """Two layers' contributions, each computed and taken on a stream of its own; the results are as late as the work."""
+    streams, sums = [LateStream(name) for name in ("first", "second", "third")], parameters.start_sum
+    given = [torch.full((3,), 1.0 + i + dist.get_rank()) for i in range(2)]
+    places, mesh = [], shared_mesh(2)
+
+    def start(tensors, *args, **kwargs):
+        streams[1].synchronize()  # the current one, for which a collective waits
+        finish = sums(tensors, *args, **kwargs)
+
+        def late():
+            results.extend(t.clone() for t in finish())
+            with streams[2]:
+                return [torch.empty_like(t).copy_(t, non_blocking=True) for t in results]
+
+        return late
+
+    results: list[torch.Tensor] = []
+    with elsewhere, mock.patch.object(parameters, "start_sum", start):
+        bucket = parameters._Bucket(mesh, (0,), given[0])
+        for stream, value in zip(streams, given, strict=False):
+            with on_stream(stream, parameters):
+                with stream:
+                    contribution = torch.empty_like(value).copy_(value, non_blocking=True)
+                places.append(bucket.add([contribution]))
+        with on_stream(streams[1], parameters) as recorded:
+            bucket.send()
+        assert set(recorded.values()) == {"second"} and len(recorded) == 2
+        with on_stream(streams[2], parameters):
+            (second,) = bucket.take(places[1])
+        with on_stream(streams[0], parameters) as recorded:
+            (first,) = bucket.take(places[0])
+        assert recorded == {first.data_ptr(): "first"}
+        streams[0].synchronize()
+        assert first.tolist() == [3.0] * 3
+        assert second.tolist() == [5.0] * 3
+
+
+def test_layers_that_ran_on_different_streams_wait_for_each_other():
+    run_distributed(on_several_streams, 2)
+
+
+@pytest.mark.parametrize("device, contributions", [("cpu", 1), ("cuda", 25)])
+def test_buckets_between_accelerators_are_larger(device, contributions):
+    """Contributions of 1 MiB, without data; the first bucket is sent when it is full."""
+    with without_values() as mode, mode:
+        megabyte = torch.empty(1 << 18, device=device)
+        bucket = parameters._Bucket(mock.Mock(), (0,), megabyte)
+        while not bucket.is_full():
+            bucket.add([megabyte])
+    assert len(bucket._tensors) == contributions
 
 
 def seen_early(how: str) -> None:
@@ -136,7 +226,7 @@ def test_passes_do_not_mix(how, bucket):
 
 
 def _with_buckets(size: int, function, *args) -> None:
-    with mock.patch.object(parameters, "BUCKET_BYTES", size):
+    with buckets_of(size):
         function(*args)
 
 
