@@ -33,7 +33,7 @@ def network() -> nn.Sequential:
 def rows(n: int = 7, sizes: tuple[int, ...] = (5, 2), **options: bool):
     """A plain input, and the same over all ranks."""
     whole = torch.linspace(-1, 1, 6 * n, dtype=torch.float64).view(n, 6).sin()
-    x = scatter_tensor(whole, 0, init_device_mesh("cpu", (len(sizes),)), (Shard(0),), shard_sizes={0: sizes})
+    x = scatter_tensor(whole, 0, init_device_mesh(torch.get_default_device().type, (len(sizes),)), (Shard(0),), shard_sizes={0: sizes})
     return whole.requires_grad_(**options), x.requires_grad_(**options)
 
 
@@ -50,6 +50,7 @@ def single_bucket() -> dict[str, int]:
     model, expected = network(), network()
     whole, x = rows(requires_grad=False)
     expected(whole).square().sum().backward()
+    network()(x).square().sum().backward()  # between accelerators the first bucket has a process group made
     total = model(x).square().sum()
     with count_communication() as counted:
         total.backward()
@@ -109,9 +110,35 @@ def apart() -> list[bool]:
     return seen
 
 
+@pytest.mark.on_cpu("an accelerator and its streams are imitated")
 def test_accelerators_sum_gradients_in_a_group_of_their_own():
     """Halos do not wait for buckets there."""
     assert run_distributed(apart, 2) == [[False] * 3] * 2
+
+
+def with_streams() -> None:
+    """The same with streams of an accelerator, whose kernels know of no other order than that of waiting."""
+    models, expected = [network(), network()], [network(), network()]
+    whole, x = rows(requires_grad=False)
+    for net in expected:
+        net(whole).square().sum().backward()
+    before, totals = torch.accelerator.current_stream(), []
+    for net in models:
+        stream = torch.Stream(whole.device)
+        stream.wait_stream(before)
+        with stream:
+            totals.append(net(x).square().sum())
+        before.wait_stream(stream)
+    torch.autograd.backward(totals)
+    torch.accelerator.synchronize()
+    for net, other in zip(models, expected, strict=True):
+        assert_gradients_match(net, other)
+
+
+def test_layers_on_streams(device_of_ranks):
+    if device_of_ranks == "cpu":
+        pytest.skip("needs an accelerator: --device emulated or --device cuda")
+    run_distributed(with_streams, 2)
 
 
 def on_several_streams() -> None:
@@ -152,6 +179,7 @@ def on_several_streams() -> None:
         assert second.tolist() == [5.0] * 3
 
 
+@pytest.mark.on_cpu("an accelerator and its streams are imitated")
 def test_layers_that_ran_on_different_streams_wait_for_each_other():
     run_distributed(on_several_streams, 2)
 
@@ -253,7 +281,7 @@ def wrapped(how: str) -> dict[str, int]:
     expected, model = network(), network()
     whole, x = rows(sizes=(5, 2))
     expected(whole).square().sum().backward()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("domain", "data"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 1), mesh_dim_names=("domain", "data"))
     if how == "fsdp":
         for layer in (model[0], model[3], model[6], model):
             fully_shard(layer, mesh=mesh["data"])
@@ -306,7 +334,7 @@ def trained_in_part(sizes: tuple[int, ...], early: bool) -> None:
 
     ``early``: in a wrapper that takes gradients before the backward pass ends.
     """
-    mesh = init_device_mesh("cpu", (len(sizes), 1), mesh_dim_names=("domain", "data"))
+    mesh = init_device_mesh(torch.get_default_device().type, (len(sizes), 1), mesh_dim_names=("domain", "data"))
     for name in LAYERS:
         for trained in ("bias", "weight"):
             for memory in (torch.contiguous_format, torch.channels_last):
@@ -335,7 +363,7 @@ def test_layers_of_which_only_one_parameter_is_trained(sizes, early):
 
 def after_fsdp2(kept: bool):
     """What is communicated next to a module with FSDP2 that rank 0 may still hold."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
     wrapped = fully_shard(nn.Linear(2, 2), mesh=mesh)
     gone = weakref.ref(wrapped)
     if not (kept and dist.get_rank() == 0):

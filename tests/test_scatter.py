@@ -103,6 +103,7 @@ def traffic():
     sizes = (2, 4, 1)
     row = 3 * 5 * 8
     given = {"global_shape": (7, 3, 5), "dtype": torch.float64}
+    scatter_tensor(whole, 1, mesh, [Shard(0)], **given)  # the group's first messages, for which NCCL connects all ranks
     with count_communication() as counted:
         x = scatter_tensor(whole, 1, mesh, [Shard(0)], shard_sizes={0: sizes}, **given)
     # The shard, and one element that says whether the source could send.

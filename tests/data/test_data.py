@@ -399,6 +399,7 @@ def copied_late(placement):
         assert next(batches, None) is None
 
 
+@pytest.mark.on_cpu("an accelerator and its streams are imitated")
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 def test_copies_to_an_accelerator_overlap_with_its_work(placement):
     run_distributed(copied_late, 4, placement)
