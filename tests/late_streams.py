@@ -1,4 +1,4 @@
-"""Streams for tests on the CPU, which has none: what is queued on one is done when the host waits for it, not before."""
+"""Streams for tests on the CPU, which has none: what is queued on one is done when the host waits for it."""
 
 from __future__ import annotations
 

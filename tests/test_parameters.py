@@ -33,7 +33,8 @@ def network() -> nn.Sequential:
 def rows(n: int = 7, sizes: tuple[int, ...] = (5, 2), **options: bool):
     """A plain input, and the same over all ranks."""
     whole = torch.linspace(-1, 1, 6 * n, dtype=torch.float64).view(n, 6).sin()
-    x = scatter_tensor(whole, 0, init_device_mesh(torch.get_default_device().type, (len(sizes),)), (Shard(0),), shard_sizes={0: sizes})
+    mesh = init_device_mesh(torch.get_default_device().type, (len(sizes),))
+    x = scatter_tensor(whole, 0, mesh, (Shard(0),), shard_sizes={0: sizes})
     return whole.requires_grad_(**options), x.requires_grad_(**options)
 
 
@@ -102,9 +103,9 @@ def apart() -> list[bool]:
         seen.append(via is group)
         return start(tensors, via)
 
-    with elsewhere, mock.patch.object(redistribute, "c10d_all_reduce_coalesced", noted):
-        with on_stream(LateStream("default"), parameters), buckets_of(6 * 6 * 8):
-            model(x).square().sum().backward()
+    reduced = mock.patch.object(redistribute, "c10d_all_reduce_coalesced", noted)
+    with elsewhere, reduced, on_stream(LateStream("default"), parameters), buckets_of(6 * 6 * 8):
+        model(x).square().sum().backward()
     assert_gradients_match(model, expected)
     assert fingerprint(group.group_name)[0] > 3, "what ranks compare with the next number holds these sums, too"
     return seen
@@ -142,7 +143,7 @@ def test_layers_on_streams(device_of_ranks):
 
 
 def on_several_streams() -> None:
-    """Two layers' contributions, each computed and taken on a stream of its own; the results are as late as the work."""
+    """Two layers' contributions, each computed and taken on a stream of its own; results are as late as the work."""
     streams, sums = [LateStream(name) for name in ("first", "second", "third")], parameters.start_sum
     given = [torch.full((3,), 1.0 + i + dist.get_rank()) for i in range(2)]
     places, mesh = [], shared_mesh(2)

@@ -116,7 +116,7 @@ def check(seconds: float) -> tuple[str, object]:
         limit = timedelta(seconds=seconds)
         world = dist.group.WORLD
         assert world is not None
-        world.monitored_barrier(timeout=limit)
+        world.monitored_barrier(timeout=limit)  # type: ignore[attr-defined]
         meshes = sys.modules.get("shardtensor.testing.mesh")
         cached = meshes.cached_meshes() if meshes else {}
         names: list[object] = [None] * dist.get_world_size()
