@@ -48,7 +48,8 @@ def _plan(
     def probe(x: Tensor) -> Tensor:
         return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]  # type: ignore[no-any-return]
 
-    results = [Result(shape, names, result_dtype(call, dtype, probe, [1] * (n + 2)))]
+    # In three dims torch takes no input of length 1.
+    results = [Result(shape, names, result_dtype(call, dtype, probe, [1, 1, *[2] * n]))]
     if indices:
         results.append(Result(shape, names, torch.int64))
     sample_names: Names = ["batch" if batched else None, "channels", None]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from image_cuts import CUTS, IMAGE, places
+from torch.distributed.tensor import Shard
 
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -40,3 +41,21 @@ def check_pooling(mesh_shape, dims, sizes):
 @pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
 def test_images(mesh_shape, dims, sizes):
     run_distributed(check_pooling, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, dims, sizes)
+
+
+def check_autocast():
+    torch.manual_seed(0)
+    for n, sizes in ((2, (5, 6)), (3, (5, 6, 5))):
+        name, samples = f"fractional_max_pool{n}d", torch.rand(2, 3, n)
+
+        def pool(x, name=name, samples=samples):
+            with torch.autocast("cpu", torch.bfloat16):
+                return getattr(F, name)(x, 2, output_size=3, return_indices=True, _random_samples=samples)
+
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(2, 3, *sizes).to(dtype)
+            assert_matches_unsharded(pool, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (1, 4)})
+
+
+def test_fractional_max_pool_under_autocast():
+    run_distributed(check_autocast, 2)
