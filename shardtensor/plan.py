@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import AutogradFunction
+from ._compat import AutogradFunction, alias
 from .failures import note_raised
 from .first_use import PlainOperands
 from .gradients import not_twice
@@ -42,6 +42,8 @@ class Plan:
         then: the layout that the result is redistributed to.
         twice: whether autograd can differentiate :meth:`again`, for second derivatives.
         linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
+        depends: by position, which tensors the gradient of a tensor depends on; all where it is left out. Second
+            derivatives by other tensors are None, as on one device.
     """
 
     outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
@@ -52,6 +54,7 @@ class Plan:
     defers: bool = True
     twice: ClassVar[bool] = False
     linear: ClassVar[bool] = False
+    depends: Mapping[int, Sequence[int]] = {}
     # Filled in by the operator that has the plan made.
     name: str = ""
     label: str = ""
@@ -260,9 +263,13 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     # A deferred sum is made of what is returned; what that depends on is summed in any case.
     wanted = [t for t, need in zip(locals_ if plan.deferred is None else completed, needed, strict=True) if need]
     found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
-    nothing = _nothing_of((*locals_, *completed, *(g for _, g in pairs)), pairs[0][0])
-    gradients = iter([g + nothing.to(g.dtype) for g in found])
-    result = [next(gradients) if need else None for need in needed]
+    sources = [*locals_, *completed, *(g for _, g in pairs)]
+    places = [*range(len(locals_)), *range(len(completed))]
+    gradients = iter(found)
+    result: list[Any] = [None] * len(needed)
+    for i in (i for i, need in enumerate(needed) if need):
+        depends = plan.depends.get(i, places)
+        result[i] = _FunctionOf.apply(next(gradients), [j in depends for j in places], *sources)
     return [g if g is None or s is None else from_part(g, s) for g, s in zip(result, ctx.specs, strict=True)]
 
 
@@ -272,17 +279,31 @@ def _zeros(spec: ShardTensorSpec, grad: Tensor) -> Tensor:
     return torch.zeros(spec.own_shape, dtype=dtype, device=grad.device, requires_grad=True)
 
 
-def _nothing_of(tensors: Sequence[Any], like: Tensor) -> Tensor:
-    """Zero, as a function of all these tensors.
+class _FunctionOf(AutogradFunction):
+    """The identity on ``result``, which counts as a function of ``sources``, with a gradient of zeros.
 
     With an empty shard gradients depend on less than elsewhere; but what is differentiated again must communicate on
-    every rank.
+    every rank. Sources that no rank's gradient depends on (not ``depends``) are in the graph, as torch's own operators
+    have them there, and get no gradient.
     """
-    nothing = like.new_zeros(())
-    for t in tensors:
-        if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
-            nothing = nothing + t.reshape(-1)[:0].sum()
-    return nothing
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, depends: Sequence[bool], *sources: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.depends = [*depends, *[True] * (len(sources) - len(depends))]
+        ctx.like = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in sources]
+        return alias(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        found: list[Tensor | None] = [None] * len(ctx.like)
+        if grad is not None:
+            nothing = grad.reshape(-1)[:0].sum()
+            for i, need in enumerate(ctx.needs_input_grad[2:]):
+                if need and ctx.depends[i]:
+                    shape, dtype = ctx.like[i]
+                    found[i] = nothing.to(dtype).expand(shape)
+        return grad, None, *found
 
 
 def picked(tensors: Sequence[Any], place: Any) -> Any:

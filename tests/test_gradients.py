@@ -198,6 +198,49 @@ def test_derivatives_with_weights(order):
     run_distributed(check_derivatives_with_weights, 2, order)
 
 
+def check_absent_second_derivatives():
+    torch.manual_seed(0)
+    image, rows, scale = (torch.randn(s, dtype=torch.float64) for s in ((2, 4, 6, 3), (6, 4), (2, 4)))
+    kernel, weight = torch.randn(4, 4, 3, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    cases = {
+        "linear": (F.linear, rows, (weight, scale[0]), 0),
+        "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), image, (kernel, scale[0]), 2),
+        "conv_transpose2d": (lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1), image, (kernel, scale[0]), 2),
+        "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), image, tuple(scale), 2),
+        "layer_norm": (lambda x, w, b: F.layer_norm(x, (4,), w, b), rows, tuple(scale), 0),
+        "rms_norm": (lambda x, w: F.rms_norm(x, (4,), w), rows, (scale[0],), 0),
+        "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), image, tuple(scale), 2),
+        "batch_norm, eval": (lambda x, w, b: F.batch_norm(x, scale[0], scale[1].exp(), w, b), image, tuple(scale), 2),
+    }
+
+    def absent(function, x, parameters, wanted):
+        """Whether there is no gradient of the weight's and the bias's, after a penalty on one of the gradients."""
+        x, parameters = x.detach().requires_grad_(), [p.clone().requires_grad_() for p in parameters]
+        y = function(x.tanh(), *parameters).sum()
+        (grad,) = torch.autograd.grad(y, [x, *parameters][wanted], create_graph=True)
+        grad.square().sum().backward()
+        return [p.grad is None for p in parameters], parameters
+
+    failures = []
+    for name, (function, x, parameters, dim) in cases.items():
+        for sizes in ((4, 2), (6, 0)):
+            sharded = shard(x, shared_mesh(2), [Shard(dim)], {0: sizes})
+            for wanted in (0, 1):  # of a bias nothing depends on anything
+                expected, one = absent(function, x, parameters, wanted)
+                found, ours = absent(function, sharded, parameters, wanted)
+                if found != expected:
+                    failures.append(f"{name} {sizes} {wanted}: {found} instead of {expected}")
+                for p, q in zip(one, ours):
+                    if p.grad is not None:
+                        torch.testing.assert_close(q.grad, p.grad)
+    assert not failures, "\n".join(failures)
+
+
+def test_what_second_derivatives_do_not_depend_on_has_none():
+    """An optimizer changes a parameter whose gradient is zero, by weight decay or momentum, and not one without."""
+    run_distributed(check_absent_second_derivatives, 2)
+
+
 def second_derivative(case):
     x = shard(torch.rand(1, 2, 8, 6), shared_mesh(2), [Shard(2)], {0: (5, 3)}, requires_grad=True)
     # The gradient of a sum is a constant, but what comes of it depends on the input.

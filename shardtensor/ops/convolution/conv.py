@@ -35,6 +35,7 @@ class ConvolutionPlan(Plan):
     """
 
     twice = True
+    depends = {0: (1,), 1: (0,), 2: ()}
 
     def __init__(self, work: Convolution) -> None:
         self.work, self.outputs, self.saves = work, work.out_spec, work.saves

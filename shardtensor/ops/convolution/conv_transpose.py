@@ -170,6 +170,7 @@ class TransposedConvolutionPlan(Plan):
 
     saves = (0, 1)
     twice = True
+    depends = {0: (1,), 1: (0,), 2: ()}
 
     def __init__(self, work: _Work, outputs: ShardTensorSpec) -> None:
         self.work, self.outputs = work, outputs

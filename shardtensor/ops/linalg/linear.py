@@ -32,6 +32,7 @@ class LinearPlan(Plan):
 
     saves = (0, 1)
     twice = True
+    depends = {0: (1,), 1: (0,), 2: ()}
     outputs: ShardTensorSpec
 
     def __init__(self, out: ShardTensorSpec, bias: TensorMeta | None) -> None:

@@ -155,6 +155,8 @@ class LocalBatchNorm(LocalNorm):
     ) -> None:
         super().__init__(call, geometry, dtype, *parameters)
         self.use_input, self.momentum = use_input, momentum
+        if not use_input:
+            self.depends = {**self.depends, 0: (1,)}
 
     def _kernel(
         self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None

@@ -23,6 +23,7 @@ class Norm(Plan):
     """
 
     twice = True
+    depends = {0: (0, 1), 1: (0,), 2: ()}
 
     def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
         self.geometry, self.dtype, self.outputs = geometry, dtype, geometry.output_spec(dtype)
