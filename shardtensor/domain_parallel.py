@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from inspect import Parameter
 from typing import Any
 
@@ -22,13 +23,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import is_traced, not_in_graphs
+from ._compat import is_traced
 from .agreement import compare_histories
 from .equal_values import check_plain
 from .first_use import FirstCalls
 from .geometry import aligned_sizes
 from .layout import ShardSizes
 from .replication import implicit_replication
+from .styled_methods import Style, apply_style
 from .tensor import ShardTensor, promote
 
 __all__ = ["DomainParallel"]
@@ -51,13 +53,20 @@ class DomainParallel(ParallelStyle):
     sharding them sends nothing; ShardTensors and DTensors are redistributed. Gradients of plain inputs are plain and
     global, too, and equal on all ranks, as are those of the weights.
 
+    A warning tells where the program begins with another method, which runs the module's submodules on plain tensors, and
+    where it ends, and no method with the style has run.
+
     Args:
         inputs: the layout of the inputs: one placement, or on a mesh of several dims a tuple with one per mesh dim.
             It applies to every tensor in the arguments, also inside of lists, tuples, dicts and dataclasses, that has
             the dims to be sharded; other tensors stay plain, which counts as replicated. Or a dict of layouts by the
-            names of ``forward``'s parameters, or a list of layouts by their position; dicts and lists may be nested
+            names of the method's parameters, or a list of layouts by their position; dicts and lists may be nested
             like the arguments. What they leave out, or give as None, stays as it is.
-        outputs: the same for what the module returns: a layout, or layouts by name or position. None: as it is.
+        outputs: the same for what the module returns: a layout, or layouts by name or position. None: as it is. Also
+            ShardTensors that are attributes of a returned object are found, such as those of a distribution.
+        methods: names of the methods that get the style: those by which the program calls the module. One that another
+            of them calls gets what it is given there, as it is. Layouts by name are for parameters that each of them
+            has; otherwise apply a style for each method.
         shard_sizes: of the inputs: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}``; "even": torch.chunk's sizes;
             None: the same, but ShardTensors that have the placements already keep their sizes.
         align: every boundary between shards is at a multiple of this number, as even as that allows; or
@@ -70,7 +79,7 @@ class DomainParallel(ParallelStyle):
 
     Raises:
         TypeError, ValueError: layouts that are none, or, when the style is applied, that do not fit the mesh or the
-            parameters of the module's ``forward``. In a call, on every rank, before anything is sent: no tensor has the
+            parameters of a method; a method that the module does not have. In a call, on every rank, before anything is sent: no tensor has the
             dims that are to be sharded; shard sizes that do not add up to its length.
         RuntimeError: in one of the first calls with inputs of a layout, with ``SHARDTENSOR_DEBUG=1`` in any, on every
             rank: the ranks have other values in plain inputs, or in plain weights that the module has used.
@@ -81,6 +90,9 @@ class DomainParallel(ParallelStyle):
         style = DomainParallel(inputs=Shard(3), outputs=Replicate())   # latents (N, C, H, W)
         parallelize_module(vae.decoder, mesh["domain"], style)
         image = vae.decode(latents).sample                             # plain, on every rank
+
+        style = DomainParallel(inputs=Shard(3), outputs=Replicate(), methods=("encode", "decode"))
+        parallelize_module(vae, mesh["domain"], style)                 # with all that these methods do
     """
 
     def __init__(
@@ -92,8 +104,11 @@ class DomainParallel(ParallelStyle):
         align: int | Mapping[int, int] = 1,
         use_local_output: bool | None = None,
         implicit_replication: bool = True,
+        methods: Sequence[str] = ("forward",),
     ) -> None:
         super().__init__()
+        if isinstance(methods, str) or not methods or not all(isinstance(name, str) for name in methods):
+            raise TypeError(f"methods={methods!r}: a tuple of names of methods")
         multiples = tuple(align.values()) if isinstance(align, Mapping) else (align,)
         if not all(isinstance(n, int) and n > 0 for n in multiples):
             raise ValueError(f"align={align!r}: a positive integer, or {{mesh_dim: integer}}")
@@ -105,6 +120,7 @@ class DomainParallel(ParallelStyle):
         self.align = align
         self.use_local_output = use_local_output
         self.implicit_replication = implicit_replication
+        self.methods = tuple(methods)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for what, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
@@ -112,9 +128,15 @@ class DomainParallel(ParallelStyle):
         for what, given in (("shard_sizes", self.shard_sizes), ("align", self.align)):
             if isinstance(given, Mapping) and not all(-device_mesh.ndim <= m < device_mesh.ndim for m in given):
                 raise ValueError(f"{what}={given} names mesh dims beyond those of the mesh {tuple(device_mesh.shape)}")
-        parameters = _Parameters.of(type(module).__name__, inspect.signature(module.forward))
-        inputs = parameters.by_name(self.inputs)
-        checks = _Checks(f"plain inputs of {type(module).__name__} (DomainParallel)", device_mesh)
+        name = type(module).__name__
+        for method in self.methods:
+            if not callable(getattr(module, method, None)):
+                raise ValueError(f"methods names {method!r}, which {name} does not have")
+        signatures = {method: inspect.signature(getattr(module, method)) for method in self.methods}
+        parameters = {method: _Parameters.of(f"{name}.{method}", given) for method, given in signatures.items()}
+        inputs = {method: own.by_name(self.inputs) for method, own in parameters.items()}
+        context = partial(implicit_replication, device_mesh) if self.implicit_replication else nullcontext
+        checks = _Checks(f"plain inputs of {name} (DomainParallel)", device_mesh)
 
         def shard(tensor: Tensor, layout: Layout) -> Tensor:
             return _laid_out(tensor, device_mesh, layout, self._sizes(tensor, device_mesh, layout))
@@ -127,24 +149,21 @@ class DomainParallel(ParallelStyle):
             result = _laid_out(tensor, device_mesh, layout, None)
             return result.to_local() if local else result
 
-        @not_in_graphs(_NO_GRAPH)
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            values = parameters.named(args, kwargs)
-            here = {k: own for k, own in inputs.items() if k in values} if isinstance(inputs, dict) else inputs
-            checks.before(list(_tensors(values, here, "inputs")))
+        def given(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            values, layouts = parameters[method].named(args, kwargs), inputs[method]
+            here = {k: own for k, own in layouts.items() if k in values} if isinstance(layouts, dict) else layouts
+            checks.before(method, list(_tensors(values, here, "inputs")))
             placed = _placed(values, here, shard, "inputs")
             new_kwargs = {name: placed.pop(name) for name in kwargs}
-            return parameters.unnamed(placed), new_kwargs
+            return parameters[method].unnamed(placed), new_kwargs
 
-        @not_in_graphs(_NO_GRAPH)
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def returned(output: Any) -> Any:
             checks.after()
             return _placed(output, self.outputs, give_back, "output")
 
-        if self.implicit_replication:
-            _run_inside(module, lambda: implicit_replication(device_mesh))
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        style = Style(given, returned, context)
+        for method in self.methods:
+            apply_style(module, method, style, _NO_GRAPH)
         return module
 
     def _sizes(self, tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> ShardSizes:
@@ -159,7 +178,7 @@ class DomainParallel(ParallelStyle):
         return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in aligned.items()}
 
     def __repr__(self) -> str:
-        options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output", "implicit_replication")
+        options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output", "implicit_replication", "methods")
         return f"DomainParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
 
 
@@ -171,11 +190,11 @@ class _Checks:
         self._first = FirstCalls()
         self._due = False
 
-    def before(self, given: Sequence[tuple[str, Tensor]]) -> None:
+    def before(self, method: str, given: Sequence[tuple[str, Tensor]]) -> None:
         """Check plain inputs, if this is one of the calls to check. Those to be made ShardTensors have names."""
         traced = any(is_traced(t._local_tensor if isinstance(t, DTensor) else t) for _, t in given)
         plain = [(name, t) for name, t in given if not isinstance(t, DTensor)]
-        layout = tuple((name, t.shape, t.dtype) for name, t in plain)
+        layout = (method, *((name, t.shape, t.dtype) for name, t in plain))
         self._due = self._mesh.size() > 1 and not traced and self._first.due(layout)
         if self._due:
             check_plain(self._what, plain, self._mesh)
@@ -185,25 +204,6 @@ class _Checks:
         due, self._due = self._due, False
         if due:
             compare_histories("DomainParallel", self._mesh)
-
-
-def _run_inside(module: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have the module run inside a context, also in calls of itself, and where its forward raises."""
-    entered: list[AbstractContextManager[None]] = []
-
-    @not_in_graphs(_NO_GRAPH)
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-        entering = context()
-        entering.__enter__()
-        entered.append(entering)
-
-    @not_in_graphs(_NO_GRAPH)
-    def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if entered:  # not where another hook has raised before
-            entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
 
 
 # -- layouts as they are given ----------------------------------------------------------------------------------------
@@ -242,31 +242,31 @@ def _check_mesh(what: str, layouts: Layouts, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class _Parameters:
-    """The parameters of a module's ``forward``.
+    """The parameters of a module's method.
 
     Attributes:
-        module: the name of its class.
-        signature: of ``forward``.
+        method: its name, after the module's class.
+        signature: of it.
         positional: names of those that may be given by position.
         rest: the name of ``*args``; empty where there is none.
         others: names of keyword-only ones; None: any name, there are ``**kwargs``.
     """
 
-    module: str
+    method: str
     signature: inspect.Signature
     positional: tuple[str, ...]
     rest: str
     others: tuple[str, ...] | None
 
     @staticmethod
-    def of(module: str, signature: inspect.Signature) -> _Parameters:
+    def of(method: str, signature: inspect.Signature) -> _Parameters:
         kinds: dict[Any, list[str]] = {}
         for p in signature.parameters.values():
             kinds.setdefault(p.kind, []).append(p.name)
         positional = kinds.get(Parameter.POSITIONAL_ONLY, []) + kinds.get(Parameter.POSITIONAL_OR_KEYWORD, [])
         rest = kinds.get(Parameter.VAR_POSITIONAL, [""])[0]
         others = None if Parameter.VAR_KEYWORD in kinds else tuple(kinds.get(Parameter.KEYWORD_ONLY, []))
-        return _Parameters(module, signature, tuple(positional), rest, others)
+        return _Parameters(method, signature, tuple(positional), rest, others)
 
     def by_name(self, layouts: Layouts) -> Layouts:
         """Layouts by position as layouts by name; ValueError where there are no such parameters."""
@@ -284,7 +284,7 @@ class _Parameters:
         return {**named, self.rest: further} if further else named
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, in their order; TypeError where ``forward`` does not take them."""
+        """All arguments by name, in their order; TypeError where the method does not take them."""
         self.signature.bind(*args, **kwargs)
         named = dict(zip(self.positional, args, strict=False))
         rest = {self.rest: args[len(self.positional) :]} if self.rest else {}
@@ -301,7 +301,7 @@ class _Parameters:
             *([f"*{self.rest}"] if self.rest else []),
             *(["**kwargs"] if self.others is None else self.others),
         ]
-        return f"{self.module}.forward({', '.join(names)})"
+        return f"{self.method}({', '.join(names)})"
 
 
 # -- tensors in arguments and results ---------------------------------------------------------------------------------
@@ -364,14 +364,17 @@ def _tensors(value: Any, layouts: Layouts, name: str) -> Iterator[tuple[str, Ten
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:
-    """What a container holds, by name or index; nothing for what is no container."""
+    """What a container holds, by name or index; of any other object, the ShardTensors among its attributes."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in fields(value) if f.init}
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
-    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else {}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    held = {} if isinstance(value, (type, nn.Module)) else getattr(value, "__dict__", {})
+    return {name: own for name, own in held.items() if isinstance(own, ShardTensor)}
 
 
 def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
@@ -385,6 +388,10 @@ def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
     if isinstance(value, Mapping):
         copied: Any = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
         copied.update(parts)
+        return copied
+    if not isinstance(value, (list, tuple)):
+        copied = copy.copy(value)
+        vars(copied).update(parts)
         return copied
     items = {**old, **parts}.values()
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
+import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.parallel import DomainParallel
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
@@ -338,6 +345,12 @@ def compiled():
     parallelize_module(module, shared_mesh(2), DomainParallel(inputs=Shard(1), outputs=Replicate()))
     module.forward = torch.compile(module.forward, backend="aot_eager")
     compare(module(x), expected)
+    module = nn.Sequential(nn.Linear(7, 4), nn.Tanh()).double()
+    expected = module(x)
+    style = DomainParallel(inputs=Shard(1), outputs=Replicate(), implicit_replication=False)
+    parallelize_module(module, shared_mesh(2), style)
+    module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
+    compare(module(x), expected)
 
 
 def test_compiled_forward():
@@ -368,6 +381,9 @@ def misused(case):
         "sizes": lambda: tanh(Shard(2), shard_sizes={0: (4, 4)})(x),
         "part": lambda: tanh({"input": {"y": Shard(1)}})(x),
         "call": lambda: tanh(Shard(1))(x, input=y),
+        "methods": lambda: tanh(Shard(1), methods="forward"),
+        "method": lambda: tanh(Shard(1), methods=("forward", "decode")),
+        "method's name": lambda: tanh({"input": Shard(1)}, methods=("forward", "extra_repr")),
     }[case]()
 
 
@@ -387,6 +403,9 @@ def misused(case):
         ("sizes", ValueError, "inputs['input'] (2, 3, 7): shard sizes (4, 4) of mesh dim 0 add up to 8"),
         ("part", ValueError, "inputs['input'], a Tensor, has no y"),
         ("call", TypeError, "multiple values for argument 'input'"),
+        ("methods", TypeError, "methods='forward': a tuple of names of methods"),
+        ("method", ValueError, "methods names 'decode', which Tanh does not have"),
+        ("method's name", ValueError, "inputs names 'input', which Tanh.extra_repr() does not take"),
     ],
 )
 def test_errors(case, kind, text):
@@ -509,3 +528,195 @@ def of_right_programs():
 
 def test_equal_inputs_pass():
     run_distributed(of_right_programs, 2)
+# -- methods ----------------------------------------------------------------------------------------------------------
+
+
+class Autoencoder(nn.Module):
+    """As those of diffusers: pipelines call ``encode`` and ``decode``, which training calls through ``forward``."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Conv2d(2, 3, 3, stride=2, padding=1)
+        self.decoder = nn.ModuleList([nn.Upsample(scale_factor=2), nn.Conv2d(3, 2, 3, padding=1)])
+
+    def encode(self, x):
+        return SimpleNamespace(codes=self.encoder(x), kind="codes")
+
+    def decode(self, z, scale=1.0):
+        for layer in self.decoder:
+            z = layer(z)
+        return z * scale
+
+    def forward(self, x):
+        y = self.decode(self.encode(x).codes)
+        return y, type(y)
+
+
+STYLE = {"inputs": Shard(3), "outputs": Replicate()}
+
+
+def autoencoder():
+    torch.manual_seed(0)
+    return Autoencoder().double()
+
+
+def methods():
+    mesh = shared_mesh(2)
+    (x,) = values((1, 2, 6, 12))
+    vae, twin = autoencoder(), autoencoder()
+    parallelize_module(vae, mesh, DomainParallel(**STYLE, methods=("forward", "encode")))
+    parallelize_module(vae, mesh, DomainParallel(inputs={"z": Shard(3)}, outputs=Replicate(), methods=("decode",)))
+    codes, expected = vae.encode(x), twin.encode(x)
+    assert (type(codes), codes.kind, type(codes.codes)) == (SimpleNamespace, "codes", Tensor)
+    compare(codes.codes, expected.codes)
+    for found, wanted in ((vae.decode(codes.codes, scale=2), twin.decode(expected.codes, scale=2)), (vae(x)[0], twin(x)[0])):
+        assert type(found) is Tensor
+        compare(found, wanted)
+        found.square().sum().backward()
+        wanted.square().sum().backward()
+    for p, q in zip(vae.parameters(), twin.parameters(), strict=True):
+        compare(p.grad, q.grad)
+    assert vae(x)[1] is ShardTensor, "what a method with a style calls goes on with shards"
+    with count_communication() as counted:
+        vae(x)
+    with count_communication() as alone:
+        vae.encode(x), vae.decode(codes.codes)
+    assert counted.messages < alone.messages  # only the last result is gathered
+    with torch.autocast("cpu", torch.bfloat16):
+        assert vae.float().decode(codes.codes.float()).dtype is torch.bfloat16
+    vae.double()
+    with pytest.raises(RuntimeError, match="does not fit 2 input channels"):
+        vae.decode(x)  # other channels; what was entered is left
+    compare(vae.decode(codes.codes), twin.decode(expected.codes))
+    assert type(torch.zeros(3)) is Tensor
+
+
+def test_methods():
+    run_distributed(methods, 2)
+
+
+def copies():
+    """A copy's methods are its own; names of parameters are the module's; a part may be recomputed in backward."""
+    vae, twin = autoencoder(), autoencoder()
+    parallelize_module(vae, shared_mesh(2), DomainParallel(**STYLE, methods=("encode", "decode")))
+    copied = copy.deepcopy(vae)
+    nn.init.zeros_(copied.decoder[1].weight)
+    nn.init.ones_(copied.decoder[1].bias)
+    (codes,) = values((1, 3, 4, 6))
+    assert copied.decode(codes).eq(1).all()
+    compare(vae.decode(codes), twin.decode(codes))
+    assert list(vae.state_dict()) == list(twin.state_dict())
+    copied.load_state_dict(vae.state_dict())
+    compare(copied.decode(codes), twin.decode(codes))
+    for module in (vae, twin):
+        checkpoint(module.decode, codes, use_reentrant=False).square().sum().backward()
+    compare(vae.decoder[1].weight.grad, twin.decoder[1].weight.grad)
+
+
+def test_copies_of_modules_with_methods():
+    run_distributed(copies, 2)
+
+
+def diffusion():
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    blocks = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    vae = AutoencoderKL(latent_channels=4, sample_size=32, **blocks, **kinds).double().eval()
+    twin = copy.deepcopy(vae)
+    parallelize_module(vae, shared_mesh(2), DomainParallel(**STYLE, methods=("encode", "decode")))
+    latents, images = values((2, 4, 6, 11), (2, 3, 16, 30))
+    vae.enable_slicing()
+    found, expected = vae.encode(images).latent_dist, twin.encode(images).latent_dist
+    assert type(found.mean) is Tensor and type(found.std) is Tensor
+    compare(found.sample(torch.Generator().manual_seed(0)), expected.sample(torch.Generator().manual_seed(0)))
+    compare(vae.decode(latents, return_dict=False)[0], twin.decode(latents).sample)
+    compare(vae(images).sample, twin(images).sample)
+
+
+def test_methods_of_diffusers():
+    pytest.importorskip("diffusers")
+    run_distributed(diffusion, 2, timeout=120.0)
+
+
+def called_otherwise(style, calls):
+    vae = autoencoder()
+    parallelize_module(vae, shared_mesh(2), DomainParallel(**STYLE, **style))
+    image, codes = values((1, 2, 6, 12), (1, 3, 4, 6))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for method in calls:
+            getattr(vae, method)(codes if method == "decode" else image)
+    return [str(warning.message) for warning in seen]
+
+
+def test_a_warning_for_a_method_without_the_style():
+    for texts in run_distributed(called_otherwise, 2, {}, ("decode", "decode", "encode")):
+        assert len(texts) == 2
+        assert "applied to Autoencoder.forward(), but the program called Autoencoder.decode(), which ran" in texts[0]
+        assert 'DomainParallel(..., methods=("encode", "decode"))' in texts[0]
+        assert "the program called Autoencoder.encode()" in texts[1]
+    for texts in run_distributed(called_otherwise, 2, {}, ("forward",)):
+        assert len(texts) == 1 and "Call the module itself rather than its forward()" in texts[0]
+    for style, calls in (({}, ("__call__", "decode")), ({"methods": ("decode",)}, ("encode", "decode", "forward"))):
+        assert run_distributed(called_otherwise, 2, style, calls) == [[], []]
+
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from shardtensor.parallel import DomainParallel
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+    def encode(self, x):
+        return self.layer(x)
+    def decode(self, x):
+        return self.layer(x)
+    def forward(self, x):
+        return self.layer(x)
+
+torch.distributed.init_process_group("gloo", init_method="file://{file}", rank=int(sys.argv[1]), world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+model = Model()
+for style in {styles}:
+    parallelize_module(model, mesh, DomainParallel(inputs=Shard(0), outputs=Replicate(), **style))
+for method in {calls}:
+    getattr(model, method)(torch.ones(4, 3))
+{end}
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("styles", "calls", "end", "text"),
+    [
+        ([{}], [], "", "applied to Model.forward(), which this program has not called. Every rank"),
+        (
+            [{"methods": ("encode",)}, {"methods": ("forward",)}],
+            ["decode"],
+            "",
+            "applied to Model.encode() and Model.forward(), which this program has not called, but Model.decode().",
+        ),
+        ([{"methods": ("encode",)}], ["decode", "encode"], "", None),
+        ([{}], [], "raise ArithmeticError", None),
+    ],
+)
+def test_a_warning_at_the_end(tmp_path, styles, calls, end, text):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(styles=styles, calls=calls, end=end, file=tmp_path / "store"))
+    environment = {**os.environ, "PYTHONPATH": str(Path(shardtensor.__file__).parents[1])}
+    processes = [
+        subprocess.Popen([sys.executable, str(program), rank], stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in "01"
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=120)
+        assert (process.returncode != 0) == bool(end)
+        assert "DomainParallel was applied" not in said if text is None else " ".join(said.split()).count(text) == 1
