@@ -6,8 +6,9 @@
 from . import debug, gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
 from .context import allow_gather
 from .drawing import visualize
-from .errors import LocalSizeError, LostRankError, UnsupportedSharding
+from .errors import LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding
 from .exchange import set_transport
+from .history import take_turns
 from .operators import Arguments, operator
 from .ops.attention.sdpa import attention_method
 from .patches import install
@@ -32,11 +33,13 @@ __all__ = [
     # how operators run
     "LocalSizeError",
     "LostRankError",
+    "ThreadConflict",
     "UnsupportedSharding",
     "allow_gather",
     "attention_method",
     "implicit_replication",
     "set_transport",
+    "take_turns",
     # look before you train
     "advise",
     "explain",

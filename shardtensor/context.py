@@ -2,25 +2,60 @@
 
 Plans are cached, and compiled graphs guarded, by the values of all settings (:func:`settings`). So a setting that
 changes what operators do is a :class:`Setting`, never a bare module variable.
+
+[Note: threads] A setting made inside a block holds for the code of that block alone: not for other threads, and not for
+other tasks of asyncio. But a backward pass may run in threads of autograd's own (one for each GPU), on behalf of
+the thread that called ``backward()``. torch hands these what that thread keeps with it (:func:`keep_for_backward`):
+which thread it is, and its settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
-from ._compat import not_in_graphs
+from ._compat import backward_pass, keep_for_backward, kept_for_backward, not_in_graphs
 
-__all__ = ["Setting", "allow_gather", "gather_allowed", "settings"]
+__all__ = ["Setting", "allow_gather", "caller_of_backward", "gather_allowed", "settings"]
 
 T = TypeVar("T")
+
+
+class _Values:
+    """The values of all settings, of which some are changed.
+
+    Attributes:
+        base: those that are not changed.
+        changed: by the setting's index.
+        all: by the setting's index.
+        deciding: those that plans depend on.
+    """
+
+    __slots__ = ("all", "base", "changed", "deciding")
+
+    def __init__(self, base: tuple[Any, ...], changed: dict[int, Any]) -> None:
+        self.base, self.changed = base, changed
+        self.all = tuple(changed.get(i, value) for i, value in enumerate(base))
+        self.deciding = tuple(value for value, setting in zip(self.all, _all) if setting.decides)
+
+
 _all: list[Setting[Any]] = []
-_values: tuple[Any, ...] = ()
+_unchanged = _Values((), {})
+# None: nothing was read here yet; UNCHANGED: nothing was changed here.
+_UNCHANGED = _Values((), {})
+_here: ContextVar[_Values | None] = ContextVar("shardtensor's settings", default=None)
+_read = _here.get
+_deciding: tuple[Any, ...] = ()  # those of _unchanged
 
 
 class Setting(Generic[T]):
     """A value that decides what operators do.
+
+    Args:
+        decides: whether plans depend on it.
 
     Example:
         >>> method = Setting("auto")
@@ -31,37 +66,77 @@ class Setting(Generic[T]):
         'auto'
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("_index", "decides")
 
-    def __init__(self, value: T) -> None:
-        self.value = value
+    def __init__(self, value: T, *, decides: bool = True) -> None:
+        self._index, self.decides = len(_all), decides
         _all.append(self)
-        _read_all()
+        self.set_everywhere(value)
 
-    def set(self, value: T) -> None:
-        """Change the value, for all threads."""
-        self.value = value
-        _read_all()
+    @property
+    def value(self) -> T:
+        """The value here."""
+        here: T = _current().all[self._index]
+        return here
+
+    def set(self, value: T) -> Any:
+        """Change the value here, see [Note: threads]. Returns what :meth:`restore` takes."""
+        before = _read()
+        _keep(_Values(_unchanged.all, {**_current().changed, self._index: value}))
+        return before
+
+    def set_everywhere(self, value: T) -> None:
+        """Change the value wherever it was not changed by :meth:`set`."""
+        global _unchanged, _deciding
+        base = _unchanged.all
+        _unchanged = _Values((*base[: self._index], value, *base[self._index + 1 :]), {})
+        _deciding = _unchanged.deciding
+
+    def restore(self, before: Any) -> None:
+        """Undo what :meth:`set` has done, which returned ``before``, and all that was set since then."""
+        _keep(before)
 
     @contextmanager
     def set_to(self, value: T) -> Iterator[None]:
         """Change the value inside the block."""
-        previous = self.value
-        self.set(value)
+        before = self.set(value)
         try:
             yield
         finally:
-            self.set(previous)
-
-
-def _read_all() -> None:
-    global _values
-    _values = tuple(setting.value for setting in _all)
+            self.restore(before)
 
 
 def settings() -> tuple[Any, ...]:
-    """The values of all settings, hashable."""
-    return _values
+    """The values of the settings that plans depend on, hashable."""
+    here = _read()
+    if here is _UNCHANGED:
+        return _deciding
+    return here.deciding if here is not None and here.base is _unchanged.all else _current().deciding
+
+
+def _current() -> _Values:
+    found = _read()
+    if found is None:
+        kept = kept_for_backward()
+        if kept is not None and kept[0] != get_ident():
+            found = kept[1]  # this is one of autograd's threads, which works for many
+        elif backward_pass() < 0:
+            _keep(_UNCHANGED)
+    if found is None or found is _UNCHANGED:
+        return _unchanged
+    return found if found.base is _unchanged.all else _Values(_unchanged.all, found.changed)
+
+
+def _keep(values: _Values | None) -> None:
+    _here.set(values)
+    if caller_of_backward() == get_ident():
+        keep_for_backward((get_ident(), values))
+
+
+def caller_of_backward() -> int:
+    """The identifier of this thread; in one of autograd's, of the thread that called ``backward()``."""
+    kept = kept_for_backward()
+    return get_ident() if kept is None else kept[0]  # type: ignore[no-any-return]
 
 
 _gather = Setting(False)
@@ -72,8 +147,8 @@ _gather = Setting(False)
 def allow_gather() -> Iterator[None]:
     """Let operators that have no distributed form gather their operands, compute, and shard the result again.
 
-    Outside this context they raise :class:`UnsupportedSharding`. Every rank has to enter it alike. It holds for all
-    threads of the process: on GPUs, autograd runs the backward pass in threads of its own.
+    Outside this context they raise :class:`UnsupportedSharding`. Every rank has to enter it alike. It holds for the
+    calling thread, and for the backward passes that it starts; not for threads that it starts.
 
     Example:
         >>> import shardtensor

@@ -11,6 +11,7 @@ __all__ = [
     "PLAIN_TARGET",
     "LocalSizeError",
     "LostRankError",
+    "ThreadConflict",
     "UnsupportedSharding",
     "different_meshes",
     "error_text",
@@ -49,6 +50,14 @@ class LocalSizeError(RuntimeError, ValueError, IndexError):
         >>> import shardtensor
         >>> issubclass(shardtensor.LocalSizeError, ValueError)
         True
+    """
+
+
+class ThreadConflict(RuntimeError):
+    """Two threads of this process communicate in one process group; the text names both.
+
+    Raised in both, before the second one sends anything, or when the first one has waited for what it is sending. See
+    :func:`shardtensor.take_turns`.
     """
 
 

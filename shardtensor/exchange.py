@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ._compat import is_lazy
 from ._compat.c10d import c10d_all_to_all, c10d_messages, process_group
+from .context import Setting
 from .failures import lost
 from .geometry import Interval, intersect
 from .groups import connect
@@ -47,12 +48,14 @@ Part = tuple[int, Interval]  # a peer, and an interval that it sends or gets
 _Counts = tuple[list[int], list[int]]  # peers in ascending order, and how many elements each sends or gets
 
 _TRANSPORTS = ("auto", "all_to_all", "p2p")
-_transport = "auto"
+_transport = Setting("auto", decides=False)
 _FEW = 4  # messages go straight to the peers where these are less than a quarter of the ranks
 
 
 class set_transport:  # named like torch.set_grad_enabled, which works alike
     """Choose how pieces of shards travel, from here on or inside a block. Every rank must choose alike.
+
+    It holds for the calling thread, and for the backward passes that it starts.
 
     Args:
         name: "all_to_all": one ``all_to_all_single`` per exchange on the mesh dim's group; "p2p": sends and receives,
@@ -70,22 +73,20 @@ class set_transport:  # named like torch.set_grad_enabled, which works alike
     """
 
     def __init__(self, name: str) -> None:
-        global _transport
         if name not in _TRANSPORTS:
             raise ValueError(f"transport {name!r}: choose 'auto', 'all_to_all' or 'p2p'")
-        self._previous, _transport = _transport, name
+        self._before = _transport.set(name)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        global _transport
-        _transport = self._previous
+        _transport.restore(self._before)
 
 
 def transport() -> str:
     """The one that is chosen now."""
-    return _transport
+    return _transport.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,8 @@ class Exchange:
             ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, operator())
             return _PendingInGraph((), None, ticket, self._recv_shapes, self._recv_sizes, packed)
         group = process_group(self._group_name)
-        direct = self._few if _transport == "auto" else _transport == "p2p"
+        chosen = _transport.value
+        direct = self._few if chosen == "auto" else chosen == "p2p"
         kind = "exchange by messages" if direct else "exchange"
         record(self._group_name, kind, packed.dtype)
         if debug_enabled():

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from ._compat import STOPS_RECOMPUTATION
 from ._compat.c10d import default_store
 from .callers import called_from, raised_at
-from .errors import LostRankError
-from .history import at_first, check_before, counts, last_entry, operator
+from .errors import LostRankError, ThreadConflict
+from .history import at_conflict, at_first, check_before, counts, last_entry, operator
 
 __all__ = ["check_raised", "communicating", "lost", "note_raised", "watch"]
 
@@ -141,7 +141,7 @@ def _first_line(error: BaseException) -> str:
 def note_raised(error: Exception) -> None:
     """Tell the others that this rank has raised inside of the operator that runs."""
     global _raised
-    if _post is None or isinstance(error, (LostRankError, STOPS_RECOMPUTATION)):
+    if _post is None or isinstance(error, (LostRankError, ThreadConflict, STOPS_RECOMPUTATION)):
         return
     post, what, where, when = _post, f"raised {_described(error)}", operator(), counts()
     _raised = where, when
@@ -153,19 +153,37 @@ def note_raised(error: Exception) -> None:
     _ask(say)
 
 
+def _note_conflict(group: str, error: ThreadConflict) -> None:
+    """Tell the others that they will wait for ever in the group."""
+    if _post is not None:
+        post, what = _post, f"raised {_described(error)}"
+
+        def say() -> None:
+            post.say(what, conflict=group)
+            post.store.set(_ANY, "")
+
+        _ask(say)
+
+
+at_conflict(_note_conflict)
+
+
 def check_raised(group: dist.ProcessGroup) -> None:
     """LostRankError if a rank of the group has raised in the operator in which this one waits for it."""
-    if _post is None or not operator():
+    if _post is None:
         return
     name, post = group.group_name, _post
     found: dict[int, dict[str, Any]] = {}
     if not _ask(lambda: post.store.check([_ANY]) and _read(post, _others(group, post.rank), found)):
         return  # the transport will say the rest
+    for rank, said in found.items():
+        if said.get("conflict") == name:
+            raise _error(name, f"rank {rank} {said['what']}", None)
     before = counts().get(name, 0) - 1
     if _raised is not None and (_raised[0], _raised[1].get(name, 0)) == (operator(), before):
         return  # so did this one, and has gone on
     for rank, said in found.items():
-        if said.get("operator") == operator() and said["counts"].get(name, 0) == before:
+        if operator() and said.get("operator") == operator() and said["counts"].get(name, 0) == before:
             raise _error(name, f"rank {rank} {said['what']}", None)
 
 

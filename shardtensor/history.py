@@ -12,30 +12,46 @@ recorded, to show the first difference. That costs half a microsecond for each c
 next to the history, by the place in it and the lines of code, as ranks may use tensors for themselves, and as what is
 the first time to one rank may not be to another, which has forgotten a plan. So what only one rank has noted is left
 out. Only then are rounding errors told from other differences: usually all values are equal, bit by bit.
+
+[Note: one thread] Two threads that communicate in one group do so in an order that differs between ranks, and get each
+other's numbers. No lock in this process could help: it knows nothing of the order on other ranks. So a group belongs to the
+thread that communicates in it, and a second one raises, before it sends anything. From then on all threads raise
+that use the group, also one that waits at that moment, since ranks may notice at different times. A group passes to
+another thread where the first one has ended, or is the main thread, which may have made what its threads use, as long as it
+does not communicate any more while they live; and inside of :func:`take_turns`. A backward pass belongs to the
+thread that called ``backward()``, in whatever thread autograd runs it.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .caches import forgets
+from .context import caller_of_backward
+from .errors import ThreadConflict
 from .summaries import differ
 
 __all__ = [
     "SAME_VALUES",
     "WIDTH",
     "as_text",
+    "at_conflict",
     "at_first",
     "calling",
     "check_before",
+    "check_conflict",
+    "conflicts",
     "counts",
     "difference",
     "fingerprint",
@@ -48,6 +64,7 @@ __all__ = [
     "record",
     "record_call",
     "set_operator",
+    "take_turns",
     "values_compared",
 ]
 
@@ -69,8 +86,14 @@ _SAME_WEIGHTS = (
     "torch.manual_seed(seed) on all ranks before it is made"
 )
 
-# The operator that runs. Communication outside of one has none: whether it is redistribution its kind says.
-_operator = ""
+
+class _Here(threading.local):
+    """The operator that runs in a thread. Communication outside of one has none: if it is redistribution its kind says."""
+
+    operator = ""
+
+
+_here = _Here()
 _observer: Callable[[str, str], None] | None = None
 
 
@@ -93,10 +116,11 @@ class _Value(NamedTuple):
 class _Log:
     """One group's communication."""
 
-    __slots__ = ("checksum", "count", "entries", "values")
+    __slots__ = ("checksum", "count", "entries", "thread", "values")
 
     def __init__(self) -> None:
         self.count = self.checksum = 0
+        self.thread = 0  # whose it is, see [Note: one thread]
         self.entries: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)  # each with the checksum before it
         self.values: deque[_Value] = deque(maxlen=_VALUES)
 
@@ -132,7 +156,7 @@ def record(group: str, kind: str, dtype: Any, elements: int = 0) -> None:
     """
     if _check is not None:
         _check()
-    _append(group, _communication(kind, dtype, elements, _operator))
+    _append(group, _communication(kind, dtype, elements, _here.operator))
 
 
 def record_call(group: str, text: str) -> None:
@@ -169,6 +193,8 @@ def _log(group: str) -> _Log:
 
 def _append(group: str, text: bytes) -> None:
     log = _log(group)
+    if log.thread != get_ident():
+        _pass_on(group, log)
     log.entries.append((log.checksum, text))
     log.count += 1
     log.checksum = zlib.crc32(text, log.checksum)
@@ -183,13 +209,12 @@ def _communication(kind: str, dtype: Any, elements: int, operator: str) -> bytes
 
 def operator() -> str:
     """The operator that runs, "" outside of one."""
-    return _operator
+    return _here.operator
 
 
 def set_operator(name: str) -> str:
     """Change it, and return the one from before, to be set again."""
-    global _operator
-    previous, _operator = _operator, name
+    previous, _here.operator = _here.operator, name
     if _observer is not None:
         _observer(previous, name)
     return previous
@@ -209,7 +234,7 @@ def observed(observer: Callable[[str, str], None]) -> Iterator[None]:
 @contextmanager
 def calling(name: str) -> Iterator[None]:
     """Inside the block this operator runs, unless another one does that calls it."""
-    previous = set_operator(_operator or name)
+    previous = set_operator(_here.operator or name)
     try:
         yield
     finally:
@@ -347,3 +372,94 @@ def _by_rank(texts: Mapping[int, str]) -> str:
     return ", ".join(
         f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for text, ranks in having.items()
     )
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+conflicts: dict[str, str] = {}  # what all threads raise that communicate in a group
+forgets(conflicts.clear)
+_at_conflict: list[Callable[[str, ThreadConflict], None]] = []
+_turn = threading.RLock()
+_has_turn = 0
+_WAITING = f"{__package__}.waiting"
+
+
+def at_conflict(function: Callable[[str, ThreadConflict], None]) -> None:
+    """Have it called where a thread is about to communicate in a group, by its name, that belongs to another one."""
+    _at_conflict.append(function)
+
+
+def check_conflict(group: str) -> None:
+    """ThreadConflict where two threads have communicated in the group."""
+    if group in conflicts:
+        raise ThreadConflict(conflicts[group])
+
+
+@contextmanager
+def take_turns() -> Iterator[None]:
+    """Inside the block this thread communicates, after other threads have, and one at a time.
+
+    For threads that use one mesh, such as those of a server that takes requests: ShardTensors of one mesh otherwise
+    communicate from one thread only. All ranks must take the turns in the same order, which is the program's task:
+    let rank 0 decide, and tell the others, which request is next. Blocks may be nested; a turn begins when all others
+    have ended.
+
+    Example:
+        >>> import shardtensor
+        >>> def answer(request):
+        ...     with shardtensor.take_turns():
+        ...         return request  # model(request)
+        >>> answer(3)
+        3
+    """
+    global _has_turn
+    with _turn:
+        before, _has_turn = _has_turn, get_ident()
+        try:
+            yield
+        finally:
+            _has_turn = before
+
+
+def _pass_on(group: str, log: _Log) -> None:
+    """Make the group this thread's, or raise, see [Note: one thread]."""
+    check_conflict(group)
+    here, owner = caller_of_backward(), log.thread
+    if here == owner:
+        return
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    if here not in threads:
+        return  # one of autograd's, for a thread that has not called any operator
+    main = threading.main_thread().ident
+    if owner not in threads or here == _has_turn or (owner == main and not _waits(owner, group)):
+        log.thread = here
+        return
+    said = (
+        f"two threads communicate in the process group {group}: {_named(threads[here])}, in {operator() or 'no operator'}, "
+        f"after {_named(threads[owner])}, which is alive. Other ranks may run them in another order, and each would "
+        "get the other's numbers; what either of them has computed since the other began may be wrong. Nothing can be "
+        "communicated in this group any more. Remedy: make all calls from one thread, or end one before the next; give "
+        "each thread a mesh with a process group and a name of its own (DeviceMesh.from_group(torch.distributed."
+        "new_group(), ..., mesh_dim_names=...)); or call inside of shardtensor.take_turns(), in the same order on all ranks"
+    )
+    conflicts[group], log.thread = said, -1
+    for function in _at_conflict:
+        function(group, ThreadConflict(said))
+    raise ThreadConflict(said)
+
+
+def _named(thread: threading.Thread) -> str:
+    return f"thread {thread.name!r}"
+
+
+def _waits(thread: int, group: str) -> bool:
+    """Whether another thread waits for what it has started in the group."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if (
+            frame.f_globals.get("__name__") == _WAITING
+            and getattr(frame.f_locals.get("group"), "group_name", "") == group
+        ):
+            return True
+        frame = frame.f_back
+    return False

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .errors import PLAIN_TARGET, LocalSizeError, LostRankError, UnsupportedSharding, error_text
+from .errors import PLAIN_TARGET, LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding, error_text
 from .spec import ShardTensorSpec
 
 __all__ = ["explain", "local_size_error", "writes"]
 
 # What torch raises where sizes do not fit.
 _ABOUT_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
-_ABOUT_OTHER_THINGS = (UnsupportedSharding, LostRankError, torch.distributed.DistError)
+_ABOUT_OTHER_THINGS = (UnsupportedSharding, LostRankError, ThreadConflict, torch.distributed.DistError)
 
 
 class _Match(NamedTuple):

@@ -67,7 +67,7 @@ _changes = Setting(0)
 
 
 def _changed() -> None:
-    _changes.set(_changes.value + 1)
+    _changes.set_everywhere(_changes.value + 1)
 
 
 def _table(func_or_op: Any) -> dict[Any, Handler]:

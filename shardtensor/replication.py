@@ -8,7 +8,6 @@ an operator, a hook of FSDP2 or the backward pass, stays plain: the mode looks a
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ._compat import is_traced, not_in_graphs, same_memory, tracing
+from .context import Setting
 from .first_use import note_operand
 from .layout import given_mesh
 from .open_layouts import leave_open
@@ -88,14 +88,15 @@ class _Mode(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
+        self._before: list[Any] = []
 
     def __enter__(self) -> _Mode:
-        _entered.depth = _depth() + 1
+        self._before.append(_inside.set(True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _entered.depth = _depth() - 1
+        _inside.restore(self._before.pop())
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -130,16 +131,12 @@ class _Mode(TorchFunctionMode):
         return bool(t.device.type == self.mesh.device_type)
 
 
-_entered = threading.local()
-
-
-def _depth() -> int:
-    return getattr(_entered, "depth", 0)
+_inside = Setting(False, decides=False)
 
 
 def note_result(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Leave open what a patched function returns, which goes past all modes, if this thread is inside of one."""
-    if type(result) is ShardTensor and _depth():
+    if type(result) is ShardTensor and _inside.value:
         _leave_open(result, (*args, *kwargs.values()))
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failures import check_raised, lost
+from .history import check_conflict, conflicts
 
 __all__ = ["observed", "wait_for", "wait_for_message"]
 
@@ -102,6 +103,8 @@ def _wait_asleep(work: dist.Work, group: dist.ProcessGroup) -> None:
         work.wait()
     except RuntimeError as error:
         raise lost(group, error) from error
+    if conflicts:
+        check_conflict(group.group_name)
 
 
 def _wait_long(work: dist.Work, start: float, group: dist.ProcessGroup) -> None:
@@ -110,6 +113,7 @@ def _wait_long(work: dist.Work, start: float, group: dist.ProcessGroup) -> None:
     while not work.is_completed():
         with suppress(RuntimeError):  # one that is not complete after this time goes on, and can be waited for again
             work.wait(_WHILE)
+        check_conflict(group.group_name)
         now = time.perf_counter()
         if now > look and not work.is_completed():
             check_raised(group)

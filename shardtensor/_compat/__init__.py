@@ -83,7 +83,9 @@ __all__ = [
     "is_lazy",
     "is_plain_shard",
     "is_traced",
+    "keep_for_backward",
     "keep_static",
+    "kept_for_backward",
     "kernel",
     "keystr",
     "new_wide_wrapper",
@@ -174,6 +176,16 @@ def run_last(ctx: Any) -> None:
 def backward_pass() -> int:
     """The number of the backward pass that runs in this thread; below 0 where there is none."""
     return torch._C._current_graph_task_id()
+
+
+def keep_for_backward(value: Any) -> None:
+    """Keep a value for the threads in which autograd runs the backward passes that this thread will start."""
+    torch._C._stash_obj_in_tls("shardtensor", value)
+
+
+def kept_for_backward() -> Any:
+    """What this thread keeps; in one of autograd's, what the thread that called ``backward()`` kept then. None: none."""
+    return torch._C._get_obj_in_tls("shardtensor") if torch._C._is_key_in_tls("shardtensor") else None
 
 
 def after_backward(function: Callable[[], None]) -> None:

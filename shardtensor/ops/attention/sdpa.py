@@ -53,7 +53,7 @@ _method = Setting("auto")
 def attention_method(name: str) -> Iterator[None]:
     """Choose how attention is computed where queries and keys are both sharded along the sequence.
 
-    Every rank has to choose alike. The backward pass follows the forward pass; where activation checkpointing
+    Every rank has to choose alike; it holds for the calling thread. The backward pass follows the forward pass; where activation checkpointing
     repeats that, call ``backward()`` inside of this context, too.
 
     Args:

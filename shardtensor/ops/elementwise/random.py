@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ __all__ = ["common_draw", "shard_seed"]
 
 _aten = torch.ops.aten
 _STATES = 2**56  # digests of generators' states, each of which fits into an integer with its negative
-_given: torch.Generator | None = None  # the generator that the running call was given
+# The generator that the running call was given.
+_given: ContextVar[torch.Generator | None] = ContextVar("generator", default=None)
 
 
 def shard_seed(drawn: int, place: tuple[int, ...]) -> int:
@@ -76,11 +78,11 @@ def _own_generator(spec: ShardTensorSpec, like: Tensor) -> torch.Generator | Non
     device = like.device
     if not is_sharded(spec):
         if not is_traced(like) and not is_capturing(device):
-            state = digest(_state(_given, device)) % _STATES
+            state = digest(_state(_given.get(), device)) % _STATES
             _note_source(state, spec)
             if debug_enabled():
                 _check_agreement(state, spec, device)
-        return _given
+        return _given.get()
     return _generator_of(common_draw(spec, device), _place(spec), device)
 
 
@@ -115,8 +117,9 @@ def _generator_of(drawn: int, place: tuple[int, ...], device: torch.device) -> t
 def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
     """A number from the generator that the caller would have used, equal on all ranks of the mesh."""
     _check_capture(device)
-    source = _given.device if _given is not None else torch.device("cpu")
-    number = torch.randint(2**62, (), generator=_given, device=source)
+    given = _given.get()
+    source = given.device if given is not None else torch.device("cpu")
+    number = torch.randint(2**62, (), generator=given, device=source)
     if goes_into_graph(number):
         raise refuse(
             "random numbers",
@@ -157,12 +160,11 @@ def _check_agreement(drawn: int, spec: ShardTensorSpec, device: torch.device) ->
 
 @contextmanager
 def _generator(generator: torch.Generator | None) -> Iterator[None]:
-    global _given
-    before, _given = _given, generator
+    before = _given.set(generator)
     try:
         yield
     finally:
-        _given = before
+        _given.reset(before)
 
 
 def _index_of_generator(func: OpOverload) -> int | None:
@@ -209,7 +211,7 @@ def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[
 
 def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
     """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
-    if goes_into_graph(x) and is_sharded(spec) and _given is None:
+    if goes_into_graph(x) and is_sharded(spec) and _given.get() is None:
         return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
     filled: Tensor = getattr(x, how)(*parameters, generator=_own_generator(spec, x))
     return filled
