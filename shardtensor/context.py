@@ -136,7 +136,7 @@ def _keep(values: _Values | None) -> None:
 def caller_of_backward() -> int:
     """The identifier of this thread; in one of autograd's, of the thread that called ``backward()``."""
     kept = kept_for_backward()
-    return get_ident() if kept is None else kept[0]  # type: ignore[no-any-return]
+    return get_ident() if kept is None else kept[0]
 
 
 _gather = Setting(False)

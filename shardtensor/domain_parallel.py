@@ -53,8 +53,8 @@ class DomainParallel(ParallelStyle):
     sharding them sends nothing; ShardTensors and DTensors are redistributed. Gradients of plain inputs are plain and
     global, too, and equal on all ranks, as are those of the weights.
 
-    A warning tells where the program begins with another method, which runs the module's submodules on plain tensors, and
-    where it ends, and no method with the style has run.
+    A warning tells where the program begins with another method, which runs the module's submodules on plain tensors,
+    and where it ends, and no method with the style has run.
 
     Args:
         inputs: the layout of the inputs: one placement, or on a mesh of several dims a tuple with one per mesh dim.
@@ -79,8 +79,8 @@ class DomainParallel(ParallelStyle):
 
     Raises:
         TypeError, ValueError: layouts that are none, or, when the style is applied, that do not fit the mesh or the
-            parameters of a method; a method that the module does not have. In a call, on every rank, before anything is sent: no tensor has the
-            dims that are to be sharded; shard sizes that do not add up to its length.
+            parameters of a method; a method that the module does not have. In a call, on every rank, before anything is
+            sent: no tensor has the dims that are to be sharded; shard sizes that do not add up to its length.
         RuntimeError: in one of the first calls with inputs of a layout, with ``SHARDTENSOR_DEBUG=1`` in any, on every
             rank: the ranks have other values in plain inputs, or in plain weights that the module has used.
 
@@ -149,7 +149,7 @@ class DomainParallel(ParallelStyle):
             result = _laid_out(tensor, device_mesh, layout, None)
             return result.to_local() if local else result
 
-        def given(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def as_given(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             values, layouts = parameters[method].named(args, kwargs), inputs[method]
             here = {k: own for k, own in layouts.items() if k in values} if isinstance(layouts, dict) else layouts
             checks.before(method, list(_tensors(values, here, "inputs")))
@@ -161,7 +161,7 @@ class DomainParallel(ParallelStyle):
             checks.after()
             return _placed(output, self.outputs, give_back, "output")
 
-        style = Style(given, returned, context)
+        style = Style(as_given, returned, context)
         for method in self.methods:
             apply_style(module, method, style, _NO_GRAPH)
         return module

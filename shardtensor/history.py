@@ -14,11 +14,11 @@ the first time to one rank may not be to another, which has forgotten a plan. So
 out. Only then are rounding errors told from other differences: usually all values are equal, bit by bit.
 
 [Note: one thread] Two threads that communicate in one group do so in an order that differs between ranks, and get each
-other's numbers. No lock in this process could help: it knows nothing of the order on other ranks. So a group belongs to the
-thread that communicates in it, and a second one raises, before it sends anything. From then on all threads raise
+other's numbers. No lock in this process could help: it knows nothing of the order on other ranks. So a group belongs to
+the thread that communicates in it, and a second one raises, before it sends anything. From then on all threads raise
 that use the group, also one that waits at that moment, since ranks may notice at different times. A group passes to
-another thread where the first one has ended, or is the main thread, which may have made what its threads use, as long as it
-does not communicate any more while they live; and inside of :func:`take_turns`. A backward pass belongs to the
+another thread where the first one has ended, or is the main thread, which may have made what its threads use, as long
+as it does not communicate any more while they live; and inside of :func:`take_turns`. A backward pass belongs to the
 thread that called ``backward()``, in whatever thread autograd runs it.
 """
 
@@ -88,7 +88,7 @@ _SAME_WEIGHTS = (
 
 
 class _Here(threading.local):
-    """The operator that runs in a thread. Communication outside of one has none: if it is redistribution its kind says."""
+    """The operator that runs in a thread. Communication outside of one has none: its kind says what it is."""
 
     operator = ""
 
@@ -435,12 +435,13 @@ def _pass_on(group: str, log: _Log) -> None:
         log.thread = here
         return
     said = (
-        f"two threads communicate in the process group {group}: {_named(threads[here])}, in {operator() or 'no operator'}, "
-        f"after {_named(threads[owner])}, which is alive. Other ranks may run them in another order, and each would "
-        "get the other's numbers; what either of them has computed since the other began may be wrong. Nothing can be "
-        "communicated in this group any more. Remedy: make all calls from one thread, or end one before the next; give "
-        "each thread a mesh with a process group and a name of its own (DeviceMesh.from_group(torch.distributed."
-        "new_group(), ..., mesh_dim_names=...)); or call inside of shardtensor.take_turns(), in the same order on all ranks"
+        f"two threads communicate in the process group {group}: {_named(threads[here])}, in "
+        f"{operator() or 'no operator'}, after {_named(threads[owner])}, which is alive. Other ranks may run them in "
+        "another order, and each would get the other's numbers; what either of them has computed since the other began "
+        "may be wrong. Nothing can be communicated in this group any more. Remedy: make all calls from one thread, or "
+        "end one before the next; give each thread a mesh with a process group and a name of its own "
+        "(DeviceMesh.from_group(torch.distributed.new_group(), ..., mesh_dim_names=...)); or call inside of "
+        "shardtensor.take_turns(), in the same order on all ranks"
     )
     conflicts[group], log.thread = said, -1
     for function in _at_conflict:
@@ -456,10 +457,8 @@ def _waits(thread: int, group: str) -> bool:
     """Whether another thread waits for what it has started in the group."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if (
-            frame.f_globals.get("__name__") == _WAITING
-            and getattr(frame.f_locals.get("group"), "group_name", "") == group
-        ):
+        waited_for = frame.f_locals.get("group") if frame.f_globals.get("__name__") == _WAITING else None
+        if getattr(waited_for, "group_name", None) == group:
             return True
         frame = frame.f_back
     return False

@@ -266,11 +266,11 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     sources = [*locals_, *completed, *(g for _, g in pairs)]
     places = [*range(len(locals_)), *range(len(completed))]
     gradients = iter(found)
-    result: list[Any] = [None] * len(needed)
+    complete: list[Any] = [None] * len(needed)
     for i in (i for i, need in enumerate(needed) if need):
         depends = plan.depends.get(i, places)
-        result[i] = _FunctionOf.apply(next(gradients), [j in depends for j in places], *sources)
-    return [g if g is None or s is None else from_part(g, s) for g, s in zip(result, ctx.specs, strict=True)]
+        complete[i] = _FunctionOf.apply(next(gradients), [j in depends for j in places], *sources)
+    return [g if g is None or s is None else from_part(g, s) for g, s in zip(complete, ctx.specs, strict=True)]
 
 
 def _zeros(spec: ShardTensorSpec, grad: Tensor) -> Tensor:

@@ -4,9 +4,9 @@
 instance that calls it. That function is bound to the instance, so that a deep copy of the module gets its own.
 
 [Note: unused styles] A style for ``forward`` does nothing where the program calls another method of the module, and
-nothing would say so: numbers are right, but every rank computes all of them. So until a styled method runs for the first
-time, calls of submodules with plain tensors are noticed; from then on these have no hooks, which would take time and
-break compiled graphs. At the end of the program modules are named that never ran.
+nothing would say so: numbers are right, but every rank computes all of them. So until a styled method runs for the
+first time, calls of submodules with plain tensors are noticed; from then on these have no hooks, which would take time
+and break compiled graphs. At the end of the program modules are named that never ran.
 """
 
 from __future__ import annotations

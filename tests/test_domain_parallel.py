@@ -531,7 +531,7 @@ def test_equal_inputs_pass():
 # -- methods ----------------------------------------------------------------------------------------------------------
 
 
-class Autoencoder(nn.Module):
+class Coder(nn.Module):
     """As those of diffusers: pipelines call ``encode`` and ``decode``, which training calls through ``forward``."""
 
     def __init__(self):
@@ -555,21 +555,22 @@ class Autoencoder(nn.Module):
 STYLE = {"inputs": Shard(3), "outputs": Replicate()}
 
 
-def autoencoder():
+def coder():
     torch.manual_seed(0)
-    return Autoencoder().double()
+    return Coder().double()
 
 
 def methods():
     mesh = shared_mesh(2)
     (x,) = values((1, 2, 6, 12))
-    vae, twin = autoencoder(), autoencoder()
+    vae, twin = coder(), coder()
     parallelize_module(vae, mesh, DomainParallel(**STYLE, methods=("forward", "encode")))
     parallelize_module(vae, mesh, DomainParallel(inputs={"z": Shard(3)}, outputs=Replicate(), methods=("decode",)))
     codes, expected = vae.encode(x), twin.encode(x)
     assert (type(codes), codes.kind, type(codes.codes)) == (SimpleNamespace, "codes", Tensor)
     compare(codes.codes, expected.codes)
-    for found, wanted in ((vae.decode(codes.codes, scale=2), twin.decode(expected.codes, scale=2)), (vae(x)[0], twin(x)[0])):
+    decoded = vae.decode(codes.codes, scale=2), twin.decode(expected.codes, scale=2)
+    for found, wanted in (decoded, (vae(x)[0], twin(x)[0])):
         assert type(found) is Tensor
         compare(found, wanted)
         found.square().sum().backward()
@@ -597,7 +598,7 @@ def test_methods():
 
 def copies():
     """A copy's methods are its own; names of parameters are the module's; a part may be recomputed in backward."""
-    vae, twin = autoencoder(), autoencoder()
+    vae, twin = coder(), coder()
     parallelize_module(vae, shared_mesh(2), DomainParallel(**STYLE, methods=("encode", "decode")))
     copied = copy.deepcopy(vae)
     nn.init.zeros_(copied.decoder[1].weight)
@@ -641,7 +642,7 @@ def test_methods_of_diffusers():
 
 
 def called_otherwise(style, calls):
-    vae = autoencoder()
+    vae = coder()
     parallelize_module(vae, shared_mesh(2), DomainParallel(**STYLE, **style))
     image, codes = values((1, 2, 6, 12), (1, 3, 4, 6))
     with warnings.catch_warnings(record=True) as seen:
@@ -654,9 +655,9 @@ def called_otherwise(style, calls):
 def test_a_warning_for_a_method_without_the_style():
     for texts in run_distributed(called_otherwise, 2, {}, ("decode", "decode", "encode")):
         assert len(texts) == 2
-        assert "applied to Autoencoder.forward(), but the program called Autoencoder.decode(), which ran" in texts[0]
+        assert "applied to Coder.forward(), but the program called Coder.decode(), which ran" in texts[0]
         assert 'DomainParallel(..., methods=("encode", "decode"))' in texts[0]
-        assert "the program called Autoencoder.encode()" in texts[1]
+        assert "the program called Coder.encode()" in texts[1]
     for texts in run_distributed(called_otherwise, 2, {}, ("forward",)):
         assert len(texts) == 1 and "Call the module itself rather than its forward()" in texts[0]
     for style, calls in (({}, ("__call__", "decode")), ({"methods": ("decode",)}, ("encode", "decode", "forward"))):

@@ -226,7 +226,8 @@ def test_alternating_threads_without_turns():
     for first, *others in run_distributed(alternating, 2, False, timeout=120.0):
         assert first is True
         assert [type(error) for error in others] == [ThreadConflict] * 5
-        assert "thread 'worker 1', in " in str(others[0]) and "after thread 'worker 0', which is alive" in str(others[0])
+        assert "thread 'worker 1', in " in str(others[0])
+        assert "after thread 'worker 0', which is alive" in str(others[0])
 
 
 def underway():

@@ -184,7 +184,7 @@ def keep_for_backward(value: Any) -> None:
 
 
 def kept_for_backward() -> Any:
-    """What this thread keeps; in one of autograd's, what the thread that called ``backward()`` kept then. None: none."""
+    """What this thread keeps, or None; in one of autograd's, what the thread that called ``backward()`` kept then."""
     return torch._C._get_obj_in_tls("shardtensor") if torch._C._is_key_in_tls("shardtensor") else None
 
 

@@ -53,8 +53,8 @@ _method = Setting("auto")
 def attention_method(name: str) -> Iterator[None]:
     """Choose how attention is computed where queries and keys are both sharded along the sequence.
 
-    Every rank has to choose alike; it holds for the calling thread. The backward pass follows the forward pass; where activation checkpointing
-    repeats that, call ``backward()`` inside of this context, too.
+    Every rank has to choose alike; it holds for the calling thread. The backward pass follows the forward pass; where
+    activation checkpointing repeats that, call ``backward()`` inside of this context, too.
 
     Args:
         name: "ring": keys and values are sent around a ring of ranks, in blocks. "heads": an all-to-all shards the
