@@ -78,10 +78,12 @@ def call(device: Any, after: Callable[[], None] | None, path: list[str], payload
         except Exception as error:
             raise TypeError(f"the result, a {type(result).__name__}, cannot be pickled: {error}") from error
     except BaseException as error:
+        described = describe(error)
         if after is not None:
+            traceback.clear_frames(error.__traceback__)
             with contextlib.suppress(Exception):  # what it finds is of this call, which has failed already
                 after()
-        return "raised", describe(error)
+        return "raised", described
 
 
 def moved(tree: Any, device: Any) -> Any:

@@ -741,7 +741,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
   m.impl("_use_cudnn_ctc_loss", [](const at::Tensor&, const at::Tensor&, c10::IntArrayRef, c10::IntArrayRef, int64_t) { return false; });
-  m.impl("_use_cudnn_ctc_loss.Tensor", [](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { return false; });
+  for (const char* name : {"_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss.Tensor"})
+    try {
+      m.impl(name, [](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { return false; });
+    } catch (const c10::Error&) {}  // not in all versions of torch
+  try {
+    m.impl("_use_miopen_ctc_loss", [](const at::Tensor&, const at::Tensor&, c10::IntArrayRef, c10::IntArrayRef, int64_t) { return false; });
+  } catch (const c10::Error&) {}
   // CUDA has a kernel of its own for these, where the CPU has several.
   for (const char* name : {"convolution", "convolution_backward", "_convolution", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
                            "native_layer_norm_backward", "grid_sampler_2d", "grid_sampler_3d", "_fft_r2c", "_fft_c2r", "_fft_c2c",
@@ -838,9 +844,10 @@ struct DeviceWork : c10d::Work {
       }
       parts.clear();
     }
-    std::lock_guard<std::mutex> order(order_mutex);
-    auto waiting = current_stream(static_cast<DeviceIndex>(stream >> 32));
-    join(streams[waiting].seen, ends);
+    {
+      std::lock_guard<std::mutex> order(order_mutex);
+      join(streams[current_stream(static_cast<DeviceIndex>(stream >> 32))].seen, ends);
+    }
     inputs.clear();
     return true;
   }

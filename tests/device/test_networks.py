@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from torch.distributed.tensor import Shard
 
 from shardtensor.testing import run_distributed, shard, shared_mesh
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from networks import NETWORKS, step
+# By its path, as the tests have a package of this name.
+_spec = spec_from_file_location("networks_of_benchmarks", Path(__file__).parents[2] / "benchmarks" / "networks.py")
+benchmarks = sys.modules[_spec.name] = module_from_spec(_spec)
+_spec.loader.exec_module(benchmarks)
+NETWORKS, step = benchmarks.NETWORKS, benchmarks.step
 
 # Smaller inputs than those of the benchmarks, of which each rank has an uneven part.
 SIZES = {
