@@ -24,6 +24,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -124,7 +125,22 @@ static bool knows(StreamKey stream, StreamKey other, int64_t tick) {
   auto has = [&](const Clock& c) { auto found = c.find(other); return found != c.end() && found->second >= tick; };
   return has(streams[stream].seen) || has(host);
 }
-static int64_t launch(StreamKey stream) { return ++streams[stream].now; }
+// Freed memory goes to the next kernel of the stream that it was allocated on, which must not come before others have used it.
+struct Freed {
+  StreamKey user;
+  int64_t tick;
+  std::string what;
+};
+static std::map<StreamKey, std::vector<Freed>> freed;  // by the stream that has it
+static int64_t launch(StreamKey stream) {
+  auto found = freed.find(stream);
+  if (found != freed.end()) {
+    for (auto& f : found->second)
+      if (!knows(stream, f.user, f.tick)) races.push_back(f.what);
+    freed.erase(found);
+  }
+  return ++streams[stream].now;
+}
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 static std::atomic<int64_t> live_bytes{0}, peak_bytes{0};
@@ -147,8 +163,8 @@ struct Memory {  // the context of a device tensor's DataPtr
       std::lock_guard<std::mutex> guard(order_mutex);
       for (auto& a : memory->accesses)
         if (a.stream != memory->home && !memory->recorded.count(a.stream) && !knows(memory->home, a.stream, a.tick))
-          races.push_back(c10::str("memory of ", name_of(memory->home), " was freed while ", a.name, " on ", name_of(a.stream),
-                                   " may still use it (record_stream, or wait for that stream first)"));
+          freed[memory->home].push_back({a.stream, a.tick, c10::str("memory of ", name_of(memory->home), " was freed while ", a.name,
+                                         " on ", name_of(a.stream), " may still use it (record_stream, or wait for that stream first)")});
     }
     live_bytes -= static_cast<int64_t>(memory->bytes);
     if (!memory->held && memory->data) {
@@ -1192,11 +1208,30 @@ struct Nccl : c10d::Backend {
   }
 };
 
+// DistributedDataParallel asks for one of each type of device.
+struct DeviceTimer : c10d::Timer {
+  explicit DeviceTimer(Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
+static void resize_storage(const at::Tensor& t, int64_t bytes) {
+  auto* storage = t.storage().unsafeGetStorageImpl();
+  OnDevice on(t.device());
+  auto data = device_allocator.allocate(bytes);
+  if (auto kept = std::min<size_t>(bytes, storage->nbytes())) memcpy(data.get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
+}
+
 struct RegisterAllocator {
   RegisterAllocator() { c10::SetAllocator(kCUDA, &device_allocator, 100); }
 };
 static RegisterAllocator register_allocator;
 }  // namespace emulated
+namespace c10d {
+using emulated::DeviceTimer;
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, DeviceTimer)
+}
 
 namespace py = pybind11;
 template <class T>
@@ -1236,6 +1271,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("take_races", [] {
     std::lock_guard<std::mutex> guard(order_mutex);
+    freed.clear();
     return std::exchange(races, {});
   });
   m.def("set_unchecked", [](std::vector<std::string> names) { unchecked = std::unordered_set<std::string>(names.begin(), names.end()); });
@@ -1243,6 +1279,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     contracted = std::unordered_set<std::string>(names.begin(), names.end());
     check_contract = py::object(f).release().ptr();
   });
+  m.def("resize_storage", &resize_storage);
   m.def("memory", [] { return std::make_pair(live_bytes.load(), peak_bytes.load()); });
   m.def("reset_peak", [] { peak_bytes = live_bytes.load(); });
   m.def("capturing", [] { return capturing_now(); });

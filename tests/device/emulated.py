@@ -151,7 +151,7 @@ cuda.is_current_stream_capturing = cuda.graphs.is_current_stream_capturing = C.c
 cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, 0)
 
 # Storages of a type of device that the build does not have are made by tensors.
-_on_cpu = {"clone": torch.UntypedStorage.clone, "to": torch.UntypedStorage.to}
+_on_cpu = {name: getattr(torch.UntypedStorage, name) for name in ("clone", "to", "resize_")}
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -168,6 +168,14 @@ def _to(self: torch.UntypedStorage, *, device: torch.device, non_blocking: bool 
     return _bytes(self).to(device, non_blocking=non_blocking).untyped_storage()
 
 
+def _resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if self.device.type != "cuda":
+        return _on_cpu["resize_"](self, size)
+    C.resize_storage(_bytes(self), size)
+    return self
+
+
+torch.UntypedStorage.resize_ = torch.no_grad()(_resize)
 torch.UntypedStorage.clone = torch.storage._StorageBase.clone = torch.no_grad()(_clone)
 torch.UntypedStorage.to = torch.storage._StorageBase.to = torch.no_grad()(_to)
 

@@ -93,18 +93,26 @@ def streams():
     torch.cuda.synchronize()
     x.add_(1)
     after_call()
+    def made_and_freed(record):
+        with torch.cuda.stream(side):
+            z = torch.ones(4)
+        torch.cuda.current_stream().wait_stream(side)
+        z.mul(2)
+        if record:
+            z.record_stream(torch.cuda.current_stream())
+
+    made_and_freed(record=False)
     with torch.cuda.stream(side):
-        z = torch.ones(4)
-    torch.cuda.current_stream().wait_stream(side)
-    z.mul(2)
-    del z
+        torch.ones(1)  # may get that memory
     raises("was freed while aten::mul.out on stream 0", after_call)
+    made_and_freed(record=False)
     with torch.cuda.stream(side):
-        z = torch.ones(4)
-    torch.cuda.current_stream().wait_stream(side)
-    z.mul(2)
-    z.record_stream(torch.cuda.current_stream())
-    del z
+        side.wait_stream(torch.cuda.default_stream())
+        torch.ones(1)
+    after_call()
+    made_and_freed(record=True)
+    with torch.cuda.stream(side):
+        torch.ones(1)
     after_call()
 
 

@@ -466,7 +466,12 @@ def check_autocast():
         ):
             for dim, sizes in ((0, (0, 6)), (1, (3, 1)), (0, (2, 4))):
                 result = assert_matches_unsharded(
-                    function, x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes}
+                    function,
+                    x,
+                    mesh_shape=2,
+                    placements=[Shard(dim)],
+                    shard_sizes={0: sizes},
+                    rtol=None if x.is_cpu else 5e-3,  # on CUDA one device rounds parts of the cross entropy to bfloat16
                 )
                 assert result.dtype == torch.float32
 

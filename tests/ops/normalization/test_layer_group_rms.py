@@ -233,6 +233,7 @@ def check_mixed_precision():
     check(nn.RMSNorm([8, 6], dtype=torch.bfloat16), torch.bfloat16, False)
 
 
+@pytest.mark.on_cpu("GPUs have no group norm of mixed dtypes")
 def test_dtypes_of_results_are_torchs():
     run_distributed(check_mixed_precision, 2)
 
