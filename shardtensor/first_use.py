@@ -29,16 +29,17 @@ from .caches import forgets
 from .callers import called_from
 from .cuda_graphs import is_capturing
 from .headers import debug_enabled
-from .history import note_values
+from .history import forget_values, note_values
 from .summaries import summary, tolerance_of
 
-__all__ = ["FirstCalls", "PlainOperands", "note_operand"]
+__all__ = ["FirstCalls", "PlainOperands", "forget_operands", "note_operand"]
 
 # How often something is looked at that may be another tensor each time, and for how many layouts.
 _CALLS = 3
 _LAYOUTS = 16
 
-_used: dict[int, weakref.ref[Tensor]] = {}  # by id: tensors cannot be compared as keys
+# The tensors that have been used, with what was noted of them; by id, as tensors cannot be compared as keys.
+_used: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 _without_plan: dict[Any, PlainOperands] = {}
 forgets(_without_plan.clear)
 _wanted = os.environ.get("SHARDTENSOR_CHECK_PARAMETERS", "1") not in ("", "0")
@@ -81,14 +82,14 @@ class PlainOperands:
         is_parameter = type(t) is not Tensor and isinstance(t, nn.Parameter)
         if (not is_parameter and not self._left) or not t.numel() or is_traced(t) or is_capturing(t.device):
             return
-        key = id(t)
-        _used[key] = weakref.ref(t, lambda _: _used.pop(key, None))
         _, lines = called_from()
         what = f"the plain {'parameter' if is_parameter else 'tensor'} of {self._name}"
         what += f" ({lines[0]}), {t.dtype}," if lines else f", {t.dtype},"
         where, tolerance = f"{zlib.crc32(repr(lines).encode()):x}", 0.0 if is_parameter else tolerance_of(t.dtype)
         with without_modes():
             held = summary(t)
+        key = id(t)
+        _used[key] = weakref.ref(t, lambda _: _used.pop(key, None)), held
         for m in range(self._mesh.ndim):
             if self._mesh.size(m) > 1:
                 note_values(group_along(self._mesh, m).group_name, where, what, t.shape, tolerance, held)
@@ -105,6 +106,13 @@ def note_operand(name: str, t: Tensor, mesh: DeviceMesh) -> None:
             del _without_plan[next(iter(_without_plan))]
         operands = _without_plan[key] = PlainOperands(name, mesh, (0,), False)
     operands.note((t,))
+
+
+def forget_operands(tensors: Iterable[Any]) -> None:
+    """Forget what was noted of the operands of a call that has failed on all ranks: no result depends on them."""
+    for key in map(id, tensors):
+        if key in _used:
+            forget_values(_used.pop(key)[1])
 
 
 class FirstCalls:

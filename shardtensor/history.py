@@ -56,6 +56,7 @@ __all__ = [
     "difference",
     "fingerprint",
     "forget_history",
+    "forget_values",
     "last_entries",
     "last_entry",
     "note_values",
@@ -174,6 +175,12 @@ def note_values(group: str, where: str, what: str, shape: Sequence[int], toleran
     """
     log = _log(group)
     log.values.append(_Value(f"{log.count} {where}", what, str(tuple(shape)), tolerance, summary))
+
+
+def forget_values(summary: Tensor) -> None:
+    """Forget what was noted with this summary."""
+    for log in _logs.values():
+        log.values = deque((value for value in log.values if value.summary is not summary), _VALUES)
 
 
 def values_compared(group: str) -> None:

@@ -30,6 +30,7 @@ from ._compat import (
 from .agreement import MAX_NDIM, agree_on_local, compare_histories
 from .copies import check_current
 from .errors import refuse
+from .first_use import forget_operands
 from .layout import check_own_shard, normalize_placements
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
@@ -242,6 +243,7 @@ class ShardTensor(DTensor):
                 args, kwargs = functions.promote_operands(cls, func, args, kwargs)
             return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
+            forget_operands((*given, *kwargs.values()))
             explain(func, given, kwargs, error)
             raise
 

@@ -62,6 +62,19 @@ def device_of_ranks(request):
         yield name
 
 
+@pytest.fixture
+def emulated(request):
+    """Ranks of the pool compute on the emulated device, whatever ``--device`` says."""
+    if request.config.getoption("--device") == "cuda":
+        pytest.skip("counts what only the emulated device counts")
+    try:
+        chosen = device.on("emulated")
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    with chosen:
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     from shardtensor.testing import TooFewDevices

@@ -685,6 +685,7 @@ class Model(nn.Module):
 
 torch.distributed.init_process_group("gloo", init_method="file://{file}", rank=int(sys.argv[1]), world_size=2)
 mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
 model = Model()
 for style in {styles}:
     parallelize_module(model, mesh, DomainParallel(inputs=Shard(0), outputs=Replicate(), **style))

@@ -267,3 +267,14 @@ def test_most_of_it_is_right():
     report = sweep(operator_names(), 2, Options(limit=4, gather=True))
     assert not report.bad(), told(report)
     assert report.share_right(lambda case: not case.random) > 0.97
+
+
+KINDS = [("float", "function"), ("int", "function"), ("bfloat16", "function"), ("float", "in place")]
+
+
+@pytest.mark.parametrize("dtype, kind", KINDS)
+def test_operators_on_a_gpu(dtype, kind, emulated):
+    """The first sample of every tenth operator; ``python -m operator_sweep --device emulated`` takes all."""
+    report = sweep(operator_names()[5::10], 2, Options(dtype, kind, limit=1))
+    assert not report.bad(), told(report)
+    assert report.counted()["right"] > 20

@@ -45,12 +45,16 @@ def seen():
     return context.gather_allowed(), _method.value, transport(), context.settings()
 
 
-def test_settings_of_a_thread():
+def settings_of_a_thread():
     plain = seen()
     with shardtensor.allow_gather(), shardtensor.attention_method("ring"), shardtensor.set_transport("p2p"):
         assert seen()[:3] == (True, "ring", "p2p") and seen()[3] != plain[3]
         assert in_thread(seen) == plain
     assert seen() == plain and context._here.get() is context._UNCHANGED
+
+
+def test_settings_of_a_thread():
+    assert in_thread(settings_of_a_thread) is None  # a new one, which has no settings of other tests
 
 
 def test_settings_of_a_task():

@@ -55,15 +55,15 @@ def on_device(device_type: str, preload: str = "") -> Iterator[None]:
     """Inside the block, ranks of :func:`run_distributed` have a device of this type each, torch's default there.
 
     Args:
-        device_type: ``"cpu"``, or one that torch has a module for, such as ``"cuda"``.
+        device_type: ``"cpu"``, or that of an accelerator, whose module torch has under this name.
         preload: a module that workers import before torch. Its function ``after_call``, if it has one, is called after
             each call that has not raised.
 
     >>> def where():
     ...     return torch.ones(1).device.type
-    >>> with on_device("cuda"):
+    >>> with on_device("cpu"):
     ...     run_distributed(where, 2)  # doctest: +SKIP
-    ['cuda', 'cuda']
+    ['cpu', 'cpu']
     """
     global _device
     before, _device = _device, (device_type, preload)

@@ -109,6 +109,7 @@ def image(sizes_h, sizes_w, n=2):
     return (n, 4, sum(sizes_h), sum(sizes_w))
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     "case",
     [

@@ -131,6 +131,7 @@ def sizes_and_traffic():
     assert counts.bytes_sent == 4 * 5 * 4
 
 
+@pytest.mark.on_device
 def test_sizes_and_traffic():
     run_distributed(sizes_and_traffic, 2)
 

@@ -88,6 +88,7 @@ def compare(ranks, dtype):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_gradients_and_running_statistics(ranks, dtype):

@@ -180,6 +180,7 @@ def train():
         torch.testing.assert_close(value, expected)
 
 
+@pytest.mark.on_device
 def test_training_on_replicas_is_that_of_one_device_with_all_samples():
     run_distributed(train, 4)
 

@@ -38,6 +38,7 @@ def check_pooling(mesh_shape, dims, sizes):
     assert_matches_unsharded(drawn, x, placements=[places(dims)], **options)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
 def test_images(mesh_shape, dims, sizes):
     run_distributed(check_pooling, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, dims, sizes)

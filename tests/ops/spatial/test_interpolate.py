@@ -175,6 +175,7 @@ def layouts():
     return nearest.messages, linear.bytes_sent
 
 
+@pytest.mark.on_device
 def test_layouts_and_traffic():
     row = 2 * 4 * 8
     assert run_distributed(layouts, 3) == [(0, row), (0, 0), (0, row)]

@@ -82,6 +82,7 @@ def circular_convolution():
         assert_matches_unsharded(conv, data(2, 3, 7, 6), mesh_shape=2, placements=[Shard(2)], shard_sizes=sizes)
 
 
+@pytest.mark.on_device
 def test_convolutions_with_other_padding_modes():
     run_distributed(circular_convolution, 2)
 
