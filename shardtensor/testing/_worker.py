@@ -110,8 +110,9 @@ def describe(error: BaseException) -> dict[str, object]:
     return {"type": type(error).__qualname__, "text": str(error), "traceback": text, "pickled": pickled}
 
 
-def check(seconds: float) -> tuple[str, object]:
+def check(device: Any, seconds: float) -> tuple[str, object]:
     """Whether the pool can be kept after a call that failed: in every group, the ranks' next collectives must meet."""
+    import torch
     import torch.distributed as dist
 
     try:
@@ -119,6 +120,9 @@ def check(seconds: float) -> tuple[str, object]:
         world = dist.group.WORLD
         assert world is not None
         world.monitored_barrier(timeout=limit)  # type: ignore[attr-defined]
+        if device.type != "cpu":
+            dist.all_reduce(torch.zeros(1, device=device))
+            torch.accelerator.synchronize()
         meshes = sys.modules.get("shardtensor.testing.mesh")
         cached = meshes.cached_meshes() if meshes else {}
         names: list[object] = [None] * dist.get_world_size()
@@ -129,6 +133,8 @@ def check(seconds: float) -> tuple[str, object]:
             if mesh.get_coordinate() is not None:
                 for group in mesh.get_all_groups():
                     group.monitored_barrier(timeout=limit)
+                    if device.type != "cpu":
+                        dist.all_reduce(torch.zeros(1, device=device), group=group)
         return "healthy", None
     except BaseException as error:
         return "unhealthy", str(error)
@@ -173,7 +179,7 @@ def main() -> None:
 
     while True:
         kind, *rest = requests.get()
-        reply = call(device, after, *rest) if kind == "call" else check(*rest)
+        reply = call(device, after, *rest) if kind == "call" else check(device, *rest)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send(reply)

@@ -812,6 +812,7 @@ struct DeviceWork : c10d::Work {
   std::vector<at::Tensor> inputs;                          // kept until wait(), as by NCCL
   std::mutex mutex;
   bool ended = false;
+  std::shared_ptr<bool> broken;  // whether its communicator is: ranks have called different collectives
 
   DeviceWork(int rank, c10d::OpType type, std::string name, StreamKey stream) : c10d::Work(rank, type), name(std::move(name)), stream(stream) {}
   ~DeviceWork() override { if (!ended) count("unwaited", name); }
@@ -848,9 +849,11 @@ struct DeviceWork : c10d::Work {
       ended = true;
       if (compared) {
         finish(compared);
-        for (int64_t r = 0; r < everybodys.numel(); r++)
+        for (int64_t r = 0; r < everybodys.numel(); r++) {
+          *broken |= everybodys[r].item<int64_t>() != mine.item<int64_t>();
           TORCH_CHECK(everybodys[r].item<int64_t>() == mine.item<int64_t>(), "emulated NCCL: ranks call different collectives on one communicator: this rank ", name,
                       ", which is not what rank ", r, " of the group calls");
+        }
       }
       for (auto& part : parts) finish(part);
       at::AutoDispatchBelowADInplaceOrView below;
@@ -883,6 +886,7 @@ struct Nccl : c10d::Backend {
   bool connected = false, coalescing = false;
   c10::intrusive_ptr<DeviceWork> batch;
   uint64_t calls = 0;
+  std::shared_ptr<bool> broken = std::make_shared<bool>(false);
 
   Nccl(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<Options> options)
       : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo(std::move(gloo)), options(std::move(options)), stream_id(next_stream++) {}
@@ -907,7 +911,9 @@ struct Nccl : c10d::Backend {
   c10::intrusive_ptr<DeviceWork> start(c10d::OpType type, const char* name, std::vector<int64_t> same) {
     auto on = device ? device->index() : current_device;
     auto stream = key(on, stream_id);
+    TORCH_CHECK(!*broken, "emulated NCCL: ranks have called different collectives on this communicator (now ", name, ")");
     auto work = c10::make_intrusive<DeviceWork>(getRank(), type, name, stream);
+    work->broken = broken;
     count("nccl", name);
     calls++;
     if (!connected) {  // ncclCommInitRank
