@@ -50,15 +50,18 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=marker.args[0]))
 
 
+def on_device_or_skip(name):
+    try:
+        return device.on(name)
+    except NoCompiler as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(autouse=True)
 def device_of_ranks(request):
     """What the test's ranks compute on: ``"cpu"``, ``"emulated"`` or ``"cuda"``."""
     name = getattr(request, "param", request.config.getoption("--device"))
-    try:
-        chosen = device.on(name)
-    except NoCompiler as error:
-        pytest.skip(str(error))
-    with chosen:
+    with on_device_or_skip(name):
         yield name
 
 
@@ -67,11 +70,7 @@ def emulated(request):
     """Ranks of the pool compute on the emulated device, whatever ``--device`` says."""
     if request.config.getoption("--device") == "cuda":
         pytest.skip("counts what only the emulated device counts")
-    try:
-        chosen = device.on("emulated")
-    except NoCompiler as error:
-        pytest.skip(str(error))
-    with chosen:
+    with on_device_or_skip("emulated"):
         yield
 
 

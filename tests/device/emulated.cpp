@@ -435,7 +435,6 @@ namespace emulated {
 // While a graph is captured, kernels leave memory as it was, and NaN in what they return; a replay runs them.
 struct Graph {
   std::vector<std::function<void()>> nodes;
-  std::vector<std::shared_ptr<void>> kept;
 };
 static std::shared_ptr<Graph> capturing;
 static bool capturing_now() { return capturing != nullptr; }

@@ -17,7 +17,6 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from device.build import library
 
@@ -299,4 +298,4 @@ def after_call() -> None:
         raise RuntimeError("races on the emulated device:\n" + "\n".join(races))
 
 
-__all__ = ["Any", "Counted", "ProcessGroupNCCL", "after_call", "counted"]
+__all__ = ["Counted", "ProcessGroupNCCL", "after_call", "counted"]
