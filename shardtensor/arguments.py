@@ -17,7 +17,7 @@ from .planning import meta_of, spec_of
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, promote, redistribute_to
 
-__all__ = ["Arguments", "Operand", "common_mesh", "prepared_spec"]
+__all__ = ["Arguments", "Operand", "autocast_dtype", "common_mesh", "prepared_spec"]
 
 # How a plan's function sees a tensor: a ShardTensor by its spec, a plain one by shape, strides and dtype.
 Operand = ShardTensorSpec | TensorMeta
@@ -92,6 +92,24 @@ class Arguments:
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
+    def autocast_dtype(self, function: Callable[..., Tensor], *operands: Operand) -> torch.dtype:
+        """The dtype of the operands that autocast, which is on, has ``function`` compute with; see below."""
+        metas = [t.tensor_meta if isinstance(t, ShardTensorSpec) else t for t in operands]
+        shapes = [[min(n, 2) for n in t.shape] for t in metas]
+        return autocast_dtype(function, shapes, [t.dtype for t in metas], self.device)
+
+    def without_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, called where autocast is off."""
+        kind = self.device.type
+        if self.autocast() is None:
+            return function
+
+        def call(*args: Any) -> Any:
+            with torch.autocast(kind, enabled=False):
+                return function(*args)
+
+        return call
+
     def cast(self, dtype: torch.dtype | None, *arguments: str) -> None:
         """Have operands cast before the plan runs, differentiably; None leaves them as they are."""
         for argument in arguments if dtype is not None else ():
@@ -119,6 +137,22 @@ class Arguments:
         """Have a tensor made plain by ``step`` before the plan runs, which then has to see to its gradient's layout."""
         self.then_do(argument, step)
         self.tensors.pop(argument, None)
+
+
+def autocast_dtype(
+    function: Callable[..., Tensor],
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | str,
+) -> torch.dtype:
+    """The dtype of the operands that autocast, which is on, has ``function`` compute with: that of its result.
+
+    Which functions it casts differs by device, version, and even by whether a dim has length 1, as it may on one rank
+    only. So torch is asked, with operands of these shapes; those of the smallest of the same kind will do.
+    """
+    with torch.no_grad(), untraced():
+        ones = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        return function(*ones).dtype
 
 
 def common_mesh(name: str, operands: Sequence[Tensor]) -> DeviceMesh | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -269,12 +270,18 @@ def test_most_of_it_is_right():
     assert report.share_right(lambda case: not case.random) > 0.97
 
 
-KINDS = [("float", "function"), ("int", "function"), ("bfloat16", "function"), ("float", "in place")]
+KINDS = [
+    Options(),
+    Options("int"),
+    Options("bfloat16"),
+    Options(autocast="bfloat16"),
+    Options(kind="in place"),
+]
 
 
-@pytest.mark.parametrize("dtype, kind", KINDS)
-def test_operators_on_a_gpu(dtype, kind, emulated):
+@pytest.mark.parametrize("options", KINDS, ids=["float", "int", "bfloat16", "autocast", "in place"])
+def test_operators_on_a_gpu(options, emulated):
     """The first sample of every tenth operator; ``python -m operator_sweep --device emulated`` takes all."""
-    report = sweep(operator_names()[5::10], 2, Options(dtype, kind, limit=1))
+    report = sweep(operator_names()[5::10], 2, replace(options, limit=1))
     assert not report.bad(), told(report)
     assert report.counted()["right"] > 20

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES, *HALF], default=list(DTYPES))
     parser.add_argument("--data", choices=DATA, default=DATA[0], help="of half precision, see half.py")
+    parser.add_argument("--autocast", choices=list(HALF), help="inside torch.autocast to this dtype")
     parser.add_argument("--kind", choices=("function", "forward", "in place"), default="function")
     parser.add_argument("--gather", action="store_true", help="inside allow_gather()")
     parser.add_argument("--refused-in", metavar="FILE", help="only the cases that were refused in what --json wrote")
@@ -48,7 +49,7 @@ def main() -> None:
     for ranks, dtype, memory in itertools.product(options.ranks, options.dtypes, formats):
         start = time.monotonic()
         wanted = Options(dtype, options.kind, options.gather, options.limit, memory=memory, data=options.data)
-        wanted = replace(wanted, entries=options.entries)
+        wanted = replace(wanted, entries=options.entries, autocast=options.autocast)
         with on(options.device):
             swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
         report.cases += swept.cases

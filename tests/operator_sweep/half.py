@@ -62,11 +62,12 @@ def _has_data(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.layout == torch.strided and t.is_floating_point() and t.numel() > 0
 
 
-def less_exact(got: list[Any], one: list[Any], precise: list[Any]) -> str | None:
+def less_exact(got: list[Any], one: list[Any], precise: list[Any], rounded: torch.dtype | None = None) -> str | None:
     """Which result is further from ``precise`` than ``LIMIT`` times what one device gives, in words; or None.
 
     A result is a rounded number even where one device happens to hit it exactly: so an error of one unit in the last
-    place of the largest element is allowed in any case. And so is one that float16 does not resolve, where terms of the
+    place of the largest element is allowed in any case, of ``rounded`` where the computation is rounded to that and the
+    result is not, as the gradients of autocast. And so is one that float16 does not resolve, where terms of the
     order of one cancel: it is what float32's rounding leaves.
     """
     for i, (a, b, p) in enumerate(zip(got, one, precise, strict=True)):
@@ -80,7 +81,7 @@ def less_exact(got: list[Any], one: list[Any], precise: list[Any]) -> str | None
         if not bool(fair.any()):
             continue
         error, ours = (float((t - p).abs()[fair].max()) for t in (b, a))
-        unit = torch.finfo(one[i].dtype).eps * float(p[fair].abs().max())
+        unit = torch.finfo(rounded or one[i].dtype).eps * float(p[fair].abs().max())
         if ours > LIMIT * max(error, unit / 2, torch.finfo(torch.float16).tiny):
             return f"result {i} is off by {ours:.3g}, on one device by {error:.3g}; one unit is {unit:.3g}"
     return None

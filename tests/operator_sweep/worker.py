@@ -81,6 +81,7 @@ class Options:
         limit: at most so many samples of each operator.
         memory: one of ``MEMORY``; None: as torch makes the samples.
         data: of half precision, what the samples hold; see half.py.
+        autocast: "bfloat16" or "float16": inside torch.autocast, and compared as samples of half precision are.
         entries: the first operands are entries of a sharded dim, each on one rank.
         only: the number of the sample and the name of the cut of cases; None for all.
         setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
@@ -92,9 +93,15 @@ class Options:
     limit: int = 10**9
     memory: str | None = None
     data: str = DATA[0]
+    autocast: str | None = None
     entries: bool = False
     only: frozenset[tuple[int, str]] | None = None
     setup: tuple[str, str] | None = None
+
+    @property
+    def rounded(self) -> torch.dtype | None:
+        """Half precision that the operators compute in."""
+        return HALF.get(self.autocast or self.dtype)
 
 
 @dataclass(frozen=True)
@@ -330,8 +337,7 @@ class Expected:
         self.function = function or variant(name, options.kind)
         self.gradients = with_gradients(name, options)
         self.dim = dim
-        half = options.dtype in HALF
-        self.weights = partial(rounded_weights, options.data, dim) if half else different_weights
+        self.weights = partial(rounded_weights, options.data, dim) if options.rounded else different_weights
         self.in_place = options.kind == "in place"
         self.undefined = name.startswith(UNDEFINED)
         self.precise: tuple[Any, list[Any]] | None = None
@@ -351,6 +357,9 @@ class Expected:
         if self.in_place:
             # Written to must be a result of something, as leaves that require gradients cannot be.
             function = lambda x, *a, **k: self.function(torch.clone(x), *a, **k)  # noqa: E731
+        if self.options.autocast:  # gradients are taken outside of it, as torch recommends
+            autocast = torch.autocast(torch.get_default_device().type, HALF[self.options.autocast])
+            function = autocast(function)
         return evaluate(function, arguments, self.gradients, self.weights)
 
     def compare(self, cut: Cut, lockstep: Lockstep, precisely: bool = False) -> tuple[list[int], str]:
@@ -376,10 +385,11 @@ class Expected:
         tolerance = 1e-9 if precisely and sample is not self.sample else 1e-3 if precisely else 2e-5
         values = not (self.random or self.undefined)
         found, wanted = (by_what_they_pick(self.name, sample, r) for r in ([whole(t) for t in got], expected))
-        if self.options.dtype in HALF:
+        if self.options.rounded:
             detail = difference(found, wanted, None, values) or ""
             if values and not detail:
-                detail = less_exact(found, wanted, by_what_they_pick(self.name, *self.in_double())) or ""
+                precise = by_what_they_pick(self.name, *self.in_double())
+                detail = less_exact(found, wanted, precise, self.options.rounded) or ""
             return lockstep.outcomes(WRONG if detail else RIGHT), detail
         detail = difference(found, wanted, tolerance, values) or ""
         if detail:

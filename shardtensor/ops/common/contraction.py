@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...arguments import autocast_dtype
 from ...operators import Arguments, LocalPlan
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to, to_part
@@ -43,34 +44,46 @@ class ContractionPlan(LocalPlan):
         shape = [how.lengths.get(label, 1) for label in how.form.out]
         gradients = [how.gradient(i) for i in range(len(how.targets))]
         self.targets = how.targets
+        self.cast_to = _dtype_of_autocast(how, function)
         super().__init__(how.local_work(function), how.out(shape, how.targets[0].tensor_meta.dtype), gradients)
 
     def run(self, tensors: Sequence[Any]) -> ShardTensor:
         # Some operators have arguments behind the operands that may be tensors, but are none in this call.
         operands = tensors[: len(self.targets)]
-        dtype = self._summed_dtype(operands)
-        if dtype is None:
+        dtype = self.cast_to or operands[0].dtype
+        computed = torch.float32 if self._rounds_sums(dtype, operands) else self.cast_to
+        if computed is None:
             result = self.function(*self.local_tensors(operands))
-            return from_part(result, self.outputs.with_dtype(result.dtype))  # autocast decides by the operator
-        wide = [to_part(t, s or t._spec, torch.float32) for t, s in zip(operands, self.gradients or (), strict=True)]
-        with torch.autocast(wide[0].device.type, enabled=False):
-            result = self.function(*wide)
+            return from_part(result, self.outputs.with_dtype(result.dtype))
+        parts = [to_part(t, s or t._spec, computed) for t, s in zip(operands, self.gradients or (), strict=True)]
+        with torch.autocast(parts[0].device.type, enabled=False):
+            result = self.function(*parts)
         return from_part(result, self.outputs.with_dtype(dtype))
 
-    def _summed_dtype(self, operands: Sequence[ShardTensor]) -> torch.dtype | None:
-        """The dtype of a result in half precision, where sums over ranks are part of the call; otherwise None."""
-        device, dtype = operands[0].device.type, operands[0].dtype
-        if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
+    def _rounds_sums(self, dtype: torch.dtype, operands: Sequence[ShardTensor]) -> bool:
+        """Whether a result of this dtype, or a gradient, is rounded, and added up over ranks before that."""
         if wide_dtype(dtype) == dtype:
-            return None
+            return False
         graded = zip(operands, self.gradients or (), strict=True)
         summed = any(s is not None and s.partial_mesh_dims() and t.requires_grad for t, s in graded)
-        return dtype if summed or self.outputs.partial_mesh_dims() else None
+        return summed or bool(self.outputs.partial_mesh_dims())
 
     def run_on(self, tensors: Sequence[ShardTensor]) -> ShardTensor:
         """:meth:`run` for operands that do not have their targets yet."""
         return self.run(list(map(redistribute_to, tensors, self.targets)))
+
+
+def _dtype_of_autocast(how: Arrangement, function: Callable[..., Tensor]) -> torch.dtype | None:
+    """The dtype to which autocast casts the operands; None where it is off."""
+    device = how.targets[0].mesh.device_type
+    if not torch.is_autocast_enabled(device):
+        return None
+    whole = how.form.whole
+    shapes = [
+        [n if label in whole else min(n, 2) for n, label in zip(spec.shape, term, strict=True)]
+        for spec, term in zip(how.targets, how.form.terms, strict=True)
+    ]
+    return autocast_dtype(function, shapes, [spec.tensor_meta.dtype for spec in how.targets], device)
 
 
 def plan_contraction(

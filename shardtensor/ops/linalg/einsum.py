@@ -142,7 +142,7 @@ def plan_kron(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec) -
         y = torch.einsum(equation, input.reshape(shapes[0]), other.reshape(shapes[1]))
         return _with_free(y, inner_dims).reshape(shape)
 
-    return Composed(run)
+    return Composed(call.without_autocast(run))  # which casts products of matrices
 
 
 def _with_free(t: Tensor, dims: Sequence[int]) -> ShardTensor:

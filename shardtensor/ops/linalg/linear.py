@@ -133,10 +133,12 @@ def plan_bilinear(
     weight: ShardTensorSpec,
     bias: ShardTensorSpec | None = None,
 ) -> Plan:
-    call.returned(F.bilinear, input1, input2, weight, bias)
+    dtype = call.returned(F.bilinear, input1, input2, weight, bias).dtype
+    if call.autocast() is not None:
+        dtype = call.autocast_dtype(F.bilinear, input1, input2, weight)
 
     def run(x1: ShardTensor, x2: ShardTensor, weight: ShardTensor, bias: ShardTensor | None) -> Tensor:
-        y = torch.einsum("...i,oij,...j->...o", x1, weight, x2)
-        return y if bias is None else y + bias.to(y.dtype)
+        y = torch.einsum("...i,oij,...j->...o", x1.to(dtype), weight.to(dtype), x2.to(dtype))
+        return y if bias is None else y + bias.to(dtype)
 
-    return Composed(run)
+    return Composed(call.without_autocast(run))

@@ -104,8 +104,7 @@ def _sum_of_products(batch1: Tensor, batch2: Tensor) -> Tensor:
 
 def _scaled(result: Tensor, dtype: torch.dtype, beta: Number, alpha: Number) -> tuple[Tensor, Number]:
     """``(alpha * result, beta)``, the factors as numbers of the result's kind, which torch makes of them."""
-    if not torch.is_autocast_enabled(result.device.type):
-        result = result.to(dtype)
+    result = result.to(dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
         alpha, beta = (bool(n) if dtype == torch.bool else int(n) for n in (alpha, beta))  # type: ignore[arg-type]
     return result if alpha == 1 else result * alpha, beta
@@ -121,6 +120,8 @@ def _plan_added(
 ) -> Plan:
     """The plan of ``beta * input + alpha * product(a, b)``; of half precision in float32, as it is rounded once."""
     dtype = call.returned(function, *operands, beta=beta, alpha=alpha).dtype
+    if call.autocast() is not None:
+        dtype = call.autocast_dtype(function, *operands)
 
     def added(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
         result, factor = _scaled(product(*widened(a, b)), wide_dtype(dtype), beta, alpha)
@@ -128,7 +129,7 @@ def _plan_added(
             result = torch.add(result, input.to(result.dtype), alpha=factor)
         return result if wide_dtype(dtype) == dtype else result.to(dtype)
 
-    return Composed(added)
+    return Composed(call.without_autocast(added))
 
 
 @operator(*(torch.addmm, Tensor.addmm), tensors="input mat1 mat2", sparse=added_sparse_product(torch.addmm, torch.mm))
@@ -211,7 +212,11 @@ def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
             reason = "it would change the shape of a tensor in place"
             raise refuse(call.name, input, reason, "use the out-of-place form")
         dtype = meta.dtype
-        return Composed(lambda input, a, b: _scaled(product(*widened(a, b)), wide_dtype(dtype), beta, alpha))
+
+        def scaled(input: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Number]:
+            return _scaled(product(*widened(a, b)), wide_dtype(dtype), beta, alpha)
+
+        return Composed(call.without_autocast(scaled))  # which leaves operators in place alone
 
     @register(getattr(Tensor, name + "_"))
     def added_(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
