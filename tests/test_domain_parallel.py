@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -515,7 +516,7 @@ def of_right_programs():
     rank = mesh.get_local_rank()
     torch.manual_seed(rank)
     module, twin = denoiser(mesh), Denoiser()
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     for _ in range(5):
         sample = torch.randn(1, 2, 9, 4, generator=generator)
         compare(module(sample, torch.tensor(2)), twin(sample, torch.tensor(2)))
@@ -528,6 +529,8 @@ def of_right_programs():
 
 def test_equal_inputs_pass():
     run_distributed(of_right_programs, 2)
+
+
 # -- methods ----------------------------------------------------------------------------------------------------------
 
 
@@ -583,7 +586,7 @@ def methods():
     with count_communication() as alone:
         vae.encode(x), vae.decode(codes.codes)
     assert counted.messages < alone.messages  # only the last result is gathered
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         assert vae.float().decode(codes.codes.float()).dtype is torch.bfloat16
     vae.double()
     with pytest.raises(RuntimeError, match="does not fit 2 input channels"):

@@ -74,7 +74,8 @@ def make_fabric(parallelize_fn=helped, data=2, precision="32-true", **options):
     strategy = ModelParallelStrategy(
         parallelize_fn, data_parallel_size=data, tensor_parallel_size=world // data, **options
     )
-    fabric = L.Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[Pool()], precision=precision)
+    device = torch.get_default_device().type
+    fabric = L.Fabric(accelerator=device, devices=world, strategy=strategy, plugins=[Pool()], precision=precision)
     fabric.launch()
     return fabric
 
@@ -280,8 +281,9 @@ class Trained(L.LightningModule):
 def trainer_fits(folder):
     from lightning.pytorch.strategies import ModelParallelStrategy
 
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
     trainer = L.Trainer(
-        accelerator="cpu", devices=4, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+        accelerator=torch.get_default_device().type, devices=4, strategy=strategy,
         plugins=[Pool()], max_epochs=1, gradient_clip_val=MAX_NORM, default_root_dir=folder,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

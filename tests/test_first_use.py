@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copied import Copied
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -148,7 +149,7 @@ def right():
     mesh = shared_mesh(2)
     rank = mesh.get_local_rank()
     x = image(mesh)
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     torch.manual_seed(rank)
     for _ in range(5):
         y = x + torch.randn(1, 4, 8, 6, generator=generator)  # the seeds differ, the generators do not

@@ -229,7 +229,7 @@ def warned_of(make, mesh, placements, **options):
 
 
 def whole_image(mesh):
-    return torch.randn(1, 3, 8, 6, generator=torch.Generator().manual_seed(0))
+    return torch.randn(1, 3, 8, 6, generator=seeded(0))
 
 
 GLOBAL = {

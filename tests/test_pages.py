@@ -23,6 +23,7 @@ def run_on_this_rank(page: Page, folder: str):
     return run(page, folder).outcomes
 
 
+@pytest.mark.on_cpu("the programs on the pages say that they run on CPUs")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.programs], ids=str)
 def test_code_runs_as_printed(page, tmp_path):
     if page.ranks:

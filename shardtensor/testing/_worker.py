@@ -60,7 +60,8 @@ def fresh_state(device: Any) -> None:
 def call(device: Any, after: Callable[[], None] | None, path: list[str], payload: bytes) -> tuple[str, object]:
     """Run one pickled ``(fn, args, kwargs)``: ``("returned", pickled result)`` or ``("raised", description)``.
 
-    The parent has no device: tensors among the arguments are moved to this rank's, those of the result to the CPU.
+    The parent has no device: tensors and modules among the arguments are moved to this rank's, tensors of the result to
+    the CPU.
     """
     try:
         sys.path[:] = path
@@ -87,14 +88,14 @@ def call(device: Any, after: Callable[[], None] | None, path: list[str], payload
 
 
 def moved(tree: Any, device: Any) -> Any:
-    """``tree``, of tuples, lists and dicts, with its plain tensors on ``device``."""
+    """``tree``, of tuples, lists and dicts, with its modules and plain tensors on ``device``."""
     import torch
 
     if type(tree) in (tuple, list):
         return type(tree)(moved(value, device) for value in tree)
     if type(tree) is dict:
         return {key: moved(value, device) for key, value in tree.items()}
-    return tree.to(device) if type(tree) is torch.Tensor else tree
+    return tree.to(device) if type(tree) is torch.Tensor or isinstance(tree, torch.nn.Module) else tree
 
 
 def describe(error: BaseException) -> dict[str, object]:

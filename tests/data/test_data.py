@@ -35,8 +35,23 @@ ROOT = Path(__file__).parents[2]
 Pair = collections.namedtuple("Pair", "first second")
 
 
+device_of_meshes = None  # torch's default device
+
+
+@contextlib.contextmanager
+def host_program():
+    """The program's own tensors are the host's, as samplers want it; those of meshes are on the ranks' devices."""
+    global device_of_meshes
+    device_of_meshes = torch.get_default_device().type
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        device_of_meshes = None
+
+
 def grid():
-    return shared_mesh((2, 2), AXES)
+    return shared_mesh((2, 2), AXES, device_type=device_of_meshes)
 
 
 def domain():
@@ -56,7 +71,8 @@ def check(x, whole, sizes=None):
     assert type(x) is ShardTensor and x.shape == whole.shape and x.dtype == whole.dtype and not x.requires_grad
     assert sizes is None or x.shard_sizes == sizes
     local = x.to_local()
-    assert torch.equal(local, part(whole, x)) and local.is_contiguous()
+    assert local.device.type == x.device_mesh.device_type and local.is_contiguous()
+    assert torch.equal(local.cpu(), part(whole.cpu(), x))
     assert local.untyped_storage().nbytes() == local.nbytes  # nothing else is kept alive
 
 
@@ -203,10 +219,12 @@ def test_anything_is_pickled_where_all_ranks_say_so():
     run_distributed(pickled, 4)
 
 
+@host_program()
 def timeouts():
     """Of the program's group, whatever torch's default is."""
-    world = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-    own = ShardLoader([], domain())._group._get_backend(torch.device("cpu")).options._timeout
+    host = torch.device("cpu")
+    world = dist.group.WORLD._get_backend(host).options._timeout
+    own = ShardLoader([], domain())._group._get_backend(host).options._timeout
     assert own == world != dist.default_pg_timeout
 
 
@@ -234,6 +252,7 @@ def test_batches_are_cut_differently_by_functions_of_the_batch():
     run_distributed(cut_from_batch_to_batch, 4)
 
 
+@host_program()
 def two_domains():
     mesh = grid()
     data, target = numbers(12, 3, 5), torch.arange(12)
@@ -250,7 +269,7 @@ def two_domains():
             given.sampler.set_epoch(epoch)
         mine = []
         for x, y in sharded:
-            check(x, data[y.to_local()], {0: (4, 1)})
+            check(x, data[y.to_local().cpu()], {0: (4, 1)})
             assert x.device_mesh == domain()
             mine += y.to_local().tolist()
         seen.append(mine)
@@ -265,6 +284,7 @@ def test_each_domain_has_its_own_source():
     assert seen[0][0] != seen[0][1]
 
 
+@host_program()
 def alone():
     mesh = shared_mesh((4, 1), AXES)["domain"]
     wholes = [numbers(3, 2, seed=dist.get_rank() + i) for i in range(3)]
@@ -438,6 +458,7 @@ def peak_memory(source_rows, other_rows):
     return resident("VmHWM") - before
 
 
+@pytest.mark.on_cpu("shards of devices do not lie in the memory that is measured")
 @pytest.mark.on_gloo("late communication copies what is sent and received")
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak of resident memory")
 @pytest.mark.parametrize(("source_rows", "other_rows"), [(2304, 4352), (0, 4352)])
@@ -449,6 +470,7 @@ def test_the_source_holds_one_batch_and_the_others_two_shards(source_rows, other
         assert expected - 4 <= peak <= expected + 20, (rank, peak, expected)
 
 
+@host_program()
 def in_step():
     """What the source's loader draws, for its order and in its dataset, does not move its generator."""
     data = TensorDataset(torch.arange(6))
@@ -638,6 +660,7 @@ def test_a_source_outside_the_mesh_is_an_error():
     run_distributed(bad_source, 4)
 
 
+@host_program()
 def resume(workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -741,13 +764,14 @@ def own_slices():
             # Its own part in one piece, and nothing where there is none.
             assert len(array.asked) == (x.to_local().numel() > 0)
             if array.asked:
-                assert np.array_equal(values[array.asked[0]], x.to_local().numpy())
+                assert np.array_equal(values[array.asked[0]], x.to_local().cpu().numpy())
 
 
 def test_a_rank_reads_its_own_slice_only():
     run_distributed(own_slices, 4)
 
 
+@host_program()
 def kinds_of_numbers():
     mesh = shared_mesh(4)
     values = np.arange(9 * 2).reshape(9, 2)
@@ -851,6 +875,7 @@ class Opened:
         return h5py.File(self.path, "r")["values"]
 
 
+@host_program()
 def from_file(kind, path):
     mesh, whole, opened = grid(), torch.from_numpy(VALUES), Opened(kind, path)
     array = opened()
@@ -878,6 +903,7 @@ def test_files_of_every_kind(kind, tmp_path):
     run_distributed(from_file, 4, kind, path)
 
 
+@host_program()
 def several_arrays():
     x, y = Recording(VALUES), Recording(np.arange(6))
     layout = {"fields": ((Shard(2),), (Shard(3),)), "label": (Replicate(),)}
@@ -885,7 +911,7 @@ def several_arrays():
     loader = DataLoader(dataset, batch_size=4, shuffle=True)  # equal seeds: equal orders
     seen = []
     for batch in dataset.batches(loader):
-        samples = batch["label"].to_local()
+        samples = batch["label"].to_local().cpu()
         whole = torch.from_numpy(VALUES)[samples]
         assert type(batch["fields"]) is tuple
         check(batch["fields"][0], whole, {0: (6, 5)})

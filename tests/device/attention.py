@@ -28,11 +28,16 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: floa
     return scores.masked_fill(~_visible(q, k), -math.inf) if causal else scores
 
 
+def _operand(t: Tensor, q: Tensor) -> Tensor:
+    """``t`` as an operand of the tensor cores: rounded to the dtype of ``q``; the products are added up in float32."""
+    return t.to(q.dtype).float()
+
+
 def _forward(q, k, v, bias, causal, scale, of_none):
     scores = _scores(q, k, bias, causal, scale)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -math.inf, of_none)
-    return ((scores - lse.unsqueeze(-1)).exp() @ v.float()).to(q.dtype), lse
+    return (_operand((scores - lse.unsqueeze(-1)).exp(), q) @ v.float()).to(q.dtype), lse
 
 
 def _backward(grad, q, k, v, bias, out, lse, causal, scale):
@@ -40,8 +45,10 @@ def _backward(grad, q, k, v, bias, out, lse, causal, scale):
     grad = grad.float()
     d_scores = weights * (grad @ v.float().transpose(-2, -1) - (grad * out.float()).sum(-1, keepdim=True))
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    dq, dk = (d_scores @ k.float()) * factor, (d_scores.transpose(-2, -1) @ q.float()) * factor
-    return dq.to(q.dtype), dk.to(k.dtype), (weights.transpose(-2, -1) @ grad).to(v.dtype), d_scores
+    products = _operand(d_scores, q)
+    dq, dk = (products @ k.float()) * factor, (products.transpose(-2, -1) @ q.float()) * factor
+    dv = _operand(weights, q).transpose(-2, -1) @ grad
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_scores
 
 
 def _no_state(q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -115,6 +115,8 @@ for _name, _function in {
     "_host_emptyCache": lambda: None,
     "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
     "_has_cuda": True,
+    "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
+    "_set_cached_tensors_enabled": lambda enabled: None,
 }.items():
     setattr(torch._C, _name, _function)
 

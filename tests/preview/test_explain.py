@@ -98,6 +98,10 @@ def both_passes(found):
     return [tuple(found.communication(rank, phase) for phase in ("forward", "backward")) for rank in found.ranks]
 
 
+PREVIEWED = pytest.mark.on_cpu("explain counts what ranks with CPUs communicate; devices connect their groups, too")
+
+
+@PREVIEWED
 @pytest.mark.parametrize("name, sizes", [(name, sizes) for name in MODELS for sizes in SIZES[name]], ids=str)
 def test_counts_are_those_of_a_real_run(name, sizes):
     model, x = made(name)
@@ -112,6 +116,7 @@ def count_tiles(name, shape, dims):
     return count(model, shard(x, shared_mesh(shape), [Shard(d) for d in dims]))
 
 
+@PREVIEWED
 def test_counts_on_a_mesh_of_two_dims():
     model, x = made("globe")
     found = shardtensor.explain(model, x, mesh=(2, 2), shard=(2, 3), backward=True)
@@ -136,6 +141,7 @@ def count_loss(sizes):
     return forward, backward
 
 
+@PREVIEWED
 def test_a_loss_is_part_of_both_passes():
     model, x = made("conv")
     found = shardtensor.explain(
@@ -380,7 +386,7 @@ def inside():
 
 def test_a_running_process_group_is_refused():
     for error in run_expecting_errors(inside, 2):
-        assert isinstance(error, RuntimeError) and "gloo group already" in str(error)
+        assert isinstance(error, RuntimeError) and "group already" in str(error)
 
 
 def test_json_has_all_of_it():

@@ -351,10 +351,7 @@ def check_half_precision(dtype, method) -> None:
             assert mine <= 2 * theirs, f"{what}, {options}: error {mine}, torch's {theirs}"
 
 
-ROUNDED = pytest.mark.on_cpu("GPUs' kernels round the gradients of fetched keys before they are summed (devices.md)")
-
-
-@pytest.mark.parametrize("method", [pytest.param(m, marks=ROUNDED if m == "fetch" else ()) for m in METHODS])
+@pytest.mark.parametrize("method", METHODS)
 def test_half_precision(method):
     run_distributed(check_half_precision, 3, torch.bfloat16, method)
 
@@ -634,9 +631,7 @@ class Largest(TorchDispatchMode):
 
 def check_memory(causal: bool) -> tuple[int, int, list[str]]:
     sizes = {0: (256,) * 4}
-    tensors = [
-        shard(torch.randn(1, 4, 1024, 8), shared_mesh(4), ROWS, sizes, requires_grad=True) for _ in range(3)
-    ]
+    tensors = [shard(torch.randn(1, 4, 1024, 8), shared_mesh(4), ROWS, sizes, requires_grad=True) for _ in range(3)]
     with shardtensor.attention_method("ring"):
         with Largest() as forward:
             y = sdpa(*tensors, is_causal=causal)
