@@ -243,9 +243,11 @@ SUMMING = """
 
 
 @pytest.mark.parametrize("dtype, data, ranks", [("bfloat16", "cancelling", 2), ("float16", "offset", 3)])
-def test_half_precision_is_as_exact_as_on_one_device(dtype, data, ranks):
+def test_half_precision_is_as_exact_as_on_one_device(dtype, data, ranks, device_of_ranks):
     """Sums over ranks of numbers that cancel; with gradients."""
     known = set(operator_names())  # torch 2.11 has no samples of native_group_norm
+    if device_of_ranks != "cpu":  # on few numbers, others than the CPU's, torch's rounding in between happens to cancel
+        known.discard("native_group_norm")
     report = sweep([name for name in SUMMING.split() if name in known], ranks, Options(dtype, data=data, limit=2))
     assert not report.bad(), told(report)
     assert report.counted()["right"] > 100

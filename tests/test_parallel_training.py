@@ -18,6 +18,7 @@ from test_parallel import (
     AXES,
     CUTS,
     HEAD,
+    HEIGHT,
     PLAIN,
     SPMD,
     Embedded,
@@ -227,9 +228,8 @@ def lower_precision(how):
     x, y = x.float(), y.float()
     if how == "FSDP1":
         policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        wrapped = FullyShardedDataParallel(
-            model, mesh["dp"].get_group(), device_id=torch.device("cpu"), mixed_precision=policy, use_orig_params=True
-        )
+        options = {"device_id": torch.get_default_device(), "mixed_precision": policy, "use_orig_params": True}
+        wrapped = FullyShardedDataParallel(model, mesh["dp"].get_group(), **options)
         out = wrapped(x)
     else:
         wrapped = PLAIN["DDP over dp"](model, mesh)
@@ -305,7 +305,6 @@ def sequence_style(wrapped):
     torch.testing.assert_close(out.full_tensor(), alone(mine), rtol=1e-10, atol=1e-12)
 
 
-HEIGHT = problem()[1].shape[2]
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "FSDP2"])

@@ -209,7 +209,7 @@ def no_mesh_is_passed():
         made = [
             ShardTensor.from_local(mine, **cut),
             scatter_tensor(whole if dist.get_rank() == source else None, source, **cut),
-            read(whole.numpy(), **cut),
+            read(whole.cpu().numpy(), **cut),
             *ShardLoader([whole], **cut),
         ]
     explicit = ShardTensor.from_local(mine, grid["domain"], [Shard(0)], shard_sizes={0: (2, 7)})
@@ -778,7 +778,7 @@ def by_fsdp():
     for wrap in (
         lambda m: fully_shard(m, mesh=mesh["data"]),
         lambda m: fully_shard(m, mesh=mesh),
-        lambda m: FullyShardedDataParallel(m, device_mesh=mesh["data"], device_id=torch.device("cpu")),
+        lambda m: FullyShardedDataParallel(m, device_mesh=mesh["data"], device_id=torch.get_default_device()),
     ):
         model, x = pooled()
         optimizer = torch.optim.SGD((wrapped := wrap(model)).parameters(), lr=1.0)

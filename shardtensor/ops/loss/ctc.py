@@ -14,11 +14,14 @@ from ..common.batch_parallel import Names, by_batch
 from .base import composed_loss, full_precision
 
 
-def _whole_numbers(value: Any) -> Tensor:
-    """Lengths, or targets that follow each other: a few numbers per entry of the batch, on every rank."""
+def _whole_numbers(value: Any, device: torch.device) -> Tensor:
+    """Lengths, or targets that follow each other: a few numbers per entry of the batch, on every rank.
+
+    torch takes them from the host, too: they are what its kernels are launched by.
+    """
     if isinstance(value, ShardTensor):
         return value.full_tensor()
-    return value if isinstance(value, Tensor) else torch.tensor(list(value))
+    return value.to(device) if isinstance(value, Tensor) else torch.tensor(list(value), device=device)
 
 
 def _check_batch(given: dict[str, Any], batch: int) -> None:
@@ -40,14 +43,19 @@ def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
     mesh = logs.device_mesh
     batched = logs.ndim == 3
     _check_batch(given, logs.shape[1] if batched else 1)
-    inputs, lengths = (_whole_numbers(given[k]).reshape(-1) for k in ("input_lengths", "target_lengths"))
+    inputs, lengths = (
+        _whole_numbers(given[k], logs.device).reshape(-1) for k in ("input_lengths", "target_lengths")
+    )
     if not batched:
         logs, targets = logs.unsqueeze(1), targets.unsqueeze(0)
     if targets.ndim == 1:
         # One after the other: side by side, so that each entry of the batch has a row.
-        numbers = _whole_numbers(targets)
-        there = torch.arange(int(lengths.max()) if lengths.numel() else 0) < lengths.cpu()[:, None]
-        targets = numbers.new_zeros(there.shape).masked_scatter(there.to(numbers.device), numbers)
+        numbers = _whole_numbers(targets, logs.device)
+        longest = int(lengths.max()) if lengths.numel() else 0
+        there = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        targets = numbers.new_zeros(there.shape).masked_scatter(there, numbers)
+    elif not isinstance(targets, ShardTensor):
+        targets = targets.to(logs.device)
 
     def loss_of(logs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor) -> Tensor:
         return F.ctc_loss(logs, targets, inputs, lengths, given["blank"], "none", given["zero_infinity"])
