@@ -109,10 +109,17 @@ def test_the_model_adds_latencies_and_bytes(module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["host", "overhead", "operators", "networks", "compile", "memory", "scale"])
+@pytest.mark.parametrize("script", ["house", "host", "overhead", "operators", "networks", "compile", "memory", "scale"])
 def test_each_part_runs(script, tmp_path):
     file = tmp_path / "figures.json"
-    rows = {"operators": "conv2d", "networks": "Fourier", "compile": "ViT", "memory": "Fourier", "scale": "mean"}
+    rows = {
+        "house": "x + 1",
+        "operators": "conv2d",
+        "networks": "Fourier",
+        "compile": "ViT",
+        "memory": "Fourier",
+        "scale": "mean",
+    }
     only = rows.get(script, "linear")
     command = [sys.executable, BENCHMARKS / f"bench_{script}.py", "--quick", "--only", only, "--json", file]
     subprocess.run(command, check=True, timeout=300)
