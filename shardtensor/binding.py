@@ -36,7 +36,7 @@ class Place:
 
 
 def placed(values: Sequence[Any], places: Iterator[int]) -> list[Any]:
-    """The values with places for tensors, in the order in which plan_key collects these."""
+    """The values with places for tensors, in the order in which look_up collects these."""
 
     def with_places(value: Any) -> Any:
         if isinstance(value, Tensor):

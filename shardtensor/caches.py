@@ -14,28 +14,29 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["cached", "check_world", "forget", "forgets"]
+__all__ = ["cached", "check_world", "forget", "forgets", "world"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_world: Any = None
+# The default process group for which things are kept; None: nothing is.
+world: Any = None
 _clears: list[Callable[[], None]] = []
 
 
 def check_world() -> None:
     """Forget everything if the world is another one than when this was called last."""
-    global _world
-    world = dist.group.WORLD
-    if world is not _world:
+    global world
+    now = dist.group.WORLD
+    if now is not world:
         forget()
-        _world = world
+        world = now
 
 
 def forget() -> None:
     """Empty all caches."""
-    global _world
-    _world = None
+    global world
+    world = None
     for clear in _clears:
         clear()
 

@@ -18,24 +18,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._compat import OpOverload, goes_into_graph, kernel, new_wide_wrapper, new_wrapper, tree_map
-from .context import gather_allowed, settings
-from .copies import check_current, check_written, note_copies, represents_view, write_back
+from ._compat import OpOverload, kernel, new_wide_wrapper, new_wrapper, tree_map
+from .context import gather_allowed
+from .copies import check_written, note_copies, represents_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
 from .first_use import PlainOperands
 from .gathering import gathered
 from .open_layouts import decide, is_open, note_open_views
 from .planning import (
-    SCALARS,
     AtenCall,
     AtenPlan,
     Path,
     as_specs,
-    cached_plan,
+    describe,
     disowns,
     distributed_operands,
     is_inplace,
     keep_plan,
+    look_up,
     meta_of,
     on_meta,
     operand_at,
@@ -43,8 +43,6 @@ from .planning import (
     planned_by,
     returning,
     returns_view,
-    spec_of,
-    strides_of,
 )
 from .redistribute import redistribute_local, rounded
 from .registry import OPERATORS, REMEDY, rule_of
@@ -98,13 +96,10 @@ def run_operator(
             return result
     if args and is_open(args[0]) and is_inplace(func):
         decide(func, args, kwargs)
-    key: list[Any] = [func, settings(), torch.get_default_dtype()]
-    local_args = _localize(args, key)
+    key, plan, _, local_args = look_up(func, args, kwargs)
     local_kwargs = {}
-    for name, value in kwargs.items():
-        key.append(name)
-        local_kwargs[name] = _localize((value,), key)[0]
-    plan = cached_plan(key)
+    if kwargs:
+        local_args, local_kwargs = local_args[: len(args)], dict(zip(kwargs, local_args[len(args) :], strict=True))
     if plan is None:
         made = _planned(cls, func, args, kwargs, key)
         if isinstance(made, _Done):
@@ -172,38 +167,6 @@ def _as_views(
     return out
 
 
-def _localize(args: Sequence[Any], key: list[Any]) -> list[Any]:
-    """Local versions of the arguments; what the plan depends on is appended to ``key``."""
-    out = []
-    for a in args:
-        kind = type(a)
-        if kind in SCALARS:
-            out.append(a)
-            key.append(kind)  # 1, 1.0 and True are equal, but promote differently
-            key.append(a)
-        elif isinstance(a, DTensor):
-            local, spec = a._local_tensor, a._spec
-            if type(spec) is not ShardTensorSpec:
-                spec = spec_of(a)
-            elif a._viewed is not None:  # type: ignore[attr-defined]
-                check_current(key[0] if key else "operator", a)
-            out.append(local)
-            key.append(spec)
-            if type(local) is not Tensor and goes_into_graph(local):
-                key.append([])  # cannot be hashed: a plan may hold tensors, and those of a trace are not for others
-        elif isinstance(a, Tensor):
-            out.append(a)
-            key.append((a.shape, strides_of(key[0] if key else "operator", a), a.dtype, a.device))
-        elif kind is list or kind is tuple:
-            key.append(len(a))
-            out.append(_localize(a, key))
-        else:
-            out.append(a)
-            key.append(kind)
-            key.append(a)
-    return out
-
-
 def _replace(args: list[Any], kwargs: dict[str, Any], path: Path, src: ShardTensorSpec, dst: ShardTensorSpec) -> None:
     holder: Any = kwargs if isinstance(path[0], str) else args
     for step in path[:-1]:
@@ -263,8 +226,8 @@ def _run_replicated(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec
 ) -> _Done:
     """Everything is whole on every rank, so each computes for itself; the result tells its own shape."""
-    local_kwargs = {name: _localize((value,), [])[0] for name, value in kwargs.items()}
-    result = func(*_localize(args, []), **local_kwargs)
+    local_kwargs = dict(zip(kwargs, describe(kwargs.values(), [func], []), strict=True))
+    result = func(*describe(args, [func], []), **local_kwargs)
     returns_self = is_inplace(func)
 
     def spec(value: Any) -> Any:

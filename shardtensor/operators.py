@@ -22,17 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import TensorMeta, accumulates_early, goes_into_graph
+from ._compat import TensorMeta, goes_into_graph, takes_gradient_late
 from .arguments import Arguments, Operand, common_mesh, prepared_spec
 from .binding import Declaration, declaration, numbers_for, place_of, placed, places_in
-from .context import settings
-from .copies import check_current
 from .errors import UnsupportedSharding, refuse
 from .first_use import PlainOperands
 from .layout import wide_dtype
 from .parameters import GradientSum, contributing
 from .plan import Composed, LocalPlan, Plan, picked
-from .planning import SCALARS, cached_plan, disowned, keep_plan, meta_of, spec_of, strides_of
+from .planning import disowned, keep_plan, look_up, meta_of, spec_of
 from .registry import declare, declare_rule
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, redistribute_to
@@ -40,51 +38,6 @@ from .tensor import ShardTensor, redistribute_to
 __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
 
 Build = TypeVar("Build", bound=Callable[..., Any])
-
-
-# -- keys -------------------------------------------------------------------------------------------------------------
-
-
-def plan_key(function: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> list[Any]:
-    """What the plan of a call above autograd depends on, besides the registry. Its tensors are added to ``tensors``."""
-    key: list[Any] = [function, settings(), torch.get_default_dtype(), accumulates_early()]
-    if torch.are_deterministic_algorithms_enabled():
-        key.append("deterministic")
-    _describe(args, key, tensors)
-    for name, value in kwargs.items():
-        key.append(name)
-        _describe((value,), key, tensors)
-    device = tensors[0].device.type if tensors else "cpu"
-    if torch.is_autocast_enabled(device):
-        key.append(torch.get_autocast_dtype(device))
-    return key
-
-
-def _describe(args: Sequence[Any], key: list[Any], tensors: list[Any]) -> None:
-    for a in args:
-        kind = type(a)
-        if kind in SCALARS:
-            key.append(kind)  # 1, 1.0 and True are equal, but mean different things
-            key.append(a)
-        elif kind is ShardTensor:
-            if a._viewed is not None:
-                check_current(key[0].name, a)
-            tensors.append(a)
-            key.append(a._spec)
-            if type(a._local_tensor) is not Tensor and goes_into_graph(a._local_tensor):
-                key.append([])  # see _localize
-        elif isinstance(a, Tensor):
-            tensors.append(a)
-            if isinstance(a, DTensor):
-                key.append(spec_of(a))
-            else:
-                key.append((a.shape, strides_of(key[0].name, a), a.dtype, a.device, _may_wait(a)))
-        elif kind is list or kind is tuple:
-            key.append(len(a))
-            _describe(a, key, tensors)
-        else:
-            key.append(kind)
-            key.append(a)
 
 
 # -- making plans ------------------------------------------------------------------------------------------------------
@@ -95,21 +48,19 @@ class Operator:
 
     def __init__(self, spelling: Callable[..., Any] | str, declared: Declaration) -> None:
         self.name: str = spelling if isinstance(spelling, str) else getattr(spelling, "__name__", str(spelling))
-        self.__module__ = declared.build.__module__
+        self.__name__, self.__module__ = self.name, declared.build.__module__
         self._declared = declared
         self._arguments = None if isinstance(spelling, str) else declared.arguments_of(spelling)
         self._takes_numbers = isinstance(spelling, str) or not declared.has_other_tensors(spelling)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors: list[Any] = []
         try:
-            key = plan_key(self, args, kwargs, tensors)
+            key, plan, tensors, _ = look_up(self, args, kwargs)
         except UnsupportedSharding:
             result = self._of_sparse(args, kwargs)
             if result is NotImplemented:
                 raise
             return result
-        plan = cached_plan(key)
         if plan is None:
             given = self._bind(args, kwargs)
             if numbers := self._numbers(given, tensors):
@@ -202,7 +153,7 @@ class Operator:
         plain = {n: t for n, t in named.items() if n in declared.parameters and not isinstance(t, DTensor)}
         if plain and mesh_dims:
             total = GradientSum(call.mesh, mesh_dims, tuple(name in plain for name in declared.names))
-            if plan.defers and all(map(_may_wait, plain.values())) and not accumulates_early():
+            if plan.defers and all(map(takes_gradient_late, plain.values())):
                 plan.deferred = total
             else:
                 plan.total = total
@@ -302,14 +253,6 @@ def _label(name: str, outputs: Any) -> str:
     if not isinstance(spec, ShardTensorSpec):
         return name
     return f"{name} to {spec.in_short}"
-
-
-def _may_wait(t: Any) -> bool:
-    """Whether a plain parameter may get its gradient at the end of the backward pass, see [Note: buckets].
-
-    To a tracer all parameters are views of what it was given; what becomes of gradients follows after its graph.
-    """
-    return goes_into_graph(t) or (t.is_leaf and not t._post_accumulate_grad_hooks)
 
 
 def _is_number(t: Tensor) -> bool:

@@ -12,19 +12,29 @@ what a rank holds of the result, see [Note: small operands] in ops/elementwise/p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ._compat import OpOverload, TensorMeta, tree_map, untraced
-from .caches import check_world, forgets
-from .context import gather_allowed
+from . import caches
+from ._compat import (
+    OpOverload,
+    TensorMeta,
+    any_autocast_enabled,
+    goes_into_graph,
+    takes_gradient_late,
+    tree_map,
+    untraced,
+)
+from .context import gather_allowed, settings
+from .copies import check_current
 from .errors import UnsupportedSharding, refuse
 from .first_use import PlainOperands
 from .layout import AxisLayout, without_owners
@@ -39,7 +49,7 @@ __all__ = [
     "Rule",
     "argument",
     "as_specs",
-    "cached_plan",
+    "describe",
     "disowned",
     "disowns",
     "distributed_operands",
@@ -47,6 +57,7 @@ __all__ = [
     "is_inplace",
     "keep_plan",
     "keeps_owners",
+    "look_up",
     "meta_of",
     "on_meta",
     "operand_at",
@@ -55,7 +66,6 @@ __all__ = [
     "returning",
     "returns_view",
     "spec_of",
-    "strides_of",
 ]
 
 # Arguments that hold no tensor, and say all about themselves to a plan.
@@ -201,16 +211,79 @@ def argument(call: AtenCall, index: int, name: str, default: Any) -> Any:
 
 _plans: dict[Any, Any] = {}
 MAX_PLANS = 8192
-forgets(_plans.clear)
+caches.forgets(_plans.clear)
 
 
-def cached_plan(key: Sequence[Any]) -> Any:
-    """The plan that was kept under a key, if any."""
-    check_world()
+def look_up(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any, list[Tensor], list[Any]]:
+    """The plan of a call of an operator, above or below autograd, if one is kept.
+
+    Returns:
+        The key that holds all that the plan depends on; what is kept under it, or None; the call's tensors, also those
+        in lists, positional arguments first; and its arguments in this order, with local tensors for DTensors.
+
+    Raises:
+        UnsupportedSharding: a plain tensor is sparse; a view that is a copy is out of date.
+    """
+    if dist.group.WORLD is not caches.world:
+        caches.check_world()
+    key = [op, settings(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *kwargs]
+    tensors: list[Tensor] = []
+    local = describe(args if not kwargs else (*args, *kwargs.values()), key, tensors)
+    if any_autocast_enabled():
+        kind = tensors[0].device.type if tensors else "cpu"
+        key.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
     try:
-        return _plans.get(tuple(key))
+        plan = _plans.get(tuple(key))
     except TypeError:  # an argument that cannot be hashed: no caching
-        return None
+        plan = None
+    return key, plan, tensors, local
+
+
+def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> list[Any]:
+    """Append to ``key`` what a plan depends on of arguments, and to ``tensors`` those among them.
+
+    Returns the arguments with local tensors for DTensors. The first item of ``key`` is the operator.
+    """
+    local = []
+    for a in values:
+        kind = type(a)
+        if kind in SCALARS:
+            local.append(a)
+            key.append(kind)  # 1, 1.0 and True are equal, but mean different things
+            key.append(a)
+        elif isinstance(a, DTensor):
+            held, spec = a._local_tensor, a._spec
+            if type(spec) is not ShardTensorSpec:
+                spec = spec_of(a)
+            elif a._viewed is not None:  # type: ignore[attr-defined]
+                check_current(key[0], a)
+            tensors.append(a)
+            local.append(held)
+            key.append(spec.number)
+            if type(held) is not Tensor and goes_into_graph(held):
+                key.append([])  # cannot be hashed: a plan may hold tensors, and those of a trace are not for others
+        elif isinstance(a, Tensor):
+            tensors.append(a)
+            local.append(a)
+            if a.layout is not torch.strided:
+                reason = f"an operand has the layout {a.layout}, and plans are made for strided ones"
+                remedy = "make it dense by to_dense(), or call it on to_local() of replicated tensors"
+                raise refuse(key[0], a, reason, remedy)
+            late = not a.requires_grad or takes_gradient_late(a)
+            key.append((a.shape, a.stride(), a.dtype, a.device, late))
+        elif kind is list or kind is tuple:
+            kinds = tuple(map(type, a))
+            key.append(kinds)
+            if SCALARS.issuperset(kinds):
+                local.append(a)
+                key.append(tuple(a))
+            else:
+                local.append(describe(a, key, tensors))
+        else:
+            local.append(a)
+            key.append(kind)
+            key.append(a)
+    return local
 
 
 def keep_plan(key: Sequence[Any], plan: Any) -> None:
@@ -237,18 +310,6 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Shape, stride and dtype of a tensor, as specs carry them."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def strides_of(op: object, plain: Tensor) -> tuple[int, ...]:
-    """The strides of a plain operand, by which plans are kept.
-
-    Raises:
-        UnsupportedSharding: a sparse one, which has none.
-    """
-    if plain.layout != torch.strided:
-        reason = f"an operand has the layout {plain.layout}, and plans are made for strided ones"
-        raise refuse(op, plain, reason, "make it dense by to_dense(), or call it on to_local() of replicated tensors")
-    return plain.stride()
 
 
 def is_inplace(func: OpOverload) -> bool:

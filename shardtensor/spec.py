@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -40,6 +41,8 @@ from .strides import contiguous_stride
 
 __all__ = ["ShardTensorSpec"]
 
+_numbers = count()
+
 
 class ShardTensorSpec(DTensorSpec):
     """Mesh, placements, global shape, and for every sharded mesh dim the size of each rank's shard.
@@ -51,6 +54,8 @@ class ShardTensorSpec(DTensorSpec):
         mesh, placements, tensor_meta: as in DTensor's spec. ``tensor_meta`` describes the global tensor.
         sizes: one entry per mesh dim: a tuple of shard sizes along that mesh dim, or None where not sharded.
         layout: placement and sizes together, one :class:`AxisLayout` per mesh dim.
+        number: of this object, and of no other in this process: in keys of plans it takes the place of the spec, which
+            would have to be hashed and compared. Specs that are equal are one object mostly.
 
     Raises:
         ValueError: sizes that do not fit the placements or the global shape.
@@ -58,6 +63,7 @@ class ShardTensorSpec(DTensorSpec):
 
     tensor_meta: TensorMeta
     sizes: Sizes
+    number: int
     _hash: int | None
     _known_sizes: Any
     shard_order: Any
@@ -73,6 +79,7 @@ class ShardTensorSpec(DTensorSpec):
         if sizes is None:
             sizes = normalize_sizes(None, self.placements, self.shape, mesh)
         object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "number", next(_numbers))
         self.shard_order = _SizedShardOrder.of(self.shard_order, sizes)
 
     @staticmethod

@@ -47,6 +47,8 @@ run_engine = torch.autograd.graph._engine_run_backward
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # What checkpointing raises to stop a recomputation of which everything is there.
 STOPS_RECOMPUTATION = _StopRecomputationError
+# Whether autocast is on for any device.
+any_autocast_enabled = torch._C._is_any_autocast_enabled
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -64,9 +66,9 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "acceptable_placements",
-    "accumulates_early",
     "after_backward",
     "alias",
+    "any_autocast_enabled",
     "backward_pass",
     "batch_norm_legit",
     "batch_norm_legit_no_training",
@@ -101,6 +103,7 @@ __all__ = [
     "safe_softmax",
     "same_memory",
     "strategies",
+    "takes_gradient_late",
     "tracing",
     "tree_flatten",
     "tree_leaves",
@@ -213,9 +216,17 @@ _fully_sharded = _FullySharded(_composable_state._module_state_mapping)
 _composable_state._module_state_mapping = _fully_sharded
 
 
-def accumulates_early() -> bool:
-    """Whether gradients may be taken before a backward pass ends: FSDP2 was applied, or DDP runs a forward pass."""
-    return _fully_sharded.applied or DistributedDataParallel._active_ddp_module is not None
+def takes_gradient_late(plain: torch.Tensor) -> bool:
+    """Whether a plain tensor may get its gradient, if it gets one, at the end of a backward pass.
+
+    Not where gradients are taken before: a hook does, FSDP2 was applied, or DDP runs a forward pass. To a tracer all
+    parameters are views of what it was given; what becomes of gradients follows after its graph.
+    """
+    if not plain.requires_grad:
+        return True
+    if _fully_sharded.applied or DistributedDataParallel._active_ddp_module is not None:
+        return False
+    return (plain.is_leaf and not plain._post_accumulate_grad_hooks) or goes_into_graph(plain)
 
 
 def forget_fully_sharded() -> None:
