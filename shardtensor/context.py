@@ -76,7 +76,8 @@ class Setting(Generic[T]):
     @property
     def value(self) -> T:
         """The value here."""
-        here: T = _current().all[self._index]
+        values = _unchanged if _read() is _UNCHANGED else _current()
+        here: T = values.all[self._index]
         return here
 
     def set(self, value: T) -> Any:

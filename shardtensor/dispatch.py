@@ -4,21 +4,18 @@
 even shards and cannot express uneven ones, and DTensor gathers without a word; a rule here is a few lines. Strategies
 that users have registered are, see strategies.py. An operator without a rule is refused, unless all its tensors are
 replicated.
-
-The functions take the class of tensors to make: the one that torch called ``__torch_dispatch__`` of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ._compat import OpOverload, kernel, new_wide_wrapper, new_wrapper, tree_map
+from ._compat import OpOverload, kernel, tree_map
 from .context import gather_allowed
 from .copies import check_written, note_copies, represents_view, write_back
 from .errors import UnsupportedSharding, different_meshes, refuse
@@ -44,15 +41,14 @@ from .planning import (
     returning,
     returns_view,
 )
-from .redistribute import redistribute_local, rounded
+from .redistribute import redistribute_local
 from .registry import OPERATORS, REMEDY, rule_of
 from .spec import ShardTensorSpec
+from .wrapping import wrap
 
-__all__ = ["run_operator", "wrapper"]
+__all__ = ["run"]
 
 _aten = torch.ops.aten
-
-D = TypeVar("D", bound=DTensor)
 
 # A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.
 # So whole tensors, too, go by their rule.
@@ -62,24 +58,7 @@ RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _WITHOUT_STRIDES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def wrapper(cls: type[D], local: Tensor, spec: ShardTensorSpec) -> D:
-    """A tensor of ``cls`` around ``local``, which must have the shape that the spec says."""
-    if local.shape != spec.own_shape:
-        raise RuntimeError(
-            f"the local tensor has shape {tuple(local.shape)} instead of {tuple(spec.own_shape)}, for {spec} at "
-            f"{spec.coordinate}. If it was resized or exchanged in place (to_local().resize_(), set_()), make a new "
-            "ShardTensor with from_local instead; otherwise please report it"
-        )
-    if local.dtype is not spec.tensor_meta.dtype:
-        local = rounded(local, spec)
-        if spec.is_wide(local):
-            return new_wide_wrapper(cls, local, spec)
-    return new_wrapper(cls, local, spec)
-
-
-def run_operator(
-    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves: bool = True
-) -> Any:
+def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves: bool = True) -> Any:
     """Run an aten operator on ShardTensors (and plain tensors, which count as replicated).
 
     Args:
@@ -88,7 +67,7 @@ def run_operator(
     if torch.is_inference_mode_enabled() and returns_view(func) and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
         with torch.inference_mode(False), torch.no_grad():
-            return run_operator(cls, func, args, kwargs)
+            return run(func, args, kwargs)
     handler = OPERATORS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
@@ -101,7 +80,7 @@ def run_operator(
     if kwargs:
         local_args, local_kwargs = local_args[: len(args)], dict(zip(kwargs, local_args[len(args) :], strict=True))
     if plan is None:
-        made = _planned(cls, func, args, kwargs, key)
+        made = _planned(func, args, kwargs, key)
         if isinstance(made, _Done):
             return made.value
         plan = made
@@ -119,21 +98,19 @@ def run_operator(
         return args[0]
     out: Any
     if type(plan.outputs) is ShardTensorSpec:
-        out = wrapper(cls, result, plan.outputs)
+        out = wrap(result, plan.outputs)
     elif plan.outputs is None:
         return result
     else:
-        out = type(result)([r if s is None else wrapper(cls, r, s) for r, s in zip(result, plan.outputs, strict=True)])
-    return _as_views(cls, out, func, args, kwargs, plan) if plan.view else out
+        out = type(result)([r if s is None else wrap(r, s) for r, s in zip(result, plan.outputs, strict=True)])
+    return _as_views(out, func, args, kwargs, plan) if plan.view else out
 
 
-def _planned(
-    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]
-) -> AtenPlan | _Done:
+def _planned(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]) -> AtenPlan | _Done:
     """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
     if is_inplace(func):
         check_written(func, args[0])
-    made = _make_plan(cls, func, args, kwargs)
+    made = _make_plan(func, args, kwargs)
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
         plan.call, plan.view = plan.call or kernel(func), returns_view(func)
@@ -145,7 +122,7 @@ def _planned(
             if plan.returns_self:
                 write_back(args[0])
             elif plan.view:
-                _as_views(cls, made.value, func, args, kwargs, plan)
+                _as_views(made.value, func, args, kwargs, plan)
     return made
 
 
@@ -155,15 +132,13 @@ def _note_plain(plan: AtenPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         plan.plain = None
 
 
-def _as_views(
-    cls: type[DTensor], out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], plan: AtenPlan
-) -> Any:
+def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], plan: AtenPlan) -> Any:
     """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
     viewed = args[0]
     if plan.moves or plan.may_copy or represents_view(viewed):
         out = tree_map(lambda view: note_copies(view, viewed, moved=plan.moves, may_copy=plan.may_copy), out)
     if is_open(viewed):
-        note_open_views(out, viewed, lambda t: run_operator(cls, func, (t, *args[1:]), kwargs, moves=False))
+        note_open_views(out, viewed, lambda t: run(func, (t, *args[1:]), kwargs, moves=False))
     return out
 
 
@@ -182,7 +157,7 @@ class _Done:
     plan: AtenPlan | None = None
 
 
-def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> AtenPlan | _Done:
+def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> AtenPlan | _Done:
     build = rule_of(func)
     if build is None:
         decomposed = func.decompose(*args, **kwargs)
@@ -196,14 +171,14 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
     if (0,) in tensors and disowns(build, func, tensors[0,]):
         build = None
     if build is None and not replicated and returning(func) is not None:
-        return _Done(_written(cls, func, args, kwargs))
+        return _Done(_written(func, args, kwargs))
     if replicated and not random and func not in RESHAPES:
-        return _run_replicated(cls, func, args, kwargs, specs[0].replicated())
+        return _run_replicated(func, args, kwargs, specs[0].replicated())
     if build is None:
         # Without shards there are Partials: these may be reduced by any operator. But a view of that would be a copy.
         reduces = not any(spec.sharded_dims() for spec in specs) and not returns_view(func)
         if (gather_allowed() or reduces) and not random:
-            return _Done(gathered(cls, func, args, kwargs))
+            return _Done(gathered(func, args, kwargs))
         reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
         raise refuse(func, specs, reason, "draw on plain tensors" if random else REMEDY)
     call = AtenCall(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
@@ -212,7 +187,7 @@ def _make_plan(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs
     except UnsupportedSharding:
         if not gather_allowed():
             raise
-        return _Done(gathered(cls, func, args, kwargs))
+        return _Done(gathered(func, args, kwargs))
 
 
 def _check(func: OpOverload, specs: Sequence[ShardTensorSpec]) -> None:
@@ -222,9 +197,7 @@ def _check(func: OpOverload, specs: Sequence[ShardTensorSpec]) -> None:
         raise refuse(func, specs, "it would change the layout of a tensor in place", "use the out-of-place form")
 
 
-def _run_replicated(
-    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec
-) -> _Done:
+def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec) -> _Done:
     """Everything is whole on every rank, so each computes for itself; the result tells its own shape."""
     local_kwargs = dict(zip(kwargs, describe(kwargs.values(), [func], []), strict=True))
     result = func(*describe(args, [func], []), **local_kwargs)
@@ -236,7 +209,7 @@ def _run_replicated(
         return base.replace(meta=meta_of(value)) if isinstance(value, Tensor) else None
 
     def wrapped(value: Any) -> Any:
-        return wrapper(cls, value, spec(value)) if isinstance(value, Tensor) else value
+        return wrap(value, spec(value)) if isinstance(value, Tensor) else value
 
     value = args[0] if returns_self and result is not None else tree_map(wrapped, result)
     if torch.Tag.dynamic_output_shape in func.tags:
@@ -245,9 +218,9 @@ def _run_replicated(
     return _Done(value, AtenPlan(outputs, returns_self=returns_self and result is not None))
 
 
-def _written(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An in-place operator without a rule: what its other form returns, copied into the first argument."""
     on_meta(func, args, kwargs)  # raises where the result's dtype does not fit
     new = returning(func)
     assert new is not None
-    return run_operator(cls, _aten.copy_.default, (args[0], run_operator(cls, new, args, kwargs)), {})
+    return run(_aten.copy_.default, (args[0], run(new, args, kwargs)), {})

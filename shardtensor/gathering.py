@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._compat import OpOverload, new_wrapper, tree_flatten, tree_map, tree_unflatten
+from ._compat import OpOverload, tree_flatten, tree_map, tree_unflatten
 from .copies import mark_copied, write_back
 from .errors import refuse
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
 from .redistribute import redistribute_local
+from .wrapping import wrap
 
 __all__ = ["gathered"]
 
 
-def gathered(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Gather the operands, compute, and cut what still has the shape of the first sharded operand.
 
     What an in-place operator writes to gets its part of the result.
@@ -57,9 +58,9 @@ def gathered(cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: 
             raise refuse(func, pattern, "a ShardTensor holds no sparse tensor", "call it on full_tensor()")
         spec = pattern.replicated().replace(meta=meta_of(value))
         if value.shape != pattern.shape:
-            return new_wrapper(cls, value, spec)
+            return wrap(value, spec)
         target = spec.with_layout(pattern.for_gradient().layout)
-        return new_wrapper(cls, redistribute_local(value, spec, target), target)
+        return wrap(redistribute_local(value, spec, target), target)
 
     result = tree_map(cut, func(*plain_args, **plain_kwargs))
     return tree_map(lambda view: mark_copied(view, args[0]), result) if returns_view(func) else result

@@ -57,6 +57,7 @@ __all__ = [
     "fingerprint",
     "forget_history",
     "forget_values",
+    "here",
     "last_entries",
     "last_entry",
     "note_values",
@@ -64,7 +65,6 @@ __all__ = [
     "operator",
     "record",
     "record_call",
-    "set_operator",
     "take_turns",
     "values_compared",
 ]
@@ -89,12 +89,31 @@ _SAME_WEIGHTS = (
 
 
 class _Here(threading.local):
-    """The operator that runs in a thread. Communication outside of one has none: its kind says what it is."""
+    """What runs in a thread.
+
+    Attributes:
+        operator: who runs one sets it, and afterwards what was there before. Communication outside of one has none: its
+            kind says what it is.
+    """
 
     operator = ""
 
 
-_here = _Here()
+class _ObservedHere(_Here):
+    """The same while changes of the operator are observed."""
+
+    @property
+    def operator(self) -> Any:
+        return self.__dict__.get("operator", "")
+
+    @operator.setter
+    def operator(self, name: str) -> None:
+        before, self.__dict__["operator"] = self.operator, name
+        if _observer is not None:
+            _observer(before, name)
+
+
+here = _Here()
 _observer: Callable[[str, str], None] | None = None
 
 
@@ -157,7 +176,7 @@ def record(group: str, kind: str, dtype: Any, elements: int = 0) -> None:
     """
     if _check is not None:
         _check()
-    _append(group, _communication(kind, dtype, elements, _here.operator))
+    _append(group, _communication(kind, dtype, elements, here.operator))
 
 
 def record_call(group: str, text: str) -> None:
@@ -199,7 +218,7 @@ def _log(group: str) -> _Log:
 
 
 def _append(group: str, text: bytes) -> None:
-    log = _log(group)
+    log = _logs.get(group) or _log(group)
     if log.thread != get_ident():
         _pass_on(group, log)
     log.entries.append((log.checksum, text))
@@ -216,15 +235,7 @@ def _communication(kind: str, dtype: Any, elements: int, operator: str) -> bytes
 
 def operator() -> str:
     """The operator that runs, "" outside of one."""
-    return _here.operator
-
-
-def set_operator(name: str) -> str:
-    """Change it, and return the one from before, to be set again."""
-    previous, _here.operator = _here.operator, name
-    if _observer is not None:
-        _observer(previous, name)
-    return previous
+    return here.operator
 
 
 @contextmanager
@@ -232,20 +243,23 @@ def observed(observer: Callable[[str, str], None]) -> Iterator[None]:
     """Inside the block ``observer`` is told of each change of the operator that runs: the one before, and the new."""
     global _observer
     before, _observer = _observer, observer
+    here.__class__ = _ObservedHere
     try:
         yield
     finally:
         _observer = before
+        here.__class__ = _Here if before is None else _ObservedHere
 
 
 @contextmanager
 def calling(name: str) -> Iterator[None]:
     """Inside the block this operator runs, unless another one does that calls it."""
-    previous = set_operator(_here.operator or name)
+    before = here.operator
+    here.operator = before or name
     try:
         yield
     finally:
-        set_operator(previous)
+        here.operator = before
 
 
 def fingerprint(group: str) -> tuple[int, int]:

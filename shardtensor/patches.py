@@ -28,7 +28,7 @@ import wrapt
 from ._compat import register_scripting
 from .errors import refuse
 from .plain_tensors import explain
-from .replication import note_result
+from .replication import modes, note_result
 from .tensor import ShardTensor, call_registered
 
 __all__ = ["PATCHES", "Observer", "Patch", "install", "installed", "observed", "uninstall"]
@@ -110,28 +110,26 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
     def _self_call(
         self, wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        operands = _operands(args) or _operands(kwargs.values())
-        if not operands:
+        if ShardTensor not in map(type, args) and not _operands((*args, *kwargs.values())):
             return wrapped(*args, **kwargs)
         if _observer is not None and type(self) is PatchedFunction:  # what a method calls is observed
-            return _observer(wrapped, args, kwargs, lambda: self._on_shards(wrapped, operands, args, kwargs))
-        return self._on_shards(wrapped, operands, args, kwargs)
+            return _observer(wrapped, args, kwargs, lambda: self._on_shards(wrapped, args, kwargs))
+        return self._on_shards(wrapped, args, kwargs)
 
-    def _on_shards(
-        self, wrapped: Callable[..., Any], operands: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _on_shards(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             result = call_registered(wrapped, args, kwargs)
         except Exception as error:
             explain(wrapped, args, kwargs, error)
             raise
         if result is not NotImplemented:
-            note_result(result, args, kwargs)
+            if modes:
+                note_result(result, args, kwargs)
             return result
         if self._self_patch.required:
             raise refuse(
                 f"{self._self_patch.module}.{self._self_patch.name}",
-                operands,
+                _operands(args) or _operands(kwargs.values()),
                 "no distributed form is registered",
                 "call it on to_local() of replicated tensors, or register a handler with shardtensor.register",
             )

@@ -5,7 +5,7 @@ A plan is made by the function that declares its operator, see [Note: plan and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from ._compat import AutogradFunction, alias
 from .failures import note_raised
 from .first_use import PlainOperands
 from .gradients import not_twice
-from .history import set_operator
+from .history import here
 from .parameters import Contribution, GradientSum
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
@@ -99,8 +99,7 @@ class Plan:
                 return _Run.apply(self, None, *tensors)
             deferring, contribution = self.deferred.defer(tensors)
             return _Run.apply(self, contribution, *deferring)
-        result, _ = self.forward(*(t._local_tensor if type(t) is ShardTensor else t for t in tensors))
-        return self.wrapped(result)
+        return self.wrapped(self.forward(*_held(tensors))[0])
 
     def wrapped(self, result: Any) -> Any:
         """Local results as ShardTensors, not differentiable."""
@@ -111,7 +110,7 @@ class Plan:
     def __call__(self, tensors: Sequence[Any]) -> Any:
         if self.plain is not None and self.plain.note(tensors):
             self.plain = None
-        caller = set_operator(self.label)
+        caller, here.operator = here.operator, self.label
         try:
             if self.order is not None:
                 tensors = [picked(tensors, place) for place in self.order]
@@ -123,7 +122,7 @@ class Plan:
             note_raised(error)
             raise
         finally:
-            set_operator(caller)
+            here.operator = caller
 
 
 class LocalPlan(Plan):
@@ -183,7 +182,7 @@ class _Run(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, contribution: Contribution | None, *tensors: Any) -> Any:
-        result, kept = plan.forward(*[t._local_tensor if type(t) is ShardTensor else t for t in tensors])
+        result, kept = plan.forward(*_held(tensors))
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.contribution = plan, contribution
         given = tensors if contribution is None else contribution.given()
@@ -212,34 +211,27 @@ class _Run(AutogradFunction):
 
 
 def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    caller = set_operator(ctx.plan.label)
+    plan = ctx.plan
+    caller, here.operator = here.operator, plan.label
     try:
-        return _local_gradients(ctx, saved, grads)
+        outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
+        local_grads = _held(map(as_gradient, grads, outputs))
+        if torch.is_autocast_enabled(plan.device):
+            with torch.autocast(plan.device, enabled=False):
+                found = plan.backward(ctx.needs_input_grad[2:], local_grads, *_held(saved))
+        else:
+            found = plan.backward(ctx.needs_input_grad[2:], local_grads, *_held(saved))
+        return [g if s is None or g is None else wrap(g, s) for g, s in zip(found, ctx.specs, strict=True)]
     except Exception as error:
         note_raised(error)
         raise
     finally:
-        set_operator(caller)
+        here.operator = caller
 
 
-def _local_gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    plan = ctx.plan
-    outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
-    local_grads = [None if g is None else _local_gradient(g, s) for g, s in zip(grads, outputs, strict=True)]
-    local_saved = [t._local_tensor if type(t) is ShardTensor else t for t in saved]
-    if torch.is_autocast_enabled(plan.device):
-        with torch.autocast(plan.device, enabled=False):
-            found = plan.backward(ctx.needs_input_grad[2:], local_grads, *local_saved)
-    else:
-        found = plan.backward(ctx.needs_input_grad[2:], local_grads, *local_saved)
-    return [g if s is None or g is None else wrap(g, s) for g, s in zip(found, ctx.specs, strict=True)]
-
-
-def _local_gradient(grad: Any, spec: ShardTensorSpec) -> Tensor:
-    if type(grad) is ShardTensor and grad._spec is spec and spec._reduced is None:
-        return grad._local_tensor
-    local: Tensor = as_gradient(grad, spec)._local_tensor
-    return local
+def _held(tensors: Iterable[Any]) -> list[Any]:
+    """The local tensors of ShardTensors, and others as they are."""
+    return [t._local_tensor if type(t) is ShardTensor else t for t in tensors]
 
 
 def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:

@@ -84,7 +84,7 @@ class AtenPlan:
             ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
-        view: the result represents a view of the first argument (``dispatch.run_operator`` fills this in).
+        view: the result represents a view of the first argument (``dispatch.run`` fills this in).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
         plain: the plain operands, by their path; None if there are none to look at (``dispatch`` fills this in).

@@ -35,7 +35,7 @@ from .exchange import start_swap
 from .geometry import Interval, intervals_of, length
 from .halo import Fetch
 from .headers import check_communication, debug_enabled
-from .history import calling, operator, record, set_operator
+from .history import calling, here, operator, record
 from .layout import AxisLayout, wide_dtype
 from .spec import ShardTensorSpec
 from .strides import cat_like
@@ -73,12 +73,13 @@ def redistribute_local(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec
     label, steps = _steps(src, dst)
     if not steps:
         return local
-    caller = set_operator(operator() or label)
+    caller = here.operator
+    here.operator = caller or label
     try:
         for step in steps:
             local = step(local)
     finally:
-        set_operator(caller)
+        here.operator = caller
     return local
 
 

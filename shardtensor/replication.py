@@ -25,7 +25,7 @@ from .open_layouts import leave_open
 from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
 
-__all__ = ["implicit_replication", "note_result"]
+__all__ = ["implicit_replication", "modes", "note_result"]
 
 _FACTORIES = frozenset(
     {
@@ -91,11 +91,13 @@ class _Mode(TorchFunctionMode):
         self._before: list[Any] = []
 
     def __enter__(self) -> _Mode:
+        modes.append(self)
         self._before.append(_inside.set(True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
+        modes.remove(self)
         _inside.restore(self._before.pop())
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
@@ -132,6 +134,7 @@ class _Mode(TorchFunctionMode):
 
 
 _inside = Setting(False, decides=False)
+modes: list[_Mode] = []  # those that are entered, in whatever thread
 
 
 def note_result(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from . import chunks, conversions, dispatch, functions
+from . import chunks, conversions, functions
 from ._compat import (
     DisableTorchFunction,
     OpOverload,
@@ -28,14 +29,19 @@ from ._compat import (
     unflattened,
 )
 from .agreement import MAX_NDIM, agree_on_local, compare_histories
+from .conversions import as_gradient, from_part, promote, redistribute_to
 from .copies import check_current
+from .dispatch import run
 from .errors import refuse
 from .first_use import forget_operands
+from .functions import call_registered
 from .layout import check_own_shard, normalize_placements
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
+from .planning import SCALARS
 from .registry import FUNCTIONS, Refusal, register
 from .spec import ShardTensorSpec
+from .wrapping import makes_tensors, wrap
 
 __all__ = [
     "ShardTensor",
@@ -51,6 +57,7 @@ __all__ = [
 ]
 
 
+@makes_tensors
 class ShardTensor(DTensor):
     """A tensor sharded over a device mesh in any sizes, which acts like the global tensor.
 
@@ -107,7 +114,7 @@ class ShardTensor(DTensor):
                                        shard_sizes={0: (5, 3)})  # x.shape == (8, 4)
         """
         spec = agree_on_local(local_tensor, device_mesh, placements, shard_sizes)
-        return conversions.from_local(ShardTensor, local_tensor, spec)
+        return conversions.from_local(local_tensor, spec)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
@@ -119,7 +126,7 @@ class ShardTensor(DTensor):
         Raises:
             TypeError: ``dtensor`` is none.
         """
-        return conversions.from_dtensor(ShardTensor, dtensor)
+        return conversions.from_dtensor(dtensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's shard, copy or contribution as a plain tensor. Differentiable.
@@ -157,8 +164,8 @@ class ShardTensor(DTensor):
         """
         if not self._spec.is_replicate() and not is_traced(self._local_tensor):
             compare_histories("full_tensor", self.device_mesh)
-        whole = conversions.redistributed(self, self._spec.replicated())
-        return whole.to_local(grad_placements=grad_placements)  # type: ignore[no-any-return]
+        whole = redistribute_to(self, self._spec.replicated())
+        return whole.to_local(grad_placements=grad_placements)
 
     def redistribute(  # type: ignore[override]
         self,
@@ -187,7 +194,7 @@ class ShardTensor(DTensor):
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(f"redistribute to another mesh ({device_mesh}) is not possible; this is {self._spec}")
-        return conversions.redistributed(self, self._spec.target(placements, shard_sizes))  # type: ignore[no-any-return]
+        return redistribute_to(self, self._spec.target(placements, shard_sizes))
 
     @property
     def shard_sizes(self) -> dict[int, tuple[int, ...]]:
@@ -234,13 +241,13 @@ class ShardTensor(DTensor):
         given, kwargs = args, kwargs or {}
         try:
             if kwargs.get("out") is not None:
-                return functions.write_out(cls, func, args, kwargs)
+                return functions.write_out(func, args, kwargs)
             if func in FUNCTIONS or isinstance(func, OpOverload):
-                result = functions.call_registered(cls, func, args, kwargs)
+                result = call_registered(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if len(args) > 1 or kwargs or type(args[0]) in (list, tuple):
-                args, kwargs = functions.promote_operands(cls, func, args, kwargs)
+            if kwargs or not _AS_THEY_ARE.issuperset(map(type, args)):
+                args, kwargs = functions.promote_operands(func, args, kwargs)
             return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             forget_operands((*given, *kwargs.values()))
@@ -249,7 +256,7 @@ class ShardTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        return dispatch.run_operator(cls, func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         where = f"{self._spec}, rank {self._spec.coordinate} holds {chunks.described(self._spec)}"
@@ -309,16 +316,16 @@ class ShardTensor(DTensor):
         spec = ShardTensorSpec.of(mesh, placements, meta, order.sizes)
         local = inner_tensors["_local_tensor"]
         make = new_wide_wrapper if spec.is_wide(local) else new_wrapper
-        return make(ShardTensor, local, spec, requires_grad)
+        return make(ShardTensor, local, spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> ShardTensor:
-        return conversions.redistributed(self, self._spec.for_gradient())  # type: ignore[no-any-return]
+        return redistribute_to(self, self._spec.for_gradient())
 
     def __coerce_same_metadata_as_tangent__(self, flatten_spec, expected_type=None):  # type: ignore[no-untyped-def]
         if expected_type is not None:
             return None
         _, placements, order, _, _ = unflattened({"device_mesh": self.device_mesh}, flatten_spec)
-        return conversions.redistributed(self, self._spec.replace(placements=placements, sizes=order.sizes))
+        return redistribute_to(self, self._spec.replace(placements=placements, sizes=order.sizes))
 
     def _stable_hash_for_caching(self) -> str:
         # A graph depends on this rank's place, on the registry and on this package; only its kernels are kept on disk.
@@ -328,22 +335,8 @@ class ShardTensor(DTensor):
 claim_dispatch(ShardTensor)
 
 
-# -- the conversions, for ShardTensors --------------------------------------------------------------------------------
-
-
-def wrap(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
-    """A ShardTensor around ``local``, which must have the shape that the spec says. Not differentiable."""
-    return dispatch.wrapper(ShardTensor, local, spec)
-
-
-def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an aten operator on ShardTensors below autograd (plain tensors count as replicated)."""
-    return dispatch.run_operator(ShardTensor, func, args, kwargs)
-
-
-def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
-    """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
-    return conversions.from_part(ShardTensor, local, spec)
+# What a call may have besides tensors to promote.
+_AS_THEY_ARE = SCALARS | {ShardTensor}
 
 
 def to_part(tensor: ShardTensor, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
@@ -356,26 +349,6 @@ def to_part(tensor: ShardTensor, grad_spec: ShardTensorSpec, dtype: torch.dtype 
     if torch.is_grad_enabled() and tensor.requires_grad:
         return conversions.to_local(tensor, grad_spec, dtype)
     return tensor._local_tensor if dtype is None else tensor._local_tensor.to(dtype)
-
-
-def redistribute_to(tensor: Tensor, target: ShardTensorSpec) -> ShardTensor:
-    """``tensor``, a ShardTensor, in the layout of ``target``, differentiably; itself where it has that already."""
-    return conversions.redistributed(tensor, target)  # type: ignore[no-any-return]
-
-
-def promote(plain: Tensor, mesh: DeviceMesh) -> ShardTensor:
-    """A plain tensor, equal on every rank, as a replicated ShardTensor on ``mesh``. Differentiable."""
-    return conversions.promote(ShardTensor, plain, mesh)
-
-
-def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
-    """A gradient, in whatever layout it arrives (a plain one counts as replicated), in the layout of ``spec``."""
-    return conversions.as_gradient(ShardTensor, grad, spec)
-
-
-def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What the handler of a function returns; NotImplemented where there is none."""
-    return functions.call_registered(ShardTensor, func, args, kwargs)
 
 
 # -- leaves -----------------------------------------------------------------------------------------------
@@ -394,11 +367,11 @@ def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
         tensor.requires_grad_(requires_grad)
         if requires_grad and not before:
             spec = tensor._spec
-            tensor.register_hook(lambda grad: _as_leaf_gradient(grad, spec))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(_as_leaf_gradient, spec))  # type: ignore[no-untyped-call]
     return tensor
 
 
-def _as_leaf_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
+def _as_leaf_gradient(spec: ShardTensorSpec, grad: Any) -> Any:
     """A leaf's gradient, in memory of its own: it is added to and scaled in place, and autograd asks the spec only."""
     grad = as_gradient(grad, spec)
     return grad.clone() if grad is not None and 0 in grad._local_tensor.stride() else grad

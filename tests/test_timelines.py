@@ -85,7 +85,8 @@ def test_spans_of_a_row_lie_in_each_other_or_apart(tmp_path):
 
 def off():
     """Nothing is left when the block is over, whether it ends well or not."""
-    assert history.set_operator("") == "" and waiting.observed and not shardtensor.timelines._recording
+    assert history.here.operator == "" and type(history.here) is history._Here
+    assert waiting.observed and not shardtensor.timelines._recording
     return history._observer, waiting._observer
 
 

@@ -133,15 +133,15 @@ Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def new_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapper:
-    """Create an instance of ``cls``, a DTensor subclass, around ``local`` (2.4 us; no ``__init__`` is run)."""
-    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+# Makes an instance of a DTensor subclass around a local tensor: of the class, the tensor, a spec, and requires_grad by
+# keyword. No ``__init__`` is run.
+new_wrapper = torch.Tensor._dtensor__new__
 
 
 def new_wide_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Wrapper:
     """The same with the spec's dtype around contributions in a wider one, see [Note: rounded once]."""
     narrow = local.new_empty((), dtype=spec.tensor_meta.dtype)  # torch takes the wrapper's dtype from it
-    made = new_wrapper(cls, narrow, spec, requires_grad)
+    made: Wrapper = new_wrapper(cls, narrow, spec, requires_grad=requires_grad)
     made._local_tensor = local  # type: ignore[attr-defined]
     return made
 
