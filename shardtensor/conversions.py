@@ -32,7 +32,7 @@ def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
     if local.requires_grad and torch.is_grad_enabled():
         return from_local(local, spec)
-    return _wrapped(local, spec)
+    return wrap(local, spec if local.stride() == spec.tensor_meta.stride else _with_strides_of(local, spec))
 
 
 def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
@@ -88,7 +88,7 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
     None, an undefined gradient, stays None.
     """
     target = spec._reduced or spec
-    if grad is None or (is_shard_tensor(grad) and grad._spec is target):
+    if grad is None or getattr(grad, "_spec", None) is target:
         return grad
     return _laid_out(grad, target)
 
@@ -100,10 +100,9 @@ def _laid_out(grad: Any, target: ShardTensorSpec) -> Any:
     return _Redistribute.apply(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
 
 
-def _wrapped(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
-    if local.stride() != spec.stride and spec.is_replicate():
-        spec = spec.replace(meta=meta_of(local))  # a whole tensor's views depend on its true strides
-    return wrap(local, spec)
+def _with_strides_of(local: Tensor, spec: ShardTensorSpec) -> ShardTensorSpec:
+    """A whole tensor's views depend on its true strides."""
+    return spec.replace(meta=meta_of(local)) if spec.is_replicate() else spec
 
 
 class _FromLocal(AutogradFunction):
@@ -112,7 +111,7 @@ class _FromLocal(AutogradFunction):
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
-        return _wrapped(local.detach(), spec)
+        return wrap(local.detach(), _with_strides_of(local, spec))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

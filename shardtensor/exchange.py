@@ -38,7 +38,7 @@ from .headers import check_communication, debug_enabled
 from .history import calling, operator, record
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
-from .waiting import wait_for, wait_for_message
+from .waiting import wait_for
 
 __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
 
@@ -200,9 +200,6 @@ class Exchange:
             packed = pieces[0].contiguous().view(-1)
         else:
             packed = _packed(pieces) if pieces else like.new_empty(0)
-        return self._start(packed)
-
-    def _start(self, packed: Tensor) -> Pending:
         if type(packed) is not Tensor and goes_into_graph(packed):
             ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, operator())
             return _PendingInGraph((), None, ticket, self._recv_shapes, self._recv_sizes, packed)
@@ -217,18 +214,17 @@ class Exchange:
         out, inp = received, packed
         if packed.dtype not in _TRANSFERABLE:  # a row of bytes for each element
             out, inp = received.unsqueeze(-1).view(torch.uint8), packed.unsqueeze(-1).view(torch.uint8)
-        all_ranks = None if direct else self._all_ranks(group)
+        all_ranks = None if direct else self._by_rank or self._all_ranks(group)
         try:
             works = _transfer(out, inp, self._recvs, self._sends, all_ranks, group)
         except RuntimeError as error:
             raise lost(group, error) from error
-        return Pending(works, group, received, self._recv_shapes, self._recv_sizes, packed, direct=direct)
+        polled = None if direct else received
+        return Pending(works, group, received, self._recv_shapes, self._recv_sizes, packed, polled)
 
     def _all_ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
         """How many elements this rank sends to each rank, and gets from each."""
-        if self._by_rank is not None:
-            return self._by_rank
-        return _spread(self._sends, group.size()), _spread(self._recvs, group.size())
+        return self._by_rank or (_spread(self._sends, group.size()), _spread(self._recvs, group.size()))
 
 
 def _packed(pieces: Sequence[Tensor]) -> Tensor:
@@ -245,7 +241,7 @@ def _packed(pieces: Sequence[Tensor]) -> Tensor:
 class Pending:
     """Pieces on their way."""
 
-    __slots__ = ("_direct", "_group", "_keep", "_received", "_shapes", "_sizes", "_works")
+    __slots__ = ("_group", "_keep", "_polled", "_received", "_shapes", "_sizes", "_works")
 
     def __init__(
         self,
@@ -255,10 +251,9 @@ class Pending:
         shapes: Sequence[Sequence[int]],
         sizes: Sequence[int],
         keep: Tensor,
-        *,
-        direct: bool = False,
+        polled: Tensor | None = None,
     ) -> None:
-        self._works, self._group, self._direct = works, group, direct
+        self._works, self._group, self._polled = works, group, polled
         self._received, self._shapes, self._sizes = received, shapes, sizes
         self._keep = keep  # the send buffer has to live until the transfer is done
 
@@ -282,10 +277,7 @@ class Pending:
         """What :meth:`wait` gives, in the order of the ranks that it comes from, as one tensor of one dim."""
         for work in self._works:
             assert self._group is not None
-            if self._direct:
-                wait_for_message(work, self._group)
-            else:
-                wait_for(work, self._received, self._group)
+            wait_for(work, self._polled, self._group)
         return self._received
 
 
@@ -374,4 +366,4 @@ def _exchange(
     sends = [(peer, (n,)) for peer, n in zip(send_to, send_counts, strict=True)]
     recvs = [(peer, (n,)) for peer, n in zip(recv_from, recv_counts, strict=True)]
     with calling(operator):
-        return ticket_for(Exchange(sends, recvs, process_group(group), most_peers)._start(packed).buffer)
+        return ticket_for(Exchange(sends, recvs, process_group(group), most_peers).start([packed], packed).buffer)

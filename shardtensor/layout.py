@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._compat import current_mesh, is_plain_shard
-from ._compat.c10d import naming_what_is_gone
+from ._compat.c10d import explain_what_is_gone
 from .caches import cached
 from .geometry import chunk_sizes
 
@@ -145,8 +145,11 @@ def first_equal(mesh: DeviceMesh) -> DeviceMesh:
     """The first mesh that was equal to this one and had its process groups: ``mesh["domain"]`` is new each time."""
     if type(mesh) is not DeviceMesh:  # but what torch.compile traces with in place of one
         return mesh
-    with naming_what_is_gone():
+    try:
         groups = mesh.get_all_groups()
+    except RuntimeError as error:
+        explain_what_is_gone(error)
+        raise
     return _first(mesh, tuple(group.group_name for group in groups))
 
 

@@ -21,8 +21,10 @@ waited for the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,37 +73,34 @@ class GradientSum:
 
     def complete(self, tensors: Sequence[Any]) -> list[Any]:
         """The operator's tensors with the sum arranged on their gradients' way back."""
-        return _through(
-            self._parameters(tensors), tensors, lambda *some: _SumGradients.apply(self.mesh, self.mesh_dims, *some)
-        )
+        node = partial(_SumGradients.apply, self.mesh, self.mesh_dims)
+        return _through(self._parameters(tensors), tensors, node)
 
     def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution | None]:
         """The same, but the sum is made in a bucket: see [Note: buckets].
 
-        Also returned is what takes the gradients as soon as they are known; None if there will be none.
+        Also returned is what takes those gradients as soon as they are known; None if there will be none.
         """
         chosen = self._parameters(tensors)
         if not chosen:
             return list(tensors), None
-        contribution = Contribution(self.mesh, self.mesh_dims, tensors)
-        return _through(chosen, tensors, lambda *some: _SumInBucket.apply(contribution, *some)), contribution
+        contribution = Contribution(self.mesh, self.mesh_dims)
+        return _through(chosen, tensors, partial(_SumInBucket.apply, contribution)), contribution
 
     def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
         """The same for what autograd differentiates, by a node that takes the gradients."""
         result, contribution = self.defer(tensors)
         if contribution is None:
             return result
-        contribution.given()
-        summed = [i for i, t in enumerate(tensors) if result[i] is not t]
-        return _through(summed, result, lambda *some: _AddToBucket.apply(contribution, *some))
-
-    def chosen(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Of the gradients of all tensors those that need the sum."""
-        return [g for g, needed in zip(grads, self.needed, strict=True) if needed]
+        return _through(self._parameters(tensors), result, partial(_AddToBucket.apply, contribution))
 
     def _parameters(self, tensors: Sequence[Any]) -> list[int]:
         """Which of the operator's tensors get gradients that are sums."""
-        return [i for i, t in enumerate(tensors) if self.needed[i] and t is not None and t.requires_grad]
+        chosen = []
+        for i, t in enumerate(tensors):
+            if self.needed[i] and t is not None and t.requires_grad:
+                chosen.append(i)
+        return chosen
 
     def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.
@@ -127,7 +126,7 @@ def _through(chosen: Sequence[int], tensors: Sequence[Any], node: Callable[..., 
     """The tensors, of which those that are ``chosen`` have gone through a node of the graph."""
     result = list(tensors)
     if chosen:
-        for i, t in zip(chosen, node(*(tensors[i] for i in chosen)), strict=True):
+        for i, t in zip(chosen, node(*map(tensors.__getitem__, chosen)), strict=True):
             result[i] = t
     return result
 
@@ -139,7 +138,7 @@ class _SumGradients(AutogradFunction):
     def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
-        return tuple(alias(t) for t in tensors)
+        return tuple(map(alias, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -172,14 +171,14 @@ def start_sum(
             via = own_group("gradients", dist.get_process_group_ranks(group), [group], apart_on)
         return start_sums(some, group, overwrite=overwrite, via=via)
 
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
     for i, t in enumerate(tensors):
         if t is not None:
-            by_dtype.setdefault(wide_dtype(t.dtype), []).append(i)
-    under_way = [
-        (members, start([tensors[i].to(dtype) for i in members], mesh_dims[0], overwrite))  # type: ignore[union-attr]
-        for dtype, members in by_dtype.items()
-    ]
+            dtype = wide_dtype(t.dtype)
+            members, some = by_dtype.setdefault(dtype, ([], []))
+            members.append(i)
+            some.append(t.to(dtype))
+    under_way = [(members, start(some, mesh_dims[0], overwrite)) for members, some in by_dtype.values()]
 
     def finish() -> list[Tensor | None]:
         result = list(tensors)
@@ -234,23 +233,26 @@ class _Bucket:
 
     def add(self, tensors: Sequence[Tensor]) -> range:
         """Where among the sums those of ``tensors`` will be."""
-        self._note_stream()
+        if self._device is not None:
+            self._note_stream(self._device)
         first = len(self._tensors)
         self._tensors += tensors
-        self._bytes += sum(t.nbytes for t in tensors)
+        self._bytes += sum(map(attrgetter("nbytes"), tensors))
         return range(first, len(self._tensors))
 
     def is_full(self) -> bool:
         return self._bytes >= self._limit
 
     def send(self) -> None:
-        wait_for_streams(self._streams, self._tensors)
+        if self._streams:
+            wait_for_streams(self._streams, self._tensors)
         self._finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True, apart_on=self._device)
 
     def wait(self) -> None:
         if self._finish is not None:
             self._tensors, self._finish = self._finish(), None
-            self._note_stream()
+            if self._device is not None:
+                self._note_stream(self._device)
 
     def take(self, places: range) -> list[Tensor | None]:
         """The sums, which are forgotten here: autograd keeps gradients that nothing else refers to without a copy."""
@@ -258,11 +260,12 @@ class _Bucket:
         found = self._tensors[places.start : places.stop]
         for i in places:
             self._tensors[i] = None
-        wait_for_streams(self._streams, found)
+        if self._streams:
+            wait_for_streams(self._streams, found)
         return found
 
-    def _note_stream(self) -> None:
-        stream = current_stream(self._device) if self._device is not None else None
+    def _note_stream(self, device: torch.device) -> None:
+        stream = current_stream(device)
         if stream is not None:
             self._streams.add(stream)
 
@@ -321,25 +324,18 @@ def _pass(number: int) -> _Pass:
 class Contribution:
     """The gradients of one call's parameters: how they get into a bucket and, summed, out of it."""
 
-    __slots__ = ("_bucket", "_given", "_mesh", "_mesh_dims", "_number", "_places")
+    __slots__ = ("_bucket", "_mesh", "_mesh_dims", "_number", "_places")
 
-    def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], given: Sequence[Any]) -> None:
+    def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
         self._mesh, self._mesh_dims = mesh, mesh_dims
-        self._given: Sequence[Any] | None = given
         self._bucket: _Bucket | None = None
 
-    def given(self) -> Sequence[Any]:
-        """Once, the operator's tensors as they were without the node that sums.
-
-        The operator saves these: what depends on saved tensors has gradients of its own, which are in no bucket.
-        """
-        given, self._given = self._given, None
-        assert given is not None
-        return given
-
-    def add(self, grads: Sequence[Tensor | None]) -> None:
+    def add(self, grads: Iterable[Tensor | None]) -> None:
         """Add what this rank has of them: new tensors, which the operator's backward returns as well."""
-        number, some = backward_pass(), [g for g in grads if g is not None]
+        number, some = backward_pass(), []
+        for grad in grads:
+            if grad is not None:
+                some.append(grad)
         if some and number >= 0:
             self._bucket, self._places = _pass(number).add(self._mesh, self._mesh_dims, some)
             self._number = number
@@ -362,7 +358,7 @@ class _SumInBucket(AutogradFunction):
         run_last(ctx)
         ctx.set_materialize_grads(False)
         ctx.contribution = contribution
-        return tuple(alias(t) for t in tensors)
+        return tuple(map(alias, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -376,7 +372,7 @@ class _AddToBucket(AutogradFunction):
     def forward(ctx: Any, contribution: Contribution, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.contribution = contribution
-        return tuple(alias(t) for t in tensors)
+        return tuple(map(alias, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

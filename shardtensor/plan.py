@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -96,9 +97,9 @@ class Plan:
         """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
         if torch.is_grad_enabled():
             if self.deferred is None:
-                return _Run.apply(self, None, *tensors)
+                return _Run.apply(self, None, tensors, *tensors)
             deferring, contribution = self.deferred.defer(tensors)
-            return _Run.apply(self, contribution, *deferring)
+            return _Run.apply(self, contribution, tensors, *deferring)
         return self.wrapped(self.forward(*_held(tensors))[0])
 
     def wrapped(self, result: Any) -> Any:
@@ -152,8 +153,10 @@ class LocalPlan(Plan):
         ]
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        locals_ = self.local_tensors(tensors)
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            locals_ = _held(tensors)
+        else:
+            locals_ = self.local_tensors(tensors)
             if self.deferred is not None:
                 locals_ = self.deferred.defer_of_autograd(locals_)
             elif self.total is not None:
@@ -181,17 +184,22 @@ class _Run(AutogradFunction):
     """A plan's run, and its gradient. Saved are tensors and the plan."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, contribution: Contribution | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: Plan, contribution: Contribution | None, given: Sequence[Any], *tensors: Any) -> Any:
+        """``given`` are the operator's tensors without the node that sums parameters' gradients, and saved are these:
+        what depends on saved tensors has gradients of its own, which are in no bucket.
+        """
         result, kept = plan.forward(*_held(tensors))
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.contribution = plan, contribution
-        given = tensors if contribution is None else contribution.given()
-        ctx.save_for_backward(*[given[i] for i in plan.saves], *kept)
-        ctx.specs = [t._spec if type(t) is ShardTensor else None for t in tensors]
+        ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
+        ctx.specs, others = [], []
+        for i, t in enumerate(tensors):
+            ctx.specs.append(t._spec if type(t) is ShardTensor else None)
+            others.append(None if plan.linear or i in plan.saves else given[i])
         for i, placements in plan.contributed.items():
             ctx.specs[i] = tensors[i]._spec.replace(placements=placements)
         if plan.twice:
-            ctx.others = [None if plan.linear or i in plan.saves else t for i, t in enumerate(given)]
+            ctx.others = others
             device = plan.device
             ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         return plan.wrapped(result)
@@ -201,13 +209,13 @@ class _Run(AutogradFunction):
         if not torch.is_grad_enabled():
             found = _gradients(ctx, ctx.saved_tensors, grads)
             if ctx.contribution is not None:
-                ctx.contribution.add(ctx.plan.deferred.chosen(found))
-            return None, None, *found
+                ctx.contribution.add(compress(found, ctx.plan.deferred.needed))
+            return None, None, None, *found
         if ctx.plan.twice:
-            return None, None, *_second_derivatives(ctx, grads)
+            return None, None, None, *_second_derivatives(ctx, grads)
         with torch.no_grad():
             found = _gradients(ctx, ctx.saved_tensors, grads)
-        return None, None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
+        return None, None, None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
 
 
 def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
@@ -218,9 +226,9 @@ def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any
         local_grads = _held(map(as_gradient, grads, outputs))
         if torch.is_autocast_enabled(plan.device):
             with torch.autocast(plan.device, enabled=False):
-                found = plan.backward(ctx.needs_input_grad[2:], local_grads, *_held(saved))
+                found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
         else:
-            found = plan.backward(ctx.needs_input_grad[2:], local_grads, *_held(saved))
+            found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
         return [g if s is None or g is None else wrap(g, s) for g, s in zip(found, ctx.specs, strict=True)]
     except Exception as error:
         note_raised(error)
@@ -231,12 +239,15 @@ def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any
 
 def _held(tensors: Iterable[Any]) -> list[Any]:
     """The local tensors of ShardTensors, and others as they are."""
-    return [t._local_tensor if type(t) is ShardTensor else t for t in tensors]
+    held = []
+    for t in tensors:
+        held.append(t._local_tensor if type(t) is ShardTensor else t)
+    return held
 
 
 def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
-    plan, needed = ctx.plan, ctx.needs_input_grad[2:]
+    plan, needed = ctx.plan, ctx.needs_input_grad[3:]
     tensors = list(ctx.others)
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t

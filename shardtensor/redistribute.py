@@ -248,7 +248,7 @@ def start_sums(
         via: a group of the same ranks that carries it in place of ``group``, which it is recorded for.
     """
     dtype = tensors[0].dtype
-    if dtype not in _SUMMABLE or group.size() == 1 or goes_into_graph(tensors[0]):
+    if dtype not in _SUMMABLE or group.size() == 1 or (type(tensors[0]) is not Tensor and goes_into_graph(tensors[0])):
         finish = start_all_reduce(torch.cat([t.detach().reshape(-1) for t in tensors]), group, overwrite=True)
 
         def split() -> list[Tensor]:
@@ -256,9 +256,10 @@ def start_sums(
             return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
         return split
-    record(group.group_name, "all-reduce", dtype, sum(t.numel() for t in tensors))
+    elements = sum(map(Tensor.numel, tensors))
+    record(group.group_name, "all-reduce", dtype, elements)
     if debug_enabled():
-        counts = [sum(t.numel() for t in tensors)] * group.size()
+        counts = [elements] * group.size()
         check_communication("all_reduce sum", dtype, counts, counts, group, tensors[0].device)
     # Every rank's numbers have to be in one order in memory, whatever the memory formats. Flat, because strides of dims
     # of length 1 may be any, and gloo takes those that it has not made itself for overlapping memory.
@@ -316,7 +317,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = group.size()
     if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
-    if goes_into_graph(local):
+    if type(local) is not Tensor and goes_into_graph(local):
         return _all_gather(local, ranks, group.group_name, operator())
     record(group.group_name, "all-gather", local.dtype, local.numel())
     if debug_enabled():

@@ -26,7 +26,7 @@ from .layout import ShardSizes, given_mesh, mesh_coordinate, rank_at
 from .spec import ShardTensorSpec
 from .strides import as_bytes
 from .tensor import ShardTensor, mark_leaf, wrap
-from .waiting import wait_for_message
+from .waiting import wait_for
 
 __all__ = ["part_at", "scatter_tensor"]
 
@@ -156,7 +156,7 @@ class _Link:
     def wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for messages that :meth:`start` has started."""
         for work in works:
-            wait_for_message(work, self.group)
+            wait_for(work, None, self.group)
 
 
 def _link(mesh: DeviceMesh) -> _Link:

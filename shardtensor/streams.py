@@ -24,8 +24,6 @@ def wait_for_streams(streams: Collection[torch.Stream], tensors: Sequence[Tensor
     Their memory, which may belong to one of these streams, is not used anew before what this thread's stream does with
     it is done. The host does not wait.
     """
-    if not streams:
-        return
     some = [t for t in tensors if t is not None]
     here = current_stream(some[0].device) if some else None
     others = [stream for stream in streams if stream != here]

@@ -54,6 +54,8 @@ def _is_channels_last(t: Tensor) -> bool:
 
 def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int]) -> Tensor:
     """``torch.cat(pieces, dim)``, which has this shape, channels-last where ``like`` is and row-major otherwise."""
+    if like.ndim not in CHANNELS_LAST or not _is_channels_last(like):
+        return torch.cat(pieces, dim)
     stride = stride_like(like, shape)
     if stride == contiguous_stride(shape):
         return torch.cat(pieces, dim)

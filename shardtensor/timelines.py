@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,14 +101,10 @@ class _Record:
             name, _, result = label.partition(" to ")
             self.span(name, "operator", start, result=result)
 
-    @contextmanager
-    def waits(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """This rank waits for others inside the block."""
+    def waits(self, group: dist.ProcessGroup) -> Callable[[], None]:
+        """This rank begins to wait for others; what is returned is called when it has."""
         start = self.now()
-        try:
-            yield
-        finally:
-            self.span(f"wait for {history.last_entry(group.group_name)}", "wait", start)
+        return lambda: self.span(f"wait for {history.last_entry(group.group_name)}", "wait", start)
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]

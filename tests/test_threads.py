@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -244,7 +243,7 @@ def underway():
     def observe(_):
         if not found:
             found.append(in_thread(lambda: F.max_pool2d(x, 3, 1, 1)))
-        return nullcontext()
+        return lambda: None
 
     with waiting.observed(observe):
         try:

@@ -146,17 +146,10 @@ def new_wide_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: Any, require
     return made
 
 
-_alias = torch.ops.aten.alias.default._op
-
-
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor with the same memory, for an ``autograd.Function`` to return in place of what it was given.
-
-    Unlike ``tensor.view_as(tensor)`` it keeps the strides of dims of length 1, by which torch's kernels tell a
-    channels-last tensor of one sample from a contiguous one.
-    """
-    aliased: torch.Tensor = _alias(tensor)
-    return aliased
+# Another tensor with the same memory, for an ``autograd.Function`` to return in place of what it was given. Unlike
+# ``tensor.view_as(tensor)`` it keeps the strides of dims of length 1, by which torch's kernels tell a channels-last
+# tensor of one sample from a contiguous one.
+alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default._op
 
 
 class AutogradFunction(torch.autograd.Function):
@@ -176,9 +169,8 @@ def run_last(ctx: Any) -> None:
     ctx._set_sequence_nr(0)
 
 
-def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread; below 0 where there is none."""
-    return torch._C._current_graph_task_id()
+# The number of the backward pass that runs in this thread; below 0 where there is none.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def keep_for_backward(value: Any) -> None:
@@ -191,9 +183,8 @@ def kept_for_backward() -> Any:
     return torch._C._get_obj_in_tls("shardtensor") if torch._C._is_key_in_tls("shardtensor") else None
 
 
-def after_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` at the end of the backward pass that runs in this thread."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+# Calls a function at the end of the backward pass that runs in this thread.
+after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class _FullySharded(WeakKeyDictionary[Any, Any]):

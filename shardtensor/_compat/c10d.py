@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -26,10 +25,10 @@ __all__ = [
     "c10d_all_to_all",
     "c10d_messages",
     "default_store",
+    "explain_what_is_gone",
     "group_along",
     "is_eager",
     "make_group",
-    "naming_what_is_gone",
     "number_of_groups",
     "process_group",
     "program_timeout",
@@ -111,30 +110,31 @@ def group_along(mesh: DeviceMesh, mesh_dim: int) -> dist.ProcessGroup:
     Raises:
         RuntimeError: it has been destroyed.
     """
-    with naming_what_is_gone():
-        return mesh.get_group(mesh_dim)
-
-
-@contextmanager
-def naming_what_is_gone() -> Iterator[None]:
-    """What torch raises inside the block of a process group that has been destroyed is said in words for users."""
     try:
-        yield
+        return mesh.get_group(mesh_dim)
     except RuntimeError as error:
-        if "Could not resolve the process group" not in str(error):
-            raise
+        explain_what_is_gone(error)
+        raise
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of this name. Operators of a graph get names, as a group cannot be a constant of a graph."""
+    try:
+        group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
+    except RuntimeError as error:
+        explain_what_is_gone(error)
+        raise
+    return group
+
+
+def explain_what_is_gone(error: RuntimeError) -> None:
+    """Raise what torch raises of a process group that has been destroyed in words for users; otherwise nothing."""
+    if "Could not resolve the process group" in str(error):
         raise RuntimeError(
             "the process group of this mesh has been destroyed (torch.distributed.destroy_process_group), so its "
             "ShardTensors cannot communicate any more: do what communicates before that, or make a new mesh, and "
             "ShardTensors on it"
         ) from error
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of this name. Operators of a graph get names, as a group cannot be a constant of a graph."""
-    with naming_what_is_gone():
-        group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]  # its NewType is not in 2.11
-    return group
 
 
 def number_of_groups() -> int:
