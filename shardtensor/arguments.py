@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from ._compat import TensorMeta, untraced
 from .errors import UnsupportedSharding, different_meshes, refuse
@@ -56,12 +56,12 @@ class Arguments:
             UnsupportedSharding: a sharded dim would have to be gathered.
         """
         source = self.tensors[argument]
-        for m, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
-            if isinstance(old, Shard) and not isinstance(new, Shard) and source.shape[old.dim] > 1:
-                raise self.refuse(
-                    f"{argument} would have to be gathered over mesh dim {m}",
-                    "shard all operands alike, or redistribute this one to Replicate() yourself",
-                )
+        m = source.gathered_for(target)
+        if m is not None:
+            raise self.refuse(
+                f"{argument} would have to be gathered over mesh dim {m}",
+                "shard all operands alike, or redistribute this one to Replicate() yourself",
+            )
         self.tensors[argument] = target
         return target
 

@@ -28,6 +28,7 @@ __all__ = [
     "intervals_of",
     "length",
     "map_boundaries",
+    "resized",
     "sizes_of",
 ]
 
@@ -90,6 +91,16 @@ def intersect(a: Interval, b: Interval) -> Interval:
 def length(interval: Interval) -> int:
     """Number of indices in an interval, 0 for an empty one."""
     return max(0, interval[1] - interval[0])
+
+
+def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """The shape with another size of one dim.
+
+    Example:
+        >>> resized((2, 3, 4), 1, 5)
+        [2, 5, 4]
+    """
+    return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 def map_boundaries(sizes: Sequence[int], boundary: Callable[[int], int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from . import caches
 from ._compat import (
@@ -150,13 +150,12 @@ class AtenCall:
             source = self.tensors[path]
             if source == target:
                 continue
-            for m, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
-                gathers = isinstance(old, Shard) and new.is_replicate() and source.shape[old.dim] > 1
-                if gathers and source.shape.numel() > small and not gather_allowed():
-                    raise self.refuse(
-                        f"operand {path[0]} would have to be gathered over mesh dim {m}",
-                        "redistribute it yourself, or call inside shardtensor.allow_gather()",
-                    )
+            m = source.gathered_for(target)
+            if m is not None and source.shape.numel() > small and not gather_allowed():
+                raise self.refuse(
+                    f"operand {path[0]} would have to be gathered over mesh dim {m}",
+                    "redistribute it yourself, or call inside shardtensor.allow_gather()",
+                )
             inputs.append((path, source, target))
         return AtenPlan(outputs, inputs, **kwargs)
 

@@ -32,7 +32,7 @@ from ._compat import untraced
 from ._compat.c10d import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, group_along, process_group
 from .caches import cached
 from .exchange import start_swap
-from .geometry import Interval, intervals_of, length
+from .geometry import Interval, intervals_of, length, resized
 from .halo import Fetch
 from .headers import check_communication, debug_enabled
 from .history import calling, here, operator, record
@@ -369,7 +369,7 @@ def swap_blocks(
         for r in range(ranks):
             if r != rank:
                 send[r].append(t.narrow(new_dim, block[r][0], length(block[r])))
-                shapes[r].append(_resized(part, old_dim, length(own[r])))
+                shapes[r].append(resized(part.shape, old_dim, length(own[r])))
     received = start_swap(send, shapes, group, locals_[0]).wait()
     n = len(mine)  # pieces from each peer
     swapped = []
@@ -377,7 +377,7 @@ def swap_blocks(
         pieces = [*received[i : n * rank : n], part, *received[n * rank + i :: n]]
         total = sum(map(length, owns[i]))
         pattern = t if like is None or t.numel() else like
-        swapped.append(cat_like(pieces, old_dim, pattern, _resized(part, old_dim, total)))
+        swapped.append(cat_like(pieces, old_dim, pattern, resized(part.shape, old_dim, total)))
     return swapped
 
 
@@ -410,7 +410,7 @@ def _own_among_zeros(dim: int, own: Interval, total: int, partial: Partial, loca
     # Zero is the neutral element of a sum only.
     if partial.reduce_op != "sum":
         raise ValueError(f"cannot redistribute a Shard to {partial}; only to Partial('sum')")
-    out = local.new_zeros(_resized(local, dim, total))
+    out = local.new_zeros(resized(local.shape, dim, total))
     out.narrow(dim, own[0], own[1] - own[0]).copy_(local)
     return out
 
@@ -432,7 +432,3 @@ def _is_of_owner(owner: int | None, sizes: Sequence[int]) -> bool:
 
 def _own_slice(dim: int, size: int, local: Tensor) -> Tensor:
     return local.narrow(dim, 0, size)
-
-
-def _resized(local: Tensor, dim: int, size: int) -> list[int]:
-    return [size if d == dim else n for d, n in enumerate(local.shape)]

@@ -215,6 +215,17 @@ class ShardTensorSpec(DTensorSpec):
         shared = [m for m, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(m) > 1]
         return self.for_gradient().with_axes({m: AxisLayout(Partial()) for m in shared})
 
+    def gathered_for(self, target: ShardTensorSpec | Sequence[Placement]) -> int | None:
+        """The first mesh dim on which shards would have to be gathered for other placements; None if there is none.
+
+        Where the sharded dim has length 1, one rank has all of it, which is broadcast.
+        """
+        new = target.placements if isinstance(target, ShardTensorSpec) else target
+        for m, (p, q) in enumerate(zip(self.placements, new, strict=True)):
+            if isinstance(p, Shard) and q.is_replicate() and self.shape[p.dim] > 1:
+                return m
+        return None
+
     def lies_like(self, other: ShardTensorSpec) -> bool:
         """Whether both have the same layout."""
         return self is other or (self.placements == other.placements and self.sizes == other.sizes)

@@ -124,13 +124,9 @@ def _normalized(placements: Sequence[Any], metas: Sequence[TensorMeta | None], c
 
 def _reachable(spec: ShardTensorSpec, placements: Placements) -> bool:
     """Whether a tensor gets these placements without being gathered, or made Partial."""
-    for old, new in zip(spec.placements, placements, strict=True):
-        if isinstance(new, Partial) and old != new:
-            return False
-        gathers = isinstance(old, Shard) and not isinstance(new, Shard) and spec.shape[old.dim] > 1
-        if gathers and not gather_allowed():
-            return False
-    return True
+    if any(isinstance(new, Partial) and old != new for old, new in zip(spec.placements, placements, strict=True)):
+        return False
+    return gather_allowed() or spec.gathered_for(placements) is None
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

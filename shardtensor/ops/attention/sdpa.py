@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, not_in_graphs
+from ...arguments import common_mesh
 from ...context import Setting
 from ...errors import refuse
 from ...layout import AxisLayout
@@ -31,7 +32,7 @@ from ...registry import register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ...tensor import ShardTensor, redistribute_to, wrap
-from ..common.alignment import as_operand, common_mesh, redistributed, refuse_gathering
+from ..common.alignment import as_operand, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
 from .layout import Layout, layout_of

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...errors import UnsupportedSharding, different_meshes, refuse
+from ...errors import UnsupportedSharding, refuse
 from ...first_use import note_operand
 from ...geometry import chunk_sizes
 from ...history import operator
@@ -30,7 +30,6 @@ __all__ = [
     "as_operand",
     "broadcast_shape",
     "common_layout",
-    "common_mesh",
     "fit",
     "flattening",
     "free_dims",
@@ -171,21 +170,6 @@ def flattening(op: str, x: ShardTensor) -> Iterator[None]:
 # -- on tensors, above autograd and differentiable ----------------------------------------------------------------
 
 
-def common_mesh(op: str, operands: Sequence[object]) -> DeviceMesh | None:
-    """The mesh of the ShardTensors among the operands; None if there are none.
-
-    Raises:
-        UnsupportedSharding: ShardTensors or DTensors on different meshes.
-    """
-    distributed = [t for t in operands if isinstance(t, DTensor)]
-    if not any(isinstance(t, ShardTensor) for t in distributed):
-        return None
-    mesh = distributed[0].device_mesh
-    if any(t.device_mesh != mesh for t in distributed):
-        raise different_meshes(op, distributed)
-    return mesh
-
-
 def as_operand(t: Tensor, mesh: DeviceMesh) -> ShardTensor:
     """``t`` as a ShardTensor that is not Partial; a plain tensor counts as replicated."""
     if not isinstance(t, DTensor):
@@ -206,14 +190,14 @@ def redistributed(op: str, t: ShardTensor, target: ShardTensorSpec) -> ShardTens
 def refuse_gathering(op: str, specs: Sequence[ShardTensorSpec], targets: Sequence[ShardTensorSpec]) -> None:
     """UnsupportedSharding where an operand would have to be gathered for its target."""
     for spec, target in zip(specs, targets, strict=True):
-        for m, (old, new) in enumerate(zip(spec.placements, target.placements, strict=True)):
-            if isinstance(old, Shard) and not isinstance(new, Shard):
-                raise refuse(
-                    op,
-                    [spec, target],
-                    f"an operand would have to be gathered over mesh dim {m}",
-                    "shard all operands alike, or redistribute this one to Replicate() yourself",
-                )
+        m = spec.gathered_for(target)
+        if m is not None:
+            raise refuse(
+                op,
+                [spec, target],
+                f"an operand would have to be gathered over mesh dim {m}",
+                "shard all operands alike, or redistribute this one to Replicate() yourself",
+            )
 
 
 def local_part(t: ShardTensor, out: ShardTensorSpec) -> Tensor:

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from ...arguments import common_mesh
 from ...errors import refuse
 from ...geometry import chunk_sizes
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, Plan
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, from_part, redistribute_to
-from .alignment import as_operand, common_mesh, local_part
+from .alignment import as_operand, local_part
 
 __all__ = ["Names", "Result", "by_batch", "image_names", "plan_by_batch"]
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
 from ..._compat.c10d import group_along
+from ...arguments import common_mesh
 from ...cuda_graphs import check_not_captured
 from ...errors import refuse
 from ...layout import AxisLayout
@@ -27,7 +28,6 @@ from ...tensor import ShardTensor, from_part, redistribute_to, run, wrap
 from ..common.alignment import (
     as_operand,
     broadcast_shape,
-    common_mesh,
     flattening,
     is_sharded,
     redistributed,

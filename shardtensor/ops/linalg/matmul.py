@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ... import planning
 from ..._compat import OpOverload
+from ...arguments import common_mesh
 from ...errors import PLAIN_TARGET, refuse
 from ...operators import Arguments, Composed, Operand, Plan, operator, planned
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import run
-from ..common.alignment import common_layout, common_mesh, fit, wide_dtype
+from ..common.alignment import common_layout, fit, wide_dtype
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
 from ..common.half import widened
 from ..common.reduce import check_dtype, reduced_spec

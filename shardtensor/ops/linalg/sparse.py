@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._compat import untraced
+from ...arguments import common_mesh
 from ...errors import refuse
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import from_part, redistribute_to, to_part
-from ..common.alignment import as_operand, common_mesh
+from ..common.alignment import as_operand
 from ..common.arrangement import Form, arrange
 
 __all__ = ["MATRIX", "MATRIX_BATCH", "MATRIX_VECTOR", "added_sparse_product", "sparse_product"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...exchange import Exchange
-from ...geometry import Interval, boundaries_of
+from ...geometry import Interval, boundaries_of, resized
 
 __all__ = ["BlockExchange", "Blocks"]
 
@@ -66,7 +66,7 @@ class BlockExchange:
         self, dim: int, shape: tuple[int, ...], old: Blocks, new: Blocks, rank: int, group: dist.ProcessGroup
     ) -> None:
         self._dim = dim
-        self._shape = self._resized(shape, new.number * new.sizes[rank])
+        self._shape = resized(shape, dim, new.number * new.sizes[rank])
         held = [(r, piece) for own in old.intervals(rank) for r, piece in new.owners(own)]
         needed = [(r, piece) for need in new.intervals(rank) for r, piece in old.owners(need)]
         # Where each piece begins in the local tensor: they follow each other in it.
@@ -76,16 +76,13 @@ class BlockExchange:
         self._kept = [(at[piece], piece[1] - piece[0]) for r, piece in needed if r == rank]
         self._sent = [(at[a, b], b - a) for _, a, b in sends]
         self._exchange = Exchange(
-            [(r, self._resized(shape, b - a)) for r, a, b in sends],
-            [(r, self._resized(shape, b - a)) for r, a, b in recvs],
+            [(r, resized(shape, dim, b - a)) for r, a, b in sends],
+            [(r, resized(shape, dim, b - a)) for r, a, b in recvs],
             group,
             group.size() - 1,
         )
         starts = [piece[0] for r, piece in needed if r == rank] + [a for _, a, _ in recvs]
         self._order = sorted(range(len(starts)), key=starts.__getitem__)
-
-    def _resized(self, shape: tuple[int, ...], size: int) -> list[int]:
-        return [*shape[: self._dim], size, *shape[self._dim + 1 :]]
 
     def __call__(self, local: Tensor) -> Tensor:
         """A new local tensor."""

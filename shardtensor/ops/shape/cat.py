@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from ..._compat.c10d import group_along
 from ...exchange import Exchange, plan_intervals
-from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length
+from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length, resized
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
@@ -95,7 +95,7 @@ class Assembly:
     ) -> None:
         self._dim = dim
         plans = [plan_intervals(own, need, rank) for own in owned]
-        self._shape = _resized(shapes[0], dim, length(need[rank]))
+        self._shape = resized(shapes[0], dim, length(need[rank]))
         self._like = like
         common = ((i, plan.own[0], *intersect(plan.own, plan.need)) for i, plan in enumerate(plans))
         self._kept = [_Run(a, i, a - begin, b - a) for i, begin, a, b in common if b > a]
@@ -107,8 +107,8 @@ class Assembly:
         most_peers = sum(plan.most_peers for plan in plans)  # or fewer, where parts have the same ones
         if most_peers:  # some rank has any, so all of them take part
             self._exchange = Exchange(
-                [(r, _resized(shapes[i], dim, b - a)) for r, i, a, b in sends],
-                [(s, _resized(shapes[i], dim, b - a)) for s, i, a, b in recvs],
+                [(r, resized(shapes[i], dim, b - a)) for r, i, a, b in sends],
+                [(s, resized(shapes[i], dim, b - a)) for s, i, a, b in recvs],
                 group,
                 most_peers,
             )
@@ -126,10 +126,6 @@ class Assembly:
             return first.new_empty(self._shape)
         ordered = [pieces[i] for i in self._order]
         return cat_like(ordered, dim, first if self._like is None else self._like, self._shape)
-
-
-def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    return [size if d == dim else n for d, n in enumerate(shape)]
 
 
 # -- entries of a sharded dim, see [Note: owners] in layout.py --------------------------------------------
@@ -219,7 +215,7 @@ def _along_sharded(
         else:
             owned.append([(at + a, at + b) for a, b in intervals_of(own)])
         a, b = owned[-1][rank]
-        shapes.append(_resized(out.own_shape, dim, b - a))
+        shapes.append(resized(out.own_shape, dim, b - a))
     parts, dtype = _own_parts(call, pattern, joined, m, dim, narrowed), call.meta.dtype
     assembly = Assembly(dim, shapes, owned, need, rank, group, like=call.meta)
 
