@@ -190,6 +190,10 @@ class Exchange:
         self._most_peers, self._few = most_peers, most_peers * _FEW < ranks
         self._by_rank = None if self._few else (_spread(self._sends, ranks), _spread(self._recvs, ranks))
 
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        """The received pieces, as views of what :meth:`Pending.buffer` gave."""
+        return _split(buffer, self._recv_shapes, self._recv_sizes)
+
     def start(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
         """Send the pieces, in the order of ``sends``; what is received has the dtype and device of ``like``.
 
@@ -263,11 +267,7 @@ class Pending:
         Args:
             after: what was computed since the start, if anything: a compiler must not wait before it.
         """
-        received = self.buffer(after)
-        if len(self._shapes) == 1:
-            return [received.view(*self._shapes[0])]
-        parts = received.split_with_sizes(self._sizes) if self._sizes else ()
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return _split(self.buffer(after), self._shapes, self._sizes)
 
     def meanwhile(self, operand: Tensor) -> Tensor:
         """A small operand of what is to be computed until :meth:`wait`: no compiler may do so before the start."""
@@ -291,6 +291,13 @@ class _PendingInGraph(Pending):
 
     def buffer(self, after: Tensor | None = None) -> Tensor:
         return wait_in_graph(self._received, self._keep, [sum(self._sizes)], after)
+
+
+def _split(buffer: Tensor, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Tensor]:
+    if len(shapes) == 1:
+        return [buffer.view(*shapes[0])]
+    parts = buffer.split_with_sizes(sizes) if sizes else ()
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: Tensor) -> Pending:

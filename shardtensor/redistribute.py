@@ -156,7 +156,8 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
         if isinstance(new, Partial):
             return partial(_own_among_zeros, old.dim, src.interval(m), length_of_all, new)
         need = intervals_of(dst.cut(m)) if isinstance(new, Shard) else ((0, length_of_all),) * ranks
-        return Fetch.of(src, {old.dim: need}).forward
+        fetch = Fetch.of(src, {old.dim: need})
+        return lambda local: fetch.read(local)[0]
     if isinstance(old, Partial):
         if isinstance(new, Shard):
             if _is_of_owner(src.layout[m].owner, dst.cut(m)):

@@ -30,13 +30,13 @@ class Copied(TorchDispatchMode):
         return sum(self.elements.values())
 
     def __enter__(self):
-        wait, order = Pending.wait, self.order
+        buffer, order = Pending.buffer, self.order
 
         def waited(*args):
             order.append("wait")
-            return wait(*args)
+            return buffer(*args)
 
-        self.patch = mock.patch.object(Pending, "wait", waited)
+        self.patch = mock.patch.object(Pending, "buffer", waited)
         self.patch.start()
         return super().__enter__()
 

@@ -11,22 +11,20 @@ from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import caches
-from shardtensor.ops.convolution import halo_conv
-from shardtensor.ops.spatial import resize_by_parts
+from shardtensor.ops.convolution import geometry
 from shardtensor.testing import assert_matches_unsharded
 
-WAYS = {"joined": 1 << 62, "by parts": 0, "by their size": halo_conv.WORTH_OVERLAPPING}
+# How many times as tall as what is computed once more a shard has to be.
+WAYS = {"at once": 1 << 62, "in two": 0}
 
 
 @contextmanager
 def computing(way):
-    """Choose how shards are convolved and resampled, where both ways are right: as small or as large ones are."""
-
-    least = WAYS[way]
-    with (
-        mock.patch.object(halo_conv, "WORTH_OVERLAPPING", least),
-        mock.patch.object(resize_by_parts, "WORTH_OVERLAPPING", least),
-    ):
+    """Choose how convolutions compute the gradient of what they read, where both ways are right: see SplitGradient."""
+    if way not in WAYS:
+        yield
+        return
+    with mock.patch.object(geometry, "SHARE", dict.fromkeys((False, True), WAYS[way])):
         caches.forget()
         yield
     caches.forget()

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from spatial_cases import computing
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -278,8 +277,7 @@ def order(layer) -> list[str]:
     x = (x.movedim(1, -1) if isinstance(layer, nn.Linear | nn.LayerNorm) else x).detach().requires_grad_()
     for p in layer.parameters():  # so that its gradient is summed at once
         p.register_post_accumulate_grad_hook(lambda p: None)
-    with computing("by parts"):  # a small convolution computes all at once
-        total = layer.double()(x).square().sum()
+    total = layer.double()(x).square().sum()
     mode = Backward()
     started = {
         name: partial(mode.all_reduce, getattr(redistribute, name))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from seeded import seeded
-from spatial_cases import computing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -47,11 +46,6 @@ def with_gradients(network, x):
 def halos():
     layers = nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 3, 5, padding=2), nn.AvgPool2d(3, 1, 1)
     return with_gradients(nn.Sequential(*layers).double(), cut(drawn(1, 2, 11, 6), 2, True))
-
-
-def halos_by_parts():
-    with computing("by parts"):
-        return halos()
 
 
 def halos_by_messages():
@@ -115,7 +109,7 @@ def loaded():
     return [batch["x"].to_local() + batch["i"] for batch in found]
 
 
-PARTS = [halos, halos_by_parts, halos_by_messages, norms, ring, heads, fetch, redistributions, fsdp2_steps, loaded]
+PARTS = [halos, halos_by_messages, norms, ring, heads, fetch, redistributions, fsdp2_steps, loaded]
 
 
 def run(part, late):

@@ -36,7 +36,7 @@ def convolutions():
 
 
 def large_shards():
-    """Large enough to be convolved while halos travel."""
+    """Tall enough for gradients to be computed while those of halos travel."""
     return shard(torch.randn(1, 4, 384, 96), shared_mesh(2), [Shard(2)], {0: (201, 183)}, requires_grad=True)
 
 
@@ -47,8 +47,8 @@ def meanwhile(names, kind):
 
 
 def assert_overlaps(forward, backward):
-    assert meanwhile(forward, "convolution") == [1, 1]  # the shards, not yet their borders
-    assert meanwhile(backward, "convolution_backward") == [1, 1]
+    assert meanwhile(forward, "convolution") == [0, 0]  # one kernel computes shard and halo
+    assert meanwhile(backward, "convolution_backward") == [2, 2]  # the parameters' gradients, and the shard's
     assert forward.count(WAIT) == 2 and backward.count(WAIT) == 3
     assert backward.count(SUM) == 1  # for the parameters of all layers
 
@@ -83,7 +83,7 @@ def check_graphs():
     return graphs
 
 
-def test_shards_are_convolved_while_halos_travel():
+def test_gradients_are_computed_while_those_of_halos_travel():
     for graphs in run_distributed(check_graphs, 2, timeout=200):
         assert_overlaps(*graphs)
 

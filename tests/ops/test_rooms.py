@@ -127,7 +127,7 @@ TESTED_WITH = {
     "attention/test_sdpa.py": "attention/blockwise attention/flex attention/layout attention/online_softmax",
     "common/test_contraction.py": "common/arrangement common/part_by_part common/ring linalg/einsum",
     "common/test_distributed_sort.py": "sorting/quantile",
-    "convolution/test_conv.py": "convolution/by_parts convolution/halo_conv convolution/joined convolution/parts",
+    "convolution/test_conv.py": "convolution/geometry convolution/halo_conv",
     "elementwise/test_random.py": "elementwise/dropout",
     "elementwise/test_softmax.py": "reduction/logsumexp",
     "indexing/test_gather.py": "indexing/combinations indexing/embedding indexing/take sorting/searchsorted",
@@ -146,7 +146,7 @@ TESTED_WITH = {
     "reduction/test_reductions.py": "common/reduce linalg/norm reduction/var",
     "shape/test_rearranging.py": "shape/diagonal shape/repeat shape/view_copy spatial/unfold",
     "shape/test_view.py": "shape/blocks shape/cat shape/flip shape/slice spatial/pixel_shuffle",
-    "spatial/test_interpolate.py": "spatial/resample spatial/resize_by_parts spatial/taps",
+    "spatial/test_interpolate.py": "spatial/resample spatial/taps",
     "../test_dispatch.py": "common/alignment elementwise/foreach elementwise/pointwise",
     "../test_every_handler.py": "elementwise/comparison",
 }

@@ -7,7 +7,6 @@ The entry points: torch's functions, above autograd, and the aten operators belo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,34 +21,10 @@ from ...registry import register
 from ...spec import ShardTensorSpec
 from ...tensor import as_gradient, wrap
 from ..common.alignment import free_dims
-from .halo_conv import Pads, plan_convolution
-from .joined import Convolution
+from .geometry import Pads, plan_convolution
+from .halo_conv import ConvolutionPlan
 
 _aten = torch.ops.aten
-
-
-class ConvolutionPlan(Plan):
-    """N-d convolution of an input ``(N, C, *spatial)`` with replicated weights.
-
-    The result is never sharded in its channels.
-    """
-
-    twice = True
-    depends = {0: (1,), 1: (0,), 2: ()}
-
-    def __init__(self, work: Convolution) -> None:
-        self.work, self.outputs, self.saves = work, work.out_spec, work.saves
-        self.forward, self.again = work.forward, work.again  # type: ignore[method-assign]
-
-    def backward(
-        self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Tensor | None
-    ) -> Sequence[Tensor | None]:
-        grad = grads[0]
-        if grad is None:
-            return [None, None, None]
-        # The kernel has made the parameters' gradients for this call alone.
-        start_sum = None if self.total is None else partial(self.total.start, overwrite=True)
-        return self.work.differentiate(needed, grad, start_sum, self.sums, *saved)
 
 
 # -- entry points above autograd --------------------------------------------------------------------------------------
@@ -73,7 +48,7 @@ def _plan(
         again: the operator, of other tensors with the same options.
     """
     if x.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
-        return Composed(lambda x, w, b: _as_real_convolution(again, x, w, b))
+        return Composed(lambda x, w, b: as_real_convolution(again, x, w, b))
     # Sharded channels are spread over the batch or a spatial dim instead, see [Note: whole rows] in sort.py.
     call.redistribute("input", free_dims(call.name, x, 1))
     dtype = call.autocast()
@@ -86,22 +61,29 @@ def _plan(
     return ConvolutionPlan(plan_convolution(x, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups))
 
 
-def _as_real_convolution(convolve: Callable[..., Any], x: Any, weight: Tensor, bias: Tensor | None) -> Any:
+def as_real_convolution(
+    convolve: Callable[..., Any], x: Any, weight: Tensor, bias: Tensor | None, *, transposed: bool = False
+) -> Any:
     """A complex convolution as a real one of twice the channels, real and imaginary parts side by side.
 
     So the halo is exchanged once. Kernels for complex numbers do not exist on every device.
+
+    Args:
+        convolve: the convolution of real tensors, with the options given.
+        transposed: whether it is transposed: the weight has input channels first then.
     """
 
     def interleaved(t: Any) -> Any:
         return torch.view_as_real(t).movedim(-1, 2).flatten(1, 2)
 
     real, imaginary = weight.real, weight.imag
-    # Rows: real and imaginary part of an output channel; columns: those of an input channel.
-    rows = [torch.stack([real, -imaginary], 2).flatten(1, 2), torch.stack([imaginary, real], 2).flatten(1, 2)]
+    # Rows: real and imaginary part of an output channel; columns: those of an input channel. Transposed: vice versa.
+    first, second = (imaginary, -imaginary) if transposed else (-imaginary, imaginary)
+    rows = [torch.stack([real, first], 2).flatten(1, 2), torch.stack([second, real], 2).flatten(1, 2)]
     w = torch.stack(rows, 1).flatten(0, 1)
     b = None if bias is None else torch.view_as_real(bias.resolve_conj()).flatten()
     y = convolve(interleaved(x.resolve_conj()), w, b)
-    return torch.view_as_complex(y.unflatten(1, (weight.shape[0], 2)).movedim(2, -1).contiguous())
+    return torch.view_as_complex(y.unflatten(1, (-1, 2)).movedim(2, -1).contiguous())
 
 
 def per_spatial_dim(value: Any, n: int, name: str, what: str) -> tuple[int, ...]:
@@ -274,10 +256,9 @@ def _aten_convolution_backward(
         return NotImplemented
     _refuse_transposed(transposed, input, weight)
     spec, work, x, w, _ = _operands(input, weight, None, stride, padding, dilation, groups)
-    saved = [(x, w)[i] for i in work.saves]
     with torch.no_grad():
         local = as_gradient(grad, work.out_spec)._local_tensor
-        gx, gw, gb = work.differentiate(output_mask, local, None, True, *saved, *work.fetched(x))
+        gx, gw, gb = work.backward(output_mask, local, None, True, x, w, *work.fetch.read(x)[1])
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
 
     def parameter(g: Tensor | None) -> Any:

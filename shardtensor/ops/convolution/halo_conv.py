@@ -1,121 +1,271 @@
-"""Convolution on one rank: what it does, worked out from specs.
+"""Convolution on one rank, transposed or not: fetch the halo, put it next to the shard, and call the kernel once.
 
-Small shards are put together with their halo, and convolved by one call of the kernel (``joined.py``): to call it takes
-longer than to copy them. Large ones are convolved by parts (``by_parts.py``). Both ways send the same messages in the
-same order, so each rank may take either.
+Between forward and backward a rank keeps its shard, which autograd holds in any case, and the halo. The two are put
+together once more for the weight's gradient: both in one tensor would take as much memory again as all shards do.
 
-[Note: owner computes] The rank that owns the input under the kernel's middle tap computes an output
-(``Window.boundary``).
+::
+
+    forward   halo = fetch(x)       read = shard + halo      y = kernel(read, weight, bias)
+    backward                        read = shard + halo      the kernel's gradients of read, weight and bias
+              the halo's part of read's gradient goes back to its owners, who add it to their own
+
+The gradient of what a tall shard reads is computed in two parts, see :class:`SplitGradient`.
+Which inputs a rank reads, and how the kernel is to pad them, stands in ``geometry.py`` and ``conv_transpose.py``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...caches import cached
-from ...errors import refuse
-from ...exchange import plan_intervals
-from ...geometry import Interval, Window, intersect, intervals_of, map_boundaries
-from ...halo import Axis, Fetch, Halo
+from ..._compat import kernel
+from ...exchange import Pending
+from ...halo import Fetch, Narrow
+from ...operators import Plan
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
-from .by_parts import Border, ConvolutionByParts
-from .joined import Convolution, JoinedConvolution
-from .parts import Common, Geometry, check_arguments
+from ..common.half import cast, is_half, widened
 
-__all__ = ["Pads", "plan_convolution", "stride_of"]
+__all__ = ["ConvolutionPlan", "HaloConvolution", "LocalConvolution", "SplitGradient", "Strip"]
 
-# Elements of a shard from which on it takes longer to copy it, or to compute its gradient, than to call some kernels.
-WORTH_OVERLAPPING = 1 << 16
+_convolution_backward = kernel(torch.ops.aten.convolution_backward.default)
 
-Pads = tuple[tuple[int, int], ...]
-
-
-@cached(maxsize=1024)
-def plan_convolution(
-    spec: ShardTensorSpec,
-    weight: tuple[int, ...],
-    stride: tuple[int, ...],
-    pads: Pads,
-    dilation: tuple[int, ...],
-    groups: int,
-) -> Convolution:
-    """Everything about a convolution that follows from specs and arguments; errors here are raised on all ranks."""
-    name = f"conv{len(stride)}d"
-    shape = spec.shape
-    check_arguments(name, tuple(shape), weight, stride, pads, dilation, groups)
-    windows = [
-        Window(shape[2 + i], weight[2 + i], stride[i], dilation[i], before, after)
-        for i, (before, after) in enumerate(pads)
-    ]
-    sharded = spec.sharded_dims()
-    if 1 in sharded:
-        raise refuse(
-            name, spec, "the channels are sharded", "redistribute to shard a spatial dim or the batch, e.g. Shard(2)"
-        )
-    sizes = list(spec.sizes)
-    axes: list[Axis] = []
-    reads: dict[int, Interval] = {}
-    outs: dict[int, Interval] = {}
-    for dim, m in sharded.items():
-        if dim == 0:
-            continue
-        window, cut = windows[dim - 2], spec.cut(m)
-        out_cut = map_boundaries(cut, window.boundary)
-        sizes[m] = out_cut
-        out = intervals_of(out_cut)
-        read = [window.reads(o) for o in out]
-        need = [intersect(r, (0, shape[dim])) for r in read]
-        rank = spec.coordinate[m]
-        plan = plan_intervals(intervals_of(cut), tuple((a, b) if b > a else (0, 0) for a, b in need), rank)
-        axes.append(Axis(dim, m, plan))
-        reads[dim], outs[dim] = read[rank], out[rank]
-    out_global = (shape[0], weight[0], *(w.outputs for w in windows))
-    out_spec = ShardTensorSpec.of(
-        spec.mesh,
-        spec.placements,
-        type(spec.tensor_meta)(torch.Size(out_global), stride_of(spec, out_global), spec.tensor_meta.dtype),
-        tuple(sizes),
-    )
-    out_shape = out_spec.local_shape()
-    common = Common(weight, stride, dilation, groups)
-    return _on_this_rank(spec, out_spec, Geometry(common, spec.local_shape(), out_shape, windows, axes, reads, outs))
+# Starts the sum over the ranks of the gradients of (input,) weight and bias; what it returns waits for it.
+StartSum = Callable[[Sequence[Tensor | None]], Callable[[], list[Tensor | None]]]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+ONLY_INPUT = True, False, False
 
 
-def _on_this_rank(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Geometry) -> Convolution:
-    """By parts where that pays, and outputs read no more than one side of the halo."""
-    axes, shape = geometry.axes, geometry.shape
-    large = math.prod(shape) >= WORTH_OVERLAPPING
-    joined = partial(_joined, spec, out_spec, geometry, large)
-    shard = geometry.shard()
-    if not large or not any(axis.transfers.active for axis in axes) or shard is None or not geometry.divides():
-        return joined()
-    halo = Halo(axes, spec.mesh, shape)
+@dataclass(frozen=True, slots=True)
+class LocalConvolution:
+    """A call of torch's kernel with a local tensor.
 
-    def border(i: int, k: int) -> Border | None:
-        found = geometry.border(i, k)
-        return None if found is None else Border(halo.outgoing(i, found[0]), found[1], axes[i].dim, k == 0)
+    Attributes:
+        out_shape: of the result.
+        arguments: what ``torch.convolution`` gets after the bias.
+        zeros: to put around the input where the kernel cannot pad so, as ``F.pad`` takes them; empty for none.
+        crop: zeros to put around the result (negative: to crop it), likewise.
+    """
 
-    borders = tuple((border(i, 0), border(i, 1)) for i in range(len(axes)))
-    sides = tuple((geometry.side(i, 0), geometry.side(i, 1)) for i in range(len(axes)))
-    edges = (geometry.edge(i, part) for i, axis in enumerate(axes) for _, part in axis.transfers.sends)
-    read = tuple(edge for edge in edges if edge is not None)
-    return ConvolutionByParts(out_spec, geometry.out_shape, halo, shard, borders, sides, joined, read)
+    out_shape: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    zeros: tuple[int, ...] = ()
+    crop: tuple[int, ...] = ()
+    _plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_plain", not self.zeros and not self.crop and 0 not in self.out_shape)
+
+    def __call__(self, read: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The outputs; differentiable."""
+        if self._plain and read.numel():
+            return torch.convolution(read, weight, bias, *self.arguments)
+        if self._is_empty(read):
+            y = read.new_zeros(self.out_shape) + _nothing_of(read, weight)
+            return y if bias is None else y + _over_channels(bias, y)
+        read = torch.constant_pad_nd(read, self.zeros) if self.zeros else read
+        after = any(n > 0 for n in self.crop)  # outputs that no input reaches: they are the bias
+        y = torch.convolution(read, weight, None if after else bias, *self.arguments)
+        y = torch.constant_pad_nd(y, self.crop) if self.crop else y
+        return y + _over_channels(bias, y) if after and bias is not None else y
+
+    def gradients(self, needed: Sequence[bool], grad: Tensor, read: Tensor, weight: Tensor) -> Gradients:
+        """Those of input, weight and bias, where they are needed."""
+        need_x, need_w, need_b = needed
+        if self._plain and read.numel() and any(needed):
+            found = _convolution_backward(grad, read, weight, self.out_shape[1:2], *self.arguments, needed)
+            # Asked for the bias's gradient, oneDNN returns the weight's, too; ranks that do not call it have none.
+            return found[0], found[1] if need_w else None, found[2]
+        grad_b = grad.sum([0, *range(2, grad.ndim)]) if need_b else None
+        if self._is_empty(read):
+            return torch.zeros_like(read) if need_x else None, torch.zeros_like(weight) if need_w else None, grad_b
+        if not (need_x or need_w):
+            return None, None, grad_b
+        padded = torch.constant_pad_nd(read, self.zeros) if self.zeros else read
+        grad = torch.constant_pad_nd(grad, [-n for n in self.crop]) if self.crop else grad
+        mask = [need_x, need_w, False]
+        grad_x, grad_w, _ = _convolution_backward(grad, padded, weight, None, *self.arguments, mask)
+        if grad_x is not None and self.zeros:
+            grad_x = torch.constant_pad_nd(grad_x, [-n for n in self.zeros])
+        return grad_x, grad_w, grad_b
+
+    def _is_empty(self, read: Tensor) -> bool:
+        """Whether there is nothing to compute on this rank."""
+        return 0 in self.out_shape or read.numel() == 0
 
 
-def _joined(spec: ShardTensorSpec, out_spec: ShardTensorSpec, geometry: Geometry, large: bool) -> JoinedConvolution:
-    part, zeros = geometry.joined()
-    fetch = Fetch(geometry.axes, spec.mesh, geometry.shape, zeros)
-    saves = (1,) if fetch else (0, 1)
-    # The gradient of a halo is sent before the parameters', see ConvolutionByParts.
-    return JoinedConvolution(out_spec, geometry.out_shape, fetch, part, large and not fetch, saves)
+def _nothing_of(read: Tensor, weight: Tensor) -> Tensor:
+    """Zero, as a function that is bilinear in both, as a convolution is.
+
+    A rank without outputs adds it to them: so derivatives of any order depend on the same tensors on every rank, and
+    come through the exchanges alike.
+    """
+    return read.reshape(-1)[:0].sum() * weight.reshape(-1)[:0].sum()
 
 
-def stride_of(spec: ShardTensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of an output of ``shape``: channels-last where the input is."""
-    meta = spec.tensor_meta
-    return stride_like(torch.empty_strided(meta.shape, meta.stride, device="meta"), shape)
+def _over_channels(bias: Tensor, y: Tensor) -> Tensor:
+    return bias.view(-1, *[1] * (y.ndim - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Some rows of what is read, whose gradient is computed by itself.
+
+    Attributes:
+        outputs: those that read them.
+        reads: the shape of all that these outputs read.
+        convolve: gives these outputs of it.
+        within: the rows among what they read.
+    """
+
+    outputs: Narrow
+    reads: tuple[int, ...]
+    convolve: LocalConvolution
+    within: Narrow
+
+    def gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Of these rows, in float32 for half precision, out of the gradient of all this rank's outputs."""
+        grad, weight = widened(grad.narrow(*self.outputs), weight)
+        shape = torch.empty_strided(self.reads, stride_like(grad, self.reads), dtype=grad.dtype, device=grad.device)
+        found, _, _ = self.convolve.gradients(ONLY_INPUT, grad, shape, weight)
+        assert found is not None
+        return found.narrow(*self.within)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGradient:
+    """The gradient of what is read, the shard's apart from the halo's, which travels meanwhile.
+
+    For tall shards. Shard and halo in one take one activation more at a time: 108 MiB of tensors rather than 99 in a
+    step of the globe U-Net. And what ranks add up is to be in float32 for half precision, in which the kernel takes
+    several times as long: here these are a few rows.
+
+    Attributes:
+        shard: the kernel with the shard alone, among zeros.
+        halo: what is received from each peer.
+        edges: for half precision, the rows of the shard that others read, and their places in it.
+    """
+
+    shard: LocalConvolution
+    halo: tuple[Strip, ...]
+    edges: tuple[tuple[Narrow, Strip], ...]
+
+    def start(self, fetch: Fetch, grad: Tensor, weight: Tensor) -> Pending:
+        """Send the halo's gradient to its owners."""
+        return fetch.start_return([strip.gradient(grad, weight) for strip in self.halo], widened(grad[:0])[0])
+
+    def finish(self, fetch: Fetch, grad: Tensor, x: Tensor, weight: Tensor, returning: Pending) -> Tensor:
+        """The shard's gradient, complete."""
+        total, _, _ = self.shard.gradients(ONLY_INPUT, grad, x, weight)
+        assert total is not None
+        (total,) = widened(total)
+        for place, strip in self.edges:
+            total.narrow(*place).copy_(strip.gradient(grad, weight))
+        return cast(fetch.add_returned(total, returning), x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HaloConvolution:
+    """One rank's part of a convolution.
+
+    Attributes:
+        out_spec: of the result.
+        fetch: the inputs that are read.
+        convolve: the kernel with them.
+        split: how to compute their gradient in two; None to do it in one.
+    """
+
+    out_spec: ShardTensorSpec
+    fetch: Fetch
+    convolve: LocalConvolution
+    split: SplitGradient | None
+    _fetches: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_fetches", bool(self.fetch))
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """This rank's outputs, and the halo."""
+        if not self._fetches:
+            return self.convolve(x, weight, bias), ()
+        read, halo = self.fetch.read(x)
+        return self.convolve(read, weight, bias), halo
+
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's outputs, computed in a way that autograd can differentiate any number of times."""
+        return self.convolve(self.fetch(x), weight, bias)
+
+    def backward(
+        self,
+        needed: Sequence[bool],
+        grad: Tensor,
+        start_sum: StartSum | None,
+        sums: bool,
+        x: Tensor,
+        weight: Tensor,
+        *halo: Tensor | None,
+    ) -> Gradients:
+        """Gradients of the shard, the weight and the bias; without ``start_sum`` this rank's contributions to these.
+
+        What ranks add up is in float32 where it is of half precision: see [Note: rounded once] in redistribute.py.
+
+        Args:
+            sums: whether they sum the gradients of weight and bias, here or later.
+            halo: what :meth:`forward` returned besides the outputs.
+        """
+        need_x, need_w, need_b = needed
+        split = self.split if need_x else None
+        returning = None if split is None else split.start(self.fetch, grad, weight)
+        if returning is not None:
+            weight = returning.meanwhile(weight)
+        joins = self._fetches and (split is None or need_w or need_b)
+        read = self.fetch.join(x, halo) if joins else x
+        wide = is_half(grad) and (sums or self._fetches)
+        # One call of the kernel for all is faster, but nothing travels meanwhile.
+        together = need_x and split is None and start_sum is None and wide == (wide and self._fetches)
+        given = widened(grad, read, weight) if wide else [grad, read, weight]
+        grad_x, grad_w, grad_b = self.convolve.gradients((together, need_w, need_b), *given)
+        finish = None if start_sum is None else start_sum([None, grad_w, grad_b])
+        if split is not None and returning is not None:
+            del given, read
+            grad_x = split.finish(self.fetch, grad, x, weight, returning)
+        elif need_x:
+            if not together:
+                given = given if self._fetches else [grad, read, weight]
+                grad_x, _, _ = self.convolve.gradients(ONLY_INPUT, *given)
+            assert grad_x is not None
+            del given, read
+            grad_x = cast(self.fetch.backward(grad_x), x.dtype)
+        if finish is not None:
+            _, grad_w, grad_b = finish()
+        return grad_x, grad_w, grad_b
+
+
+class ConvolutionPlan(Plan):
+    """N-d convolution of an input ``(N, C, *spatial)`` with replicated weights.
+
+    The result is never sharded in its channels.
+    """
+
+    saves = (0, 1)
+    twice = True
+    depends = {0: (1,), 1: (0,), 2: ()}
+
+    def __init__(self, work: HaloConvolution) -> None:
+        self.work, self.outputs = work, work.out_spec
+        self.forward, self.again = work.forward, work.again  # type: ignore[method-assign, assignment]
+
+    def backward(
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        grad = grads[0]
+        if grad is None:
+            return [None, None, None]
+        # The kernel has made the parameters' gradients for this call alone.
+        start_sum = None if self.total is None else partial(self.total.start, overwrite=True)
+        return self.work.backward(needed, grad, start_sum, self.sums, *saved)  # type: ignore[arg-type]

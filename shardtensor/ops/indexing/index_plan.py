@@ -297,7 +297,7 @@ class _Work:
                 d, value = list(labels).index(label), operand(values, path)
                 if (path, m) in self.held:
                     transfers = plan_intervals(tuple(self.held[path, m]), ((a, b),) * ranks, rank)
-                    block = Fetch([Axis(d, m, transfers)], self.mesh, value.shape).forward(value)
+                    block = Fetch([Axis(d, m, transfers)], self.mesh, value.shape).read(value)[0]
                 else:
                     block = value.narrow(d, a, b - a)
                 _put(part, path, block)

@@ -47,7 +47,7 @@ def _begins(x: Tensor, spec: ShardTensorSpec, dim: int) -> Tensor:
     if m is not None:
         own = intervals_of(spec.cut(m))
         need = [(max(0, a - 1), b) if b > a else (a, b) for a, b in own]
-        seen = Fetch.of(spec, {dim: need}).forward(x)
+        seen = Fetch.of(spec, {dim: need}).read(x)[0]
     seen = seen.movedim(dim, 0).flatten(1) if x.ndim > 1 else seen.unsqueeze(1)
     begins = (seen[1:] != seen[:-1]).any(1)
     if start == 0 and stop:

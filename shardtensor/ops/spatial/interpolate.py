@@ -20,7 +20,6 @@ from ...spec import ShardTensorSpec
 from ...strides import CHANNELS_LAST
 from ..common.stencil import LinearStencilPlan, keeping_sums, per_dim, resized, result_dtype, scaled_boundary
 from .resample import MODES, LocalResampling
-from .resize_by_parts import plan_by_parts
 from .taps import Resize
 
 
@@ -85,8 +84,7 @@ def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dty
     function = local.function(fetch.shape, out.local_shape(), mine)
     casts = dtype != spec.tensor_meta.dtype
     if not casts and not spec.partial_mesh_dims():
-        joined = LinearStencilPlan(fetch, function, out)
-        return plan_by_parts(joined, spec, out, local, mine) or joined
+        return LinearStencilPlan(fetch, function, out)
 
     def resample(t: Tensor) -> Tensor:
         t = fetch(t)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._compat import kernel, nn_functions
 from ...geometry import Interval, length
-from ..common.stencil import Differentiated, Wanted, nothing, taken
+from ..common.stencil import Differentiated, nothing, taken
 from .taps import Resize, as_local
 
 __all__ = ["MODES", "LocalResampling"]
@@ -59,20 +59,15 @@ class LocalResampling:
         found = {d: part for d, part in parts.items() if part is not None}
         if len(found) < len(parts):
             return self._in_format(_dim_by_dim(shape, self.resizes, mine, self.dtype, self.device))
-        # One call of torch's kernel, which is several times faster than dim after dim.
+        # One call of torch's kernel, as if these parts were all there is: several times faster than dim after dim.
+        local = [part for part, _ in found.values()]
         wanted = {
             d: (drop, length(mine[d][1]), part.out)
             for d, (part, drop) in found.items()
             if (drop, length(mine[d][1])) != (0, part.out)
         }
-        return self.by_kernel(shape, [part for part, _ in found.values()], wanted)
-
-    def by_kernel(
-        self, shape: Sequence[int], parts: Sequence[Resize], wanted: Mapping[int, Wanted] | None = None
-    ) -> Differentiated:
-        """One call of torch's kernel, as if ``parts`` were resampled and nothing else."""
-        function = taken(_by_torch(shape, parts), wanted or {}, len(shape))
-        if self.last is None and math.prod(part.size for part in parts) <= math.prod(part.out for part in parts):
+        function = taken(_by_torch(shape, local), wanted, len(shape))
+        if self.last is None and math.prod(part.size for part in local) <= math.prod(part.out for part in local):
             # Given channels-last memory under other strides, as a transposed sequence of one sample has, torch's kernel
             # computes channels-last and copies its result, twice. The input is smaller.
             return replace(function, forward=lambda t: function.forward(t.contiguous()))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from spatial_cases import computing
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
@@ -97,7 +96,7 @@ def grid(world):
     return cases
 
 
-@pytest.mark.parametrize("way", ["joined", "by parts"])
+@pytest.mark.parametrize("way", ["at once", "in two"])
 @pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_grid_of_kernels_strides_paddings_dilations(world, way):
     cases = grid(world)
@@ -147,14 +146,14 @@ def meshes_2x2():
                     yield shape, arguments, (2, 2), dims, {m: cut[d] for m, d in enumerate(dims) if d is not None}
 
 
-@pytest.mark.parametrize("way", ["joined", "by parts"])
+@pytest.mark.parametrize("way", ["at once", "in two"])
 def test_both_spatial_dims_on_a_2x2_mesh_with_corners(way):
     cases = list(meshes_2x2())
     assert len(cases) > 80
     run_distributed(check, 4, cases, way, timeout=120)
 
 
-@pytest.mark.parametrize("way", ["joined", "by parts"])
+@pytest.mark.parametrize("way", ["at once", "in two"])
 def test_three_sharded_dims(way):
     """Corners of corners: a volume cut along all its dims on a 2 x 2 x 1 mesh, and on a mesh dim of size one."""
     arguments = conv_arguments(3, 3, padding=1)
@@ -167,10 +166,10 @@ def test_three_sharded_dims(way):
 def different_ways():
     """Both send the same messages in the same order, so ranks need not agree on the way."""
     cases = [case for case in meshes_2x2() if case[3] == [2, 3]]
-    check(cases, ("joined", "by parts")[torch.distributed.get_rank() % 2])
+    check(cases, ("at once", "in two")[torch.distributed.get_rank() % 2])
 
 
-def test_each_rank_may_convolve_in_its_own_way():
+def test_each_rank_may_differentiate_in_its_own_way():
     run_distributed(different_ways, 4)
 
 
@@ -216,7 +215,7 @@ def drawn(mesh_shape, examples):
         world *= n
 
     @settings(max_examples=examples)
-    @given(st.lists(convolutions(mesh_shape), min_size=4, max_size=8), st.sampled_from(["joined", "by parts"]))
+    @given(st.lists(convolutions(mesh_shape), min_size=4, max_size=8), st.sampled_from(["at once", "in two"]))
     def run(cases, way):
         run_distributed(check, world, [case for case in cases if valid(case[0], case[1])], way, timeout=120)
 
@@ -398,7 +397,7 @@ def at_the_boundary(way, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("way", ["joined", "by parts"])
+@pytest.mark.parametrize("way", ["at once", "in two"])
 def test_boundaries_are_rounded_once(way, dtype):
     run_distributed(at_the_boundary, 2, way, dtype)
 
@@ -507,13 +506,11 @@ def saved(sharded, way="by their size"):
     return sum(kept)
 
 
-# Joined with its halo, a shard is saved with the zeros around it, too.
-@pytest.mark.parametrize(("way", "strips"), [("by parts", 1), ("joined", 2)])
-def test_only_strips_are_saved_beyond_what_the_unsharded_convolution_saves(way, strips):
+@pytest.mark.parametrize("way", ["at once", "in two"])
+def test_only_the_halo_is_saved_beyond_what_the_unsharded_convolution_saves(way):
     alone = run_distributed(saved, 2, False)
     sharded = run_distributed(saved, 2, True, way)
-    strip = 4 * 8
-    assert [b - a for a, b in zip(alone, sharded)] == [strips * strip] * 2
+    assert [b - a for a, b in zip(alone, sharded)] == [4 * 8] * 2  # one row
 
 
 def many_ranks():
@@ -615,12 +612,12 @@ def test_inside_allow_gather_what_is_refused_outside_is_right():
     run_distributed(gathered, 2)
 
 
-def trace_of_convolution():
+def trace_of_convolution(way):
     """What a rank does one after the other, forward and backward."""
     mesh = shared_mesh(3)
     x = shard(torch.randn(1, 4, 9, 6), mesh, [Shard(2)], {0: (3, 4, 2)}).requires_grad_()
     w = torch.randn(4, 4, 3, 3)
-    with computing("by parts"):
+    with computing(way):
         F.conv2d(x, w, None, 1, 1).sum().backward()  # makes the plans
         with Copied() as forward:
             y = F.conv2d(x, w, None, 1, 1)
@@ -632,46 +629,29 @@ def trace_of_convolution():
     return mesh.get_local_rank(), *orders
 
 
-def test_the_halo_travels_while_the_shard_is_convolved():
-    for rank, forward, backward in run_distributed(trace_of_convolution, 3):
-        sides = ["compute"] * (2 if rank == 1 else 1)  # nothing is computed on a side without a halo
-        assert forward == ["send", "compute", "wait", *sides]
-        assert backward == [*sides, "send", "compute", "wait"]
+def test_shard_and_halo_are_convolved_by_one_kernel():
+    """In the backward pass nothing is fetched again."""
+    for _, forward, backward in run_distributed(trace_of_convolution, 3, "at once"):
+        assert forward == ["send", "wait", "compute"]
+        assert backward == ["compute", "send", "wait"]
 
 
-class Kernels(TorchDispatchMode):
-    """Inside of its block, the number of dims of each convolution of local tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.forward, self.backward = [], []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, ShardTensor) for kind in types):
-            return NotImplemented
-        if func is torch.ops.aten.convolution.default:
-            self.forward.append(args[0].ndim)
-        if func is torch.ops.aten.convolution_backward.default:
-            self.backward.append(args[1].ndim)
-        return func(*args, **(kwargs or {}))
+def test_the_halo_s_gradient_travels_while_others_are_computed():
+    for rank, forward, backward in run_distributed(trace_of_convolution, 3, "in two"):
+        sides = ["compute"] * (2 if rank == 1 else 1)
+        assert forward == ["send", "wait", "compute"]
+        assert backward == [*sides, "send", "compute", "wait"]  # the weight is not differentiated
 
 
-def planes():
+def volumes():
     mesh = shared_mesh(2)
     torch.manual_seed(0)
     convolutions = nn.Conv3d(4, 6, 3, 1, 1).double(), nn.Conv3d(4, 6, (2, 3, 3), (1, 2, 1), groups=2).double()
     formats = torch.contiguous_format, torch.channels_last_3d
     for dim, conv, last in itertools.product((2, 3, 4), convolutions, formats):
         x = torch.randn(1, 4, 6, 6, 6, dtype=torch.float64).contiguous(memory_format=last)
-        with computing("by parts"):
-            assert_matches_unsharded(conv, x, mesh=mesh, placements=[Shard(dim)], shard_sizes={0: (4, 2)})
-    conv = nn.Conv3d(4, 6, 3, padding=1)
-    x = shard(torch.randn(1, 4, 6, 6, 6), mesh, [Shard(3)], {0: (4, 2)}).requires_grad_()
-    with computing("by parts"), Kernels() as kernels:
-        conv(x).sum().backward()
-    return kernels.forward, kernels.backward
+        assert_matches_unsharded(conv, x, mesh=mesh, placements=[Shard(dim)], shard_sizes={0: (4, 2)})
 
 
-def test_the_border_of_a_volume_is_convolved_in_two_dims():
-    # The shard in three, as on one device.
-    assert run_distributed(planes, 2) == [([5, 4], [4, 5])] * 2
+def test_volumes_in_both_memory_formats():
+    run_distributed(volumes, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from spatial_cases import computing
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
@@ -37,7 +36,7 @@ def penalty(function):
     return squares
 
 
-def check(cases, way, times=1):
+def check(cases, times=1):
     for shape, weight, options, mesh_shape, dims, sizes in cases:
         torch.manual_seed(0)
         tensors = [torch.randn(s, dtype=torch.float64) for s in (shape, weight, weight[:1])]
@@ -48,20 +47,18 @@ def check(cases, way, times=1):
         for _ in range(times):
             function = penalty(function)
         placements = [Replicate() if d is None else Shard(d) for d in dims]
-        with computing(way):
-            assert_matches_unsharded(
-                function,
-                *tensors,
-                mesh_shape=mesh_shape,
-                placements=[placements, None, None],
-                shard_sizes=[sizes, None, None],
-            )
+        assert_matches_unsharded(
+            function,
+            *tensors,
+            mesh_shape=mesh_shape,
+            placements=[placements, None, None],
+            shard_sizes=[sizes, None, None],
+        )
 
 
-@pytest.mark.parametrize("way", ["joined", "by parts"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_of_input_weight_and_bias(ranks, way):
-    run_distributed(check, ranks, [case for case in CASES if torch.Size(_ranks(case)).numel() == ranks], way)
+def test_of_input_weight_and_bias(ranks):
+    run_distributed(check, ranks, [case for case in CASES if torch.Size(_ranks(case)).numel() == ranks])
 
 
 def _ranks(case):
@@ -70,7 +67,7 @@ def _ranks(case):
 
 
 def test_of_third_order():
-    run_distributed(check, 2, CASES[:2], "by their size", 2)
+    run_distributed(check, 2, CASES[:2], 2)
 
 
 def messages():

@@ -192,6 +192,7 @@ def check_other_cuts():
         # Shapes that broadcast, against which torch warns.
         check(loss, x, [Shard(1)], uneven, t[:1, :1], [Replicate()], None)
         check(loss, x[0, 0], [Replicate()], None, t, [Shard(1)], uneven)
+        check(loss, x, [Shard(1)], uneven, t[:1, :1], [Shard(0)], {0: (1, 0)})
         check(loss, x, [Shard(1)], uneven, t[0], [Shard(0)], uneven)
     indices = torch.randint(8, (2, 4))
     check(F.cross_entropy, x, [Shard(2)], {0: (1, 3)}, indices, [Shard(0)], {0: (1, 1)})
@@ -523,8 +524,6 @@ def fail(case):
         F.multilabel_margin_loss(shard(torch.rand(8), mesh, [Shard(0)]), torch.zeros(8, dtype=torch.long))
     elif case == "weights of classes":
         F.cross_entropy(x, torch.zeros(2, 3, dtype=torch.long), torch.rand(8, requires_grad=True))
-    elif case == "broadcast of a cut dim":
-        F.mse_loss(x, shard(torch.rand(1, 1, 1), mesh, [Shard(0)], {0: (1, 0)}))
     elif case == "shapes":
         F.binary_cross_entropy(x, torch.rand(2, 5, 3))  # what rank 0 holds
     elif case == "shapes that do not broadcast":
@@ -540,7 +539,6 @@ def fail(case):
 ERRORS = [
     ("classes", UnsupportedSharding, r"multilabel_margin_loss: it needs tensor dim 0 unsharded.*\[4, 4\].*Remedy"),
     ("weights of classes", RuntimeError, "weights of the classes cannot be differentiated"),
-    ("broadcast of a cut dim", UnsupportedSharding, "mse_loss: an operand would have to be gathered over mesh dim 0"),
     ("shapes", ValueError, "different to the input size"),
     ("shapes that do not broadcast", RuntimeError, "must match the size|not broadcastable|Shape mismatch"),
     ("batch", (RuntimeError, ValueError), "[Ee]xpected (target|input) "),

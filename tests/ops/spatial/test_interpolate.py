@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from spatial_cases import check_cases, computing, data, squared_gradient
+from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import ShardTensor, UnsupportedSharding, planning
+from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.geometry import boundaries_of, intervals_of, length, map_boundaries
 from shardtensor.ops.common.stencil import scaled_boundary
-from shardtensor.ops.spatial.resize_by_parts import ResizeByParts
 from shardtensor.ops.spatial.taps import Resize, as_local
 from shardtensor.strides import CHANNELS_LAST
 from shardtensor.testing import (
@@ -78,22 +77,13 @@ def cases():
     return result
 
 
-def check(mesh_shape, way):
-    with computing(way):
-        check_cases(cases(), mesh_shape)
+def check(mesh_shape):
+    check_cases(cases(), mesh_shape)
 
 
-WAYS = [
-    *((mesh_shape, "joined") for mesh_shape in (1, 2, 3, (2, 2))),
-    *((mesh_shape, "by parts") for mesh_shape in (1, 2)),
-    *(pytest.param(mesh_shape, "by parts", marks=pytest.mark.slow) for mesh_shape in (3, 4, (2, 2))),
-    pytest.param(4, "joined", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("mesh_shape", "way"), WAYS, ids=str)
-def test_resampling_matches_one_device(mesh_shape, way):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, way, timeout=200)
+@pytest.mark.parametrize("mesh_shape", [1, 2, 3, (2, 2), pytest.param(4, marks=pytest.mark.slow)], ids=str)
+def test_resampling_matches_one_device(mesh_shape):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
 
 
 SEPARABLE = [
@@ -109,30 +99,19 @@ SEPARABLE = [
 ]
 
 
-def check_by_parts(last):
-    """Which way each rank has taken, and that it and the messages do not depend on it."""
-    taken, mesh = [], shared_mesh(2)
+def check_separable(last):
+    mesh = shared_mesh(2)
     for shape, options, sizes in SEPARABLE:
         x = data(*shape)
         if last and x.ndim in CHANNELS_LAST:
             x = x.contiguous(memory_format=CHANNELS_LAST[x.ndim])
         fn = lambda t, options=options: F.interpolate(t, **options)  # noqa: E731
-        sent = []
-        for way in ("joined", "by parts"):
-            with computing(way):
-                assert_matches_unsharded(fn, x, mesh=mesh, placements=[Shard(2)], shard_sizes={0: sizes})
-                given = shard(x, mesh, [Shard(2)], {0: sizes}).requires_grad_()
-                with count_communication() as counted:
-                    fn(given).sum().backward()
-                sent.append((counted.messages, counted.bytes_sent))
-                taken.append(any(isinstance(plan, ResizeByParts) for plan in planning._plans.values()))
-        assert sent[0] == sent[1]
-    return taken
+        assert_matches_unsharded(fn, x, mesh=mesh, placements=[Shard(2)], shard_sizes={0: sizes})
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_shards_are_resampled_by_themselves(last):
-    assert run_distributed(check_by_parts, 2, last) == [[False, True] * len(SEPARABLE)] * 2
+def test_uneven_shards_in_both_memory_formats(last):
+    run_distributed(check_separable, 2, last)
 
 
 def copied_by_kernels(fn):
@@ -148,8 +127,7 @@ def check_transposed():
     x = ShardTensor.from_local(data(1, 640, 8), shared_mesh(2), [Shard(1)], shard_sizes={0: (640, 640)})
     x = x.transpose(1, 2).unflatten(2, (20, 64))  # torch computes fewer outputs channels-last always
     for mode in ("bilinear", "bicubic"):
-        with computing("by parts"):
-            result, sizes = copied_by_kernels(lambda mode=mode: F.interpolate(x, scale_factor=2, mode=mode))
+        result, sizes = copied_by_kernels(lambda mode=mode: F.interpolate(x, scale_factor=2, mode=mode))
         assert result.to_local().is_contiguous() and max(sizes) < result.to_local().numel(), mode
 
 
