@@ -43,9 +43,7 @@ def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
     mesh = logs.device_mesh
     batched = logs.ndim == 3
     _check_batch(given, logs.shape[1] if batched else 1)
-    inputs, lengths = (
-        _whole_numbers(given[k], logs.device).reshape(-1) for k in ("input_lengths", "target_lengths")
-    )
+    inputs, lengths = (_whole_numbers(given[k], logs.device).reshape(-1) for k in ("input_lengths", "target_lengths"))
     if not batched:
         logs, targets = logs.unsqueeze(1), targets.unsqueeze(0)
     if targets.ndim == 1:
