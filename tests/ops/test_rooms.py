@@ -123,7 +123,6 @@ def test_what_the_sweep_has_always_refused_is_not_supported():
 
 # Modules without a test file of their own: {the file that tests them: modules}.
 TESTED_WITH = {
-    "attention/test_multihead.py": "attention/multihead_operators",
     "attention/test_sdpa.py": "attention/blockwise attention/flex attention/layout attention/online_softmax",
     "common/test_contraction.py": "common/arrangement common/part_by_part common/ring linalg/einsum",
     "common/test_distributed_sort.py": "sorting/quantile",

@@ -1,13 +1,14 @@
 """``nn.MultiheadAttention`` and what is made of it: the transformer layers.
 
 torch's function merges batch, heads and sequence into one dim and back, which only some shardings survive. Here they
-stay apart: (batch, heads, sequence, features). Usual calls are one plan; the others are operators in a row, those of
-multihead_operators.py.
+stay apart: (batch, heads, sequence, features). The same steps serve ShardTensors, for whatever torch's function takes,
+and in usual calls the local tensors, in one plan; self-attention has a gradient of its own there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,98 +19,107 @@ from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta
 from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
+from ...operators import Arguments, Composed, LocalPlan, Plan, planned
 from ...registry import register
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ..common.alignment import wide_dtype
 from ..common.half import cast, product
 from .blockwise import DTYPES
-from .multihead_operators import MultiheadOptions, by_heads, multihead_by_operators, multihead_output
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 
-
-def _output_of(*args: Any, **kwargs: Any) -> Tensor:
-    return F.multi_head_attention_forward(*args, **kwargs)[0]
+_PARAMETERS = (
+    "in_proj_weight in_proj_bias bias_k bias_v out_proj_weight out_proj_bias key_padding_mask attn_mask "
+    "q_proj_weight k_proj_weight v_proj_weight static_k static_v"
+)
+_TENSORS = ("query", "key", "value", *_PARAMETERS.split())  # in the order of torch's arguments
+# What a usual call has not; its mask says no more than ``is_causal``.
+_UNUSUAL = ("bias_k", "bias_v", "key_padding_mask", "static_k", "static_v")
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @register(F.multi_head_attention_forward)
-def multi_head_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Any, Any]:
+def multi_head_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """torch's function on ShardTensors; which of its tensors are the same one is not in a plan's key."""
-    masks = key_padding_mask is not None or (attn_mask is not None and not is_causal)
-    unusual = add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v))
     other_key, other_value = None if key is query else key, None if value is key else value
-    dropout_p = dropout_p if training else 0.0
-    in_proj_weight = None if use_separate_proj_weight else in_proj_weight  # torch ignores it then
-    if need_weights or masks or unusual or query.ndim != 3:
-        return _general_attention(  # type: ignore[no-any-return]
-            query,
-            other_key,
-            other_value,
-            embed_dim_to_check,
-            num_heads,
-            in_proj_weight,
-            in_proj_bias,
-            bias_k,
-            bias_v,
-            add_zero_attn,
-            dropout_p,
-            out_proj_weight,
-            out_proj_bias,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            use_separate_proj_weight,
-            q_proj_weight,
-            k_proj_weight,
-            v_proj_weight,
-            static_k,
-            static_v,
-            average_attn_weights,
-            is_causal,
-        )
-    weights = (None, q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else (in_proj_weight,)
-    attended = _self_or_cross_attention(
-        query,
-        other_key,
-        other_value,
-        embed_dim_to_check,
-        num_heads,
-        in_proj_bias,
-        out_proj_weight,
-        out_proj_bias,
-        dropout_p,
-        attn_mask,
-        is_causal,
-        *weights,
+    result = _attention(query, other_key, other_value, *args, **kwargs)
+    return (result, None) if isinstance(result, Tensor) else result
+
+
+def _plan(call: Arguments, *args: Any) -> Plan:
+    """The plan for torch's arguments. ``key`` None: the query; ``value`` None: the key."""
+    given = dict(zip(_SIGNATURE.parameters, args, strict=True))
+    query: ShardTensorSpec = given["query"]
+    key = given["key"] or query
+    value = given["value"] or key
+    call.returned(F.multi_head_attention_forward, **given | {"key": key, "value": value, "dropout_p": 0.0})
+    options = {name: a for name, a in given.items() if name not in _TENSORS}
+    options["dropout_p"] = given["dropout_p"] if given["training"] else 0.0
+    attention = None
+    if not any(isinstance(given[name], ShardTensorSpec) for name in _TENSORS[3:]) and _is_usual(given):
+        attention = _local_attention(call, [query, key, value], options)
+    if attention is None:
+        return Composed(partial(_of_tensors, options, None))
+    shape = (*query.shape[:2], given["out_proj_weight"].shape[0])
+    dtype = call.autocast() or query.tensor_meta.dtype
+    out = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+    one_step = given["key"] is None and given["value"] is None and not given["use_separate_proj_weight"]
+    return MultiheadPlan(attention, options, one_step, query.replace(meta=out))
+
+
+def _is_usual(given: Mapping[str, Any]) -> bool:
+    """Whether neither weights are returned nor anything but ``is_causal`` hides or adds keys."""
+    masked = given["attn_mask"] is not None and not given["is_causal"]
+    unusual = masked or given["need_weights"] or given["add_zero_attn"] or len(given["query"].shape) != 3
+    return not unusual and all(given[name] is None for name in _UNUSUAL)
+
+
+_plan.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+    parameters=[inspect.Parameter("call", inspect.Parameter.POSITIONAL_OR_KEYWORD), *_SIGNATURE.parameters.values()]
+)
+_attention = planned(
+    "multi_head_attention_forward",
+    tensors="query key value",
+    partial="query key value",
+    parameters=_PARAMETERS,
+    sharded=_PARAMETERS,
+)(_plan)
+
+
+def _local_attention(
+    call: Arguments, given: Sequence[ShardTensorSpec], options: Mapping[str, Any]
+) -> AttentionPlan | None:
+    """The plan of the attention by heads, if all projections are local and their weights' gradients are sums.
+
+    So it is where query, key and value are sharded over the same mesh dims, along batch or sequence.
+    """
+    if any(2 in spec.sharded_dims() or spec.partial_mesh_dims() for spec in given):
+        return None
+    if given[0].tensor_meta.dtype not in DTYPES:
+        return None
+    dtype = call.autocast()
+    if dtype is not None and given[0].tensor_meta.dtype == torch.float64:
+        return None
+    by_heads = [_spec_by_heads(spec, given[0].shape[2], options["num_heads"], dtype) for spec in given]
+    q, k, v = by_heads
+    plan = plan_attention(
+        q, k, v, None, 0 if options["is_causal"] else None, AttentionOptions(options["dropout_p"], None, False)
     )
-    return attended, None
+    layout = plan.work.layout
+    for spec, target in zip(by_heads, layout.targets):
+        assert target is not None
+        if not spec.lies_like(target) or set(spec.sharded_dims().values()) != set(layout.split):
+            return None
+    return plan
+
+
+def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torch.dtype | None) -> ShardTensorSpec:
+    """(sequence, batch, features) once it is projected and is (batch, heads, sequence, features of a head)."""
+    dims = {0: 2, 1: 0}
+    axes = [AxisLayout(Shard(dims[p.dim]), n) if isinstance(p, Shard) else AxisLayout(p) for p, n in spec.layout]
+    shape = (spec.shape[1], heads, spec.shape[0], features // heads)
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype or spec.tensor_meta.dtype)
+    return spec.with_layout(axes, meta)
 
 
 class MultiheadPlan(LocalPlan):
@@ -120,31 +130,41 @@ class MultiheadPlan(LocalPlan):
 
     Args:
         attention: of the projected tensors, ``(batch, heads, sequence, features)``.
-        heads: how many.
+        options: torch's arguments that are no tensors.
+        is_self_attention: with one weight for all three projections.
         outputs: the result's spec.
     """
 
-    saves = (0, 4, 7)
+    saves = (0, _TENSORS.index("in_proj_weight"), _TENSORS.index("out_proj_weight"))
     twice = True
     outputs: ShardTensorSpec
 
-    def __init__(self, attention: AttentionPlan, heads: int, outputs: ShardTensorSpec) -> None:
+    def __init__(
+        self,
+        attention: AttentionPlan,
+        options: Mapping[str, Any],
+        is_self_attention: bool,
+        outputs: ShardTensorSpec,
+    ) -> None:
         super().__init__(self.attend, outputs)
-        self.attention, self.heads = attention, heads
+        self.attention, self.options = attention, options
+        self.one_step = is_self_attention and attention.is_one_step()
+
+    def attend(self, *tensors: Any) -> Tensor:
+        """``(sequence, batch, features)`` of this rank's queries."""
+        attended: Tensor = _of_tensors(self.options, self.attention.attend, *tensors)[0]
+        return attended
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        _, key, value, *_, in_weight, _, _, _ = tensors
-        one_step = key is None and value is None and in_weight is not None and self.attention.is_one_step()
-        return Plan.run(self, tensors) if one_step else super().run(tensors)
-
-    # -- self-attention ---------------------------------------------------------------------------------------------
+        return Plan.run(self, tensors) if self.one_step else super().run(tensors)
 
     def forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Of the tensors that :meth:`attend` gets."""
         if torch.is_grad_enabled():  # to be differentiated twice
             return self.attend(*tensors), ()
-        query, _, _, bias, out_weight, out_bias, _, in_weight, *_ = tensors
-        q, k, v = self._by_heads(F.linear(query, in_weight, bias))
+        query, _, _, in_weight, in_bias, _, _, out_weight, out_bias, *_ = tensors
+        projected = F.linear(query, in_weight, in_bias).chunk(3, dim=-1)
+        q, k, v = (_by_heads(t, self.options["num_heads"]) for t in projected)
         attended, kept = self.attention.forward(q, k, v, None)
         return F.linear(_merged(attended), out_weight, out_bias), (q, *kept)
 
@@ -153,13 +173,13 @@ class MultiheadPlan(LocalPlan):
         found: list[Tensor | None] = [None] * len(needed)
         if grads[0] is None:
             return found
-        query, out_weight, in_weight, q, *kept = saved
+        query, in_weight, out_weight, q, *kept = saved
         grad, attended = grads[0].flatten(0, 1), kept[2]
-        found[4], found[5] = self._of_parameters(grad, _merged(attended), needed[4:6], out_weight)
+        found[7], found[8] = self._of_parameters(grad, _merged(attended), needed[7:9], out_weight)
         of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
         of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], q, None, *kept)
         packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
-        found[7], found[3] = self._of_parameters(packed, query, (needed[7], needed[3]), in_weight)
+        found[3], found[4] = self._of_parameters(packed, query, needed[3:5], in_weight)
         finish = None if self.total is None else self.total.start(found, overwrite=True)
         of_query = torch.mm(packed, cast(in_weight, packed.dtype)).view(query.shape) if needed[0] else None
         found = found if finish is None else finish()
@@ -179,53 +199,87 @@ class MultiheadPlan(LocalPlan):
             of_bias = cast(grad.sum(0, dtype=wide_dtype(grad.dtype)), dtype)
         return of_weight, of_bias
 
-    def _by_heads(self, packed: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values of each head, out of what they were projected to in one product."""
-        apart = (*packed.shape[:2], 3, self.heads, packed.shape[2] // (3 * self.heads))
-        return packed.reshape(apart).permute(2, 1, 3, 0, 4).unbind(0)
 
-    # -- all other kinds --------------------------------------------------------------------------------------------
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        bias: Tensor | None,
-        out_weight: Tensor,
-        out_bias: Tensor | None,
-        mask: Tensor | None,
-        in_weight: Tensor | None,
-        *weights: Tensor | None,
-    ) -> Tensor:
-        """``(sequence, batch, features)`` of this rank's queries. ``key`` None: the query; ``value`` None: the key."""
-        if in_weight is not None and key is None and value is None:
-            q, k, v = self._by_heads(F.linear(query, in_weight, bias))
-        else:
-            q, k, v = (by_heads(t, self.heads) for t in _projected(query, key, value, in_weight, weights, bias))
-        attended = self.attention.attend(q, k, v)  # the mask says no more than is_causal
-        return F.linear(_merged(attended), out_weight, out_bias)
+# -- the steps, on ShardTensors or on local tensors -------------------------------------------------------------------
 
 
-def _projected(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    in_weight: Tensor | None,
-    weights: Sequence[Tensor | None],
-    bias: Tensor | None,
-) -> Sequence[Tensor]:
-    """Queries, keys and values, the latter two in one product where they come from the same tensor."""
-    if in_weight is not None and key is not None and value is None:
-        parts = [query.shape[-1], 2 * query.shape[-1]]
-        of_q, of_kv = in_weight.split(parts)  # type: ignore[no-untyped-call]
-        q_bias, kv_bias = (None, None) if bias is None else bias.split(parts)  # type: ignore[no-untyped-call]
-        return F.linear(query, of_q, q_bias), *F.linear(key, of_kv, kv_bias).chunk(2, dim=-1)
+def _of_tensors(
+    options: Mapping[str, Any], attend: Callable[..., Tensor] | None, *tensors: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The output and the weights, None if they are not asked for. torch has checked the arguments.
+
+    Args:
+        options: torch's arguments that are no tensors.
+        attend: the attention of queries, keys and values by heads where nothing masks them; None: torch's.
+        tensors: the others, in the order of ``_TENSORS``.
+    """
+    given = dict(zip(_TENSORS, tensors, strict=True))
+    q, k, v = _project(given, options["use_separate_proj_weight"])
+    padding = given["key_padding_mask"]
+    batched = q.ndim == 3
+    if not batched:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        padding = None if padding is None else padding.unsqueeze(0)
+    heads, batch = options["num_heads"], q.shape[1]
+    bias_k, bias_v, static_k, static_v = (given[name] for name in ("bias_k", "bias_v", "static_k", "static_v"))
+    extra = 0
+    if bias_k is not None and bias_v is not None:
+        k, v = torch.cat([k, bias_k.repeat(1, batch, 1)]), torch.cat([v, bias_v.repeat(1, batch, 1)])
+        extra += 1
+    q = _by_heads(q, heads)
+    k = _by_heads(k, heads) if static_k is None else static_k.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
+    v = _by_heads(v, heads) if static_v is None else static_v.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
+    if options["add_zero_attn"]:
+        zero = torch.zeros((batch, heads, 1, q.shape[-1]), dtype=k.dtype, device=k.device)
+        k, v = torch.cat([k, zero], dim=2), torch.cat([v, zero], dim=2)
+        extra += 1
+    if attend is not None:
+        attended, shares = attend(q, k, v), None
+    elif options["is_causal"] and padding is None and not options["need_weights"]:
+        attended, shares = _attend(options, True, q, k, v, None)  # is_causal says as much as the mask
+    else:
+        mask = _mask(given["attn_mask"], padding, batch, heads, extra, q.dtype)
+        attended, shares = _attend(options, False, q, k, v, mask)
+    out = F.linear(_merged(attended), given["out_proj_weight"], given["out_proj_bias"])  # type: ignore[arg-type]
+    if batched:
+        return out, shares
+    return out.squeeze(1), None if shares is None else shares.squeeze(0)
+
+
+def _attend(
+    options: Mapping[str, Any], is_causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The attended values, and the weights (of all heads, or their average) if they are asked for."""
+    dropout_p = options["dropout_p"]
+    if not options["need_weights"]:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal), None
+    scores = q * q.shape[-1] ** -0.5 @ k.mT
+    shares = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+    shares = F.dropout(shares, dropout_p) if dropout_p > 0 else shares
+    return shares @ v, shares.mean(dim=1) if options["average_attn_weights"] else shares
+
+
+def _project(given: Mapping[str, Any], separate: bool) -> Sequence[Tensor]:
+    """Queries, keys and values; in one product where they come from the same tensor."""
+    query, key, value = given["query"], given["key"], given["value"]
+    weight, bias = given["in_proj_weight"], given["in_proj_bias"]
+    if key is None and value is None and not separate:
+        return F.linear(query, weight, bias).chunk(3, dim=-1)
+    if value is None and not separate:
+        sizes = [query.shape[-1], 2 * query.shape[-1]]
+        of_query, of_others = weight.split(sizes)
+        query_bias, others_bias = (None, None) if bias is None else bias.split(sizes)
+        return F.linear(query, of_query, query_bias), *F.linear(key, of_others, others_bias).chunk(2, dim=-1)
     key = query if key is None else key
     inputs = query, key, key if value is None else value
+    weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else weight.chunk(3)
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    of_each = weights if in_weight is None else in_weight.chunk(3)
-    return [F.linear(t, w, b) for t, w, b in zip(inputs, of_each, biases, strict=True)]  # type: ignore[arg-type]
+    return [F.linear(t, w, b) for t, w, b in zip(inputs, weights, biases, strict=True)]
+
+
+def _by_heads(t: Tensor, heads: int) -> Tensor:
+    """(sequence, batch, features) as (batch, heads, sequence, features of a head)."""
+    return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _merged(attended: Tensor) -> Tensor:
@@ -233,168 +287,25 @@ def _merged(attended: Tensor) -> Tensor:
     return attended.permute(2, 0, 1, 3).flatten(2)
 
 
-@planned(
-    "multi_head_attention_forward",
-    tensors="query key value attn_mask",
-    parameters="in_proj_bias out_proj_weight out_proj_bias in_proj_weight q_proj_weight k_proj_weight v_proj_weight",
-    sharded="in_proj_bias out_proj_weight out_proj_bias in_proj_weight q_proj_weight k_proj_weight v_proj_weight",
-)
-def _self_or_cross_attention(
-    call: Arguments,
-    query: ShardTensorSpec,
-    key: ShardTensorSpec | None,
-    value: ShardTensorSpec | None,
-    embed_dim: int,
-    num_heads: int,
-    in_proj_bias: Operand | None,
-    out_proj_weight: Operand,
-    out_proj_bias: Operand | None,
-    dropout_p: float,
-    attn_mask: ShardTensorSpec | None,
-    is_causal: bool,
-    in_proj_weight: Operand | None,
-    q_proj_weight: Operand | None = None,
-    k_proj_weight: Operand | None = None,
-    v_proj_weight: Operand | None = None,
-) -> Plan:
-    """Attention without weights returned or masks. A mask that ``is_causal`` makes superfluous is only checked."""
-    given = [query, key or query, value or key or query]
-    separate = in_proj_weight is None
-    parameters = [in_proj_bias, out_proj_weight, out_proj_bias]
-    parameters += [q_proj_weight, k_proj_weight, v_proj_weight] if separate else [in_proj_weight]
-    call.returned(
-        _output_of,
-        *given,
-        embed_dim,
-        num_heads,
-        in_proj_weight,
-        in_proj_bias,
-        None,
-        None,
-        False,
-        0.0,
-        out_proj_weight,
-        out_proj_bias,
-        need_weights=False,
-        attn_mask=attn_mask,
-        use_separate_proj_weight=separate,
-        q_proj_weight=q_proj_weight,
-        k_proj_weight=k_proj_weight,
-        v_proj_weight=v_proj_weight,
-        is_causal=is_causal,
-    )
-    attention = None
-    if not any(isinstance(p, ShardTensorSpec) for p in parameters):
-        attention = _local_attention(call, given, num_heads, dropout_p, is_causal)
-    if attention is None:
-        return Composed(partial(multihead_output, MultiheadOptions(num_heads, dropout_p, is_causal)))
-    meta = query.tensor_meta
-    shape = (*query.shape[:2], out_proj_weight.shape[0])
-    out = TensorMeta(torch.Size(shape), contiguous_stride(shape), call.autocast() or meta.dtype)
-    return MultiheadPlan(attention, num_heads, query.replace(meta=out))
+def _mask(
+    attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, extra: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Both masks as one that is added to the scores; ``extra`` keys at the end are seen by everybody."""
+    both = None
+    if attn_mask is not None:
+        both = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
+        both = _additive(F.pad(both, (0, extra)) if extra else both, dtype)
+    if padding is not None:
+        padding = _additive(F.pad(padding, (0, extra)) if extra else padding, dtype)[:, None, None]
+        both = padding if both is None else both + padding
+    return both
 
 
-def _local_attention(
-    call: Arguments, given: Sequence[ShardTensorSpec], heads: int, dropout_p: float, is_causal: bool
-) -> AttentionPlan | None:
-    """The plan of the attention by heads, if all projections are local and their weights' gradients are sums.
-
-    So it is where query, key and value are sharded over the same mesh dims, along batch or sequence.
-    """
-    if any(2 in spec.sharded_dims() for spec in given) or given[0].tensor_meta.dtype not in DTYPES:
-        return None
-    dtype = call.autocast()
-    if dtype is not None and given[0].tensor_meta.dtype == torch.float64:
-        return None
-    by_heads = [_spec_by_heads(spec, given[0].shape[2], heads, dtype) for spec in given]
-    q, k, v = by_heads
-    plan = plan_attention(q, k, v, None, 0 if is_causal else None, AttentionOptions(dropout_p, None, False))
-    layout = plan.work.layout
-    for spec, target in zip(by_heads, layout.targets):
-        assert target is not None
-        if not spec.lies_like(target) or set(spec.sharded_dims().values()) != set(layout.split):
-            return None
-    return plan
-
-
-def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torch.dtype | None) -> ShardTensorSpec:
-    """(sequence, batch, features) once it is projected and is (batch, heads, sequence, features of a head)."""
-    dims = {0: 2, 1: 0}
-    axes = [AxisLayout(Shard(dims[p.dim]), n) if isinstance(p, Shard) else AxisLayout(p) for p, n in spec.layout]
-    shape = (spec.shape[1], heads, spec.shape[0], features // heads)
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype or spec.tensor_meta.dtype)
-    return spec.with_layout(axes, meta)
-
-
-_GIVEN = (
-    "in_proj_weight in_proj_bias bias_k bias_v out_proj_weight out_proj_bias key_padding_mask attn_mask "
-    "q_proj_weight k_proj_weight v_proj_weight static_k static_v"
-)
-
-
-@planned(
-    "multi_head_attention_forward",
-    tensors="query key value",
-    partial="query key value",
-    parameters=_GIVEN,
-    sharded=_GIVEN,
-)
-def _general_attention(
-    call: Arguments,
-    query: ShardTensorSpec,
-    key: ShardTensorSpec | None,
-    value: ShardTensorSpec | None,
-    embed_dim: int,
-    num_heads: int,
-    in_proj_weight: Operand | None,
-    in_proj_bias: Operand | None,
-    bias_k: Operand | None,
-    bias_v: Operand | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Operand,
-    out_proj_bias: Operand | None,
-    key_padding_mask: Operand | None,
-    need_weights: bool,
-    attn_mask: Operand | None,
-    use_separate_proj_weight: bool,
-    q_proj_weight: Operand | None,
-    k_proj_weight: Operand | None,
-    v_proj_weight: Operand | None,
-    static_k: Operand | None,
-    static_v: Operand | None,
-    average_attn_weights: bool,
-    is_causal: bool,
-) -> Plan:
-    """Attention with whatever torch's function takes: operators in a row, once torch has checked the arguments."""
-    call.returned(
-        _output_of,
-        query,
-        key or query,
-        value or key or query,
-        embed_dim,
-        num_heads,
-        in_proj_weight,
-        in_proj_bias,
-        bias_k,
-        bias_v,
-        add_zero_attn,
-        0.0,
-        out_proj_weight,
-        out_proj_bias,
-        key_padding_mask=key_padding_mask,
-        need_weights=need_weights,
-        attn_mask=attn_mask,
-        use_separate_proj_weight=use_separate_proj_weight,
-        q_proj_weight=q_proj_weight,
-        k_proj_weight=k_proj_weight,
-        v_proj_weight=v_proj_weight,
-        static_k=static_k,
-        static_v=static_v,
-        is_causal=is_causal,
-    )
-    options = MultiheadOptions(num_heads, dropout_p, is_causal, add_zero_attn, need_weights, average_attn_weights)
-    return Composed(partial(multihead_by_operators, options))
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch's modules mask out where a bool mask is True."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
 @register(torch.ops.aten._nested_tensor_from_mask_left_aligned.default)
