@@ -415,6 +415,14 @@ def test_the_command_prints_a_table_and_writes_a_page(tmp_path):
     assert page.read_text() == found.to_html()
 
 
+def test_the_page_names_what_is_not_installed(monkeypatch):
+    model, x = made("conv")
+    found = shardtensor.explain(model, x, mesh=2, shard=2)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ModuleNotFoundError, match=r"jinja2: pip install shardtensor\[html\]"):
+        found.to_html()
+
+
 def test_the_command_fails_where_something_is_refused():
     options = ["--input", "1x3x16x8", "--mesh", "2", "--shard", "2", "--meta", "--json"]
     done = run("explain", "test_explain:Refuses", *options)
