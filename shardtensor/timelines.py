@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from . import history, waiting
-from ._compat import OpOverload, TorchDispatchMode, backward_pass
+from ._compat import OpOverload, backward_pass
 from ._compat.c10d import c10d_all_gather
+from .observe.counting import Communication, LocalCalls
 from .rows import gather_rows
 from .tensor import ShardTensor
 
@@ -107,30 +107,16 @@ class _Record:
         return lambda: self.span(f"wait for {history.last_entry(group.group_name)}", "wait", start)
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Calls(LocalCalls):  # type: ignore[no-untyped-call]
     """Sees operators on ShardTensors below autograd, and collectives."""
 
     def __init__(self, record: _Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(self._collective)
         self._record, self._inside = record, False
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            if self._inside or history.operator() or ShardTensor not in types:
-                return NotImplemented
-            return self._operator(func, args, kwargs)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            return self._collective(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_shards(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside or history.operator() or ShardTensor not in types:
+            return NotImplemented
         start, self._inside = self._record.now(), True
         try:
             with self:  # for what it communicates
@@ -140,10 +126,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record.span(func._schema.name.removeprefix("aten::"), "operator", start)
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from .testing.counting import Communication, call_of
-
         counted, start = Communication(), self._record.now()
-        counted.add(*call_of(func, args, kwargs))
+        counted.add(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         finally:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding, caches, context, planning, registry
+from shardtensor.observe._compat import init_fake_process_group
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -25,7 +26,6 @@ from shardtensor.testing import (
     shard,
     shared_mesh,
 )
-from shardtensor.testing._compat import init_fake_process_group
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
 from shardtensor import Composed, LocalPlan, ShardTensor, UnsupportedSharding, operator
+from shardtensor.observe._compat import init_fake_process_group
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh, simulate_ranks
-from shardtensor.testing._compat import init_fake_process_group
 
 
 def scaled(x, other=None, factor=2, *, shift=0):

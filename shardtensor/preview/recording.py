@@ -22,12 +22,11 @@ from torch.overrides import TorchFunctionMode
 from .._compat import OpOverload, tree_leaves
 from ..errors import UnsupportedSharding
 from ..history import operator as running_operator
+from ..observe._compat import current_node, next_node
+from ..observe.counting import Communication, LocalCalls
+from ..observe.simulate import complete
 from ..patches import observed
 from ..tensor import ShardTensor
-from ..testing import Communication
-from ..testing._compat import TorchDispatchMode, current_node, next_node
-from ..testing.counting import call_of, communicates
-from ..testing.simulate import complete
 from .flops import flops_of
 from .substitute import substitute
 
@@ -125,14 +124,17 @@ class Recorder:
         """Record a backward pass."""
         self._close(self._row)
         self._phase = 1
-        with _Local(self):
+        with self._local_calls():
             yield
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t)
-        with keeping, observed(self.observe), _Local(self), _Calls(self):
+        with keeping, observed(self.observe), self._local_calls(), _Calls(self):
             yield
+
+    def _local_calls(self) -> LocalCalls:
+        return LocalCalls(self.communicate, self.compute)
 
     def _follow(self, stack: ExitStack, path: str, module: nn.Module) -> None:
         def enter(_: nn.Module, args: Any) -> None:
@@ -225,7 +227,7 @@ class Recorder:
 
     def communicate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count a call of a c10d operator, and return what it would."""
-        self.row().communication[self._phase].add(*call_of(func, args, kwargs))
+        self.row().communication[self._phase].add(func, args, kwargs)
         if self._values or func.namespace != "c10d" or not func._schema.returns:
             for t in tree_leaves(args[0]) if func.overloadpacket in _RECEIVES else ():
                 t.zero_()  # what is in memory may be anything
@@ -267,25 +269,3 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         return self._recorder.observe(func, tuple(args), kwargs, lambda: func(*args, **kwargs))
-
-
-class _Local(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators on local tensors, and communication."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # The subclass comes first: only what it does to its local tensors is of interest.
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if communicates(func):
-            return self._recorder.communicate(func, args, kwargs or {})
-        return self._recorder.compute(func, args, kwargs or {})

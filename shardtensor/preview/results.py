@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..testing import Communication
+from ..observe.counting import Communication
 
 __all__ = ["PHASES", "Explanation", "Layer", "Share"]
 
@@ -134,8 +133,6 @@ class Explanation:
         Raises:
             ValueError: a rank that was not run, or another phase.
         """
-        from ..testing import Communication
-
         if rank not in self.ranks or phase not in PHASES:
             raise ValueError(f"rank {rank}, {phase!r}: the ranks {list(self.ranks)} and the phases {PHASES} are known")
         return reduce(add, (getattr(layer.shares[rank], phase) for layer in self.layers), Communication())

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import NEEDS_VALUES, tree_leaves, tree_map, without_values
 from ..errors import UnsupportedSharding
+from ..observe.simulate import simulate_ranks
 from ..replication import implicit_replication
 from ..scatter import part_at
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor
-from ..testing import simulate_ranks
 from .prepare import Job, Sizes
 from .recording import Recorder, Row
 from .results import Explanation, Layer, Share

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from .._compat import AutogradFunction, tree_leaves, tree_map
+from ..observe._compat import disable_dispatch_modes
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
-from ..testing._compat import disable_dispatch_modes
 
 __all__ = ["substitute"]
 

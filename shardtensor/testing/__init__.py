@@ -12,13 +12,13 @@
 ``import shardtensor`` does not import this package.
 """
 
-from .counting import Communication, count_communication
+from ..observe.counting import Communication, count_communication
+from ..observe.simulate import simulate_ranks
 from .failures import DistributedFailure, RemoteError
 from .late import late_communication
 from .mesh import shared_mesh
 from .oracle import assert_matches_unsharded, shard
 from .pool import TooFewDevices, on_device, run_distributed, run_expecting_errors, shutdown_pools
-from .simulate import simulate_ranks
 
 __all__ = [
     "Communication",

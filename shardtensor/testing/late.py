@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import DisableTorchFunction
-from ._compat import Kernel, disable_dispatch_modes, group_of, put_in_front, tree_leaves
+from ..observe._compat import Kernel, disable_dispatch_modes, group_of, put_in_front, tree_leaves
 
 __all__ = ["late_communication", "stay_late"]
 

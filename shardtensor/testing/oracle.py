@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ._compat import tree_flatten
+from ..observe._compat import tree_flatten
 from .mesh import shared_mesh
 
 ShardSizes = Mapping[int, Sequence[int] | None]

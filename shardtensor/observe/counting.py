@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -40,6 +40,9 @@ _NAMES = {
 }
 _NO_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 _ANY_SOURCE = -1  # a receive from any rank does not know its peer
+
+# What is called instead of an operator: with it, its arguments and those by name.
+Call = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass
@@ -83,8 +86,12 @@ class Communication:
             self.bytes_received += size
             self.received_from[peer if peer == _ANY_SOURCE else dist.get_global_rank(group, peer)] += size
 
-    def add(self, namespace: str, name: str, args: Sequence[Any]) -> None:
-        """Add one call of a c10d operator."""
+    def add(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Add one call of an operator of c10d, or of a functional one."""
+        # Only trailing defaults are left out of a call. What is read here has none, but may be given by name.
+        named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
+        args = [named[a.name] for a in func._schema.arguments if a.name in named]
+        name = func._schema.name.split("::")[1]
         if name in ("send", "isend"):
             tensors, group, peer = (args[0], args[1], args[2]) if name == "send" else (args[0], args[3], args[1])
             self.sent(group_of(group), peer, _bytes(tensors))
@@ -103,7 +110,7 @@ class Communication:
             kind = _NAMES.get(name, name.removesuffix("_"))
             self.collectives[kind] += 1
             # c10d's in-place forms have the result first. Only one rank has a scatter's operand, so its result counts.
-            has_output_first = namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "gather")
+            has_output_first = func.namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "gather")
             if kind != "barrier":
                 self.collective_bytes += _bytes(args[1 if has_output_first else 0])
 
@@ -138,16 +145,26 @@ def count_communication() -> Iterator[Communication]:
     ...     return counted.messages, counted.bytes_sent
     """
     counted = Communication()
-    with _Counting(counted):
+
+    def count(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counted.add(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    with LocalCalls(count):
         yield counted
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds the c10d operators that are called in its block to a :class:`Communication`."""
+class LocalCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operators on local tensors inside its block: those of c10d, and all others.
 
-    def __init__(self, counted: Communication) -> None:
+    Args:
+        communicate: is called instead of an operator of c10d, or a functional one, with it and its arguments.
+        compute: likewise of all others; None: they run as they are.
+    """
+
+    def __init__(self, communicate: Call, compute: Call | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counted = counted
+        self._communicate, self._compute = communicate, compute
 
     def __torch_dispatch__(
         self,
@@ -156,25 +173,16 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # The subclass comes first: only what it does to its local tensors is communication.
+        kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if communicates(func):
-            self.counted.add(*call_of(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return self.on_shards(func, types, args, kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._communicate(func, args, kwargs)
+        return func(*args, **kwargs) if self._compute is None else self._compute(func, args, kwargs)
 
-
-def communicates(func: OpOverload) -> bool:
-    """Whether it is one of c10d's operators, or a functional one."""
-    return func.namespace in ("c10d", "_c10d_functional")
-
-
-def call_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, str, list[Any]]:
-    """A call of such an operator, as :meth:`Communication.add` takes it."""
-    # Only trailing defaults are left out of a call. What is read here has none, but may be given by name.
-    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
-    ordered = [named[a.name] for a in func._schema.arguments if a.name in named]
-    return func.namespace, func._schema.name.split("::")[1], ordered
+    def on_shards(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The subclass comes first: only what it does to its local tensors is of interest."""
+        return NotImplemented
 
 
 def _bytes(tensors: Tensor | Sequence[Any]) -> int:

@@ -1,4 +1,4 @@
-"""The private torch API that the test tools use, in one place; see ``shardtensor/_compat`` for why."""
+"""The private torch API that counting, previews and the test tools use; see ``shardtensor/_compat`` for why."""
 
 from __future__ import annotations
 
