@@ -6,7 +6,8 @@ dims may be sharded, on one operand or on several, alike or not. Linear layers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -111,91 +112,41 @@ def _scaled(result: Tensor, dtype: torch.dtype, beta: Number, alpha: Number) -> 
     return result if alpha == 1 else result * alpha, beta
 
 
-def _plan_added(
-    call: Arguments,
-    function: Callable[..., Tensor],
-    product: Callable[..., Tensor],
-    operands: Sequence[Operand],
-    beta: Number,
-    alpha: Number,
-) -> Plan:
-    """The plan of ``beta * input + alpha * product(a, b)``; of half precision in float32, as it is rounded once."""
-    dtype = call.returned(function, *operands, beta=beta, alpha=alpha).dtype
-    if call.autocast() is not None:
-        dtype = call.autocast_dtype(function, *operands)
+def _register_added(name: str, product: Callable[..., Tensor], tensors: str) -> None:
+    """``beta * input + alpha * product(a, b)``; of half precision in float32, as it is rounded once.
 
-    def added(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        result, factor = _scaled(product(*widened(a, b)), wide_dtype(dtype), beta, alpha)
-        if factor != 0:  # otherwise what input holds, NaN even, does not matter
-            result = torch.add(result, input.to(result.dtype), alpha=factor)
-        return result if wide_dtype(dtype) == dtype else result.to(dtype)
+    Args:
+        tensors: what torch calls ``input``, ``a`` and ``b``.
+    """
+    function = getattr(torch, name)
 
-    return Composed(call.without_autocast(added))
+    def plan(
+        call: Arguments,
+        input: ShardTensorSpec,
+        a: ShardTensorSpec,
+        b: ShardTensorSpec,
+        *,
+        beta: Number = 1,
+        alpha: Number = 1,
+    ) -> Plan:
+        dtype = call.returned(function, input, a, b, beta=beta, alpha=alpha).dtype
+        if call.autocast() is not None:
+            dtype = call.autocast_dtype(function, input, a, b)
 
+        def added(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            result, factor = _scaled(product(*widened(a, b)), wide_dtype(dtype), beta, alpha)
+            if factor != 0:  # otherwise what input holds, NaN even, does not matter
+                result = torch.add(result, input.to(result.dtype), alpha=factor)
+            return result if wide_dtype(dtype) == dtype else result.to(dtype)
 
-@operator(*(torch.addmm, Tensor.addmm), tensors="input mat1 mat2", sparse=added_sparse_product(torch.addmm, torch.mm))
-def plan_addmm(
-    call: Arguments,
-    input: ShardTensorSpec,
-    mat1: ShardTensorSpec,
-    mat2: ShardTensorSpec,
-    *,
-    beta: Number = 1,
-    alpha: Number = 1,
-) -> Plan:
-    return _plan_added(call, torch.addmm, torch.mm, (input, mat1, mat2), beta, alpha)
+        return Composed(call.without_autocast(added))
 
-
-@operator(torch.addmv, Tensor.addmv, tensors="input mat vec")
-def plan_addmv(
-    call: Arguments,
-    input: ShardTensorSpec,
-    mat: ShardTensorSpec,
-    vec: ShardTensorSpec,
-    *,
-    beta: Number = 1,
-    alpha: Number = 1,
-) -> Plan:
-    return _plan_added(call, torch.addmv, torch.mv, (input, mat, vec), beta, alpha)
-
-
-@operator(torch.addr, Tensor.addr, tensors="input vec1 vec2")
-def plan_addr(
-    call: Arguments,
-    input: ShardTensorSpec,
-    vec1: ShardTensorSpec,
-    vec2: ShardTensorSpec,
-    *,
-    beta: Number = 1,
-    alpha: Number = 1,
-) -> Plan:
-    return _plan_added(call, torch.addr, torch.outer, (input, vec1, vec2), beta, alpha)
-
-
-@operator(torch.baddbmm, Tensor.baddbmm, tensors="input batch1 batch2")
-def plan_baddbmm(
-    call: Arguments,
-    input: ShardTensorSpec,
-    batch1: ShardTensorSpec,
-    batch2: ShardTensorSpec,
-    *,
-    beta: Number = 1,
-    alpha: Number = 1,
-) -> Plan:
-    return _plan_added(call, torch.baddbmm, torch.bmm, (input, batch1, batch2), beta, alpha)
-
-
-@operator(torch.addbmm, Tensor.addbmm, tensors="input batch1 batch2")
-def plan_addbmm(
-    call: Arguments,
-    input: ShardTensorSpec,
-    batch1: ShardTensorSpec,
-    batch2: ShardTensorSpec,
-    *,
-    beta: Number = 1,
-    alpha: Number = 1,
-) -> Plan:
-    return _plan_added(call, torch.addbmm, _sum_of_products, (input, batch1, batch2), beta, alpha)
+    own = inspect.signature(plan)
+    called = dict(zip(("input", "a", "b"), tensors.split(), strict=True))
+    named = [p.replace(name=called.get(p.name, p.name)) for p in own.parameters.values()]
+    plan.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+    sparse = added_sparse_product(torch.addmm, torch.mm) if function is torch.addmm else None
+    operator(function, getattr(Tensor, name), tensors=tensors, sparse=sparse)(plan)
 
 
 def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
@@ -231,14 +182,16 @@ def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
         return (input if beta == 1 else input.mul_(beta)).add_(result)
 
 
-_PRODUCTS: dict[str, Callable[..., Tensor]] = {
-    "addmm": torch.mm,
-    "addmv": torch.mv,
-    "addr": torch.outer,
-    "baddbmm": torch.bmm,
-    "addbmm": _sum_of_products,
+# What is added, and what torch calls the tensors.
+_PRODUCTS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "addmm": (torch.mm, "input mat1 mat2"),
+    "addmv": (torch.mv, "input mat vec"),
+    "addr": (torch.outer, "input vec1 vec2"),
+    "baddbmm": (torch.bmm, "input batch1 batch2"),
+    "addbmm": (_sum_of_products, "input batch1 batch2"),
 }
-for _name, _product in _PRODUCTS.items():
+for _name, (_product, _tensors) in _PRODUCTS.items():
+    _register_added(_name, _product, _tensors)
     _register_in_place(_name, _product)
 
 
