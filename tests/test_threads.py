@@ -21,6 +21,19 @@ from shardtensor.testing import run_distributed, shard, shared_mesh
 CUT = {0: (5, 3)}
 
 
+def thread_of(target, **options):
+    """A thread that has this one's default device, and that as its current one."""
+    device = torch.get_default_device()
+
+    def run(*args):
+        if device.type != "cpu":
+            torch.get_device_module(device).set_device(device)
+        with device:
+            target(*args)
+
+    return threading.Thread(target=run, **options)
+
+
 def in_thread(function, name="other"):
     """What the function returns, or raises, in a thread."""
     found = []
@@ -31,7 +44,7 @@ def in_thread(function, name="other"):
         except Exception as error:
             found.append(error)
 
-    thread = threading.Thread(target=run, name=name)
+    thread = thread_of(run, name=name)
     thread.start()
     thread.join(60)
     return found[0]
@@ -104,7 +117,7 @@ def test_allow_gather_of_another_thread():
 def mesh_of_its_own():
     """With a process group that no other mesh has: conflicts end its use. Meshes of equal names are one to DTensor."""
     group = dist.new_group()
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"group {group.group_name}",))
+    return DeviceMesh.from_group(group, torch.get_default_device().type, mesh_dim_names=(f"group {group.group_name}",))
 
 
 def convolve(mesh, times, found, expected, x, weight):
@@ -131,7 +144,7 @@ def free_running():
         except (ThreadConflict, shardtensor.LostRankError) as error:
             errors[i] = error
 
-    threads = [threading.Thread(target=run, args=(i,), name=f"worker {i}") for i in (0, 1)]
+    threads = [thread_of(run, args=(i,), name=f"worker {i}") for i in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -172,7 +185,7 @@ def one_after_the_other():
             results.append(torch.equal(layer(theirs).full_tensor(), wanted))
         done.set()
 
-    thread = threading.Thread(target=run)
+    thread = thread_of(run)
     thread.start()
     ours = [torch.equal(layer(x).full_tensor(), first) for _ in range(20)]
     thread.join(60)
@@ -212,7 +225,7 @@ def alternating(turns):
         loss.backward()
         return torch.allclose(loss.full_tensor(), expected)
 
-    threads = [threading.Thread(target=run, args=(i,), name=f"worker {i}") for i in (0, 1)]
+    threads = [thread_of(run, args=(i,), name=f"worker {i}") for i in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -28,6 +28,8 @@ def made(sizes):
 
 def traced(sizes, path):
     model, x = made(sizes)
+    step(model, x)
+    model.zero_grad()
     with count_communication() as counted:
         step(model, x)
     before = [p.grad.clone() for p in model.parameters()]

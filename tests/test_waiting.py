@@ -13,6 +13,8 @@ from torch.distributed.tensor import Shard
 from shardtensor import ShardTensor, waiting
 from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh, simulate_ranks
 
+POLLS = pytest.mark.on_cpu("a device's stream waits, not the host")
+
 
 def asked(monkeypatch, run):
     """How often ``run()`` let other threads run while it waited."""
@@ -37,6 +39,7 @@ def late(polling, delay, own_core=True):
     return x.tolist(), turns
 
 
+@POLLS
 @pytest.mark.on_gloo("only torch's own works are polled")
 @pytest.mark.parametrize("own_core", [True, False])
 @pytest.mark.parametrize("polling, delay", [(0.01, 0.1), (10.0, 0.1), (0.0, 0.1), (0.0, 1.2)])
@@ -68,6 +71,7 @@ def fails():
         time.sleep(2)
 
 
+@POLLS
 def test_what_goes_wrong_is_raised():
     errors = run_expecting_errors(fails, 2)
     assert errors[0] is not None and errors[1] is None
