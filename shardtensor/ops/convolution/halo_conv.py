@@ -220,8 +220,10 @@ class HaloConvolution:
         """
         need_x, need_w, need_b = needed
         split = self.split if need_x else None
-        returning = None if split is None else split.start(self.fetch, grad, weight)
-        if returning is not None:
+        returning = None
+        # Only some ranks may compute in two: where there is a sum, all of them start it before they return the halo's.
+        if split is not None and start_sum is None:
+            returning = split.start(self.fetch, grad, weight)
             weight = returning.meanwhile(weight)
         joins = self._fetches and (split is None or need_w or need_b)
         read = self.fetch.join(x, halo) if joins else x
@@ -231,8 +233,9 @@ class HaloConvolution:
         given = widened(grad, read, weight) if wide else [grad, read, weight]
         grad_x, grad_w, grad_b = self.convolve.gradients((together, need_w, need_b), *given)
         finish = None if start_sum is None else start_sum([None, grad_w, grad_b])
-        if split is not None and returning is not None:
+        if split is not None:
             del given, read
+            returning = returning or split.start(self.fetch, grad, weight)
             grad_x = split.finish(self.fetch, grad, x, weight, returning)
         elif need_x:
             if not together:

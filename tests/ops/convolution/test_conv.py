@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from copied import Copied
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from spatial_cases import computing
+from spatial_cases import computing, data
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -171,6 +172,31 @@ def different_ways():
 
 def test_each_rank_may_differentiate_in_its_own_way():
     run_distributed(different_ways, 4)
+
+
+def different_ways_with_hooks(kind):
+    """The operator starts the sum of gradients that a hook asks for: on all ranks before it returns the halo's."""
+    torch.manual_seed(0)
+    layer = kind(4, 4, 3, stride=2, padding=1).double()
+    alone, whole = copy.deepcopy(layer), data(2, 4, 9, 6).requires_grad_()
+    for p in layer.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: None)
+    with computing(("in two", "at once")[torch.distributed.get_rank()]):
+        x = shard(whole.detach(), shared_mesh(2), [Shard(2)], {0: (6, 3)}, requires_grad=True)
+        layer(x).square().sum().backward()
+    alone(whole).square().sum().backward()
+    for found, expected in ((x.grad.full_tensor(), whole.grad), *zip(grads(layer), grads(alone), strict=True)):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def grads(layer):
+    return [p.grad for p in layer.parameters()]
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_ranks_that_differentiate_in_their_own_way_sum_in_one_order(kind):
+    run_distributed(different_ways_with_hooks, 2, kind)
 
 
 # -- hypothesis ----------------------------------------------------------------------------------------------------
