@@ -283,7 +283,7 @@ KINDS = [
 
 @pytest.mark.parametrize("options", KINDS, ids=["float", "int", "bfloat16", "autocast", "in place"])
 def test_operators_on_a_gpu(options, emulated):
-    """The first sample of every tenth operator; ``python -m operator_sweep --device emulated`` takes all."""
-    report = sweep(operator_names()[5::10], 2, replace(options, limit=1))
+    """The first sample of every twentieth operator; ``python -m operator_sweep --device emulated`` takes all."""
+    report = sweep(operator_names()[5::20], 2, replace(options, limit=1))
     assert not report.bad(), told(report)
-    assert report.counted()["right"] > 20
+    assert report.counted()["right"] > 10

@@ -254,7 +254,8 @@ def _attend(
     if not options["need_weights"]:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal), None
     scores = q * q.shape[-1] ** -0.5 @ k.mT
-    shares = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+    # torch adds the mask in the product, whose dtype autocast decides.
+    shares = torch.softmax(scores if mask is None else scores + mask.to(scores.dtype), dim=-1)
     shares = F.dropout(shares, dropout_p) if dropout_p > 0 else shares
     return shares @ v, shares.mean(dim=1) if options["average_attn_weights"] else shares
 
