@@ -7,27 +7,38 @@ and where they differ, all ranks do without the group.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ._compat.c10d import c10d_all_reduce, make_group, number_of_groups, process_group
-from .caches import check_world, forgets
 
 __all__ = ["connect", "forget_groups", "own_group"]
 
+_world: dist.ProcessGroup | None = None  # to which these belong
 _connected: set[tuple[str, torch.device]] = set()
 _made: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
 
 def forget_groups() -> None:
-    """The groups of another world have gone with it."""
+    """Make them anew where they are needed again."""
+    global _world
+    _world = None
     _connected.clear()
     _made.clear()
 
 
-forgets(forget_groups)
+atexit.register(forget_groups)  # process groups are to go before the interpreter does
+
+
+def _check_world() -> None:
+    """The groups of another world have gone with it; those of this one stay when caches are emptied."""
+    global _world
+    if _world is not dist.group.WORLD:
+        forget_groups()
+        _world = dist.group.WORLD
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -36,7 +47,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     NCCL connects the ranks in the first call, which all of them have to take part in; but where messages go to some of
     the ranks, the others call nothing. On the CPU there is nothing to do.
     """
-    check_world()
+    _check_world()
     if device.type != "cpu" and (group.group_name, device) not in _connected:
         c10d_all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, group).wait()
         _connected.add((group.group_name, device))
@@ -52,7 +63,7 @@ def own_group(
         groups: in which the ranks reach each other so far, as those of a mesh's dims.
         device: for tensors on which. Its communication goes by the backend of ``groups``.
     """
-    check_world()
+    _check_world()
     key = purpose, tuple(ranks)
     if key not in _made:
         number = number_of_groups()
