@@ -1,4 +1,4 @@
-"""Dims of equal blocks, each of them sharded alike, as reshapes make and take them apart.
+"""A dim put together of what ranks hold of it: of tensors that are joined, and of the blocks that reshapes make.
 
 ``(B, N)`` with ``N`` sharded, flattened, is a dim of ``B`` blocks, and every rank has an interval of each. One exchange
 makes a sharding of it, where a rank has one interval, and the other way round.
@@ -6,89 +6,82 @@ makes a sharding of it, where a rank has one interval, and the other way round.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange import Exchange
-from ...geometry import Interval, boundaries_of, resized
+from ...exchange import Exchange, plan_intervals
+from ...geometry import Interval, intersect, length, resized
+from ...strides import cat_like
 
-__all__ = ["BlockExchange", "Blocks"]
-
-
-class Blocks(NamedTuple):
-    """A dim of ``number`` equal blocks; rank ``r`` has ``sizes[r]`` indices of each. A sharded dim is one block."""
-
-    number: int
-    sizes: tuple[int, ...]
-
-    def intervals(self, rank: int) -> list[Interval]:
-        """What a rank has of the dim, in ascending order.
-
-        Example:
-            >>> Blocks(2, (5, 3)).intervals(1)
-            [(5, 8), (13, 16)]
-        """
-        n, start = sum(self.sizes), sum(self.sizes[:rank])
-        return [(block * n + start, block * n + start + self.sizes[rank]) for block in range(self.number)]
-
-    def owners(self, interval: Interval) -> Iterator[tuple[int, Interval]]:
-        """Which rank has which part of an interval, in ascending order.
-
-        Example:
-            >>> list(Blocks(2, (5, 3)).owners((4, 10)))
-            [(0, (4, 5)), (1, (5, 8)), (0, (8, 10))]
-        """
-        boundaries = boundaries_of(self.sizes)
-        at, stop = interval
-        while at < stop:
-            begin = at - at % boundaries[-1]  # of the block
-            rank = bisect_right(boundaries, at - begin) - 1
-            end = min(stop, begin + boundaries[rank + 1])
-            yield rank, (at, end)
-            at = end
+__all__ = ["Assembly"]
 
 
-class BlockExchange:
-    """Brings every rank what it has of a dim in one layout from where it is in another. Planned once.
+class _Run(NamedTuple):
+    """A run of a part's local tensor: where it begins in the result, and its narrowing."""
+
+    at: int
+    part: int
+    start: int
+    length: int
+
+    def of(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        return tensors[self.part].narrow(dim, self.start, self.length)
+
+
+class Assembly:
+    """What one rank needs of a dim that several tensors make up together. Planned once; a call is one exchange.
 
     Args:
         dim: the tensor dim.
-        shape: of this rank's local tensor.
-        old, new: the layouts.
+        shapes: of this rank's local tensor of each part.
+        owned: for each part and rank, which interval of the dim that rank's local tensor is.
+        needs: for each block of the result and rank, which interval it gets; those of a rank in ascending order.
+        like: of the memory format that the result has; None where it has that of the first local tensor.
     """
 
     def __init__(
-        self, dim: int, shape: tuple[int, ...], old: Blocks, new: Blocks, rank: int, group: dist.ProcessGroup
+        self,
+        dim: int,
+        shapes: Sequence[Sequence[int]],
+        owned: Sequence[Sequence[Interval]],
+        needs: Sequence[Sequence[Interval]],
+        rank: int,
+        group: dist.ProcessGroup,
+        *,
+        like: Tensor | None = None,
     ) -> None:
-        self._dim = dim
-        self._shape = resized(shape, dim, new.number * new.sizes[rank])
-        held = [(r, piece) for own in old.intervals(rank) for r, piece in new.owners(own)]
-        needed = [(r, piece) for need in new.intervals(rank) for r, piece in old.owners(need)]
-        # Where each piece begins in the local tensor: they follow each other in it.
-        at = dict(zip((piece for _, piece in held), boundaries_of([b - a for _, (a, b) in held]), strict=False))
-        # By peer, for each in the order of the dim.
-        sends, recvs = (sorted((r, a, b) for r, (a, b) in pieces if r != rank) for pieces in (held, needed))
-        self._kept = [(at[piece], piece[1] - piece[0]) for r, piece in needed if r == rank]
-        self._sent = [(at[a, b], b - a) for _, a, b in sends]
-        self._exchange = Exchange(
-            [(r, resized(shape, dim, b - a)) for r, a, b in sends],
-            [(r, resized(shape, dim, b - a)) for r, a, b in recvs],
-            group,
-            group.size() - 1,
-        )
-        starts = [piece[0] for r, piece in needed if r == rank] + [a for _, a, _ in recvs]
+        self._dim, self._like = dim, like
+        self._shape = resized(shapes[0], dim, sum(length(need[rank]) for need in needs))
+        plans = [(i, plan_intervals(own, need, rank)) for i, own in enumerate(owned) for need in needs]
+        common = ((i, plan.own[0], *intersect(plan.own, plan.need)) for i, plan in plans)
+        self._kept = [_Run(a, i, a - begin, b - a) for i, begin, a, b in common if b > a]
+        # The messages of the peers in their order, in each the pieces in the order of the dim.
+        sends = sorted((r, a, b, i) for i, plan in plans for r, (a, b) in plan.sends)
+        recvs = sorted((s, a, b, i) for i, plan in plans for s, (a, b) in plan.recvs)
+        self._sent = [_Run(a, i, a - owned[i][rank][0], b - a) for _, a, b, i in sends]
+        self._exchange = None
+        most_peers = sum(plan.most_peers for _, plan in plans)  # or fewer, where parts have the same ones
+        if most_peers:  # some rank has any, so all of them take part
+            self._exchange = Exchange(
+                [(r, resized(shapes[i], dim, b - a)) for r, a, b, i in sends],
+                [(s, resized(shapes[i], dim, b - a)) for s, a, b, i in recvs],
+                group,
+                most_peers,
+            )
+        # Where the pieces, the own ones and then what was received, come in the result.
+        starts = [run.at for run in self._kept] + [a for _, a, _, _ in recvs]
         self._order = sorted(range(len(starts)), key=starts.__getitem__)
 
-    def __call__(self, local: Tensor) -> Tensor:
-        """A new local tensor."""
-        sent = [local.narrow(self._dim, *run) for run in self._sent]
-        pending = self._exchange.start(sent, local)
-        pieces = [*(local.narrow(self._dim, *run) for run in self._kept), *pending.wait()]
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A new tensor: this rank's intervals, one after the other."""
+        dim, first = self._dim, tensors[0]
+        pieces = [run.of(tensors, dim) for run in self._kept]
+        if self._exchange is not None:
+            pieces += self._exchange.start([run.of(tensors, dim) for run in self._sent], first).wait()
         if not pieces:
-            return local.new_empty(self._shape)
-        return torch.cat([pieces[i] for i in self._order], self._dim)
+            return first.new_empty(self._shape)
+        ordered = [pieces[i] for i in self._order]
+        return cat_like(ordered, dim, first if self._like is None else self._like, self._shape)

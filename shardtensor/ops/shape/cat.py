@@ -8,26 +8,23 @@ are never sent. Splitting and joining again gives the layout that there was.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat.c10d import group_along
-from ...exchange import Exchange, plan_intervals
 from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length, resized
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
 from ...registry import DECLINED
 from ...spec import ShardTensorSpec
-from ...strides import cat_like
 from ...tensor import redistribute_to
+from .blocks import Assembly
 from .view import carry, wrap_dim
 
-__all__ = ["Assembly", "joined_sizes"]
+__all__ = ["joined_sizes"]
 
 _aten = torch.ops.aten
 
@@ -54,78 +51,6 @@ def joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int)
                 sizes = [n if r == (0 if i < places[0] else ranks - 1) else 0 for r in range(ranks)]
         total = [a + b for a, b in zip(total, sizes, strict=True)]
     return tuple(total)
-
-
-# -- exchange ---------------------------------------------------------------------------------------------
-
-
-class _Run(NamedTuple):
-    """A run of a part's local tensor: where it begins in the result, and its narrowing."""
-
-    at: int
-    part: int
-    start: int
-    length: int
-
-    def of(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        return tensors[self.part].narrow(dim, self.start, self.length)
-
-
-class Assembly:
-    """One rank's interval of a dim that several tensors make up together. Planned once; a call is one exchange.
-
-    Args:
-        dim: the tensor dim.
-        shapes: of this rank's local tensor of each part.
-        owned: for each part and rank, which interval of the result that rank's local tensor is.
-        need: for each rank, the interval of the result that it gets.
-        like: of the memory format that the result has; None where it has that of the first local tensor.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        shapes: Sequence[Sequence[int]],
-        owned: Sequence[Sequence[Interval]],
-        need: Sequence[Interval],
-        rank: int,
-        group: dist.ProcessGroup,
-        *,
-        like: Tensor | None = None,
-    ) -> None:
-        self._dim = dim
-        plans = [plan_intervals(own, need, rank) for own in owned]
-        self._shape = resized(shapes[0], dim, length(need[rank]))
-        self._like = like
-        common = ((i, plan.own[0], *intersect(plan.own, plan.need)) for i, plan in enumerate(plans))
-        self._kept = [_Run(a, i, a - begin, b - a) for i, begin, a, b in common if b > a]
-        # The messages of the peers in their order, in each the parts in theirs.
-        sends = sorted((r, i, a, b) for i, plan in enumerate(plans) for r, (a, b) in plan.sends)
-        recvs = sorted((s, i, a, b) for i, plan in enumerate(plans) for s, (a, b) in plan.recvs)
-        self._sent = [_Run(a, i, a - plans[i].own[0], b - a) for _, i, a, b in sends]
-        self._exchange = None
-        most_peers = sum(plan.most_peers for plan in plans)  # or fewer, where parts have the same ones
-        if most_peers:  # some rank has any, so all of them take part
-            self._exchange = Exchange(
-                [(r, resized(shapes[i], dim, b - a)) for r, i, a, b in sends],
-                [(s, resized(shapes[i], dim, b - a)) for s, i, a, b in recvs],
-                group,
-                most_peers,
-            )
-        # Where the pieces, the own ones and then what was received, come in the result.
-        starts = [run.at for run in self._kept] + [a for _, _, a, _ in recvs]
-        self._order = sorted(range(len(starts)), key=starts.__getitem__)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A new tensor: this rank's interval."""
-        dim, first = self._dim, tensors[0]
-        pieces = [run.of(tensors, dim) for run in self._kept]
-        if self._exchange is not None:
-            pieces += self._exchange.start([run.of(tensors, dim) for run in self._sent], first).wait()
-        if not pieces:
-            return first.new_empty(self._shape)
-        ordered = [pieces[i] for i in self._order]
-        return cat_like(ordered, dim, first if self._like is None else self._like, self._shape)
 
 
 # -- entries of a sharded dim, see [Note: owners] in layout.py --------------------------------------------
@@ -217,7 +142,7 @@ def _along_sharded(
         a, b = owned[-1][rank]
         shapes.append(resized(out.own_shape, dim, b - a))
     parts, dtype = _own_parts(call, pattern, joined, m, dim, narrowed), call.meta.dtype
-    assembly = Assembly(dim, shapes, owned, need, rank, group, like=call.meta)
+    assembly = Assembly(dim, shapes, owned, [need], rank, group, like=call.meta)
 
     def join(tensors: Sequence[Tensor], *_: int, **__: int) -> Tensor:
         return assembly([part(tensors).to(dtype) for part in parts])

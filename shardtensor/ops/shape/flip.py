@@ -14,7 +14,7 @@ from ...planning import AtenCall, AtenPlan, argument, meta_of
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor
-from .cat import Assembly
+from .blocks import Assembly
 from .view import carry, wrap_dim
 
 __all__ = ["rolled"]
@@ -47,7 +47,7 @@ def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Work:
     stays, wraps = zip(*(rolled(each, shift % n, n) for each in own), strict=True)
     k, rest = length(stays[rank]), here[d] - length(stays[rank])
     shapes = [[*here[:d], k, *here[d + 1 :]], [*here[:d], rest, *here[d + 1 :]]]
-    assembly = Assembly(d, shapes, [stays, wraps], own, rank, group)
+    assembly = Assembly(d, shapes, [stays, wraps], [own], rank, group)
     return lambda x: assembly([x.narrow(d, 0, k), x.narrow(d, k, rest)])
 
 
@@ -100,7 +100,8 @@ def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Work:
         if d in flipped:
             need, n = intervals_of(spec.cut(m)), spec.shape[d]
             own = [(n - b, n - a) for a, b in need]
-            assemblies.append(Assembly(d, [spec.own_shape], [own], need, spec.coordinate[m], group_along(spec.mesh, m)))
+            rank, group = spec.coordinate[m], group_along(spec.mesh, m)
+            assemblies.append(Assembly(d, [spec.own_shape], [own], [need], rank, group))
 
     def flip(x: Tensor) -> Tensor:
         x = x.flip(flipped)

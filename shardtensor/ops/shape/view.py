@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat.c10d import group_along
-from ...geometry import chunk_sizes, map_boundaries
+from ...geometry import Interval, chunk_sizes, intervals_of, map_boundaries, resized
 from ...layout import AxisLayout
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, Path, meta_of
 from ...spec import ShardTensorSpec
-from .blocks import BlockExchange, Blocks
+from .blocks import Assembly
 
 _aten = torch.ops.aten
 
@@ -222,10 +222,16 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
     out = carry(call, rest, call.meta, dims).with_axes({m: AxisLayout(Shard(at), sizes)})
     old, new = _blocks(spec.shape, old_dims, d, spec.cut(m)), _blocks(shape, new_dims, at, sizes)
     here, there, rank = source.local_shape(), out.local_shape(), spec.coordinate[m]
-    flat = (*here[:lead], old.number * old.sizes[rank], *here[old_dims.stop :])
-    exchange = BlockExchange(lead, flat, old, new, rank, group_along(spec.mesh, m))
+    runs = [b - a for a, b in (block[rank] for block in old)]  # of this rank, in the flattened dim
+    flat = (*here[:lead], sum(runs), *here[old_dims.stop :])
+    shapes = [resized(flat, lead, n) for n in runs]
+    assembly = Assembly(lead, shapes, old, new, rank, group_along(spec.mesh, m))
+
+    def rearrange(x: Tensor, *_: Sequence[int]) -> Tensor:
+        return assembly(x.reshape(flat).split_with_sizes(runs, lead)).reshape(there)
+
     targets: dict[Path, ShardTensorSpec] = {(0,): source}
-    return call.plan(out, targets, call=lambda x, *_: exchange(x.reshape(flat)).reshape(there), call_moves=True)
+    return call.plan(out, targets, call=rearrange, call_moves=True)
 
 
 def _grouped(shape: Sequence[int], first: int, length: int) -> range:
@@ -236,10 +242,13 @@ def _grouped(shape: Sequence[int], first: int, length: int) -> range:
     return range(first, stop)
 
 
-def _blocks(shape: Sequence[int], dims: range, sharded: int, sizes: Sequence[int]) -> Blocks:
-    """What a shard has of dims that are flattened."""
-    inner = math.prod(shape[sharded + 1 : dims.stop])
-    return Blocks(math.prod(shape[dims.start : sharded]), tuple(n * inner for n in sizes))
+def _blocks(shape: Sequence[int], dims: range, sharded: int, sizes: Sequence[int]) -> list[list[Interval]]:
+    """What ranks have of dims that are flattened: of each block, as the dims before the sharded one make them, an
+    interval for each rank.
+    """
+    inner, total = math.prod(shape[sharded + 1 : dims.stop]), math.prod(shape[dims.start : dims.stop])
+    own = intervals_of([n * inner for n in sizes])
+    return [[(at + a, at + b) for a, b in own] for at in range(0, total, shape[sharded] * inner)]
 
 
 @operator(_aten.view.dtype)
