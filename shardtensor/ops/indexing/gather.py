@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import AutogradFunction
+from ..._compat import AutogradFunction, OpOverload
 from ...errors import PLAIN_TARGET
 from ...operators import Arguments, Composed, operator
 from ...registry import DECLINED
@@ -21,7 +21,7 @@ from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, run, wrap
 from ..shape.view import dim_of
 
-__all__ = ["Read", "any_sharded", "flat_cumsum", "gathered", "indexes_a_shard", "refuse_plain_target"]
+__all__ = ["Read", "any_sharded", "flat_cumsum", "gathered", "indexes_a_shard", "is_written", "written"]
 
 _aten = torch.ops.aten
 
@@ -54,10 +54,23 @@ def any_sharded(*specs: ShardTensorSpec | None) -> bool:
     return any(spec is not None and bool(spec.sharded_dims()) for spec in specs)
 
 
-def refuse_plain_target(call: Arguments, argument: str) -> None:
-    """UnsupportedSharding where an operator would write in place to what is no ShardTensor yet."""
-    if argument in call.steps:  # by which it is made one
+def is_written(call: Arguments) -> bool:
+    """Whether the operator writes to ``input``, as its name says.
+
+    Raises:
+        UnsupportedSharding: it does, and that is no ShardTensor yet.
+    """
+    in_place = call.name.endswith("_")
+    if in_place and "input" in call.steps:  # by which it is made one
         raise call.refuse(*PLAIN_TARGET)
+    return in_place
+
+
+def written(call: Arguments, work: Callable[..., Tensor]) -> Composed:
+    """The plan of an operator whose result is ``work(input, ...)``; of its in-place form, too."""
+    if not is_written(call):
+        return Composed(work)
+    return Composed(lambda x, *others: x.copy_(work(x, *others)))
 
 
 def gathered(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
@@ -80,6 +93,17 @@ def gathered(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return result
 
 
+def _read_along(x: ShardTensor, dim: int, index: Tensor, read: OpOverload, write: Callable[..., Tensor]) -> Tensor:
+    """``read(x, dim, index)``, whose gradient is ``write(zeros, dim, index, gradient)``."""
+    entries: Tensor = Read.apply(
+        x,
+        lambda t, found: run(read, (t, dim, *found), {}),
+        lambda zeros, found, grad: write(zeros, dim, *found, grad),
+        index,
+    )
+    return entries
+
+
 @operator(torch.gather, Tensor.gather, tensors="input index", partial="input index")
 def _gather(
     call: Arguments,
@@ -96,16 +120,7 @@ def _gather(
     d = dim_of(input, dim)
     if d is None or not indexes_a_shard(input, [d]):
         return DECLINED
-
-    def read(t: ShardTensor, found: Sequence[Tensor]) -> Tensor:
-        entries: Tensor = run(_aten.gather.default, (t, d, *found), {})
-        return entries
-
-    def write(zeros: ShardTensor, found: Sequence[Tensor], grad: ShardTensor) -> Tensor:
-        (place,) = found
-        return torch.scatter_add(zeros, d, place, grad)
-
-    return Composed(lambda x, places: Read.apply(x, read, write, places))
+    return Composed(lambda x, places: _read_along(x, d, places, _aten.gather.default, torch.scatter_add))
 
 
 @operator(torch.index_select, Tensor.index_select, tensors="input index", partial="input index")
@@ -113,17 +128,9 @@ def _index_select(call: Arguments, input: ShardTensorSpec, dim: int, index: Shar
     d = dim_of(input, dim)
     if d is None or not indexes_a_shard(input, [d]):
         return DECLINED
-    number = not index.shape
-
-    def read(t: ShardTensor, found: Sequence[Tensor]) -> Tensor:
-        entries: Tensor = run(_aten.index_select.default, (t, d, *found), {})
-        return entries
-
-    def write(zeros: ShardTensor, found: Sequence[Tensor], grad: ShardTensor) -> Tensor:
-        (place,) = found
-        return torch.index_add(zeros, d, place, grad)
-
-    return Composed(lambda x, places: Read.apply(x, read, write, places.reshape(1) if number else places))
+    shape = index.shape or (1,)
+    read, write = _aten.index_select.default, torch.index_add
+    return Composed(lambda x, places: _read_along(x, d, places.reshape(shape), read, write))
 
 
 def flat_cumsum(x: Tensor) -> Tensor:

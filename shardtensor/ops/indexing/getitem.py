@@ -26,7 +26,7 @@ from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
-from .gather import any_sharded, flat_cumsum, gathered, refuse_plain_target
+from .gather import any_sharded, flat_cumsum, gathered, written
 from .index_operators import check_mask, is_mask
 from .masked_select import selected
 
@@ -301,22 +301,15 @@ def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTe
     return scatter
 
 
-@operator(torch.masked_scatter, Tensor.masked_scatter, tensors="input mask source", partial="input mask source")
+@operator(
+    *(torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_),
+    tensors="input mask source",
+    partial="input mask source",
+)
 def _masked_scatter(
     call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
 ) -> Composed:
-    return Composed(_scattered_by(input, mask, source)) if any_sharded(input, mask, source) else DECLINED
-
-
-@operator(Tensor.masked_scatter_, tensors="input mask source", partial="input mask source")
-def _masked_scatter_in_place(
-    call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
-) -> Composed:
-    if not any_sharded(input, mask, source):
-        return DECLINED
-    refuse_plain_target(call, "input")
-    scatter = _scattered_by(input, mask, source)
-    return Composed(lambda x, where, values: x.copy_(scatter(x, where, values)))
+    return written(call, _scattered_by(input, mask, source)) if any_sharded(input, mask, source) else DECLINED
 
 
 def _sharded_mask(indices: Sequence[ShardTensorSpec | None], values: ShardTensorSpec | None) -> int | None:
@@ -328,7 +321,11 @@ def _sharded_mask(indices: Sequence[ShardTensorSpec | None], values: ShardTensor
     return dim if spec.tensor_meta.dtype in (torch.bool, torch.uint8) else None
 
 
-@operator(torch.index_put, Tensor.index_put, tensors="input indices values", partial="input indices values")
+@operator(
+    *(torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_),
+    tensors="input indices values",
+    partial="input indices values",
+)
 def _index_put(
     call: Arguments,
     input: ShardTensorSpec,
@@ -340,22 +337,7 @@ def _index_put(
     dim = _sharded_mask(indices, call.tensors.get("values"))
     if dim is None:
         return DECLINED
-    return Composed(lambda x, found, new: masked(x, dim, found[dim], new, accumulate))
-
-
-@operator(torch.index_put_, Tensor.index_put_, tensors="input indices values", partial="input indices values")
-def _index_put_in_place(
-    call: Arguments,
-    input: ShardTensorSpec,
-    indices: Sequence[ShardTensorSpec | None],
-    values: ShardTensorSpec,
-    accumulate: bool = False,
-) -> Composed:
-    dim = _sharded_mask(indices, call.tensors.get("values"))
-    if dim is None:
-        return DECLINED
-    refuse_plain_target(call, "input")
-    return Composed(lambda x, found, new: x.copy_(masked(x, dim, found[dim], new, accumulate)))
+    return written(call, lambda x, found, new: masked(x, dim, found[dim], new, accumulate))
 
 
 # -- entries of a sharded dim, changed in place -------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ..common.alignment import broadcast_shape
 from ..shape.view import dim_of
-from .gather import any_sharded, gathered, refuse_plain_target
+from .gather import any_sharded, gathered, is_written
 
 __all__: list[str] = []
 
@@ -50,9 +50,15 @@ def _take(call: Arguments, input: ShardTensorSpec, index: ShardTensorSpec) -> Co
     return Composed(take)
 
 
-def _put_by(
-    write: Callable[..., Tensor], input: ShardTensorSpec, index: ShardTensorSpec, source: ShardTensorSpec, adds: bool
+@operator(torch.put, Tensor.put, Tensor.put_, tensors="input index source", partial="input index source")
+def _put(
+    call: Arguments,
+    input: ShardTensorSpec,
+    index: ShardTensorSpec,
+    source: ShardTensorSpec,
+    accumulate: bool = False,
 ) -> Composed:
+    write = _aten.index_put_.default if is_written(call) else _aten.index_put.default
     if not any_sharded(input, index, source) or not input.shape:
         return DECLINED
     dtypes = [spec.tensor_meta.dtype for spec in (input, index, source)]
@@ -63,32 +69,10 @@ def _put_by(
         )
 
     def put(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
-        return write(x, _coordinates(places, x.shape), values.reshape(places.shape), adds)
+        result: Tensor = write(x, _coordinates(places, x.shape), values.reshape(places.shape), accumulate)
+        return result
 
     return Composed(put)
-
-
-@operator(torch.put, Tensor.put, tensors="input index source", partial="input index source")
-def _put(
-    call: Arguments,
-    input: ShardTensorSpec,
-    index: ShardTensorSpec,
-    source: ShardTensorSpec,
-    accumulate: bool = False,
-) -> Composed:
-    return _put_by(_aten.index_put.default, input, index, source, accumulate)
-
-
-@operator(Tensor.put_, tensors="input index source", partial="input index source")
-def _put_in_place(
-    call: Arguments,
-    input: ShardTensorSpec,
-    index: ShardTensorSpec,
-    source: ShardTensorSpec,
-    accumulate: bool = False,
-) -> Composed:
-    refuse_plain_target(call, "input")
-    return _put_by(_aten.index_put_.default, input, index, source, accumulate)
 
 
 @operator(torch.take_along_dim, Tensor.take_along_dim, tensors="input indices", partial="input indices")
