@@ -19,7 +19,7 @@ from ...redistribute import redistribute_local
 from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, wrap
-from ..common.alignment import free_dims, redistributed, reduced_value
+from ..common.alignment import free_dims, redistributed, reduced_value, replicated
 from ..common.reduce import reduce_over
 from ..reduction.reductions import reduction_plan
 
@@ -76,15 +76,11 @@ def _counted(counts: Tensor, spec: ShardTensorSpec, edges: Sequence[Tensor], den
     result = wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))
     if not density:
         return result
-    total, replicated = reduced_value(result)
+    total, reduced = reduced_value(result)
     shares = total / total.sum()
     for d, ends in enumerate(edges):
         shares = shares / ends.diff().view([-1 if i == d else 1 for i in range(shares.ndim)])
-    return wrap(shares, replicated)
-
-
-def _replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
-    return wrap(t, ShardTensorSpec.make(spec.mesh, [Replicate()] * spec.mesh.ndim, t.shape, t.dtype))
+    return wrap(shares, reduced)
 
 
 # -- one dim --------------------------------------------------------------------------------------------------------
@@ -118,7 +114,7 @@ def _histogram(
     seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
     edges = torch.histogram(seen, bins, range=range).bin_edges
     counts = torch.histogram(local, bins, range=(float(edges[0]), float(edges[-1])), weight=weight).hist
-    return _counted(counts, spec, [edges], density), _replicated(edges, spec)
+    return _counted(counts, spec, [edges], density), replicated(edges, spec)
 
 
 @register(_aten.histogram.bins_tensor)
@@ -131,7 +127,7 @@ def _histogram_of_bins(
     local, spec = reduced_value(x)
     edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
     counts = torch.histogram(local, edges, weight=weight).hist
-    return _counted(counts, spec, [edges], density), _replicated(edges.clone(), spec)
+    return _counted(counts, spec, [edges], density), replicated(edges.clone(), spec)
 
 
 # -- several ----------------------------------------------------------------------------------------------------------
@@ -150,7 +146,7 @@ def _bin_edges(
         return DECLINED
     _check_weight("histogramdd", weight, x.shape[:-1])
     local, spec = _free_coordinates(x)
-    return [_replicated(t, spec) for t in _edges(local, spec, bins, range)]
+    return [replicated(t, spec) for t in _edges(local, spec, bins, range)]
 
 
 @register(_aten._histogramdd_from_bin_cts.default)
@@ -204,16 +200,8 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> S
     greatest, least = reduce_over(ends.long(), spec, over, "max").tolist()
     if spec.shape.numel() and least > 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-    if weights is not None:
-        if isinstance(weights, DTensor):
-            like = spec.with_dtype(weights.dtype)
-            weights = redistributed("bincount", ShardTensor.from_dtensor(weights), like)._local_tensor
-        else:
-            for m in over:
-                start, stop = spec.interval(m)
-                weights = weights[start:stop]
+    weights = _weights("bincount", weights, spec)
     counts = torch.bincount(local, weights, minlength=max(minlength, greatest + 1))
     if weights is not None:  # torch forgets the weights' dtype where there are no elements
         counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
-    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
-    return wrap(counts, ShardTensorSpec.make(spec.mesh, placements, counts.shape, counts.dtype))
+    return _counted(counts, spec, [], False)
