@@ -15,51 +15,11 @@ from ..common.stencil import result_dtype
 from .pool import Numbers
 
 
-def _plan(
-    call: Arguments,
-    n: int,
-    input: ShardTensorSpec,
-    kernel_size: Numbers,
-    output_size: Numbers | None,
-    output_ratio: float | Sequence[float] | None,
-    indices: bool,
-    samples: ShardTensorSpec | None,
-) -> Plan:
-    function = getattr(F, f"fractional_max_pool{n}d_with_indices")
-    batched = len(input.shape) == n + 2
-    batch, channels = input.shape[0] if batched else 1, input.shape[-n - 1]
-    dtype = input.tensor_meta.dtype
-    if samples is None:
-
-        def draw_and_pool(x: Tensor, _: None) -> Tensor | tuple[Tensor, Tensor]:
-            # A few numbers per channel, drawn as on one device: by every rank for the global tensor.
-            drawn = torch.rand(batch, channels, n, dtype=dtype, device=x.device)
-            pooled = function(x, kernel_size, output_size, output_ratio, True, drawn)
-            return pooled if indices else pooled[0]  # type: ignore[no-any-return]
-
-        return Composed(draw_and_pool)
-    shape = call.returned(function, input, kernel_size, output_size, output_ratio, True, samples)[0].shape
-    names, out = image_names(len(input.shape), n), list(shape[-n:])
-
-    def pool(x: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        pooled = function(x, kernel_size, out, None, True, at)
-        return pooled if indices else pooled[0]  # type: ignore[no-any-return]
-
-    def probe(x: Tensor) -> Tensor:
-        return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]  # type: ignore[no-any-return]
-
-    # In three dims torch takes no input of length 1.
-    results = [Result(shape, names, result_dtype(call, dtype, probe, [1, 1, *[2] * n]))]
-    if indices:
-        results.append(Result(shape, names, torch.int64))
-    sample_names: Names = ["batch" if batched else None, "channels", None]
-    return plan_by_batch(call, pool, {"input": names, "_random_samples": sample_names}, results)
-
-
-def _declare(n: int) -> None:
+def _declare_fractional_pool(n: int) -> None:
     name = f"fractional_max_pool{n}d"
+    function = getattr(F, f"{name}_with_indices")
 
-    @operator(getattr(F, name), tensors="input _random_samples")
+    @operator(getattr(F, name), function, tensors="input _random_samples")
     def plan_fractional_max_pool(
         call: Arguments,
         input: ShardTensorSpec,
@@ -69,20 +29,36 @@ def _declare(n: int) -> None:
         return_indices: bool = False,
         _random_samples: ShardTensorSpec | None = None,
     ) -> Plan:
-        return _plan(call, n, input, kernel_size, output_size, output_ratio, return_indices, _random_samples)
+        indices = return_indices or call.name != name
+        batched = len(input.shape) == n + 2
+        batch, channels = input.shape[0] if batched else 1, input.shape[-n - 1]
+        dtype = input.tensor_meta.dtype
+        if _random_samples is None:
 
-    @operator(getattr(F, f"{name}_with_indices"), tensors="input _random_samples")
-    def plan_fractional_max_pool_with_indices(
-        call: Arguments,
-        input: ShardTensorSpec,
-        kernel_size: Numbers,
-        output_size: Numbers | None = None,
-        output_ratio: float | Sequence[float] | None = None,
-        return_indices: bool = True,
-        _random_samples: ShardTensorSpec | None = None,
-    ) -> Plan:
-        return _plan(call, n, input, kernel_size, output_size, output_ratio, True, _random_samples)
+            def draw_and_pool(x: Tensor, _: None) -> Tensor | tuple[Tensor, Tensor]:
+                # A few numbers per channel, drawn as on one device: by every rank for the global tensor.
+                drawn = torch.rand(batch, channels, n, dtype=dtype, device=x.device)
+                pooled = function(x, kernel_size, output_size, output_ratio, True, drawn)
+                return pooled if indices else pooled[0]  # type: ignore[no-any-return]
+
+            return Composed(draw_and_pool)
+        shape = call.returned(function, input, kernel_size, output_size, output_ratio, True, _random_samples)[0].shape
+        names, out = image_names(len(input.shape), n), list(shape[-n:])
+
+        def pool(x: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            pooled = function(x, kernel_size, out, None, True, at)
+            return pooled if indices else pooled[0]  # type: ignore[no-any-return]
+
+        def probe(x: Tensor) -> Tensor:
+            return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]  # type: ignore[no-any-return]
+
+        # In three dims torch takes no input of length 1.
+        results = [Result(shape, names, result_dtype(call, dtype, probe, [1, 1, *[2] * n]))]
+        if indices:
+            results.append(Result(shape, names, torch.int64))
+        sample_names: Names = ["batch" if batched else None, "channels", None]
+        return plan_by_batch(call, pool, {"input": names, "_random_samples": sample_names}, results)
 
 
 for _n in (2, 3):
-    _declare(_n)
+    _declare_fractional_pool(_n)

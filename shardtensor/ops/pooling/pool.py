@@ -21,7 +21,7 @@ from ...errors import refuse
 from ...geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...halo import Fetch, Narrow
 from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...registry import register
+from ...registry import FUNCTIONS, register
 from ...spec import ShardTensorSpec
 from ..common.stencil import (
     Constant,
@@ -247,30 +247,10 @@ def _declare_max_pool(n: int) -> None:
     plain = getattr(torch, f"max_pool{n}d")
     with_indices = getattr(torch if n == 1 else _nn, f"max_pool{n}d_with_indices")
 
-    def plan(
-        call: Arguments,
-        input: ShardTensorSpec,
-        kernel_size: Numbers,
-        stride: Numbers | None,
-        padding: Numbers,
-        dilation: Numbers,
-        ceil_mode: bool,
-        indices: bool,
-    ) -> Plan:
-        step = kernel_size if stride in (None, (), []) else stride
-        assert step is not None
-        meta = call.returned(function, input, kernel_size, step, padding, dilation, ceil_mode, indices)
-        run, size, step, dilation = (with_indices if indices else plain), *_per_dim(n, kernel_size, step, dilation)
+    name = f"max_pool{n}d_with_indices"
+    spellings = plain, function, getattr(_aten, f"max_pool{n}d"), with_indices, getattr(F, name), getattr(_aten, name)
 
-        return _pool(
-            call,
-            meta,
-            _windows(input, size, step, per_dim(padding, n), dilation, ceil_mode),
-            lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
-            None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
-        )
-
-    @operator(plain, function, getattr(_aten, f"max_pool{n}d"), tensors="input")
+    @operator(*spellings, tensors="input")
     def plan_max_pool(
         call: Arguments,
         input: ShardTensorSpec,
@@ -281,22 +261,18 @@ def _declare_max_pool(n: int) -> None:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Plan:
-        return plan(call, input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-
-    name = f"max_pool{n}d_with_indices"
-
-    @operator(with_indices, getattr(F, name), getattr(_aten, name), tensors="input")
-    def plan_max_pool_with_indices(
-        call: Arguments,
-        input: ShardTensorSpec,
-        kernel_size: Numbers,
-        stride: Numbers | None = None,
-        padding: Numbers = 0,
-        dilation: Numbers = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = True,
-    ) -> Plan:
-        return plan(call, input, kernel_size, stride, padding, dilation, ceil_mode, True)
+        indices = return_indices or call.name == name
+        step = kernel_size if stride in (None, (), []) else stride
+        assert step is not None
+        meta = call.returned(function, input, kernel_size, step, padding, dilation, ceil_mode, indices)
+        run, size, step, dilation = (with_indices if indices else plain), *_per_dim(n, kernel_size, step, dilation)
+        return _pool(
+            call,
+            meta,
+            _windows(input, size, step, per_dim(padding, n), dilation, ceil_mode),
+            lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
+            None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
+        )
 
 
 def _declare_avg_pool(n: int) -> None:
@@ -400,16 +376,5 @@ def plan_max_pool_gradient(
     return Composed(lambda grad, pooled: _MaxPoolGradient.apply(grad, pooled, *options))
 
 
-# Called where torch functions are disabled. It pools, and so communicates, as the one above does.
-@register(_gradient.default)
-def _max_pool_gradient(
-    grad_output: Tensor,
-    self: Tensor,
-    kernel_size: Numbers,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    ceil_mode: bool,
-    indices: Tensor,
-) -> Tensor:
-    return _MaxPoolGradient.apply(grad_output, self, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
+# Also below autograd, where torch functions are disabled: it pools, and so communicates.
+register(_gradient.default)(FUNCTIONS[_gradient])

@@ -15,7 +15,7 @@ from ..common.batch_parallel import Result, image_names, plan_by_batch
 from .pool import Numbers
 
 
-def _declare(n: int) -> None:
+def _declare_unpool(n: int) -> None:
     function = getattr(F, f"max_unpool{n}d")
 
     @operator(function, tensors="input indices")
@@ -42,4 +42,4 @@ def _declare(n: int) -> None:
 
 
 for _n in (1, 2, 3):
-    _declare(_n)
+    _declare_unpool(_n)

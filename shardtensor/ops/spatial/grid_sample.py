@@ -41,7 +41,7 @@ def plan_grid_sample(
     return plan_by_batch(call, sample, operands, [Result(meta.shape, ["batch", "channels", *places], dtype)])
 
 
-def _declare(name: str) -> None:
+def _declare_grid_sampler(name: str) -> None:
     @operator(getattr(torch, name), getattr(torch.ops.aten, name), tensors="input grid")
     def plan_grid_sampler(
         call: Arguments,
@@ -57,7 +57,7 @@ def _declare(name: str) -> None:
 
 
 for _name in ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"):
-    _declare(_name)
+    _declare_grid_sampler(_name)
 
 
 @operator(F.affine_grid, tensors="theta")

@@ -256,7 +256,7 @@ def wrong(case):
         ("no spatial dims", RuntimeError, "4D|3D|dim"),
         ("negative", RuntimeError, "greater than or equal to 0"),
         ("random", NotImplementedError, "rand.*|no distributed form"),
-        ("unpool", NotImplementedError, "max_unpool2d: it needs a tensor dim unsharded"),
+        ("unpool", NotImplementedError, "max_unpool2d: it needs dim"),
     ],
 )
 def test_errors_are_torchs_own_on_every_rank(case, error, text):

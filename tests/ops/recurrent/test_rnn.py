@@ -110,7 +110,7 @@ def cut_twice():
 def test_without_a_free_batch_it_is_refused_on_every_rank():
     for function, ranks in ((unbatched, 2), (cut_twice, 4)):
         for error in run_expecting_errors(function, ranks):
-            text = r"unsharded that mesh dim . shards.*no batch.*Remedy: .*the batch"
+            text = r"unsharded, which mesh dim . shards.*no other dim.*Remedy: .*another dim"
             with pytest.raises(UnsupportedSharding, match=text):
                 raise error
 
