@@ -53,6 +53,7 @@ __all__ = [
     "start_all_reduce",
     "start_sums",
     "swap_blocks",
+    "swapped",
 ]
 
 # For each reduction of a Partial: the collective's name of it, and the same between two tensors.
@@ -360,26 +361,35 @@ def swap_blocks(
     Rank ``r`` gets the block ``blocks[i][r]`` (along ``new_dim``) of every rank's shard of tensor ``i``; the shards are
     ``owns[i]`` along ``old_dim``. What comes to an empty shard, whose memory format says little, gets that of ``like``.
     """
-    ranks = dist.get_world_size(group)
-    mine = [t.narrow(new_dim, b[rank][0], length(b[rank])) for t, b in zip(locals_, blocks, strict=True)]
-    if ranks == 1:
+    pieces = [
+        [t.narrow(new_dim, block[r][0], length(block[r])) for t, block in zip(locals_, blocks, strict=True)]
+        for r in range(group.size())
+    ]
+    mine = pieces[rank]
+    if len(pieces) == 1:
         return mine
-    send: list[list[Tensor]] = [[] for _ in range(ranks)]
-    shapes: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for t, part, own, block in zip(locals_, mine, owns, blocks, strict=True):
-        for r in range(ranks):
-            if r != rank:
-                send[r].append(t.narrow(new_dim, block[r][0], length(block[r])))
-                shapes[r].append(resized(part.shape, old_dim, length(own[r])))
-    received = start_swap(send, shapes, group, locals_[0]).wait()
-    n = len(mine)  # pieces from each peer
-    swapped = []
-    for i, (t, part) in enumerate(zip(locals_, mine, strict=True)):
-        pieces = [*received[i : n * rank : n], part, *received[n * rank + i :: n]]
-        total = sum(map(length, owns[i]))
-        pattern = t if like is None or t.numel() else like
-        swapped.append(cat_like(pieces, old_dim, pattern, resized(part.shape, old_dim, total)))
-    return swapped
+    shapes = [
+        [resized(part.shape, old_dim, length(own[r])) for part, own in zip(mine, owns, strict=True)]
+        for r in range(len(pieces))
+    ]
+    arrived = zip(*swapped(pieces, shapes, rank, group), strict=True)
+    whole = [resized(part.shape, old_dim, sum(map(length, own))) for part, own in zip(mine, owns, strict=True)]
+    return [
+        cat_like(list(parts), old_dim, t if like is None or t.numel() else like, shape)
+        for parts, t, shape in zip(arrived, locals_, whole, strict=True)
+    ]
+
+
+def swapped(
+    pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], rank: int, group: dist.ProcessGroup
+) -> list[Sequence[Tensor]]:
+    """``pieces[r]`` sent to every rank ``r``; returns what comes from each, of ``shapes[r]``. The own ones stay."""
+    if len(pieces) == 1:
+        return list(pieces)
+    send = [() if r == rank else row for r, row in enumerate(pieces)]
+    recv = [() if r == rank else row for r, row in enumerate(shapes)]
+    received = iter(start_swap(send, recv, group, pieces[rank][0]).wait())
+    return [pieces[rank] if r == rank else [next(received) for _ in row] for r, row in enumerate(shapes)]
 
 
 def reduce_scatter(
@@ -389,14 +399,12 @@ def reduce_scatter(
 
     An exchange rather than the backends' reduce-scatter, whose order of additions may differ from run to run.
     """
-    a, b = blocks[rank]
-    mine = local.narrow(dim, a, b - a)
-    if dist.get_world_size(group) == 1:
+    pieces = [[local.narrow(dim, a, b - a)] for a, b in blocks]
+    (mine,) = pieces[rank]
+    if len(blocks) == 1:
         return mine.clone()
-    send = [[local.narrow(dim, s, e - s)] if r != rank else [] for r, (s, e) in enumerate(blocks)]
-    shapes = [[mine.shape] if s != rank else [] for s in range(len(blocks))]
-    received = start_swap(send, shapes, group, local).wait()
-    return reduced([*received[:rank], mine, *received[rank:]], partial.reduce_op)
+    contributions = [piece for (piece,) in swapped(pieces, [[mine.shape]] * len(blocks), rank, group)]
+    return reduced(contributions, partial.reduce_op)
 
 
 def reduced(contributions: Sequence[Tensor], op: str) -> Tensor:

@@ -25,9 +25,8 @@ from torch import Tensor
 from ..._compat import untraced
 from ...caches import cached
 from ...cuda_graphs import check_not_captured
-from ...exchange import start_swap
 from ...geometry import boundaries_of
-from ...redistribute import all_gather, all_reduce
+from ...redistribute import all_gather, all_reduce, swapped
 
 __all__ = ["Found", "Route", "Sorted", "find_places", "find_slices", "sort_keys"]
 
@@ -189,14 +188,8 @@ class Route:
 
     def _swap(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """One piece to every process, and one of these sizes from each."""
-        mine = pieces[self._rank]
-        if len(pieces) == 1:
-            return [mine]
-        peers = [r != self._rank for r in range(len(pieces))]
-        send = [[p] if other else [] for p, other in zip(pieces, peers, strict=True)]
-        shapes = [[(n, *mine.shape[1:])] if other else [] for n, other in zip(sizes, peers, strict=True)]
-        received = start_swap(send, shapes, self._group, mine).wait()
-        return [*received[: self._rank], mine, *received[self._rank :]]
+        shapes = [[(n, *pieces[self._rank].shape[1:])] for n in sizes]
+        return [piece for (piece,) in swapped([[p] for p in pieces], shapes, self._rank, self._group)]
 
 
 def _put(t: Tensor, index: Tensor) -> Tensor:
