@@ -113,7 +113,10 @@ class Advice:
         from .report import bytes_text, table
 
         rows = [
-            (str(c), f"{1e3 * c.seconds:.3g}", f"{self.single.seconds / c.seconds:.2f}", *map(bytes_text, _sizes_of(c)))
+            (
+                *(str(c), f"{1e3 * c.seconds:.3g}", f"{self.single.seconds / c.seconds:.2f}"),
+                *(bytes_text(c.memory), bytes_text(c.bytes_sent)),
+            )
             for c in (self.single, *self.choices)
         ]
         shown = table(("choice", "ms", "speedup", "memory", "sent"), rows)
@@ -290,7 +293,3 @@ class _Search:
 
 def _short(sizes: Sequence[int]) -> str:
     return str(list(sizes)) if len(sizes) <= 8 else f"{len(sizes)} shards of {min(sizes)} to {max(sizes)}"
-
-
-def _sizes_of(choice: Choice) -> tuple[int, int]:
-    return choice.memory, choice.bytes_sent

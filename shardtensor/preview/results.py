@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -81,7 +81,7 @@ class Layer:
         flops = {rank: sum(share.flops) for rank, share in self.shares.items()}
         if any(flops.values()):
             return flops
-        return {rank: sum(map(_elements, share.outputs)) for rank, share in self.shares.items()}
+        return {rank: sum(map(math.prod, share.outputs)) for rank, share in self.shares.items()}
 
     @property
     def imbalance(self) -> float:
@@ -174,10 +174,3 @@ def imbalance(work: dict[int, int]) -> float:
 
 def _matters(share: Share) -> bool:
     return bool(share.messages or share.collectives or share.saved_bytes or any(share.flops))
-
-
-def _elements(shape: Sequence[int]) -> int:
-    n = 1
-    for length in shape:
-        n *= length
-    return n

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ..geometry import chunk_sizes
 from ..observe._compat import tree_flatten
 from .mesh import shared_mesh
 
@@ -60,7 +61,7 @@ def shard(
         here, ranks = coordinate[mesh_dim], mesh.size(mesh_dim)
         if isinstance(placement, Shard):
             length = local.shape[placement.dim]
-            pieces = sizes.setdefault(mesh_dim, _chunk_sizes(length, ranks))
+            pieces = sizes.setdefault(mesh_dim, chunk_sizes(length, ranks))
             if len(pieces) != ranks or sum(pieces) != length:
                 raise ValueError(f"sizes {pieces} on mesh dim {mesh_dim} do not shard {length} over {ranks} ranks")
             local = local.narrow(placement.dim, sum(pieces[:here]), pieces[here])
@@ -283,18 +284,8 @@ def _sizes(value: DTensor) -> dict[int, tuple[int, ...]]:
     sizes = getattr(value, "shard_sizes", None)
     if sizes is None:
         sharded = [(m, p.dim) for m, p in enumerate(value.placements) if isinstance(p, Shard)]
-        sizes = {m: _chunk_sizes(value.shape[dim], value.device_mesh.size(m)) for m, dim in sharded}
+        sizes = {m: chunk_sizes(value.shape[dim], value.device_mesh.size(m)) for m, dim in sharded}
     return {mesh_dim: tuple(pieces) for mesh_dim, pieces in sizes.items()}
-
-
-def _chunk_sizes(length: int, pieces: int) -> tuple[int, ...]:
-    """Sizes that torch.chunk gives, with zeros where it gives fewer pieces.
-
-    >>> _chunk_sizes(7, 4), _chunk_sizes(4, 3)
-    ((2, 2, 2, 1), (2, 2, 0))
-    """
-    step = -(-length // pieces)
-    return tuple(max(0, min(step, length - i * step)) for i in range(pieces))
 
 
 def _per_argument(

@@ -15,7 +15,7 @@ from ...operators import Composed
 from ...redistribute import all_gather
 from ...registry import DECLINED
 from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to, run, wrap
+from ...tensor import ShardTensor, as_gradient, run, wrap
 from .reduce import reduced_dims
 
 _aten = torch.ops.aten
@@ -78,13 +78,6 @@ def _scattered(values: Tensor, index: Tensor, spec: ShardTensorSpec, dim: int, s
         inside = (index >= start) & (index < start + result.shape[dim])
         result.scatter_add_(dim, torch.where(inside, index - start, 0), torch.where(inside, values, 0))
     return result
-
-
-def differentiable(x: object) -> ShardTensor | None:
-    """The ShardTensor with any Partial reduced, if it is one to differentiate; None otherwise."""
-    if not isinstance(x, ShardTensor) or not x.requires_grad or not torch.is_grad_enabled() or not x.ndim:
-        return None
-    return redistribute_to(x, x._spec.for_gradient())
 
 
 def plan_picking(name: str, op: OpOverload, spec: ShardTensorSpec, dim: int, keepdim: bool | None) -> Composed:

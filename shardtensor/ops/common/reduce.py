@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,10 +84,7 @@ def check_dtype(call: AtenCall, **replaced: object) -> None:
 
 def count_along(spec: ShardTensorSpec, dims: Sequence[int]) -> int:
     """How many elements one of the result is made of."""
-    n = 1
-    for d in dims:
-        n *= spec.shape[d]
-    return n
+    return math.prod(spec.shape[d] for d in dims)
 
 
 def kernel_dtype(

@@ -26,6 +26,7 @@ from ...registry import DECLINED, register
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
+from ..shape.slice import entry_of
 from .gather import any_sharded, flat_cumsum, gathered, written
 from .index_operators import check_mask, is_mask
 from .masked_select import selected
@@ -98,13 +99,6 @@ def _is_integer(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _entry(x: Tensor, dim: int, index: int) -> int:
-    n = x.shape[dim]
-    if not -n <= index < n:
-        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
-    return index % n
-
-
 def _concerns_shards(x: ShardTensor, entries: Sequence[Entry] | None) -> bool:
     """Whether numbers or tensors of an index act on a sharded dim."""
     sharded = x._spec.sharded_dims()
@@ -168,7 +162,7 @@ def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tu
             at += n
         elif _is_integer(item):
             if numbers_stay and dim in sharded:
-                place = _entry(x, dim, item)
+                place = entry_of(x, dim, item)
                 tensors.append((at, place))
                 items.append(slice(place, place + 1))
                 at += 1

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta
 from ...copies import mark_copied
-from ...geometry import Interval, intervals_of, map_boundaries, sizes_of
+from ...geometry import Interval, intervals_of, map_boundaries, resized, sizes_of
 from ...layout import AxisLayout
 from ...operators import Arguments, Composed, operator
 from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
@@ -24,9 +24,9 @@ from ...registry import DECLINED
 from ...spec import ShardTensorSpec
 from ...tensor import redistribute_to
 from .slice_sources import record_source, source_of
-from .view import carry, moved_off, wrap_dim
+from .view import carry, dim_of, moved_off, wrap_dim
 
-__all__ = ["boundary_of_slice", "sizes_before_slice"]
+__all__ = ["boundary_of_slice", "entry_of", "sizes_before_slice"]
 
 _aten = torch.ops.aten
 
@@ -174,29 +174,27 @@ def _summed(spec: ShardTensorSpec, dim: int, index: int) -> ShardTensorSpec:
     return spec.with_axes({m: AxisLayout(Partial(), held) if len(held) > 1 else AxisLayout(Replicate())})
 
 
-def _is_sharded(spec: ShardTensorSpec, dim: object) -> bool:
-    n = len(spec.shape)
-    return isinstance(dim, int) and -n <= dim < n and dim % n in spec.sharded_dims()
+def entry_of(x: Tensor | ShardTensorSpec, dim: int, index: int) -> int:
+    """The number of an entry that may count from the end; torch's IndexError where there is none."""
+    n = x.shape[dim]
+    if not -n <= index < n:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
+    return index % n
 
 
 @operator(torch.select, Tensor.select, tensors="input", partial="input")
 def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, index: int) -> Composed:
     """As the slice of length 1, whose gradient gets the layout of the input."""
-    if not _is_sharded(input, dim) or not isinstance(index, int):
+    d = dim_of(input, dim)
+    if d is None or d not in input.sharded_dims() or not isinstance(index, int):
         return DECLINED
-    dim = wrap_dim(dim, len(input.shape))
-    n = input.shape[dim]
-    if not -n <= index < n:
-        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {n}")
-    index %= n
-    meta = input.tensor_meta
-    shape = torch.Size(1 if d == dim else n for d, n in enumerate(meta.shape))
-    target = _summed(input, dim, index).replace(meta=meta._replace(shape=shape))
+    at, meta = entry_of(input, d, index), input.tensor_meta
+    target = _summed(input, d, at).replace(meta=meta._replace(shape=torch.Size(resized(meta.shape, d, 1))))
 
     def entry(x: Tensor) -> Tensor:
-        part = redistribute_to(torch.narrow(x, dim, index, 1), target)
-        result = mark_copied(part.squeeze(dim), x)
-        result._entry_of = x, dim, index  # type: ignore[attr-defined]  # for writing there, see getitem.py
+        part = redistribute_to(torch.narrow(x, d, at, 1), target)
+        result = mark_copied(part.squeeze(d), x)
+        result._entry_of = x, d, at  # type: ignore[attr-defined]  # for writing there, see getitem.py
         return result
 
     return Composed(entry)

@@ -102,31 +102,22 @@ def _histc(x: ShardTensor, bins: int = 100, min: float = 0, max: float = 0) -> S
     return _counted(counts, spec, [], False)
 
 
-@register(_aten.histogram.bin_ct)
+@register(_aten.histogram.bin_ct, _aten.histogram.bins_tensor)
 def _histogram(
-    x: Tensor, bins: int = 100, *, range: Range = None, weight: Tensor | None = None, density: bool = False
+    x: Tensor, bins: int | Tensor = 100, *, range: Range = None, weight: Tensor | None = None, density: bool = False
 ) -> tuple[ShardTensor, ShardTensor]:
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
     _check_weight("histogram", weight, x.shape)
     local, spec = reduced_value(x)
-    weight = _weights("histogram", weight, spec)
-    seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
-    edges = torch.histogram(seen, bins, range=range).bin_edges
-    counts = torch.histogram(local, bins, range=(float(edges[0]), float(edges[-1])), weight=weight).hist
-    return _counted(counts, spec, [edges], density), replicated(edges, spec)
-
-
-@register(_aten.histogram.bins_tensor)
-def _histogram_of_bins(
-    x: Tensor, bins: Tensor, *, weight: Tensor | None = None, density: bool = False
-) -> tuple[ShardTensor, ShardTensor]:
-    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
-        return DECLINED
-    _check_weight("histogram", weight, x.shape)
-    local, spec = reduced_value(x)
-    edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
-    counts = torch.histogram(local, edges, weight=weight).hist
+    if isinstance(bins, Tensor):
+        edges, weight = _plain("histogram", bins), _weights("histogram", weight, spec)
+        counts = torch.histogram(local, edges, weight=weight).hist
+    else:
+        weight = _weights("histogram", weight, spec)
+        seen = _range(local, spec) if range is None and x.numel() else local.new_empty(0)
+        edges = torch.histogram(seen, bins, range=range).bin_edges
+        counts = torch.histogram(local, bins, range=(float(edges[0]), float(edges[-1])), weight=weight).hist
     return _counted(counts, spec, [edges], density), replicated(edges.clone(), spec)
 
 
