@@ -67,7 +67,7 @@ def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Shard:
     """What some ranks hold: one, or several on mesh dims that do not shard.
 
     Attributes:
@@ -101,7 +101,7 @@ def _by_dim(spec: ShardTensorSpec, halo: Halos) -> dict[int, int]:
     return given
 
 
-def _parts(spec: ShardTensorSpec, halos: Mapping[int, int]) -> list[_Part]:
+def _parts(spec: ShardTensorSpec, halos: Mapping[int, int]) -> list[_Shard]:
     """All parts, in the order of their first ranks."""
     sharded = spec.sharded_dims()
     ranks: dict[tuple[int, ...], list[int]] = {}
@@ -115,11 +115,11 @@ def _parts(spec: ShardTensorSpec, halos: Mapping[int, int]) -> list[_Part]:
         if 0 not in shape:  # a rank without elements reads none
             ends = {d: halos.get(d, 0) for d in held}
             read = {d: (max(0, a - ends[d]), min(spec.shape[d], b + ends[d])) for d, (a, b) in held.items()}
-        parts.append(_Part(tuple(those), shape, held, read))
+        parts.append(_Shard(tuple(those), shape, held, read))
     return parts
 
 
-def _line(part: _Part) -> str:
+def _line(part: _Shard) -> str:
     held = ", ".join(f"dim {d} [{a}:{b}]" for d, (a, b) in part.held.items()) or "all of it"
     text = f"{part.name}: {'x'.join(map(str, part.shape)) or 'one element'}, {held}"
     if part.is_empty:
@@ -131,7 +131,7 @@ def _line(part: _Part) -> str:
 # -- the map ----------------------------------------------------------------------------------------------------------
 
 
-def _map(spec: ShardTensorSpec, parts: Sequence[_Part]) -> list[str]:
+def _map(spec: ShardTensorSpec, parts: Sequence[_Shard]) -> list[str]:
     """Boxes to scale; of one sharded dim its shards next to each other, of two the first downwards."""
     dims = list(spec.sharded_dims())
     if not 1 <= len(dims) <= 2 or 0 in spec.shape:
@@ -149,7 +149,7 @@ def _map(spec: ShardTensorSpec, parts: Sequence[_Part]) -> list[str]:
     return [f"{along}; numbers are ranks", *("".join(line).rstrip() for line in canvas)]
 
 
-def _boundaries(parts: Sequence[_Part], dim: int, length: int, size: int) -> dict[int, int]:
+def _boundaries(parts: Sequence[_Shard], dim: int, length: int, size: int) -> dict[int, int]:
     """Where on the map each boundary is: to scale, but with place for a number in between."""
     edges = sorted({edge for part in parts for edge in part.held[dim]} | {0, length})
     least = 4 if size == _WIDTH else 2
@@ -175,7 +175,7 @@ def _box(canvas: list[list[str]], top: int, bottom: int, left: int, right: int, 
 # -- the picture ------------------------------------------------------------------------------------------------------
 
 
-def _draw(spec: ShardTensorSpec, parts: Sequence[_Part], path: str | Path) -> None:
+def _draw(spec: ShardTensorSpec, parts: Sequence[_Shard], path: str | Path) -> None:
     dims = list(spec.sharded_dims())[:2]
     if not dims:
         raise ValueError(f"visualize: no dim of {spec} is sharded, so there is nothing to draw")
@@ -212,13 +212,13 @@ def _draw(spec: ShardTensorSpec, parts: Sequence[_Part], path: str | Path) -> No
     figure.savefig(path, dpi=120)
 
 
-def _drawn(parts: Sequence[_Part], dims: Sequence[int]) -> list[_Part]:
+def _drawn(parts: Sequence[_Shard], dims: Sequence[int]) -> list[_Shard]:
     """The parts with those put together that differ in other dims than the ones that are drawn."""
-    together: dict[tuple[Interval, ...], _Part] = {}
+    together: dict[tuple[Interval, ...], _Shard] = {}
     for part in parts:
         # Empty ones may have the interval of none or of another one.
         key = (*(part.held[d] for d in dims), (part.ranks[0], 0) if part.is_empty else (-1, 0))
         before = together.get(key)
         ranks = part.ranks if before is None else before.ranks + part.ranks
-        together[key] = _Part(ranks, part.shape, part.held, part.read)
+        together[key] = _Shard(ranks, part.shape, part.held, part.read)
     return list(together.values())

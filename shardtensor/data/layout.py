@@ -17,7 +17,7 @@ from ..layout import ShardSizes, Sizes, normalize_placements
 from ..spec import ShardTensorSpec
 from ..strides import contiguous_stride
 
-__all__ = ["Layout", "Part", "make_spec"]
+__all__ = ["Layout", "MeshlessSpec", "make_spec"]
 
 
 class MakeSpec(Protocol):
@@ -29,7 +29,7 @@ class MakeSpec(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class MeshlessSpec:
     """What every rank must know of one tensor: a spec without its mesh, which can be sent."""
 
     shape: tuple[int, ...]
@@ -38,8 +38,8 @@ class Part:
     sizes: Sizes
 
     @staticmethod
-    def of(spec: ShardTensorSpec) -> Part:
-        return Part(tuple(spec.shape), spec.tensor_meta.dtype, tuple(spec.placements), spec.sizes)
+    def of(spec: ShardTensorSpec) -> MeshlessSpec:
+        return MeshlessSpec(tuple(spec.shape), spec.tensor_meta.dtype, tuple(spec.placements), spec.sizes)
 
     def spec(self, mesh: DeviceMesh) -> ShardTensorSpec:
         shape = torch.Size(self.shape)

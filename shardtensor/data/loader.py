@@ -45,7 +45,7 @@ from ..strides import as_bytes
 from ..tensor import ShardTensor, wrap
 from . import messages
 from .copies import Copies
-from .layout import Layout, MakeSpec, Part
+from .layout import Layout, MakeSpec, MeshlessSpec
 
 __all__ = ["ShardLoader"]
 
@@ -257,10 +257,16 @@ class ShardLoader:
         if not self.is_source:
             gate.wait()
         self._copies.end_last()
-        return kind, tree_map(lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, Part) else leaf, described)
+        return kind, tree_map(
+            lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, MeshlessSpec) else leaf, described
+        )
 
     def _described(self, kind: int, content: bytes) -> PyTree:
-        """A batch with a :class:`Part` for each tensor; TypeError on all ranks where one does not know a type in it."""
+        """A batch with a :class:`MeshlessSpec` for each tensor.
+
+        Raises:
+            TypeError: on all ranks, where one of them does not know a type in it.
+        """
         if self._pickled and kind == _PICKLED:
             return pickle.loads(content)
         types, body = messages.parse(content)
@@ -289,7 +295,7 @@ class ShardLoader:
         dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), self.source, group=self._group)
         return bytes(first[8:] + rest)
 
-    def _scatter(self, part: Part, tensors: list[Tensor]) -> Any:
+    def _scatter(self, part: MeshlessSpec, tensors: list[Tensor]) -> Any:
         """The ShardTensor that ``part`` describes, which on the source is the next of ``tensors``."""
         spec = part.spec(self.mesh)
         if self.is_source:
@@ -325,7 +331,7 @@ class ShardLoader:
 
 
 class _Collect:
-    """Collects a batch's tensors in a list, and replaces each by its :class:`Part`."""
+    """Collects a batch's tensors in a list, and replaces each by its :class:`MeshlessSpec`."""
 
     def __init__(self, tensors: list[Tensor], any_object: bool) -> None:
         self._tensors = tensors
@@ -342,7 +348,7 @@ class _Collect:
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
         self._tensors.append(leaf.detach())
-        return Part.of(spec(leaf.shape, leaf.dtype))
+        return MeshlessSpec.of(spec(leaf.shape, leaf.dtype))
 
 
 class _Transfer:

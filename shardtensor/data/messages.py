@@ -1,8 +1,8 @@
 """What a source tells the other ranks of its batches and errors, as JSON: no rank unpickles what it receives.
 
-A batch is sent as its structure, with a :class:`Part` for each tensor; besides these it may hold None, bool, int,
-float, str and bytes. Strings, numbers and None are written as they are, all else as a list that starts with a letter
-for its type.
+A batch is sent as its structure, with a :class:`MeshlessSpec` for each tensor; besides these it may hold None, bool,
+int, float, str and bytes. Strings, numbers and None are written as they are, all else as a list that starts with a
+letter for its type.
 
 [Note: types of a batch] Lists, tuples and dicts are built from the message alone. A named tuple, or a class that has
 been registered with ``torch.utils._pytree``, goes by its name, which each rank looks up among the classes of these two
@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import SUPPORTED_NODES, PyTree
 from ..agreement import DTYPES
-from .layout import Part
+from .layout import MeshlessSpec
 
 __all__ = ["build", "cannot_send", "decode_error", "encode", "encode_error", "is_side_data", "parse", "unknown"]
 
@@ -50,7 +50,7 @@ def cannot_send(value: object) -> TypeError:
 
 
 def encode(batch: PyTree) -> bytes:
-    """The message for a batch whose tensors have been replaced by their :class:`Part`.
+    """The message for a batch whose tensors have been replaced by their :class:`MeshlessSpec`.
 
     Raises:
         TypeError: something that cannot be sent.
@@ -66,11 +66,6 @@ def parse(message: bytes) -> tuple[list[str], Any]:
     return types, body
 
 
-def build(body: Any) -> PyTree:
-    """The batch that :func:`encode` was given; no type in it may be :func:`unknown`."""
-    return _decoded(body)
-
-
 def _encoded(value: Any, types: set[str]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
@@ -82,7 +77,7 @@ def _encoded(value: Any, types: set[str]) -> Any:
         return ["l" if kind is list else "t", *(_encoded(v, types) for v in value)]
     if kind is dict:
         return ["d", *(_encoded(k, types) for k in value), *(_encoded(v, types) for v in value.values())]
-    if kind is Part:
+    if kind is MeshlessSpec:
         return ["p", value.shape, str(value.dtype), [_dim(p) for p in value.placements], value.sizes]
     if kind is bytes:
         return ["b", base64.b64encode(value).decode()]
@@ -96,7 +91,8 @@ def _encoded(value: Any, types: set[str]) -> Any:
     return ["n", _name(kind), _encoded(context, types), *(_encoded(v, types) for v in children)]
 
 
-def _decoded(value: Any) -> Any:
+def build(value: Any) -> PyTree:
+    """The batch that :func:`encode` was given; no type in it may be :func:`unknown`."""
     if type(value) is not list:
         return value
     kind, *rest = value
@@ -105,30 +101,30 @@ def _decoded(value: Any) -> Any:
 
 def _decoded_dict(rest: list[Any]) -> dict[Any, Any]:
     n = len(rest) // 2
-    return dict(zip(map(_decoded, rest[:n]), map(_decoded, rest[n:])))
+    return dict(zip(map(build, rest[:n]), map(build, rest[n:])))
 
 
-def _decoded_part(rest: list[Any]) -> Part:
+def _decoded_part(rest: list[Any]) -> MeshlessSpec:
     shape, dtype, dims, sizes = rest
     placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-    return Part(tuple(shape), _DTYPES[dtype], placements, tuple(None if s is None else tuple(s) for s in sizes))
+    return MeshlessSpec(tuple(shape), _DTYPES[dtype], placements, tuple(None if s is None else tuple(s) for s in sizes))
 
 
 def _decoded_node(rest: list[Any]) -> Any:
     name, context, *children = rest
     kind: Any = _class(name)
     assert kind is not None, f"{name} is unknown"
-    values = list(map(_decoded, children))
+    values = list(map(build, children))
     if kind in SUPPORTED_NODES:
-        return SUPPORTED_NODES[kind].unflatten_fn(values, _decoded(context))
+        return SUPPORTED_NODES[kind].unflatten_fn(values, build(context))
     return kind._make(values)
 
 
 _DECODERS: dict[str, Callable[[list[Any]], Any]] = {
     "L": list,
     "T": tuple,
-    "l": lambda rest: list(map(_decoded, rest)),
-    "t": lambda rest: tuple(map(_decoded, rest)),
+    "l": lambda rest: list(map(build, rest)),
+    "t": lambda rest: tuple(map(build, rest)),
     "d": _decoded_dict,
     "p": _decoded_part,
     "b": lambda rest: base64.b64decode(rest[0]),

@@ -24,7 +24,7 @@ from ..agreement import Table, check_process_group, gather_over_mesh
 from ..layout import ShardSizes, given_mesh, mesh_coordinate, rank_at
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
-from .layout import Layout, MakeSpec, Part, make_spec
+from .layout import Layout, MakeSpec, MeshlessSpec, make_spec
 
 __all__ = ["SliceDataset", "read"]
 
@@ -145,7 +145,7 @@ class SliceDataset(Dataset[Any]):
             spec = make(array.shape, dtype or _torch_dtype(array), _chunks(array, chosen))
             if 0 in spec.sharded_dims():
                 raise ValueError(f"dim 0 counts the samples and cannot be sharded: {spec}")
-            return _Slices(_own(chosen, spec)[1:], spec.own_shape[1:], Part.of(spec))
+            return _Slices(_own(chosen, spec)[1:], spec.own_shape[1:], MeshlessSpec.of(spec))
 
         self._slices = Layout(self._mesh, placements, shard_sizes).map(slices, opened)
 
@@ -238,7 +238,7 @@ class _Slices:
 
     key: tuple[int | slice, ...]
     shape: tuple[int, ...]
-    part: Part
+    part: MeshlessSpec
 
 
 def _split(batch: object) -> tuple[list[int], PyTree]:

@@ -28,7 +28,7 @@ from ..common.ring import Ring, ring_of
 from ..shape.view import whole_blocks
 from .blockwise import pieces
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["AttentionLayout", "layout_of"]
 
 _FEATURES, _SEQUENCE, _HEADS = -1, -2, -3
 
@@ -41,7 +41,7 @@ class ShardedDim(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttentionLayout:
     """The layouts of operands and result of one call, and who computes what.
 
     Attributes:
@@ -81,7 +81,7 @@ def layout_of(
     mask: ShardTensorSpec | None,
     shift: int | None,
     method: str,
-) -> Layout:
+) -> AttentionLayout:
     """The layout of a call; batch dims are equal except that keys and values may have fewer heads.
 
     Args:
@@ -102,7 +102,7 @@ def layout_of(
     q, k, _, bias = targets
     assert q is not None and k is not None
     mesh_dim = k.sharded_dims().get(_SEQUENCE + len(k.shape))
-    layout = Layout(
+    layout = AttentionLayout(
         targets=targets,
         out=tuple(_axis(dims[0], len(query.shape)) for dims in wanted),
         split=tuple(m for m, dims in enumerate(held) if any(dims)),
@@ -226,7 +226,9 @@ def _with(spec: ShardTensorSpec, dims: Sequence[ShardedDim | None]) -> ShardTens
 # -- kind "both": fetch, ring or heads ----------------------------------------------------------------------------
 
 
-def _exchanging(layout: Layout, m: int, shift: int | None, method: str, mask: ShardTensorSpec | None) -> Layout:
+def _exchanging(
+    layout: AttentionLayout, m: int, shift: int | None, method: str, mask: ShardTensorSpec | None
+) -> AttentionLayout:
     """The layout for the method that is taken along mesh dim ``m``."""
     found = None
     if method == "fetch" or (method == "auto" and _is_small(layout)):
@@ -237,7 +239,7 @@ def _exchanging(layout: Layout, m: int, shift: int | None, method: str, mask: Sh
     return found or _by_ring(layout, m, shift)
 
 
-def _by_ring(layout: Layout, m: int, shift: int | None) -> Layout:
+def _by_ring(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLayout:
     """Keys and values sent around the ranks of mesh dim ``m``."""
     q, k, _, bias = layout.targets
     assert q is not None and k is not None
@@ -255,7 +257,7 @@ def _by_ring(layout: Layout, m: int, shift: int | None) -> Layout:
     )
 
 
-def _by_fetch(layout: Layout, m: int, shift: int | None) -> Layout | None:
+def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLayout | None:
     """Each rank fetches all keys that its queries see.
 
     None where keys and values do not fit next to each other, or a part of the mask would have to come with them.
@@ -271,7 +273,7 @@ def _by_fetch(layout: Layout, m: int, shift: int | None) -> Layout | None:
     return replace(layout, columns=(fetched[q.coordinate[m]],), fetched=fetched)
 
 
-def _by_heads(layout: Layout, m: int, mask: ShardTensorSpec | None) -> Layout | None:
+def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> AttentionLayout | None:
     """Mesh dim ``m`` shards the heads instead of the sequence; None where heads or mask do not allow it."""
     q, k, v, bias = layout.targets
     assert q is not None and k is not None and v is not None
@@ -313,7 +315,7 @@ _RATES = {"cpu": (50.0, 1 << 18)}
 _OTHER_RATES = (1000.0, 1 << 22)
 
 
-def _is_small(layout: Layout) -> bool:
+def _is_small(layout: AttentionLayout) -> bool:
     _, k, v, _ = layout.targets
     assert k is not None and v is not None
     _, constant = _RATES.get(k.mesh.device_type, _OTHER_RATES)
@@ -323,7 +325,7 @@ def _is_small(layout: Layout) -> bool:
     return math.prod(lead) * (k.shape[-1] + v.shape[-1]) * k.tensor_meta.dtype.itemsize <= constant
 
 
-def _heads_are_faster(layout: Layout, m: int, shift: int | None) -> bool:
+def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> bool:
     q, k, v, _ = layout.targets
     assert q is not None and k is not None and v is not None and layout.head_sizes is not None
     largest_share = max(layout.head_sizes[0]) / sum(layout.head_sizes[0])

@@ -29,15 +29,15 @@ from ..common.alignment import wide_dtype
 from ..common.half import cast
 from ..common.ring import Form, Trip
 from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
-from .layout import Layout
+from .layout import AttentionLayout
 
 _DIMS = 4  # that torch's kernels take
 
-__all__ = ["Work", "backward", "forward", "work_of"]
+__all__ = ["AttentionWork", "backward", "forward", "work_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockPart:
     """Some rows and columns of one block, as ``(start, length)`` in the tensors at hand; None for all of them.
 
     Attributes:
@@ -70,7 +70,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AttentionWork:
     """What a call asks of this rank. Made by :func:`work_of`.
 
     Attributes:
@@ -89,11 +89,11 @@ class Work:
     """
 
     name: str
-    layout: Layout
+    layout: AttentionLayout
     query: ShardTensorSpec
     shift: int | None
     scale: float
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[BlockPart, ...], ...]
     exchanges: bool
     group: dist.ProcessGroup | None
     fetch: Fetch | None
@@ -200,13 +200,13 @@ class Work:
         shapes = [(*t.shape[:-2], n, t.shape[-1]) for t in own[:2]] + [(*t.shape[:-1], n) for t in own[2:]]
         return tuple((shape, t.dtype) for shape, t in zip(shapes, own, strict=True))
 
-    def parts_for(self, index: int, q: Tensor) -> tuple[Part, ...]:
+    def parts_for(self, index: int, q: Tensor) -> tuple[BlockPart, ...]:
         """The parts of block ``index`` that have to be computed."""
         return () if 0 in q.shape[:-1] else self.parts[index]  # no batch or heads here, on which torch's kernel crashes
 
 
 @cached(maxsize=1024)
-def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
+def work_of(name: str, layout: AttentionLayout, shift: int | None, scale: float) -> AttentionWork:
     """The work of one rank, from specs alone."""
     query, key, value, _ = layout.targets
     m = layout.mesh_dim
@@ -221,10 +221,10 @@ def work_of(name: str, layout: Layout, shift: int | None, scale: float) -> Work:
     takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
     flash = Kernel(scale, fused=True) if takes_flash else None
     fetch = _fetch(layout)
-    return Work(name, layout, query, shift, scale, parts, exchanges, group, fetch, alone, flash, empty)
+    return AttentionWork(name, layout, query, shift, scale, parts, exchanges, group, fetch, alone, flash, empty)
 
 
-def _fetch(layout: Layout) -> Fetch | None:
+def _fetch(layout: AttentionLayout) -> Fetch | None:
     _, k, v, _ = layout.targets
     m = layout.mesh_dim
     if layout.fetched is None or k is None or v is None or m is None:
@@ -234,11 +234,11 @@ def _fetch(layout: Layout) -> Fetch | None:
     return Fetch([Axis(len(rows) - 1, m, transfers)], k.mesh, (*rows, features + v.shape[-1])) or None
 
 
-def _parts(layout: Layout, index: int, shift: int | None) -> Iterator[Part]:
+def _parts(layout: AttentionLayout, index: int, shift: int | None) -> Iterator[BlockPart]:
     first_row, first_column = layout.rows[0], layout.columns[index][0]
     mask_start = first_column if layout.mask_travels else layout.mask_start
     for i, (rows, columns, square) in enumerate(pieces(layout.rows, layout.columns[index], shift)):
-        yield Part(
+        yield BlockPart(
             None if rows == layout.rows else (rows[0] - first_row, length(rows)),
             None if columns == layout.columns[index] else (columns[0] - first_column, length(columns)),
             (columns[0] - mask_start, length(columns)),
@@ -255,7 +255,7 @@ class _Attention(AutogradFunction):
     """Local queries against all blocks of keys. Local tensors in and out."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, work: Work, kernel: Kernel) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, work: AttentionWork, kernel: Kernel) -> Any:
         out, kept = forward(work, kernel, q, k, v, mask)
         ctx.work, ctx.kernel = work, kernel
         ctx.save_for_backward(q, k, v, mask, *kept)
@@ -276,7 +276,7 @@ class _Once(AutogradFunction):
     """First derivatives that refuse to be differentiated, which torch's own attention on the CPU does as well."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: Any, *grads: Any) -> Any:
+    def forward(ctx: Any, work: AttentionWork, q: Tensor, k: Tensor, v: Tensor, mask: Any, *grads: Any) -> Any:
         ctx.work = work
         return tuple(None if g is None else alias(g) for g in grads)
 
@@ -291,7 +291,7 @@ class _Once(AutogradFunction):
 
 
 def forward(
-    work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    work: AttentionWork, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The result for the local queries, and what :func:`backward` needs besides them and the mask.
 
@@ -313,7 +313,7 @@ def forward(
 
 
 def _by_blocks(
-    work: Work, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    work: AttentionWork, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp, put together of those of blocks."""
     running = RunningSoftmax(q, v.shape[-1])
@@ -340,7 +340,7 @@ def _over_ranks(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> tu
 
 
 def backward(
-    work: Work,
+    work: AttentionWork,
     kernel: Kernel,
     needed: Sequence[bool],
     grad: Tensor,
@@ -383,7 +383,7 @@ class _Gradients:
 
     def __init__(
         self,
-        work: Work,
+        work: AttentionWork,
         kernel: Kernel,
         grad: Tensor,
         q: Tensor,
@@ -420,7 +420,7 @@ class _Gradients:
         return sums
 
     def _differentiate(
-        self, part: Part, block: Sequence[Tensor], mask: Tensor | None, of_mask: Tensor | None
+        self, part: BlockPart, block: Sequence[Tensor], mask: Tensor | None, of_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         return attend_backward(
             part.of_rows(self.grad),

@@ -35,8 +35,8 @@ from ...tensor import ShardTensor, redistribute_to, wrap
 from ..common.alignment import as_operand, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
-from .layout import Layout, layout_of
-from .online_softmax import Work, backward, forward, work_of
+from .layout import AttentionLayout, layout_of
+from .online_softmax import AttentionWork, backward, forward, work_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -93,7 +93,7 @@ class AttentionPlan(LocalPlan):
 
     def __init__(
         self,
-        work: Work,
+        work: AttentionWork,
         by_torch: bool,
         options: AttentionOptions,
         outputs: ShardTensorSpec,
@@ -271,7 +271,7 @@ def _unsharded_where_single(mask: ShardTensorSpec) -> ShardTensorSpec:
     return mask.with_axes({m: AxisLayout(Replicate()) for m in single}) if single else mask
 
 
-def _gradient_spec(spec: ShardTensorSpec, layout: Layout) -> ShardTensorSpec | None:
+def _gradient_spec(spec: ShardTensorSpec, layout: AttentionLayout) -> ShardTensorSpec | None:
     """The layout of an operand's gradient: contributions where ranks do different work with a replicated one."""
     shared = [m for m in layout.split if spec.placements[m].is_replicate()]
     return spec.with_axes({m: AxisLayout(Partial()) for m in shared}) if shared else None
@@ -282,7 +282,7 @@ def _gradient_spec(spec: ShardTensorSpec, layout: Layout) -> ShardTensorSpec | N
 
 def _prepared(
     query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None
-) -> tuple[Work, Kernel, list[Any]]:
+) -> tuple[AttentionWork, Kernel, list[Any]]:
     mesh = common_mesh(NAME, [query, key, value, attn_mask])
     assert mesh is not None
     given: Any = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
@@ -300,7 +300,7 @@ def _prepared(
     return work, work.kernel(), local
 
 
-def _result_spec(work: Work, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
+def _result_spec(work: AttentionWork, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
     stride = contiguous_stride(shape)
     if len(shape) == 4 and work.kernel().fused:
         # It writes the heads of a query next to each other. Models join them, with ``transpose(1, 2).contiguous()``.

@@ -31,7 +31,7 @@ from ...layout import AxisLayout
 from ...planning import AtenCall, Path, meta_of
 from ...spec import ShardTensorSpec
 
-__all__ = ["INDEXED", "Axis", "IndexLayout", "Labels", "clipped", "operand"]
+__all__ = ["INDEXED", "IndexLayout", "IndexedAxis", "Labels", "clipped", "operand"]
 
 Labels = Sequence[Hashable]
 INDEXED = "indexed"  # the label of a dim that is indexed; None is that of a dim of length 1 that is expanded
@@ -50,7 +50,7 @@ def clipped(sizes: Sequence[int], n: int) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class Axis:
+class IndexedAxis:
     """What happens on one mesh dim.
 
     Attributes:
@@ -84,7 +84,7 @@ class IndexLayout:
                 lengths.setdefault(label, []).append(n)
         self.longest = {label: max(ns) for label, ns in lengths.items()}
         self.shortest = {label: min(ns) for label, ns in lengths.items()}
-        self.axes: list[Axis] = []
+        self.axes: list[IndexedAxis] = []
 
     def sharded(self, path: Path, m: int) -> Along | None:
         """The label along which mesh dim ``m`` shards an operand, if it does."""
@@ -98,7 +98,7 @@ class IndexLayout:
         """The labels that mesh dims before have."""
         return [along[0] for axis in self.axes for along in (axis.along, axis.broadcast) if along is not None]
 
-    def choose(self, m: int, reads: bool) -> Axis:
+    def choose(self, m: int, reads: bool) -> IndexedAxis:
         """What happens on mesh dim ``m``; ``reads``: a dim that is indexed may be sharded."""
         axis = self._of_first(m, reads)
         for path in list(self.roles)[1:]:
@@ -109,20 +109,20 @@ class IndexLayout:
                 self._add_operand(axis, path, m, (found[0], clipped(found[1], self.longest[found[0]])))
         return axis
 
-    def _of_first(self, m: int, reads: bool) -> Axis:
+    def _of_first(self, m: int, reads: bool) -> IndexedAxis:
         """What the first operand decides."""
         own = self.sharded(self.first, m)
         if own is None:
-            return Axis()
+            return IndexedAxis()
         if own[0] != INDEXED:
-            return Axis(along=(own[0], clipped(own[1], self.longest[own[0]])))
+            return IndexedAxis(along=(own[0], clipped(own[1], self.longest[own[0]])))
         spec = self.call.tensors[self.first]
         dim = next(d for d, k in spec.sharded_dims().items() if k == m)
         if not reads and spec.shape[dim] > 1:
             raise self._fixed(self.first, m)
-        return Axis(indexed=dim if reads else None)
+        return IndexedAxis(indexed=dim if reads else None)
 
-    def _add_operand(self, axis: Axis, path: Path, m: int, along: Along) -> None:
+    def _add_operand(self, axis: IndexedAxis, path: Path, m: int, along: Along) -> None:
         """Let another operand, which is sharded along a label that is not decided yet, have it or be broadcast."""
         label, taken = along[0], self.taken()
         open_ = axis.along is None and axis.indexed is None

@@ -103,7 +103,7 @@ def labelled(
         result = targets[first].replace(meta=meta_of(call.meta))
     else:
         result = layout.result()
-    work: Callable[..., Any] = _Work(layout, indexed or {}, wraps, result)
+    work: Callable[..., Any] = _IndexWork(layout, indexed or {}, wraps, result)
     inplace = is_inplace(call.func)
     if inplace:
         _check_written(call, layout, targets)
@@ -151,7 +151,7 @@ def _check_written(call: AtenCall, layout: IndexLayout, targets: Mapping[Path, S
     )
 
 
-class _Work:
+class _IndexWork:
     """What a rank does with its local tensors."""
 
     def __init__(self, layout: IndexLayout, indexed: Mapping[Path, int], wraps: bool, result: ShardTensorSpec) -> None:

@@ -21,7 +21,7 @@ __all__ = ["rolled"]
 
 _aten = torch.ops.aten
 
-Work = Callable[[Tensor], Tensor]
+Moving = Callable[[Tensor], Tensor]
 
 
 def rolled(own: Interval, shift: int, n: int) -> tuple[Interval, Interval]:
@@ -39,7 +39,7 @@ def rolled(own: Interval, shift: int, n: int) -> tuple[Interval, Interval]:
 # -- roll -------------------------------------------------------------------------------------------------------
 
 
-def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Work:
+def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Moving:
     """The local work of rolling the sharded dim ``d``: each shard is two runs of the result, sent in one exchange."""
     m = spec.sharded_dims()[d]
     rank, group = spec.coordinate[m], group_along(spec.mesh, m)
@@ -92,7 +92,7 @@ def _roll_flattened(x: ShardTensor, shifts: Sequence[int], dims: Sequence[int] =
 # -- flip and rot90 ---------------------------------------------------------------------------------------------
 
 
-def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Work:
+def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Moving:
     """The local work of a flip. Each rank reverses its shard; a reversed dim is then sent to where it belongs."""
     flipped = [wrap_dim(d, len(spec.shape)) for d in dims]
     assemblies = []

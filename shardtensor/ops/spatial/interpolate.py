@@ -105,7 +105,7 @@ def _lost_format(meta: Tensor) -> torch.memory_format | None:
 interpolate = FUNCTIONS[F.interpolate]
 
 
-def _declare(name: str, mode: str, n: int, antialias: bool) -> None:
+def _declare_upsample(name: str, mode: str, n: int, antialias: bool) -> None:
     packet = getattr(torch.ops.aten, name)
     names = [argument.name for argument in packet.default._schema.arguments][1:]
     scale_names = [name for name in names if name.startswith("scales")]
@@ -135,4 +135,4 @@ def _declare(name: str, mode: str, n: int, antialias: bool) -> None:
 
 
 for _name, _mode in MODES.items():
-    _declare(_name, *_mode)
+    _declare_upsample(_name, *_mode)

@@ -248,15 +248,15 @@ def plan_constant_pad(call: Arguments, input: ShardTensorSpec, pad: Sequence[int
     return _plan(call, pad, "constant", value)
 
 
-def _declare(name: str, mode: str, n: int) -> None:
+def _declare_pad(name: str, mode: str, n: int) -> None:
     @operator(getattr(_nn, name), getattr(_aten, name), tensors="input", partial="input")
     def plan_pad_in_one_mode(call: Arguments, input: ShardTensorSpec, padding: int | Sequence[int]) -> Plan:
         return _plan(call, per_dim(padding, 2 * n), mode)
 
 
 for _n in (1, 2, 3):
-    _declare(f"reflection_pad{_n}d", "reflect", _n)
-    _declare(f"replication_pad{_n}d", "replicate", _n)
+    _declare_pad(f"reflection_pad{_n}d", "reflect", _n)
+    _declare_pad(f"replication_pad{_n}d", "replicate", _n)
 
 
 @operator(_nn.pad_sequence, _aten.pad_sequence, tensors="sequences", partial="sequences")
