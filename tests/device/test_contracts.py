@@ -17,7 +17,6 @@ import torch
 import shardtensor
 from device import contracts
 from shardtensor._compat import decomposes
-from shardtensor.ops.loss.kernels import WITH_KERNEL
 from shardtensor.ops.spatial.resample import MODES
 
 ROOT = Path(shardtensor.__file__).parent
@@ -330,7 +329,6 @@ FILLED = {
         "avg_pool{n}d_backward": [f"avg_pool{n}d_backward" for n in (2, 3)],
     },
     "ops/spatial/resample.py": {"{name}_backward": [f"{name}_backward" for name in MODES]},
-    "ops/loss/kernels.py": {"{name}_backward": [f"{function.__name__}_backward" for function in WITH_KERNEL]},
     "ops/shape/view_copy.py": {"{_name}_copy": []},  # copies of views, which do not call it
 }
 

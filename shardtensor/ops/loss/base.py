@@ -10,25 +10,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, nn_functions
+from ...caches import cached
 from ...operators import Arguments, Composed, Plan, operator
 from ...spec import ShardTensorSpec
 from ...strides import contiguous_stride
 from ..common.alignment import wide_dtype
-from .kernels import scalar_spec
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def terms_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
-    """The spec of terms that have the layout of ``spec``."""
-    return spec.replace(meta=TensorMeta(spec.shape, contiguous_stride(spec.shape), dtype))
+@cached(maxsize=4096)
+def scalar_spec(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
+    """The spec of the sum over all elements of a tensor with ``spec``."""
+    placements = [Replicate() if p.is_replicate() else Partial() for p in spec.placements]
+    meta = TensorMeta(torch.Size(()), (), dtype)
+    return spec.replace(placements=placements, sizes=(None,) * len(placements), meta=meta)
 
 
 def outputs_spec(spec: ShardTensorSpec, reduction: str, dtype: torch.dtype) -> ShardTensorSpec:
     """The spec of a loss whose terms have the layout of ``spec``."""
-    return terms_spec(spec, dtype) if reduction == "none" else scalar_spec(spec, dtype)
+    if reduction != "none":
+        return scalar_spec(spec, dtype)
+    return spec.replace(meta=TensorMeta(spec.shape, contiguous_stride(spec.shape), dtype))
 
 
 def reduced(terms: Tensor, reduction: str, divisor: Any) -> Tensor:

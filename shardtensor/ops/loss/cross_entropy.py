@@ -35,8 +35,7 @@ from ...strides import contiguous_stride
 from ...tensor import redistribute_to
 from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype
 from ..common.half import widened
-from .base import full_precision, loss, outputs_spec, reduced
-from .kernels import scalar_spec
+from .base import full_precision, loss, outputs_spec, reduced, scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
 _ELSEWHERE = -(2**62)

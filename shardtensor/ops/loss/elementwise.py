@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import DisableTorchFunction, nn_functions, untraced
+from ..._compat import untraced
 from ...operators import Arguments, Composed, LocalPlan, Plan
 from ...planning import meta_of
 from ...spec import ShardTensorSpec
 from ...tensor import ShardTensor, redistribute_to
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
-from .base import REDUCTIONS, composed_loss, loss, outputs_spec
-from .kernels import WITH_KERNEL
+from .base import composed_loss, loss, outputs_spec
 
 # Each with its tensor arguments.
 _ELEMENTWISE: dict[Callable[..., Tensor], str] = {
@@ -52,11 +51,6 @@ def _plan_elementwise(
     """A loss whose terms depend on one element of each operand. Weights do not count for the terms' shape."""
     specs = {name: given[name] for name in names if given.get(name) is not None}
     options = {name: value for name, value in given.items() if name not in names}
-    if function in WITH_KERNEL and len(specs) == 2 and given.get("beta") != 0 and len(set(specs.values())) == 1:
-        # There is nothing to do above autograd, and torch's own formulas serve derivatives of any order. Its function
-        # of Python would broadcast the operands, which are alike.
-        kernel = getattr(nn_functions, function.__name__)
-        return Composed(partial(_below_autograd, kernel, options, REDUCTIONS.index(reduction)))
     if "weight" in specs and reduction == "mean" and function in (F.mse_loss, F.l1_loss):
         return Composed(partial(_weighted_mean, function, names, options))
     if reduction == "batchmean":
@@ -115,11 +109,6 @@ def _dtype_under_autocast(
     with torch.no_grad(), untraced():
         ones = {name: torch.ones(1, dtype=s.tensor_meta.dtype, device=call.device) for name, s in specs.items()}
         return function(**ones, **options, reduction="none").dtype
-
-
-def _below_autograd(kernel: Callable[..., Tensor], options: Mapping[str, Any], reduction: int, *tensors: Any) -> Any:
-    with DisableTorchFunction():
-        return kernel(tensors[0], tensors[1], reduction=reduction, **options)
 
 
 def _weighted_mean(

@@ -501,7 +501,7 @@ def check_second_derivatives():
         # Whose own gradient depends on the input, too.
         lambda x: F.kl_div(x, t.softmax(1), reduction="batchmean").square(),
         lambda x: F.cross_entropy(x, hard, reduction="sum").sin(),
-        # Alike: below autograd.
+        # Operands of one layout.
         lambda x: F.mse_loss(x, x.tanh()).square(),
         lambda x: F.smooth_l1_loss(x, x.detach() * 2, beta=0.7, reduction="sum").sin(),
         lambda x: F.smooth_l1_loss(x, x.detach() * 2, beta=0),
