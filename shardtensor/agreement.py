@@ -27,7 +27,7 @@ from ._compat.c10d import c10d_all_gather, group_along
 from .caches import forgets
 from .geometry import chunk_sizes
 from .headers import check_call, debug_enabled
-from .history import WIDTH, difference, fingerprint, forget_history, record, record_call, values_compared
+from .history import WIDTH, difference, fingerprint, forget_history, record, values_compared
 from .layout import ShardSizes, as_integers, given_mesh, mesh_coordinate, normalize_placements, rank_at
 from .rows import gather_rows, gather_texts
 from .spec import ShardTensorSpec
@@ -118,7 +118,7 @@ def record_over_mesh(text: str, mesh: DeviceMesh) -> None:
     """Note a call that all ranks of the mesh make alike; what they were told in it is compared with the next number."""
     for m in range(mesh.ndim):
         if mesh.size(m) > 1:
-            record_call(group_along(mesh, m).group_name, text)
+            record(group_along(mesh, m).group_name, text)
 
 
 def _checked(

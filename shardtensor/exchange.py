@@ -34,8 +34,8 @@ from .context import Setting
 from .failures import lost
 from .geometry import Interval, intersect
 from .groups import connect
-from .headers import check_communication, debug_enabled
-from .history import calling, operator, record
+from .headers import begin
+from .history import calling, operator
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 from .waiting import wait_for
@@ -44,7 +44,7 @@ __all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport"
 
 Pieces = Sequence[Sequence[Tensor]]
 Shapes = Sequence[Sequence[Sequence[int]]]
-Part = tuple[int, Interval]  # a peer, and an interval that it sends or gets
+Transfer = tuple[int, Interval]  # a peer, and an interval that it sends or gets
 _Counts = tuple[list[int], list[int]]  # peers in ascending order, and how many elements each sends or gets
 
 _TRANSPORTS = ("auto", "all_to_all", "p2p")
@@ -104,8 +104,8 @@ class Transfers:
     rank: int
     own: Interval
     need: Interval
-    sends: tuple[Part, ...]
-    recvs: tuple[Part, ...]
+    sends: tuple[Transfer, ...]
+    recvs: tuple[Transfer, ...]
     most_peers: int
 
     @property
@@ -159,6 +159,9 @@ class Exchange:
         sends: ``(peer, shape)`` of each piece that this rank sends, peers in ascending order.
         recvs: ``(peer, shape)`` of each piece that it gets, likewise.
         most_peers: at least as many as any rank of the group has; the same on all of them. See [Note: transport].
+
+    Attributes:
+        received: how many elements this rank gets.
     """
 
     __slots__ = (
@@ -166,11 +169,11 @@ class Exchange:
         "_few",
         "_group_name",
         "_most_peers",
-        "_received",
         "_recv_shapes",
         "_recv_sizes",
         "_recvs",
         "_sends",
+        "received",
     )
 
     def __init__(
@@ -185,14 +188,17 @@ class Exchange:
         self._sends, self._recvs = _counts(sends), _counts(recvs)
         self._recv_shapes = [list(shape) for _, shape in recvs]
         self._recv_sizes = [math.prod(shape) for _, shape in recvs]
-        self._received = sum(self._recv_sizes)
+        self.received = sum(self._recv_sizes)
         ranks = group.size()
         self._most_peers, self._few = most_peers, most_peers * _FEW < ranks
         self._by_rank = None if self._few else (_spread(self._sends, ranks), _spread(self._recvs, ranks))
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """The received pieces, as views of what :meth:`Pending.buffer` gave."""
-        return _split(buffer, self._recv_shapes, self._recv_sizes)
+        if len(self._recv_shapes) == 1:
+            return [buffer.view(*self._recv_shapes[0])]
+        parts = buffer.split_with_sizes(self._recv_sizes) if self._recv_sizes else ()
+        return [part.view(shape) for part, shape in zip(parts, self._recv_shapes, strict=True)]
 
     def start(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
         """Send the pieces, in the order of ``sends``; what is received has the dtype and device of ``like``.
@@ -206,25 +212,26 @@ class Exchange:
             packed = _packed(pieces) if pieces else like.new_empty(0)
         if type(packed) is not Tensor and goes_into_graph(packed):
             ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, operator())
-            return _PendingInGraph((), None, ticket, self._recv_shapes, self._recv_sizes, packed)
+            return _PendingInGraph(self, (), None, ticket, packed)
         group = process_group(self._group_name)
         chosen = _transport.value
         direct = self._few if chosen == "auto" else chosen == "p2p"
         kind = "exchange by messages" if direct else "exchange"
-        record(self._group_name, kind, packed.dtype)
-        if debug_enabled():
-            check_communication(kind, packed.dtype, *self._all_ranks(group), group, packed.device)
-        received = packed.new_empty(self._received)
+        begin(kind, packed, group, counts=lambda: self._all_ranks(group))
+        received = packed.new_empty(self.received)
         out, inp = received, packed
         if packed.dtype not in _TRANSFERABLE:  # a row of bytes for each element
             out, inp = received.unsqueeze(-1).view(torch.uint8), packed.unsqueeze(-1).view(torch.uint8)
-        all_ranks = None if direct else self._by_rank or self._all_ranks(group)
         try:
-            works = _transfer(out, inp, self._recvs, self._sends, all_ranks, group)
+            if direct:
+                connect(group, out.device)
+                works = c10d_messages(_by_peer(out, self._recvs), _by_peer(inp, self._sends), group)
+            else:
+                counts, gets = self._by_rank or self._all_ranks(group)
+                works = [c10d_all_to_all(out, inp, gets, counts, group)]
         except RuntimeError as error:
             raise lost(group, error) from error
-        polled = None if direct else received
-        return Pending(works, group, received, self._recv_shapes, self._recv_sizes, packed, polled)
+        return Pending(self, works, group, received, packed, None if direct else received)
 
     def _all_ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
         """How many elements this rank sends to each rank, and gets from each."""
@@ -245,20 +252,19 @@ def _packed(pieces: Sequence[Tensor]) -> Tensor:
 class Pending:
     """Pieces on their way."""
 
-    __slots__ = ("_group", "_keep", "_polled", "_received", "_shapes", "_sizes", "_works")
+    __slots__ = ("_exchange", "_group", "_keep", "_polled", "_received", "_works")
 
     def __init__(
         self,
+        exchange: Exchange,
         works: Sequence[dist.Work],
         group: dist.ProcessGroup | None,
         received: Tensor,
-        shapes: Sequence[Sequence[int]],
-        sizes: Sequence[int],
         keep: Tensor,
         polled: Tensor | None = None,
     ) -> None:
-        self._works, self._group, self._polled = works, group, polled
-        self._received, self._shapes, self._sizes = received, shapes, sizes
+        self._exchange, self._works, self._group, self._polled = exchange, works, group, polled
+        self._received = received
         self._keep = keep  # the send buffer has to live until the transfer is done
 
     def wait(self, after: Tensor | None = None) -> list[Tensor]:
@@ -267,7 +273,7 @@ class Pending:
         Args:
             after: what was computed since the start, if anything: a compiler must not wait before it.
         """
-        return _split(self.buffer(after), self._shapes, self._sizes)
+        return self._exchange.split(self.buffer(after))
 
     def meanwhile(self, operand: Tensor) -> Tensor:
         """A small operand of what is to be computed until :meth:`wait`: no compiler may do so before the start."""
@@ -290,14 +296,7 @@ class _PendingInGraph(Pending):
         return after_start(operand, self._received)
 
     def buffer(self, after: Tensor | None = None) -> Tensor:
-        return wait_in_graph(self._received, self._keep, [sum(self._sizes)], after)
-
-
-def _split(buffer: Tensor, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[Tensor]:
-    if len(shapes) == 1:
-        return [buffer.view(*shapes[0])]
-    parts = buffer.split_with_sizes(sizes) if sizes else ()
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return wait_in_graph(self._received, self._keep, [self._exchange.received], after)
 
 
 def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: Tensor) -> Pending:
@@ -312,25 +311,6 @@ def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: T
 
 # Dtypes that every backend knows in every collective. Others travel as bytes: nothing is computed on the way.
 _TRANSFERABLE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
-
-
-def _transfer(
-    out: Tensor,
-    inp: Tensor,
-    recvs: _Counts,
-    sends: _Counts,
-    all_ranks: tuple[list[int], list[int]] | None,
-    group: dist.ProcessGroup,
-) -> list[dist.Work]:
-    """Send consecutive rows of ``inp`` to ranks of ``group``, and receive such into ``out``.
-
-    Args:
-        all_ranks: how many go to each rank, and come from each, for an all-to-all; None for messages to the peers.
-    """
-    if all_ranks is not None:
-        return [c10d_all_to_all(out, inp, all_ranks[1], all_ranks[0], group)]
-    connect(group, out.device)
-    return c10d_messages(_parts(out, recvs), _parts(inp, sends), group)
 
 
 def _counts(pieces: Sequence[tuple[int, Sequence[int]]]) -> _Counts:
@@ -348,7 +328,7 @@ def _spread(counts: _Counts, ranks: int) -> list[int]:
     return result
 
 
-def _parts(buffer: Tensor, counts: _Counts) -> list[tuple[int, Tensor]]:
+def _by_peer(buffer: Tensor, counts: _Counts) -> list[tuple[int, Tensor]]:
     """The part of each peer, without empty ones: these are no messages."""
     peers, numbers = counts
     return [(peer, part) for peer, n, part in zip(peers, numbers, buffer.split_with_sizes(numbers), strict=True) if n]

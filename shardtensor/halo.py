@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._compat import AutogradFunction
 from ._compat.c10d import group_along
 from .exchange import Exchange, Pending, Transfers, plan_intervals
-from .geometry import Interval, intersect, intervals_of, length
+from .geometry import Interval, intersect, intervals_of, length, resized
 from .spec import ShardTensorSpec
 from .strides import CHANNELS_LAST, cat_like, stride_like, with_stride, zeros_like
 
@@ -65,7 +65,7 @@ class Fetch:
             transfers, around = axis.transfers, zeros if axis is axes[-1] else (0, 0)
             if transfers.active or transfers.own != transfers.need or any(around):
                 steps.append(_FetchedDim(shape, axis.dim, transfers, around, group_along(mesh, axis.mesh_dim)))
-            shape = _resized(shape, axis.dim, around[0] + length(transfers.need) + around[1])
+            shape = resized(shape, axis.dim, around[0] + length(transfers.need) + around[1])
         self._steps, self.shape = tuple(steps), tuple(shape)
 
     @classmethod
@@ -117,7 +117,9 @@ class Fetch:
 
         For :meth:`add_returned`. Both together do what :meth:`backward` does, with the halo's gradient by itself.
         """
-        return self._steps[0].start_return(pieces, like)
+        back = self._steps[0].back
+        assert back is not None
+        return back.start(pieces, like)
 
     def add_returned(self, total: Tensor, pending: Pending) -> Tensor:
         """Add what other ranks return to the shard's gradient ``total``, in place."""
@@ -125,23 +127,23 @@ class Fetch:
 
 
 class _FetchedDim:
-    """One dim of a :class:`Fetch`."""
+    """One dim of a :class:`Fetch`; ``back`` sends the gradients of what was received."""
 
     def __init__(
         self, shape: Sequence[int], dim: int, transfers: Transfers, zeros: Interval, group: dist.ProcessGroup
     ) -> None:
         own, need = transfers.own, (transfers.need[0] - zeros[0], transfers.need[1] + zeros[1])
         self._dim = dim
-        self._zeros = [_resized(shape, dim, n) if n else None for n in zeros]
-        self._own_shape, self._shape = tuple(shape), _resized(shape, dim, length(need))
+        self._zeros = [resized(shape, dim, n) if n else None for n in zeros]
+        self._own_shape, self._shape = tuple(shape), resized(shape, dim, length(need))
         # Where the pieces are: those that are sent, in the shard; those that are received, in what is needed.
         self._sent = [_place(dim, own, part) for _, part in transfers.sends]
         self._received = [_place(dim, need, part) for _, part in transfers.recvs]
-        self._out = self._back = None
+        self._out = self.back = None
         if transfers.active:
-            sends = [(peer, _resized(shape, dim, length(part))) for peer, part in transfers.sends]
-            recvs = [(peer, _resized(shape, dim, length(part))) for peer, part in transfers.recvs]
-            self._out, self._back = (
+            sends = [(peer, resized(shape, dim, length(part))) for peer, part in transfers.sends]
+            recvs = [(peer, resized(shape, dim, length(part))) for peer, part in transfers.recvs]
+            self._out, self.back = (
                 Exchange(*ways, group, transfers.most_peers) for ways in ((sends, recvs), (recvs, sends))
             )
         kept = intersect(own, need)
@@ -186,8 +188,8 @@ class _FetchedDim:
     def give_back(self, grad: Tensor) -> Tensor:
         """The shard's gradient: its own part, and what the others return of theirs, in the order of ranks."""
         pending = None
-        if self._back is not None:
-            pending = self.start_return([_piece(grad, place) for place in self._received], grad)
+        if self.back is not None:
+            pending = self.back.start([_piece(grad, place) for place in self._received], grad)
         if self._kept is not None and self._keeps_all:
             total = _copied(grad, self._kept[1])
         else:
@@ -195,11 +197,6 @@ class _FetchedDim:
             if self._kept is not None:
                 total.narrow(*self._kept[0]).copy_(grad.narrow(*self._kept[1]))
         return total if pending is None else self.add_returned(total, pending)
-
-    def start_return(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
-        """Send the other ranks their parts of the gradient."""
-        assert self._back is not None
-        return self._back.start(pieces, like)
 
     def add_returned(self, total: Tensor, pending: Pending) -> Tensor:
         """Wait for what the others return, and add it to the shard's own part of the gradient."""
@@ -256,7 +253,3 @@ def _piece(t: Tensor, place: Narrow) -> Tensor:
 
 def _place(dim: int, held: Interval, part: Interval) -> Narrow:
     return dim, part[0] - held[0], length(part)
-
-
-def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    return [size if d == dim else n for d, n in enumerate(shape)]

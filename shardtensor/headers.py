@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .callers import called_from
+from .history import record
 from .rows import gather_rows, gather_texts
 
-__all__ = ["check_call", "check_communication", "debug_enabled"]
-
+__all__ = ["begin", "check_call", "debug_enabled"]
 
 # The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
 _environment = os.environ._data  # type: ignore[attr-defined]
@@ -66,24 +66,33 @@ def check_call(what: str, group: dist.ProcessGroup, device: torch.device | str) 
     )
 
 
-def check_communication(
+def begin(
     what: str,
-    dtype: torch.dtype,
-    send: Sequence[int],
-    receive: Sequence[int],
+    like: torch.Tensor,
     group: dist.ProcessGroup,
-    device: torch.device,
+    elements: int = 0,
+    counts: Callable[[], Sequence[Sequence[int]]] | None = None,
 ) -> None:
-    """Compare the communication that the ranks of ``group`` are about to start.
+    """Note that this rank starts to communicate, before it does: the history is told, and under debug the other ranks.
 
     Args:
-        what: its kind, such as "exchange" or "all_reduce sum".
-        send, receive: numbers of elements per rank of the group.
+        what: its kind, such as "exchange" or "all-reduce sum".
+        like: what is sent, or a tensor of its dtype and device.
+        elements: how many every rank sends to each, where that is the same number.
+        counts: gives the numbers of elements that go to each rank of the group, and come from each, where they differ.
 
     Raises:
         RuntimeError: on all ranks, where they disagree; the text names the ranks and what each is about to do.
     """
-    kind = f"{what} of {str(dtype).removeprefix('torch.')}"
+    record(group.group_name, what, like.dtype, elements)
+    if debug_enabled():
+        send, receive = ([elements] * group.size(),) * 2 if counts is None else counts()
+        _check_communication(f"{what} of {str(like.dtype).removeprefix('torch.')}", send, receive, group, like.device)
+
+
+def _check_communication(
+    kind: str, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> None:
     check_call(kind, group, device)
     rows = gather_rows([*send, *receive], group, device)
     ranks, n = dist.get_process_group_ranks(group), len(rows)

@@ -64,7 +64,6 @@ __all__ = [
     "observed",
     "operator",
     "record",
-    "record_call",
     "take_turns",
     "values_compared",
 ]
@@ -167,21 +166,26 @@ def forget_history() -> None:
     _logs.clear()
 
 
-def record(group: str, kind: str, dtype: Any, elements: int = 0) -> None:
-    """Note that this rank starts to communicate.
+def record(group: str, kind: str, dtype: Any = None, elements: int = 0) -> None:
+    """Note that this rank starts to communicate, or what all ranks of a group do alike, though nothing is sent.
 
     Args:
         group: the group's name.
+        kind: what is sent; or what is done, where there is no ``dtype``.
         elements: how many, where it is the same number on every rank.
     """
-    if _check is not None:
-        _check()
-    _append(group, _communication(kind, dtype, elements, here.operator))
-
-
-def record_call(group: str, text: str) -> None:
-    """Note what all ranks of the group do alike, though nothing is sent."""
-    _append(group, text.encode())
+    if dtype is None:
+        text = kind.encode()
+    else:
+        if _check is not None:
+            _check()
+        text = _communication(kind, dtype, elements, here.operator)
+    log = _logs.get(group) or _log(group)
+    if log.thread != get_ident():
+        _pass_on(group, log)
+    log.entries.append((log.checksum, text))
+    log.count += 1
+    log.checksum = zlib.crc32(text, log.checksum)
 
 
 def note_values(group: str, where: str, what: str, shape: Sequence[int], tolerance: float, summary: Tensor) -> None:
@@ -215,15 +219,6 @@ def _log(group: str) -> _Log:
         for function in _at_first:
             function()
     return log
-
-
-def _append(group: str, text: bytes) -> None:
-    log = _logs.get(group) or _log(group)
-    if log.thread != get_ident():
-        _pass_on(group, log)
-    log.entries.append((log.checksum, text))
-    log.count += 1
-    log.checksum = zlib.crc32(text, log.checksum)
 
 
 @lru_cache(4096)

@@ -34,8 +34,8 @@ from .caches import cached
 from .exchange import start_swap
 from .geometry import Interval, intervals_of, length, resized
 from .halo import Fetch
-from .headers import check_communication, debug_enabled
-from .history import calling, here, operator, record
+from .headers import begin
+from .history import calling, here, operator
 from .layout import AxisLayout, wide_dtype
 from .spec import ShardTensorSpec
 from .strides import cat_like
@@ -201,8 +201,8 @@ def start_all_reduce(
     if goes_into_graph(local):
         ticket = _all_reduce(local, op, group.group_name, operator())
         return lambda: wait_in_graph(ticket, local, local.shape, None)
-    record(group.group_name, "all-reduce", local.dtype, local.numel())
-    if op == "sum" and local.dtype in _SUMMABLE and not debug_enabled():  # most are
+    begin(f"all-reduce {op}", local, group, local.numel())
+    if op == "sum" and local.dtype in _SUMMABLE:  # most are
         total = local if overwrite else local.clone(memory_format=torch.contiguous_format)
         summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
 
@@ -224,9 +224,6 @@ def start_all_reduce(
     extreme = op in ("max", "min") and value.is_floating_point()
     if extreme:
         wire = _ordered(value, op)
-    if debug_enabled():
-        counts = [value.numel()] * dist.get_world_size(group)
-        check_communication(f"all_reduce {op}", value.dtype, counts, counts, group, value.device)
     work = c10d_all_reduce(wire, _REDUCE[op][0], group)
 
     def finish() -> Tensor:
@@ -259,10 +256,7 @@ def start_sums(
 
         return split
     elements = sum(map(Tensor.numel, tensors))
-    record(group.group_name, "all-reduce", dtype, elements)
-    if debug_enabled():
-        counts = [elements] * group.size()
-        check_communication("all_reduce sum", dtype, counts, counts, group, tensors[0].device)
+    begin("all-reduce sum", tensors[0], group, elements)
     # Every rank's numbers have to be in one order in memory, whatever the memory formats. Flat, because strides of dims
     # of length 1 may be any, and gloo takes those that it has not made itself for overlapping memory.
     totals = [
@@ -321,10 +315,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
         return local.expand(ranks, *local.shape)
     if type(local) is not Tensor and goes_into_graph(local):
         return _all_gather(local, ranks, group.group_name, operator())
-    record(group.group_name, "all-gather", local.dtype, local.numel())
-    if debug_enabled():
-        counts = [local.numel()] * ranks
-        check_communication("all_gather", local.dtype, counts, counts, group, local.device)
+    begin("all-gather", local, group, local.numel())
     gathered = local.new_empty((ranks, *local.shape))
     wire = gathered
     if local.is_complex():

@@ -37,7 +37,7 @@ from ..._compat.c10d import group_along
 from ...cuda_graphs import check_not_captured, is_capturing
 from ...errors import refuse
 from ...headers import check_call, debug_enabled
-from ...history import record_call
+from ...history import record
 from ...operators import operator
 from ...planning import AtenCall, AtenPlan, meta_of
 from ...registry import DECLINED, RULES, register
@@ -90,7 +90,7 @@ def _note_source(number: int, spec: ShardTensorSpec) -> None:
     """Have the ranks that hold copies of a tensor with ``spec`` compare the number with the next one that they read."""
     for m, p in enumerate(spec.placements):
         if spec.mesh.size(m) > 1 and not isinstance(p, Shard):
-            record_call(group_along(spec.mesh, m).group_name, f"random numbers from the state {number:x} for copies")
+            record(group_along(spec.mesh, m).group_name, f"random numbers from the state {number:x} for copies")
 
 
 def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
