@@ -27,48 +27,48 @@ Nodes = Node | Sequence[Node]
 Seeds = Tensor | Sequence[Tensor | None] | None
 
 
-def _seed(output: Node, grad: Tensor | None) -> Tensor | None:
-    """The gradient to start from; by default one, for a scalar.
+def _seeds(outputs: Sequence[Node], grads: Seeds) -> tuple[Tensor | None, ...]:
+    """The gradients to start from; by default one, for a scalar.
 
     Raises:
         TypeError, RuntimeError: torch's own errors, with the global shape in place of the local one.
     """
-    if not isinstance(output, ShardTensor):
-        return gradient_seeds((output,), (grad,), is_grads_batched=False)[0]  # type: ignore[arg-type]
-    meta = output._spec.tensor_meta
-    if grad is None:
-        if meta.shape.numel() != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        if not meta.dtype.is_floating_point:
-            raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {meta.dtype}")
-        spec = output._spec.for_gradient()
-        return wrap(output._local_tensor.new_ones(spec.own_shape), spec)
-    if not isinstance(grad, Tensor):
-        raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
-    if grad.shape != meta.shape:
-        raise RuntimeError(
-            f"a gradient of shape {tuple(grad.shape)} for a ShardTensor of shape {tuple(meta.shape)}; "
-            "a plain gradient must be that of the global tensor"
-        )
-    return grad
-
-
-def _seeds(outputs: Sequence[Node], grads: Seeds) -> tuple[Tensor | None, ...]:
     given: list[Tensor | None] = [None] * len(outputs)
     if grads is not None:
         given = [grads] if isinstance(grads, Tensor) else list(grads)
     if len(given) != len(outputs):
         raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
-    return tuple(map(_seed, outputs, given))
+    for i, (output, grad) in enumerate(zip(outputs, given, strict=True)):
+        if not isinstance(output, ShardTensor):
+            given[i] = gradient_seeds((output,), (grad,), is_grads_batched=False)[0]  # type: ignore[arg-type]
+        elif grad is None:
+            given[i] = _one(output)
+        elif not isinstance(grad, Tensor):
+            raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
+        elif grad.shape != output._spec.tensor_meta.shape:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(grad.shape)} for a ShardTensor of shape {tuple(output.shape)}; "
+                "a plain gradient must be that of the global tensor"
+            )
+    return tuple(given)
 
 
-def _differentiable(tensors: Nodes) -> tuple[Node, ...]:
+def _one(output: ShardTensor) -> Tensor | None:
+    """The gradient of a scalar by itself; None where it has none, of which the engine says why."""
+    meta = output._spec.tensor_meta
+    if not output.requires_grad:
+        return None
+    if meta.shape.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    if not meta.dtype.is_floating_point:
+        raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {meta.dtype}")
+    spec = output._spec.for_gradient()
+    return wrap(output._local_tensor.new_ones(spec.own_shape), spec)
+
+
+def _several(nodes: Nodes) -> tuple[Node, ...]:
     """One tensor or several, as a tuple for the engine."""
-    result = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
-    for tensor in result:
-        if isinstance(tensor, ShardTensor) and not tensor.requires_grad:
-            raise RuntimeError("a ShardTensor that does not require grad and has no grad_fn cannot be differentiated")
-    return result
+    return (nodes,) if isinstance(nodes, (Tensor, GradientEdge)) else tuple(nodes)
 
 
 @register(torch.autograd.backward)
@@ -80,13 +80,13 @@ def _backward(
     grad_variables: Seeds = None,  # the former name of grad_tensors, which torch still takes
     inputs: Nodes | None = None,
 ) -> None:
-    roots = _differentiable(tensors)
+    roots = _several(tensors)
     run_engine(
         roots,
         _seeds(roots, grad_variables if grad_tensors is None else grad_tensors),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
-        () if inputs is None else _differentiable(inputs),
+        () if inputs is None else _several(inputs),
         allow_unreachable=True,
         accumulate_grad=True,
     )
@@ -117,7 +117,7 @@ def _grad(
 ) -> tuple[Tensor | None, ...]:
     if is_grads_batched:
         raise NotImplementedError("is_grads_batched is not supported for ShardTensors; loop over the gradients")
-    roots, targets = _differentiable(outputs), _differentiable(inputs)
+    roots, targets = _several(outputs), _several(inputs)
     if materialize_grads and allow_unused is None:
         allow_unused = True
     grads = run_engine(

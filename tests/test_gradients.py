@@ -111,7 +111,7 @@ def bad(how):
     [
         ("scalar", "grad can be implicitly created only for scalar outputs"),
         ("shape", r"for a ShardTensor of shape \(2, 4, 8, 6\); a plain gradient must be that of the global tensor"),
-        ("detached", "does not require grad and has no grad_fn"),
+        ("detached", "does not require grad and does not have a grad_fn"),
     ],
 )
 def test_errors(how, text):
