@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import index
 from typing import NamedTuple
 
@@ -79,6 +79,7 @@ def without_owners(layout: Sequence[AxisLayout]) -> list[AxisLayout]:
     return [axis if axis.owner is None else AxisLayout(axis.placement) for axis in layout]
 
 
+@cache
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -178,7 +178,9 @@ def start_sum(
             members, some = by_dtype.setdefault(dtype, ([], []))
             members.append(i)
             some.append(t.to(dtype))
-    under_way = [(members, start(some, mesh_dims[0], overwrite)) for members, some in by_dtype.values()]
+    under_way = []
+    for members, some in by_dtype.values():
+        under_way.append((members, start(some, mesh_dims[0], overwrite)))
 
     def finish() -> list[Tensor | None]:
         result = list(tensors)
@@ -221,15 +223,15 @@ class _Total(AutogradFunction):
 class _Bucket:
     """Contributions to gradients, which are summed together."""
 
-    __slots__ = ("_bytes", "_device", "_finish", "_limit", "_mesh", "_mesh_dims", "_streams", "_tensors")
+    __slots__ = ("_device", "_mesh", "_mesh_dims", "_streams", "_tensors", "finish", "room")
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: Sequence[int], like: Tensor) -> None:
         self._mesh, self._mesh_dims = mesh, mesh_dims
         self._device = _device_of(like)
         self._streams: set[torch.Stream] = set()  # on which something was done with them so far
-        self._bytes, self._limit = 0, BUCKET_BYTES if like.is_cpu else ACCELERATOR_BUCKET_BYTES
+        self.room = BUCKET_BYTES if like.is_cpu else ACCELERATOR_BUCKET_BYTES  # bytes; it is to be sent without any
         self._tensors: list[Tensor | None] = []
-        self._finish: Callable[[], list[Tensor | None]] | None = None
+        self.finish: Callable[[], list[Tensor | None]] | None = None  # waits for the sums, while they are on their way
 
     def add(self, tensors: Sequence[Tensor]) -> range:
         """Where among the sums those of ``tensors`` will be."""
@@ -237,26 +239,20 @@ class _Bucket:
             self._note_stream(self._device)
         first = len(self._tensors)
         self._tensors += tensors
-        self._bytes += sum(map(attrgetter("nbytes"), tensors))
+        self.room -= sum(map(attrgetter("nbytes"), tensors))
         return range(first, len(self._tensors))
-
-    def is_full(self) -> bool:
-        return self._bytes >= self._limit
 
     def send(self) -> None:
         if self._streams:
             wait_for_streams(self._streams, self._tensors)
-        self._finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True, apart_on=self._device)
-
-    def wait(self) -> None:
-        if self._finish is not None:
-            self._tensors, self._finish = self._finish(), None
-            if self._device is not None:
-                self._note_stream(self._device)
+        self.finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True, apart_on=self._device)
 
     def take(self, places: range) -> list[Tensor | None]:
         """The sums, which are forgotten here: autograd keeps gradients that nothing else refers to without a copy."""
-        self.wait()
+        if self.finish is not None:
+            self._tensors, self.finish = self.finish(), None
+            if self._device is not None:
+                self._note_stream(self._device)
         found = self._tensors[places.start : places.stop]
         for i in places:
             self._tensors[i] = None
@@ -275,50 +271,29 @@ def _device_of(tensor: Tensor) -> torch.device | None:
     return None if tensor.is_cpu or is_traced(tensor) else tensor.device
 
 
-class _Pass:
-    """The buckets of one backward pass."""
+class _Pass(NamedTuple):
+    """The buckets of one backward pass: those being filled, one for each way to sum, and those on their way."""
 
-    def __init__(self) -> None:
-        self._open: dict[tuple[DeviceMesh, tuple[int, ...]], _Bucket] = {}
-        self._sent: list[_Bucket] = []
-
-    def add(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[_Bucket, range]:
-        """Put the contributions into a bucket; it is sent if that fills it."""
-        key = mesh, mesh_dims
-        bucket = self._open.get(key)
-        if bucket is None:
-            bucket = self._open[key] = _Bucket(mesh, mesh_dims, tensors[0])
-        places = bucket.add(tensors)
-        if bucket.is_full():
-            self._send(self._open.pop(key))
-        return bucket, places
-
-    def send_rest(self) -> None:
-        while self._open:
-            self._send(self._open.pop(next(iter(self._open))))
-
-    def end(self) -> None:
-        """Gradients that nobody has asked for may still be on their way."""
-        for bucket in self._sent:
-            bucket.wait()
-
-    def _send(self, bucket: _Bucket) -> None:
-        bucket.send()
-        self._sent.append(bucket)
+    filling: dict[tuple[DeviceMesh, tuple[int, ...]], _Bucket]
+    sent: list[_Bucket]
 
 
 # The backward passes under way, by torch's numbers of them.
 _passes: dict[int, _Pass] = {}
 
 
-def _pass(number: int) -> _Pass:
-    found = _passes.get(number)
-    if found is None:
-        while len(_passes) >= 16:  # those that ended in an error; so many are hardly within each other
-            del _passes[next(iter(_passes))]
-        found = _passes[number] = _Pass()
-        after_backward(lambda: _passes.pop(number).end())
-    return found
+def _begin(number: int) -> _Pass:
+    while len(_passes) >= 16:  # those that ended in an error; so many are hardly within each other
+        del _passes[next(iter(_passes))]
+    after_backward(partial(_end, number))
+    return _passes.setdefault(number, _Pass({}, []))
+
+
+def _end(number: int) -> None:
+    """Gradients that nobody has asked for may still be on their way."""
+    for bucket in _passes.pop(number).sent:
+        if bucket.finish is not None:
+            bucket.finish()
 
 
 class Contribution:
@@ -336,18 +311,34 @@ class Contribution:
         for grad in grads:
             if grad is not None:
                 some.append(grad)
-        if some and number >= 0:
-            self._bucket, self._places = _pass(number).add(self._mesh, self._mesh_dims, some)
-            self._number = number
+        if not some or number < 0:
+            return
+        filling, sent = _passes.get(number) or _begin(number)
+        key = self._mesh, self._mesh_dims
+        bucket = filling.get(key)
+        if bucket is None:
+            bucket = filling[key] = _Bucket(*key, some[0])
+        self._number, self._bucket, self._places = number, bucket, bucket.add(some)
+        if bucket.room <= 0:
+            bucket.send()
+            sent.append(filling.pop(key))
 
     def sums(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sums of the gradients that :meth:`add` was given; of ``grads`` where it was not called."""
         bucket, self._bucket = self._bucket, None
-        if bucket is None or self._number != backward_pass():
+        under_way = None if bucket is None or self._number != backward_pass() else _passes.get(self._number)
+        if bucket is None or under_way is None:
             return start_sum(grads, self._mesh, self._mesh_dims)()
-        _pass(self._number).send_rest()
-        found = iter(bucket.take(self._places))
-        return [None if g is None else next(found) for g in grads]
+        filling, sent = under_way
+        while filling:  # all that is left, and not only this bucket: one message after the other, on all ranks alike
+            first = filling.pop(next(iter(filling)))
+            first.send()
+            sent.append(first)
+        found = bucket.take(self._places)
+        for i, grad in enumerate(grads):
+            if grad is None:
+                found.insert(i, None)
+        return found
 
 
 class _SumInBucket(AutogradFunction):

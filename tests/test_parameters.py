@@ -191,7 +191,7 @@ def test_buckets_between_accelerators_are_larger(device, contributions):
     with without_values() as mode, mode:
         megabyte = torch.empty(1 << 18, device=device)
         bucket = parameters._Bucket(mock.Mock(), (0,), megabyte)
-        while not bucket.is_full():
+        while bucket.room > 0:
             bucket.add([megabyte])
     assert len(bucket._tensors) == contributions
 
