@@ -145,6 +145,7 @@ class Operator:
             moves = target is not None and not prepared_spec(named[name], call.mesh, True).lies_like(target)
             steps.append(_chain(call.steps.get(name), _redistribution(target) if moves else None))
         plan.steps = tuple(steps) if any(step is not None for step in steps) else None
+        plan.sums = plan.total is not None or plan.deferred is not None or bool(plan.contributed)
 
     def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
         """Arrange for the sum of plain parameters' gradients; returns the placements of DTensors' ones."""

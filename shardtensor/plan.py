@@ -35,6 +35,8 @@ class Plan:
         total: the sum over ranks that the gradients of plain parameters need, where the plan makes it.
         deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
         contributed: by position, how the gradients of parameters in half precision that are ShardTensors are placed.
+        sums: whether the gradients of parameters are contributions, which ranks sum: here, later, or where
+            they are used.
         name, device: of the operator, for errors; the type of its tensors' device.
         label: the name and what tells this plan from others of the operator, the same on all ranks: see history.py.
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
@@ -52,6 +54,7 @@ class Plan:
     total: GradientSum | None = None
     deferred: GradientSum | None = None
     contributed: Mapping[int, Sequence[Placement]] = {}
+    sums: bool = False
     defers: bool = True
     twice: ClassVar[bool] = False
     linear: ClassVar[bool] = False
@@ -65,12 +68,7 @@ class Plan:
     steps: tuple[Callable[[Any], Any] | None, ...] | None = None
     then: ShardTensorSpec | None = None
 
-    @property
-    def sums(self) -> bool:
-        """Whether the gradients of parameters are contributions, which ranks sum."""
-        return self.total is not None or self.deferred is not None or bool(self.contributed)
-
-    def forward(self, *tensors: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
+    def forward(self, *tensors: Any) -> tuple[Any, Sequence[Tensor | None]]:
         """The local result (a tensor, or a tuple of them) and what else :meth:`backward` needs.
 
         Args:
@@ -223,13 +221,19 @@ def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any
     caller, here.operator = here.operator, plan.label
     try:
         outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
-        local_grads = _held(map(as_gradient, grads, outputs))
+        local_grads = []
+        for grad, spec in zip(grads, outputs, strict=True):
+            local_grads.append(None if grad is None else as_gradient(grad, spec)._local_tensor)
         if torch.is_autocast_enabled(plan.device):
             with torch.autocast(plan.device, enabled=False):
                 found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
         else:
             found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
-        return [g if s is None or g is None else wrap(g, s) for g, s in zip(found, ctx.specs, strict=True)]
+        gradients = list(found)
+        for i, spec in enumerate(ctx.specs):
+            if spec is not None and gradients[i] is not None:
+                gradients[i] = wrap(gradients[i], spec)
+        return gradients
     except Exception as error:
         note_raised(error)
         raise

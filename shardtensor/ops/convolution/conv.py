@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
+from ...caches import cached
 from ...errors import refuse
 from ...operators import Arguments, Composed, Plan, operator
 from ...planning import spec_of
@@ -58,7 +59,7 @@ def _plan(
         raise RuntimeError(
             f"{call.name}: input of {x.tensor_meta.dtype} and weight of {weight.dtype} should be the same"
         )
-    return ConvolutionPlan(plan_convolution(x, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups))
+    return plan_convolution(x, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups)
 
 
 def as_real_convolution(
@@ -198,6 +199,13 @@ def _refuse_transposed(transposed: bool, *operands: Any) -> None:
 # The catch-all below autograd, for callers that come past every function above: same kernels, strips exchanged anew.
 
 
+@cached(maxsize=1024)
+def _contributing_plan(*args: Any) -> ConvolutionPlan:
+    plan = plan_convolution(*args)
+    plan.sums = True
+    return plan
+
+
 def _operands(
     input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> tuple[Any, ...]:
@@ -214,7 +222,7 @@ def _operands(
     n = weight.ndim - 2
     pads = tuple((p, p) for p in per_spatial_dim(padding, n, "convolution", "padding"))
     stride, dilation = (per_spatial_dim(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
-    plan = plan_convolution(spec, tuple(weight.shape), stride, pads, dilation, groups)
+    plan = _contributing_plan(spec, tuple(weight.shape), stride, pads, dilation, groups)
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in (input, weight, bias)]
     return spec, plan, *local
 
@@ -234,8 +242,8 @@ def _aten_convolution(
     if transposed and _replicated(input, weight, bias):
         return NotImplemented
     _refuse_transposed(transposed, input, weight)
-    _, work, x, w, b = _operands(input, weight, bias, stride, padding, dilation, groups)
-    return wrap(work.forward(x, w, b)[0], work.out_spec)
+    _, plan, x, w, b = _operands(input, weight, bias, stride, padding, dilation, groups)
+    return plan.wrapped(plan.forward(x, w, b)[0])
 
 
 @register(_aten.convolution_backward.default)
@@ -255,10 +263,10 @@ def _aten_convolution_backward(
     if transposed and _replicated(grad, input, weight):
         return NotImplemented
     _refuse_transposed(transposed, input, weight)
-    spec, work, x, w, _ = _operands(input, weight, None, stride, padding, dilation, groups)
+    spec, plan, x, w, _ = _operands(input, weight, None, stride, padding, dilation, groups)
     with torch.no_grad():
-        local = as_gradient(grad, work.out_spec)._local_tensor
-        gx, gw, gb = work.backward(output_mask, local, None, True, x, w, *work.fetch.read(x)[1])
+        local = as_gradient(grad, plan.outputs)._local_tensor
+        gx, gw, gb = plan.backward(output_mask, [local], x, w, *plan.fetch.read(x)[1])
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
 
     def parameter(g: Tensor | None) -> Any:

@@ -23,7 +23,7 @@ from ...spec import ShardTensorSpec
 from ..common.alignment import free_dims
 from .conv import as_real_convolution, per_spatial_dim
 from .geometry import output_spec
-from .halo_conv import ConvolutionPlan, HaloConvolution, LocalConvolution
+from .halo_conv import ConvolutionPlan, LocalConvolution
 
 Numbers = int | Sequence[int]
 
@@ -133,7 +133,7 @@ def _declare(n: int) -> None:
             return Composed(lambda x, w, b: as_real_convolution(again, x, w, b, transposed=True))
         call.redistribute("input", free_dims(call.name, input, 1))
         _cast(call, weight, bias)
-        return ConvolutionPlan(_plan(call.tensors["input"], weight, tuple(meta.shape), numbers, groups))
+        return _plan(call.tensors["input"], weight, tuple(meta.shape), numbers, groups)
 
 
 def _cast(call: Arguments, weight: TensorMeta, bias: TensorMeta | None) -> None:
@@ -155,7 +155,7 @@ def _plan(
     shape: tuple[int, ...],
     numbers: Sequence[Sequence[int]],
     groups: int,
-) -> HaloConvolution:
+) -> ConvolutionPlan:
     """This rank's part.
 
     Args:
@@ -177,7 +177,7 @@ def _plan(
     out_spec = output_spec(spec, shape, sizes)
     arguments = tuple(stride), tuple(padding), tuple(dilation), True, tuple(extra), groups
     convolve = LocalConvolution(out_spec.local_shape(), arguments, crop=crop if any(crop) else ())
-    return HaloConvolution(out_spec, Fetch.of(spec, needs), convolve, None)
+    return ConvolutionPlan(out_spec, Fetch.of(spec, needs), convolve)
 
 
 for _n in (1, 2, 3):

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from ..._compat import TensorMeta
-from ...caches import cached
 from ...errors import refuse
 from ...geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
 from ...halo import Fetch
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
 from ..common.alignment import wide_dtype
-from .halo_conv import HaloConvolution, LocalConvolution, SplitGradient, Strip
+from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
 
 __all__ = ["Pads", "output_spec", "plan_convolution"]
 
@@ -30,7 +29,6 @@ Pads = tuple[tuple[int, int], ...]
 SHARE = {False: 32, True: 2}
 
 
-@cached(maxsize=1024)
 def plan_convolution(
     spec: ShardTensorSpec,
     weight: tuple[int, ...],
@@ -38,7 +36,7 @@ def plan_convolution(
     pads: Pads,
     dilation: tuple[int, ...],
     groups: int,
-) -> HaloConvolution:
+) -> ConvolutionPlan:
     """This rank's part of a convolution; errors are raised on all ranks.
 
     Args:
@@ -75,7 +73,7 @@ def plan_convolution(
         held[last] = held[last][0] - zeros[0], held[last][1] + zeros[1]
         convolve = local.convolution(held, outs)
     fetch = Fetch.of(spec, needs, zeros)
-    return HaloConvolution(out_spec, fetch, convolve, local.split(fetch, fetch.shape, held, outs))
+    return ConvolutionPlan(out_spec, fetch, convolve, local.split(fetch, fetch.shape, held, outs))
 
 
 def _within(read: Interval, size: int) -> Interval:

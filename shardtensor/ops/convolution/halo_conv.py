@@ -15,9 +15,8 @@ Which inputs a rank reads, and how the kernel is to pad them, stands in ``geomet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +28,13 @@ from ...halo import Fetch, Narrow
 from ...operators import Plan
 from ...spec import ShardTensorSpec
 from ...strides import stride_like
-from ..common.half import cast, is_half, widened
+from ..common.alignment import wide_dtype
+from ..common.half import cast, widened
 
-__all__ = ["ConvolutionPlan", "HaloConvolution", "LocalConvolution", "SplitGradient", "Strip"]
+__all__ = ["ConvolutionPlan", "LocalConvolution", "SplitGradient", "Strip"]
 
 _convolution_backward = kernel(torch.ops.aten.convolution_backward.default)
 
-# Starts the sum over the ranks of the gradients of (input,) weight and bias; what it returns waits for it.
-StartSum = Callable[[Sequence[Tensor | None]], Callable[[], list[Tensor | None]]]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 ONLY_INPUT = True, False, False
 
@@ -169,25 +167,28 @@ class SplitGradient:
         return cast(fetch.add_returned(total, returning), x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class HaloConvolution:
-    """One rank's part of a convolution.
+class ConvolutionPlan(Plan):
+    """One rank's part of an N-d convolution of an input ``(N, C, *spatial)`` with replicated weights.
 
-    Attributes:
+    The result is never sharded in its channels.
+
+    Args:
         out_spec: of the result.
         fetch: the inputs that are read.
         convolve: the kernel with them.
         split: how to compute their gradient in two; None to do it in one.
     """
 
-    out_spec: ShardTensorSpec
-    fetch: Fetch
-    convolve: LocalConvolution
-    split: SplitGradient | None
-    _fetches: bool = field(init=False)
+    saves = (0, 1)
+    twice = True
+    depends = {0: (1,), 1: (0,), 2: ()}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_fetches", bool(self.fetch))
+    def __init__(
+        self, out_spec: ShardTensorSpec, fetch: Fetch, convolve: LocalConvolution, split: SplitGradient | None = None
+    ) -> None:
+        self.outputs, self.fetch, self.convolve, self.split = out_spec, fetch, convolve, split
+        dtype = out_spec.tensor_meta.dtype
+        self._fetches, self._half = bool(fetch), wide_dtype(dtype) != dtype
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor | None]]:
         """This rank's outputs, and the halo."""
@@ -200,39 +201,32 @@ class HaloConvolution:
         """This rank's outputs, computed in a way that autograd can differentiate any number of times."""
         return self.convolve(self.fetch(x), weight, bias)
 
-    def backward(
-        self,
-        needed: Sequence[bool],
-        grad: Tensor,
-        start_sum: StartSum | None,
-        sums: bool,
-        x: Tensor,
-        weight: Tensor,
-        *halo: Tensor | None,
-    ) -> Gradients:
-        """Gradients of the shard, the weight and the bias; without ``start_sum`` this rank's contributions to these.
+    def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Gradients:
+        """Gradients of the shard, the weight and the bias.
 
         What ranks add up is in float32 where it is of half precision: see [Note: rounded once] in redistribute.py.
 
         Args:
-            sums: whether they sum the gradients of weight and bias, here or later.
-            halo: what :meth:`forward` returned besides the outputs.
+            saved: the shard, the weight, and what :meth:`forward` returned besides the outputs.
         """
-        need_x, need_w, need_b = needed
+        (grad,), (x, weight, *halo), (need_x, need_w, need_b) = grads, saved, needed
+        if grad is None:
+            return None, None, None
         split = self.split if need_x else None
         returning = None
         # Only some ranks may compute in two: where there is a sum, all of them start it before they return the halo's.
-        if split is not None and start_sum is None:
+        if split is not None and self.total is None:
             returning = split.start(self.fetch, grad, weight)
             weight = returning.meanwhile(weight)
         joins = self._fetches and (split is None or need_w or need_b)
         read = self.fetch.join(x, halo) if joins else x
-        wide = is_half(grad) and (sums or self._fetches)
+        wide = self._half and (self.sums or self._fetches)
         # One call of the kernel for all is faster, but nothing travels meanwhile.
-        together = need_x and split is None and start_sum is None and wide == (wide and self._fetches)
+        together = need_x and split is None and self.total is None and wide == (wide and self._fetches)
         given = widened(grad, read, weight) if wide else [grad, read, weight]
         grad_x, grad_w, grad_b = self.convolve.gradients((together, need_w, need_b), *given)
-        finish = None if start_sum is None else start_sum([None, grad_w, grad_b])
+        # The kernel has made the parameters' gradients for this call alone.
+        finish = None if self.total is None else self.total.start([None, grad_w, grad_b], overwrite=True)
         if split is not None:
             del given, read
             returning = returning or split.start(self.fetch, grad, weight)
@@ -247,28 +241,3 @@ class HaloConvolution:
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b
-
-
-class ConvolutionPlan(Plan):
-    """N-d convolution of an input ``(N, C, *spatial)`` with replicated weights.
-
-    The result is never sharded in its channels.
-    """
-
-    saves = (0, 1)
-    twice = True
-    depends = {0: (1,), 1: (0,), 2: ()}
-
-    def __init__(self, work: HaloConvolution) -> None:
-        self.work, self.outputs = work, work.out_spec
-        self.forward, self.again = work.forward, work.again  # type: ignore[method-assign, assignment]
-
-    def backward(
-        self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Tensor | None
-    ) -> Sequence[Tensor | None]:
-        grad = grads[0]
-        if grad is None:
-            return [None, None, None]
-        # The kernel has made the parameters' gradients for this call alone.
-        start_sum = None if self.total is None else partial(self.total.start, overwrite=True)
-        return self.work.backward(needed, grad, start_sum, self.sums, *saved)  # type: ignore[arg-type]
