@@ -4,11 +4,18 @@
 until it returns. But operators that run in the meantime (activation checkpointing recomputes the forward pass, hooks
 may compute anything) must reach their handlers. So the engine is called directly, after the steps that torch's
 functions take before they call it.
+
+[Note: graphs of gradients] Of the nodes that are ready the engine runs the one that was made last, by a number that
+each thread counts for itself. On accelerators it runs them in a thread per device. With ``create_graph`` the nodes of
+gradients would be counted there, those of the forward pass in the program's thread; and since ranks differ in the
+number of nodes of their local work, they would run nodes that communicate in different orders, and wait for each
+other. So a graph of gradients is made in the program's thread, as on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -71,6 +78,15 @@ def _several(nodes: Nodes) -> tuple[Node, ...]:
     return (nodes,) if isinstance(nodes, (Tensor, GradientEdge)) else tuple(nodes)
 
 
+def _run(
+    roots: Sequence[Node], grads: Seeds, retain_graph: bool | None, create_graph: bool, *targets: Any, **options: Any
+) -> Any:
+    """Call the engine. See [Note: graphs of gradients]."""
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
+        return run_engine(roots, _seeds(roots, grads), retain_graph, create_graph, *targets, **options)
+
+
 @register(torch.autograd.backward)
 def _backward(
     tensors: Nodes,
@@ -81,10 +97,10 @@ def _backward(
     inputs: Nodes | None = None,
 ) -> None:
     roots = _several(tensors)
-    run_engine(
+    _run(
         roots,
-        _seeds(roots, grad_variables if grad_tensors is None else grad_tensors),
-        create_graph if retain_graph is None else retain_graph,
+        grad_variables if grad_tensors is None else grad_tensors,
+        retain_graph,
         create_graph,
         () if inputs is None else _several(inputs),
         allow_unreachable=True,
@@ -120,10 +136,10 @@ def _grad(
     roots, targets = _several(outputs), _several(inputs)
     if materialize_grads and allow_unused is None:
         allow_unused = True
-    grads = run_engine(
+    grads: tuple[Tensor | None, ...] = _run(
         roots,
-        _seeds(roots, grad_outputs),
-        create_graph if retain_graph is None else retain_graph,
+        grad_outputs,
+        retain_graph,
         create_graph,
         targets,
         allow_unreachable=bool(allow_unused),

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._compat import AutogradFunction, alias
+from ._compat import AutogradFunction, alias, multithreading_enabled
+from .errors import UnsupportedSharding
 from .failures import note_raised
 from .first_use import PlainOperands
 from .gradients import not_twice
@@ -210,6 +211,12 @@ class _Run(AutogradFunction):
                 ctx.contribution.add(compress(found, ctx.plan.deferred.needed))
             return None, None, None, *found
         if ctx.plan.twice:
+            if ctx.plan.device != "cpu" and multithreading_enabled():  # see [Note: graphs of gradients]
+                raise UnsupportedSharding(
+                    f"{ctx.plan.name}: from a plain tensor, create_graph=True makes a graph in the device's thread: "
+                    "ranks may order its communication differently. Remedy: take the gradient inside "
+                    "torch.autograd.set_multithreading_enabled(False), or of a ShardTensor."
+                )
             return None, None, None, *_second_derivatives(ctx, grads)
         with torch.no_grad():
             found = _gradients(ctx, ctx.saved_tensors, grads)

@@ -43,6 +43,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 # What torch.autograd.backward does before it calls the engine, and how it calls it.
 gradient_seeds = torch.autograd._make_grads
 run_engine = torch.autograd.graph._engine_run_backward
+# Whether the engine runs the nodes of accelerators in threads of its own.
+multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 # What operators raise whose result or its shape follows from values, on tensors that have none.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # What checkpointing raises to stop a recomputation of which everything is there.
@@ -90,6 +92,7 @@ __all__ = [
     "kept_for_backward",
     "kernel",
     "keystr",
+    "multithreading_enabled",
     "new_wide_wrapper",
     "new_wrapper",
     "nn_functions",

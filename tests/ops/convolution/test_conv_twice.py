@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 
+from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -66,8 +67,34 @@ def _ranks(case):
     return mesh_shape if isinstance(mesh_shape, tuple) else (mesh_shape,)
 
 
+@pytest.mark.on_device
 def test_of_third_order():
     run_distributed(check, 2, CASES[:2], 2)
+
+
+def of_a_plain_loss():
+    """The gradient penalty of a weight; the loss and the weight are plain, so that torch calls the engine by itself."""
+    torch.manual_seed(0)
+    x, w = torch.rand(1, 2, 8, 6, dtype=torch.float64), torch.rand(2, 2, 3, 3, dtype=torch.float64)
+
+    def penalty(x, w):
+        y = F.conv2d(x, w, padding=1).pow(3)
+        loss = (y.full_tensor() if isinstance(y, ShardTensor) else y).sum()
+        (grad,) = torch.autograd.grad(loss, w, create_graph=True)
+        return torch.autograd.grad(grad.pow(2).sum(), w)[0]
+
+    sharded = shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)})
+    w.requires_grad_()
+    if torch.get_default_device().type != "cpu":
+        with pytest.raises(UnsupportedSharding, match=r"conv2d: .*the device's thread.*Remedy: .*set_multithreading"):
+            penalty(sharded, w)
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.testing.assert_close(penalty(sharded, w), penalty(x, w), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.on_device
+def test_of_a_plain_loss():
+    run_distributed(of_a_plain_loss, 2)
 
 
 def messages():
