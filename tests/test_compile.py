@@ -197,17 +197,17 @@ class Transfers:
     """Counts the exchanges that this rank starts."""
 
     def __enter__(self):
-        self.count, self._transfer = 0, exchange._transfer
+        self.count, self._begin = 0, exchange.begin
 
-        def transfer(*args):
+        def begin(*args, **kwargs):
             self.count += 1
-            return self._transfer(*args)
+            return self._begin(*args, **kwargs)
 
-        exchange._transfer = transfer
+        exchange.begin = begin
         return self
 
     def __exit__(self, *_):
-        exchange._transfer = self._transfer
+        exchange.begin = self._begin
 
 
 def check_unused():
