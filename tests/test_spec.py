@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import ShardTensorSpec, caches
-from shardtensor import spec as spec_module
+from shardtensor import ShardTensorSpec
 from shardtensor.layout import AxisLayout
 from shardtensor.testing import shared_mesh, simulate_ranks
 
@@ -215,29 +213,6 @@ def out_of_order():
 def test_ranks_of_a_mesh_ascend():
     """Process groups sort their ranks, so in another order a rank's place would not be its rank in the group."""
     assert simulate_ranks(out_of_order, 4) == [True] * 4
-
-
-def sizes_in_common():
-    ranks, seen = 50, []
-    sizes = [tuple([7] * 49 + [n]) for n in (8, 8, 9)]
-    specs = [make(50, [Shard(0)], (sum(s), 3 + i), shard_sizes={0: s}) for i, s in enumerate(sizes)]
-    first, equal, other = (spec.sizes[0] for spec in specs)
-    seen.append((first is equal, first is other, specs[2].replace(sizes=(equal,)).sizes[0] is first))
-    halved = make(50, [Shard(0)], (sum(sizes[0]), 3), shard_sizes={0: list(sizes[0])})
-    seen.append(halved.sizes[0] is first and halved is specs[0])
-    caches.forget()
-    gc.collect()  # what earlier tests have left
-    count = len(spec_module._by_sizes)
-    del specs, halved
-    caches.forget()
-    gc.collect()
-    seen.append(count - len(spec_module._by_sizes))
-    again = make(ranks, [Shard(0)], (sum(sizes[0]), 3), shard_sizes={0: sizes[1]})
-    return [*seen, again.sizes == (first,)]
-
-
-def test_equal_sizes_are_one_tuple_as_long_as_specs_have_them():
-    assert simulate_ranks(sizes_in_common, 50, ranks=[0]) == [[(True, False, True), True, 2, True]]
 
 
 def targets():
