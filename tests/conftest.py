@@ -11,7 +11,7 @@ import device
 import hypothesis
 import pytest
 import torch
-from device.build import NoCompiler
+from device.build import NotAvailable
 
 torch.set_num_threads(1)
 
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
 def on_device_or_skip(name):
     try:
         return device.on(name)
-    except NoCompiler as error:
+    except NotAvailable as error:
         pytest.skip(str(error))
 
 

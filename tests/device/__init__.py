@@ -21,7 +21,7 @@ def on(name: str) -> AbstractContextManager[None]:
     """Inside the block, ranks of the pool compute on this device; the emulated one is compiled first.
 
     Raises:
-        NoCompiler: there is no C++ compiler for the emulated one.
+        NotAvailable: there is no C++ compiler for the emulated one, or torch is built for CUDA.
     """
     from shardtensor.testing import on_device
 

@@ -24,8 +24,8 @@ _OPTIONS = (
 )
 
 
-class NoCompiler(RuntimeError):
-    """There is no C++ compiler on this machine."""
+class NotAvailable(RuntimeError):
+    """There is no C++ compiler on this machine, or torch has kernels of its own for CUDA."""
 
 
 def library() -> Path:
@@ -34,13 +34,15 @@ def library() -> Path:
     torch itself is not imported: the extension has to be loaded before it.
 
     Raises:
-        NoCompiler: no C++ compiler, named by ``CXX`` or found as ``c++``.
+        NotAvailable: no C++ compiler, named by ``CXX`` or found as ``c++``; or a torch that is built for CUDA.
         RuntimeError: the compiler failed; with what it said.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        raise NoCompiler("the emulated CUDA device needs a C++ compiler (set CXX, or install g++)")
+        raise NotAvailable("the emulated CUDA device needs a C++ compiler (set CXX, or install g++)")
     torch = Path(find_spec("torch").origin).parent
+    if any((torch / "lib").glob("*torch_cuda*")):
+        raise NotAvailable("the emulated CUDA device needs a torch for CPUs: this one has kernels of its own for CUDA")
     version = importlib.metadata.version("torch")
     key = hashlib.sha256("\0".join([SOURCE.read_text(), version, compiler, *_OPTIONS]).encode()).hexdigest()[:16]
     target = SOURCE.parent / "build" / f"emulated-{key}.so"

@@ -340,7 +340,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   DeviceIndex deviceCount() const noexcept override { return DEVICES; }
-  bool isStreamCapturing(const Stream&) const override { return capturing_now(); }
+  bool isStreamCapturing(const Stream&) const { return capturing_now(); }  // no method of torch's before 2.13
   void synchronizeStream(const Stream& s) const override { host_synchronizes_stream(key(s.device_index(), s.id()), "stream.synchronize"); }
   void synchronizeEvent(void* event) const override { if (event) host_synchronizes(static_cast<Event*>(event)->clock, "event.synchronize"); }
   void synchronizeDevice(DeviceIndex device) const override { synchronize_device(device); }
