@@ -248,9 +248,16 @@ def _declare_max_pool(n: int) -> None:
     with_indices = getattr(torch if n == 1 else _nn, f"max_pool{n}d_with_indices")
 
     name = f"max_pool{n}d_with_indices"
-    spellings = plain, function, getattr(_aten, f"max_pool{n}d"), with_indices, getattr(F, name), getattr(_aten, name)
 
-    @operator(*spellings, tensors="input")
+    @operator(
+        plain,
+        function,
+        getattr(_aten, f"max_pool{n}d"),
+        with_indices,
+        getattr(F, name),
+        getattr(_aten, name),
+        tensors="input",
+    )
     def plan_max_pool(
         call: Arguments,
         input: ShardTensorSpec,
