@@ -16,14 +16,20 @@ from shardtensor.testing import (
     shared_mesh,
 )
 
-SIGNAL = torch.linspace(-3, 5, 3 * 97, dtype=torch.float64).sin().reshape(3, 97)
-WINDOW = torch.hann_window(12, dtype=torch.float64)
 CUTS = [(2, 0, (2, 1)), (2, 1, (60, 37)), (2, 1, (0, 97)), (3, 1, (90, 2, 5)), (3, 1, (33, 31, 33))]
 OPTIONS = [
-    {"window": WINDOW},
-    {"window": WINDOW, "hop_length": 5, "normalized": True, "pad_mode": "constant"},
-    {"n_fft": 16, "win_length": 12, "window": WINDOW, "onesided": False},
+    {},
+    {"hop_length": 5, "normalized": True, "pad_mode": "constant"},
+    {"n_fft": 16, "win_length": 12, "onesided": False},
 ]
+
+
+def a_signal():
+    return torch.linspace(-3, 5, 3 * 97, dtype=torch.float64).sin().reshape(3, 97)
+
+
+def a_window():
+    return torch.hann_window(12, dtype=torch.float64)
 
 
 def there_and_back(x, window, n_fft=12, pad_mode="reflect", **options):
@@ -32,13 +38,11 @@ def there_and_back(x, window, n_fft=12, pad_mode="reflect", **options):
 
 
 def check(dim, sizes, options):
-    options = dict(options)
-    window = options.pop("window")
     placements, count = [[Shard(dim)], None], len(sizes)
     assert_matches_unsharded(
         lambda x, w: there_and_back(x, w, **options),
-        SIGNAL,
-        window,
+        a_signal(),
+        a_window(),
         placements=placements,
         mesh_shape=count,
         shard_sizes={0: sizes},
@@ -52,11 +56,12 @@ def test_there_and_back(number, ranks, dim, sizes):
 
 
 def check_frequencies(sizes):
-    spectrum = torch.stft(SIGNAL, 12, window=WINDOW, return_complex=True)
+    window = a_window()
+    spectrum = torch.stft(a_signal(), 12, window=window, return_complex=True)
     for dim in (1, 2):
         cut = (sizes[0], spectrum.shape[dim] - sizes[0])
         assert_matches_unsharded(
-            lambda x: x.istft(12, window=WINDOW),
+            lambda x: x.istft(12, window=window),
             spectrum,
             placements=[[Shard(dim)]],
             mesh_shape=2,
@@ -70,9 +75,9 @@ def test_back_from_cut_frequencies_or_frames(sizes):
 
 
 def traffic():
-    x = shard(SIGNAL[:1, :96], shared_mesh(2), [Shard(1)], {0: (50, 46)})
+    x = shard(a_signal()[:1, :96], shared_mesh(2), [Shard(1)], {0: (50, 46)})
     with count_communication() as counted:
-        torch.stft(x, 12, hop_length=4, window=WINDOW, center=False, return_complex=True)
+        torch.stft(x, 12, hop_length=4, window=a_window(), center=False, return_complex=True)
     return counted.bytes_sent
 
 
@@ -84,7 +89,7 @@ def test_only_a_halo_travels():
 
 def silent_window():
     spectrum = shard(
-        torch.stft(SIGNAL, 12, window=WINDOW, return_complex=True), shared_mesh(2), [Shard(2)], {0: (20, 13)}
+        torch.stft(a_signal(), 12, window=a_window(), return_complex=True), shared_mesh(2), [Shard(2)], {0: (20, 13)}
     )
     torch.istft(spectrum, 12, window=torch.zeros(12, dtype=torch.float64))
 
@@ -96,8 +101,8 @@ def test_a_window_that_adds_up_to_nothing_is_torchs_error_on_every_rank():
 
 
 def aligned():
-    x = shard(SIGNAL, shared_mesh(2), [Shard(1)], {0: (50, 47)})
-    torch.stft(x, 12, window=WINDOW, center=False, return_complex=True, align_to_window=True)
+    x = shard(a_signal(), shared_mesh(2), [Shard(1)], {0: (50, 47)})
+    torch.stft(x, 12, window=a_window(), center=False, return_complex=True, align_to_window=True)
 
 
 @pytest.mark.skipif("align_to_window" not in torch.stft.__code__.co_varnames, reason="this torch has no such argument")

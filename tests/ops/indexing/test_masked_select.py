@@ -18,7 +18,9 @@ from shardtensor.testing import (
     shared_mesh,
 )
 
-X = (torch.arange(7 * 4 * 6, dtype=torch.float64) * 2.4).sin().reshape(7, 4, 6)
+
+def values():
+    return (torch.arange(7 * 4 * 6, dtype=torch.float64) * 2.4).sin().reshape(7, 4, 6)
 
 
 def written(x):
@@ -42,7 +44,7 @@ FUNCTIONS = {
     "plain x": lambda x: torch.ones(7, 4, 6, dtype=torch.float64)[x > 0],
     "masked_select": lambda x: torch.masked_select(x, x > 0),
     "masked_select, broadcast": lambda x: x[:, :1].masked_select((x > 0)[:, :, :1]),
-    "masked_select, plain mask": lambda x: torch.masked_select(x, X > 0),
+    "masked_select, plain mask": lambda x: torch.masked_select(x, values() > 0),
     "nonzero": lambda x: torch.nonzero(x > 0),
     "nonzero, as a tuple": lambda x: torch.nonzero(x > 0, as_tuple=True),
     "argwhere": lambda x: torch.argwhere(x > 0),
@@ -63,9 +65,10 @@ CUTS = [
 
 def check(mesh_shape, dims, sizes):
     placements = [[Replicate() if d is None else Shard(d) for d in dims]]
+    x = values()
     for name, function in FUNCTIONS.items():
         try:
-            assert_matches_unsharded(function, X, placements=placements, mesh_shape=mesh_shape, shard_sizes=sizes)
+            assert_matches_unsharded(function, x, placements=placements, mesh_shape=mesh_shape, shard_sizes=sizes)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -81,7 +84,7 @@ def check_few():
     for name in ("x[mask]", "masked_select", "nonzero", "written"):
         for dim, sizes in ((1, (1, 0, 3)), (2, (1, 2, 3))):
             layout = {"placements": [Shard(dim)], "shard_sizes": {0: sizes}, "mesh_shape": 3}
-            assert_matches_unsharded(FUNCTIONS[name], X[:2], **layout)
+            assert_matches_unsharded(FUNCTIONS[name], values()[:2], **layout)
 
 
 def test_choices_of_few_samples():
@@ -92,11 +95,12 @@ def check_different_cuts():
     def choose(x, y):
         return y[x > 0]
 
+    x = values()
     for other in ([Replicate()], [Shard(0)], [Shard(1)], None):
-        assert_matches_unsharded(choose, X, 2 * X, placements=[[Shard(0)], other], mesh_shape=2)
+        assert_matches_unsharded(choose, x, 2 * x, placements=[[Shard(0)], other], mesh_shape=2)
     rows = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
     for dims in ((0, 1), (1, 2)):  # rows chosen of what is cut along its columns
-        assert_matches_unsharded(choose, rows, X, placements=[[Shard(0)], [Shard(dims[1])]], mesh_shape=2)
+        assert_matches_unsharded(choose, rows, x, placements=[[Shard(0)], [Shard(dims[1])]], mesh_shape=2)
 
 
 def test_of_tensors_cut_otherwise():
@@ -104,7 +108,7 @@ def test_of_tensors_cut_otherwise():
 
 
 def lies():
-    x = shard(X, shared_mesh(2), [Shard(0)], {0: (5, 2)})
+    x = shard(values(), shared_mesh(2), [Shard(0)], {0: (5, 2)})
     with count_communication() as counted:
         y = x[x > 0]
     local = x.to_local()
@@ -117,7 +121,7 @@ def test_the_chosen_stay_where_they_are_and_only_their_number_travels():
 
 
 def cut_twice():
-    x = shard(X, shared_mesh((2, 2)), [Shard(0), Shard(1)])
+    x = shard(values(), shared_mesh((2, 2)), [Shard(0), Shard(1)])
     with count_communication() as counted:
         try:
             x.nonzero()
@@ -127,12 +131,12 @@ def cut_twice():
 
 def other_axis():
     mesh = shared_mesh((2, 2))
-    x = shard(X, mesh, [Replicate(), Shard(0)])
-    torch.masked_select(x, shard(X > 0, mesh, [Shard(0), Replicate()]))
+    x = shard(values(), mesh, [Replicate(), Shard(0)])
+    torch.masked_select(x, shard(values() > 0, mesh, [Shard(0), Replicate()]))
 
 
 def wrong_shape():
-    x = shard(X, shared_mesh(2), [Shard(0)])
+    x = shard(values(), shared_mesh(2), [Shard(0)])
     x[x[:, :3] > 0]
 
 

@@ -11,14 +11,17 @@ from shardtensor import UnsupportedSharding
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 AXES = ("dp", "domain")
-WHOLE = torch.arange(5.0, dtype=torch.float64)
+
+
+def whole():
+    return torch.arange(5.0, dtype=torch.float64)
 
 
 def on_domain(placement, **options):
     """On a 2 x 2 mesh, with values of each domain's own."""
     mesh = shared_mesh((2, 2), AXES)
     sizes = {0: (4, 1)} if isinstance(placement, Shard) else None
-    return shard(WHOLE + 10 * mesh["dp"].get_local_rank(), mesh["domain"], [placement], sizes, **options), mesh
+    return shard(whole() + 10 * mesh["dp"].get_local_rank(), mesh["domain"], [placement], sizes, **options), mesh
 
 
 def reduced(placement, op, expected):
@@ -35,7 +38,7 @@ def reduced(placement, op, expected):
 
 @pytest.mark.parametrize("placement", [Replicate(), Partial(), Shard(0)], ids=str)
 @pytest.mark.parametrize(
-    ("op", "expected"), [(dist.ReduceOp.SUM, 2 * WHOLE + 10), (dist.ReduceOp.MAX, WHOLE + 10)], ids=["sum", "max"]
+    ("op", "expected"), [(dist.ReduceOp.SUM, 2 * whole() + 10), (dist.ReduceOp.MAX, whole() + 10)], ids=["sum", "max"]
 )
 def test_reduction_over_the_data_axis(placement, op, expected):
     """Whatever the placement along the domain, aliases of the memory included."""
@@ -50,10 +53,10 @@ def loss_over_all_ranks():
     with count_communication() as counts:
         dist.all_reduce(shown)
     assert counts.collectives == {"all_reduce": 2} and counts.collective_bytes == 16  # a number each
-    values = [(WHOLE + 10 * d).square().mean() for d in range(2)]
+    values = [(whole() + 10 * d).square().mean() for d in range(2)]
     assert (shown / 4).item() == pytest.approx(sum(values).item() / 2, rel=1e-12)
     loss.backward()
-    expected = 2 * (WHOLE + 10 * mesh["dp"].get_local_rank()) / 5
+    expected = 2 * (whole() + 10 * mesh["dp"].get_local_rank()) / 5
     torch.testing.assert_close(x.grad.full_tensor(), expected, rtol=1e-12, atol=0)
 
 
@@ -76,7 +79,7 @@ def test_different_shards_are_not_added_up(group):
 def replicated_broadcast():
     x, _ = on_domain(Replicate())
     dist.broadcast(x, 3)
-    assert torch.equal(x.to_local(), WHOLE + 10)
+    assert torch.equal(x.to_local(), whole() + 10)
 
 
 def test_what_every_rank_has_whole_is_broadcast():
