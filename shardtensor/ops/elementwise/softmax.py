@@ -7,6 +7,8 @@ element. The results are row-major whatever the operands are, as torch's are.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduct
 _aten = torch.ops.aten
 
 
-@operator(_aten._softmax.default, _aten._log_softmax.default)
+@operator(_aten._softmax.default, _aten._log_softmax.default, _aten._safe_softmax.default)
 def plan_softmax(call: AtenCall) -> AtenPlan:
     """Maximum, all-reduce, sum of exponentials, all-reduce."""
     spec = call.reduced()[(0,)]
@@ -30,15 +32,20 @@ def plan_softmax(call: AtenCall) -> AtenPlan:
     if not over:
         return call.plan(out, {(0,): spec})
     check_dtype(call)
-    logs = call.func == _aten._log_softmax.default
+    logs, safe = call.func == _aten._log_softmax.default, call.func == _aten._safe_softmax.default
     dtype, wide = call.meta.dtype, wide_dtype(call.meta.dtype)
     reduce = rank_reduction(spec, over)
 
     def compute(x: Tensor, *_: object) -> Tensor:
         x = x.to(wide)
-        shifted = x - reduce(maximum_over(x, dims), "max")
+        maximum = reduce(maximum_over(x, dims), "max")
+        if safe:  # rows of nothing but -inf give zeros
+            maximum = maximum.masked_fill(maximum == -math.inf, 0)
+        shifted = x - maximum
         weights = shifted.exp()
         total = reduce(weights.sum(dims, keepdim=True), "sum")
+        if safe:
+            total = total.masked_fill(total == 0, 1)
         return (shifted - total.log() if logs else weights / total).to(dtype).contiguous()
 
     return call.plan(out, {(0,): spec}, call=compute)

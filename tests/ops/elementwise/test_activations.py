@@ -9,6 +9,11 @@ from torch.distributed.tensor import Shard
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 
+def safe_softmax_below_functions(x, dim):
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.aten._safe_softmax(x, dim)
+
+
 def check_values():
     torch.manual_seed(0)
     x = torch.randn(4, 6, dtype=torch.float64)
@@ -18,6 +23,8 @@ def check_values():
         for along in (0, 1, -1):
             assert_matches_unsharded(lambda x, a=along: F.glu(x, a), x, **options)
             assert_matches_unsharded(lambda x, a=along: torch.ops.aten._safe_softmax(x, a), x, **options)
+            for values in (x, masked):
+                assert_matches_unsharded(lambda x, a=along: safe_softmax_below_functions(x, a), values, **options)
         assert_matches_unsharded(lambda x: torch.ops.aten._safe_softmax(x, 1), masked, **options)
         assert_matches_unsharded(lambda x: F.rrelu(x, 0.1, 0.3), x, **options)
         assert_matches_unsharded(lambda x: F.rrelu(x.clone(), 0.1, 0.3, inplace=True), x, **options)
