@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copied import Copied
+from spatial_cases import squared_gradient
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
@@ -565,7 +566,15 @@ def check_fetch_exactly(dtype) -> list[tuple[int, int, dict]]:
     return sent
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(
+            torch.bfloat16, marks=pytest.mark.on_cpu("devices' kernels give gradients of keys in their own dtype")
+        ),
+    ],
+)
 def test_bytes_of_fetching(dtype):
     """There, each rank's keys to all that see them; back, of each rank the gradients of what it fetched, in float32."""
     width = 2 * 2 * 3 * 4  # of keys and values
@@ -640,6 +649,7 @@ def check_memory(causal: bool) -> tuple[int, int, list[str]]:
     return forward.elements, backward.elements, forward.order
 
 
+@pytest.mark.on_cpu("off the CPU, blocks are computed from explicit scores")
 def test_memory_and_overlap_of_the_ring():
     """No tensor is larger than one block, forward or backward; each block is on its way before the one is computed."""
     for forward, backward, order in run_distributed(check_memory, 4, False):
@@ -660,6 +670,7 @@ def check_choice() -> list[dict]:
     return counts
 
 
+@pytest.mark.on_cpu("what is small enough to be fetched differs by device")
 def test_choice_of_the_method():
     assert run_distributed(check_choice, 4) == [[2, 3, 1, 3]] * 4
 
@@ -731,7 +742,20 @@ def test_entry_points():
     run_distributed(check_entry_points, 2)
 
 
+def check_twice_on_a_device() -> None:
+    penalty = squared_gradient(lambda x: sdpa(x, x, x))
+    with shardtensor.attention_method("fetch"):
+        assert_matches_unsharded(penalty, data(2, 4, 8, 4), mesh_shape=2, placements=ROWS, shard_sizes={0: (5, 3)})
+
+
+def test_composed_attention_of_devices_is_differentiated_twice(emulated):
+    run_distributed(check_twice_on_a_device, 2)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
+
+
+TWICE = pytest.mark.on_cpu("devices compose the attention of float64, which can be differentiated twice")
 
 
 def call_badly(which: str) -> None:
@@ -773,7 +797,7 @@ def call_badly(which: str) -> None:
         ("causal", RuntimeError, "attn_mask should not be set when is_causal=True"),
         ("shape", RuntimeError, "should be broadcastable"),
         ("twice by ring", UnsupportedSharding, "it cannot be differentiated twice"),
-        ("twice by fetch", UnsupportedSharding, "it cannot be differentiated twice"),
+        pytest.param("twice by fetch", UnsupportedSharding, "it cannot be differentiated twice", marks=TWICE),
         ("twice with an empty shard by fetch", UnsupportedSharding, "it cannot be differentiated twice"),
         ("bias", ValueError, "a causal bias for (queries, keys) (8, 7), but there are (8, 8)"),
         ("dtype", UnsupportedSharding, "torch's attention does not compute in torch.float8_e4m3fn"),
@@ -817,6 +841,7 @@ def joins_heads(method):
     return sent, block, out.to_local()[..., 0].numel()
 
 
+@pytest.mark.on_cpu("devices compose the attention of float64, and its result lies in another order")
 def test_heads_are_joined_without_a_copy():
     for sent, block, rows in run_distributed(joins_heads, 2, "ring"):
         assert sent <= block + rows, "keys and values are packed, and copied nowhere else"  # rows: a number of each

@@ -439,6 +439,7 @@ def traffic(transport):
         conv = nn.Conv2d(4, 6, 3, padding=1, dtype=torch.float64)
         x = shard(torch.randn(2, 4, 9, 5, dtype=torch.float64), mesh, [Shard(2)], {0: (4, 1, 4)}, requires_grad=True)
         grad = shard(torch.randn(2, 6, 9, 5, dtype=torch.float64), mesh, [Shard(2)], {0: (4, 1, 4)})
+        conv(x.detach()[..., :4]).sum().backward()  # another shape: devices connect process groups when first used
         with count_communication() as forward:
             y = conv(x)
         with count_communication() as backward:

@@ -47,10 +47,19 @@ def test_refused_on_every_rank(name):
 def formatted():
     x = numbers()
     loss = x.sum().requires_grad_()
-    with shardtensor.allow_gather():
-        assert x.numpy().tolist() == x.full_tensor().tolist()
     return f"{loss:.2f}", f"{x.mean():>6.1f}", f"{(x > 1).sum():d}"
 
 
 def test_numbers_are_formatted_like_those_of_plain_tensors():
     assert run_distributed(formatted, 2) == [("15.00", "   2.5", "4")] * 2
+
+
+def gathered():
+    x = numbers()
+    with shardtensor.allow_gather():
+        return x.numpy().tolist() == x.full_tensor().tolist()
+
+
+@pytest.mark.on_cpu("torch makes no arrays of tensors on devices")
+def test_an_array_of_what_is_gathered():
+    assert all(run_distributed(gathered, 2))

@@ -470,7 +470,7 @@ ERRORS = [
     ("one value per group", ValueError, "Expected more than 1 value per channel when training"),
     ("groups", RuntimeError, "divisible by num_groups"),
     ("normalized shape", RuntimeError, r"normalized_shape=\[4, 6\]"),
-    ("dtypes", RuntimeError, "mixed dtype"),
+    ("dtypes", RuntimeError, "mixed dtype|expected scalar type"),
     ("sharded weight", shardtensor.UnsupportedSharding, "would have to be gathered over mesh dim 0.*Replicate"),
 ]
 
