@@ -180,7 +180,7 @@ def test_dropout_between_layers():
 def packed():
     x = shard(torch.ones(6, 4, dtype=torch.float64), shared_mesh(2), [Shard(0)])
     net = layer("gru")
-    net(nn.utils.rnn.PackedSequence(x, torch.tensor([2, 2, 2])))
+    net(nn.utils.rnn.PackedSequence(x, torch.tensor([2, 2, 2], device="cpu")))
 
 
 def test_packed_sequences_are_refused_on_every_rank():

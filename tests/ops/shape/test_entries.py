@@ -21,7 +21,10 @@ from shardtensor.testing import (
 )
 
 CUTS = {1: (8,), 2: (5, 3), 3: (5, 0, 3), 4: (1, 4, 1, 2)}
-W = torch.linspace(-1, 2, 5, dtype=torch.float64)
+
+
+def weights():
+    return torch.linspace(-1, 2, 5, dtype=torch.float64)
 
 
 def stacked(fn, dim=2, order=range(8)):
@@ -33,7 +36,7 @@ FUNCTIONS = {
     "entries": (stacked(lambda e: e), Shard(2)),
     "activations": (stacked(torch.nn.functional.gelu), Shard(2)),
     "a chain": (stacked(lambda e: (e.sigmoid() * 2 + 1).log() / 3, dim=1), Shard(1)),
-    "with other tensors": (stacked(lambda e: torch.where(W > 0, e * W, e.exp()), dim=0), Shard(0)),
+    "with other tensors": (stacked(lambda e: torch.where(weights() > 0, e * weights(), e.exp()), dim=0), Shard(0)),
     "last dim": (stacked(torch.cos, dim=-1), Shard(3)),
     "casts": (stacked(lambda e: e.to(torch.complex128).exp().abs()), Shard(2)),
     "views": (stacked(lambda e: e.sin().transpose(0, 1).unsqueeze(0)), Shard(2)),
@@ -48,7 +51,7 @@ FUNCTIONS = {
     "a view, in place": (lambda x: written_view(x[:, :, 7] * 2, x[:, :, 0]).exp(), Partial()),
     "sums": (lambda x: x[:, :, 7].exp().sum(-1).sqrt(), Replicate()),
     "rows": (lambda x: x[:, :, 7].exp().softmax(-1), Replicate()),
-    "masks": (lambda x: torch.where(x[:, :, 7] > 0, x[:, :, 7].exp(), 0 * W), Partial()),
+    "masks": (lambda x: torch.where(x[:, :, 7] > 0, x[:, :, 7].exp(), 0 * weights()), Partial()),
     "chosen by a mask": (lambda x: x[:, :, 7][x[:, :, 0] > 0], Partial()),
     "written where a mask says": (lambda x: put(x[:, 0], x[:, :, 7].transpose(0, 1)[0] > 0, 3.0), Shard(1)),
 }
@@ -103,7 +106,7 @@ def test_entries_on_meshes_of_two_dims():
 def communication():
     x = shard(torch.rand(2, 3, 8, 5).double(), shared_mesh(2), [Shard(2)], {0: (5, 3)}, requires_grad=True)
     with count_communication() as forward:
-        y = stacked(lambda e: (e * W).relu())(x)
+        y = stacked(lambda e: (e * weights()).relu())(x)
     grad = torch.ones_like(y)
     with count_communication() as backward:
         y.backward(grad)

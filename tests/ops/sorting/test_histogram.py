@@ -16,6 +16,7 @@ from shardtensor.testing import (
     shared_mesh,
 )
 
+NO_KERNEL = pytest.mark.on_cpu("torch has no kernel of histogram for GPUs")
 CUTS = [
     (2, (0,), {0: (5, 2)}),
     (3, (0,), {0: (0, 6, 1)}),
@@ -25,23 +26,37 @@ CUTS = [
 ]
 
 
-def check(mesh_shape, dims, sizes):
-    torch.manual_seed(0)
-    x, w = torch.randn(7, 3, dtype=torch.float64), torch.rand(7, 3, dtype=torch.float64)
-    options = {
+def options_of(mesh_shape, dims, sizes):
+    return {
         "mesh_shape": mesh_shape,
         "placements": [Replicate() if d is None else Shard(d) for d in dims],
         "shard_sizes": sizes,
         "check_grads": False,
     }
+
+
+def check_histc(mesh_shape, dims, sizes):
+    torch.manual_seed(0)
+    x, options = torch.randn(7, 3, dtype=torch.float64), options_of(mesh_shape, dims, sizes)
+    assert_matches_unsharded(lambda x: torch.histc(x, 7), x, **options)
+    assert_matches_unsharded(lambda x: torch.histc(x * 0 + 3, 7), x, **options)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def test_histc(mesh_shape, dims, sizes):
+    run_distributed(check_histc, mesh_shape if isinstance(mesh_shape, int) else 4, mesh_shape, dims, sizes)
+
+
+def check(mesh_shape, dims, sizes):
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 3, dtype=torch.float64), torch.rand(7, 3, dtype=torch.float64)
+    options = options_of(mesh_shape, dims, sizes)
     edges = torch.linspace(-2, 2, 6, dtype=torch.float64)
     for both in ({"density": False}, {"density": True}):
         assert_matches_unsharded(lambda x, both=both: tuple(torch.histogram(x, 5, **both)), x, **options)
         assert_matches_unsharded(lambda x, both=both: tuple(x.histogram(5, range=(-1.0, 0.5), **both)), x, **options)
         assert_matches_unsharded(lambda x, both=both: tuple(torch.histogram(x, edges, weight=w, **both)), x, **options)
         assert_matches_unsharded(lambda x, w, b=both: tuple(torch.histogram(x, 4, weight=w, **b)), x, w, **options)
-    assert_matches_unsharded(lambda x: torch.histc(x, 7), x, **options)
-    assert_matches_unsharded(lambda x: torch.histc(x * 0 + 3, 7), x, **options)
     if len(dims) == 1 or None in dims:
         points = [(2, 3, 4), [edges, edges[1:], edges[2:]]]
         for bins in points:
@@ -55,6 +70,7 @@ def check(mesh_shape, dims, sizes):
                 assert_matches_unsharded(lambda x, f=several: f(x, weight=w[:, 0].contiguous()), x, **options)
 
 
+@NO_KERNEL
 @pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
 def test_against_one_device(mesh_shape, dims, sizes):
     run_distributed(check, mesh_shape if isinstance(mesh_shape, int) else 4, mesh_shape, dims, sizes)
@@ -76,6 +92,7 @@ def communication():
     return found
 
 
+@NO_KERNEL
 def test_what_travels():
     """Two numbers a row of points where no range is given; the counts only for a density."""
     one = {"all_reduce": 1}
@@ -105,10 +122,10 @@ def fail(case):
 @pytest.mark.parametrize(
     ("case", "kind", "text"),
     [
-        ("undefined", RuntimeError, "not finite"),
+        pytest.param("undefined", RuntimeError, "not finite", marks=NO_KERNEL),
         ("undefined, histc", RuntimeError, "not finite"),
         ("sharded edges", UnsupportedSharding, r"histogram: an operand would have to be gathered.*\[1, 3\].*Remedy"),
-        ("bins", RuntimeError, "bins"),
+        pytest.param("bins", RuntimeError, "bins", marks=NO_KERNEL),
     ],
 )
 def test_errors_are_the_same_on_every_rank(case, kind, text):
