@@ -37,7 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardtensor import ShardTensor, exchange
+from shardtensor import ShardTensor
+from shardtensor.communication import exchange
 
 GROUP = "host time by the size of the world"
 ROWS = 8  # of each rank

@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardtensor import exchange
 from shardtensor._compat.c10d import c10d_all_to_all
+from shardtensor.communication import exchange
 
 Run = Callable[[], Any]
 # An environment variable, which the processes that are started inherit: the type of the ranks' devices.

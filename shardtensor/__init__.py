@@ -3,23 +3,25 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
-from . import debug, gradients, ops, patches, strategies  # noqa: F401  # all but patches fill the registry
+from . import debug, ops  # noqa: F401
+from .communication.exchange import set_transport
 from .context import allow_gather
-from .drawing import visualize
+from .dispatch import gradients, user_strategies  # noqa: F401  # both fill the registry, as ops does
+from .dispatch.implicit_replication import implicit_replication
+from .dispatch.patches import install
+from .dispatch.registry import Support, register, registered, supports, unregister
+from .dispatch.scatter import scatter_tensor
+from .dispatch.tensor import ShardTensor
 from .errors import LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding
-from .exchange import set_transport
-from .history import take_turns
-from .operators import Arguments, operator
+from .layout.spec import ShardTensorSpec
+from .observe.drawing import visualize
+from .observe.explain import advise, explain
+from .observe.timelines import timeline
+from .operators.arguments import Arguments
+from .operators.declaration import operator
+from .operators.plan import Composed, LocalPlan, Plan
 from .ops.attention.sdpa import attention_method
-from .patches import install
-from .plan import Composed, LocalPlan, Plan
-from .preview import advise, explain
-from .registry import Support, register, registered, supports, unregister
-from .replication import implicit_replication
-from .scatter import scatter_tensor
-from .spec import ShardTensorSpec
-from .tensor import ShardTensor
-from .timelines import timeline
+from .ranks.history import take_turns
 
 install()
 

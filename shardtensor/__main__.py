@@ -19,7 +19,8 @@ from torch import nn
 
 import shardtensor
 
-from .preview import Machine, UnfitArguments
+from .observe import migrate
+from .observe.explain import Machine, UnfitArguments
 
 __all__ = ["main"]
 
@@ -76,6 +77,13 @@ def _parser() -> argparse.ArgumentParser:
             option, type=float, default=default, help=f"of the machine: {_MACHINE[name]} (default: {default:g})"
         )
     advise.set_defaults(command=_advise)
+    migrating = commands.add_parser(
+        "migrate",
+        help="the lines to change in a program that comes from elsewhere",
+        description=(migrate.__doc__ or "").split("\n\n")[0],
+    )
+    migrate.add_arguments(migrating)
+    migrating.set_defaults(command=migrate.show)
     return parser
 
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .agreement import check_same, show
-from .equal_values import beginning, not_equal, unequal
-from .equal_weights import copy_of, line_of
-from .layout import given_mesh
+from .layout.placements import given_mesh
+from .ranks.agreement import check_same, show
+from .ranks.equal_values import beginning, not_equal, unequal
+from .ranks.equal_weights import copy_of, line_of
 
 __all__ = ["check"]
 

@@ -8,7 +8,7 @@ from unittest import mock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtensor import ShardTensor
-from shardtensor.exchange import Pending
+from shardtensor.communication.exchange import Pending
 
 COPIES = {"aten::cat", "aten::clone", "aten::copy_", "aten::narrow_copy", "aten::constant_pad_nd", "aten::_to_copy"}
 

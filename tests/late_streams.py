@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtensor import streams
+from shardtensor.ranks import streams
 
 
 class LateStream:

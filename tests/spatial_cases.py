@@ -10,7 +10,7 @@ import torch
 from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
-from shardtensor import caches
+from shardtensor.layout import caches
 from shardtensor.ops.convolution import geometry
 from shardtensor.testing import assert_matches_unsharded
 

@@ -9,7 +9,8 @@ import torch
 from pages import Page, run
 
 import shardtensor
-from shardtensor import UnsupportedSharding, registry
+from shardtensor import UnsupportedSharding
+from shardtensor.dispatch import registry
 from shardtensor.testing import run_distributed
 
 GUIDE = Page("docs/adding-an-operator.md")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardtensor
 from shardtensor import ShardTensor
-from shardtensor.summaries import digest
+from shardtensor.ranks.summaries import digest
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shared_mesh
 
 
@@ -133,5 +133,5 @@ def test_every_element_and_its_place_count(dtype, elements):
 def test_large_tensors_are_digested_part_by_part(monkeypatch):
     values = torch.randn(1000, dtype=torch.float64)
     whole = digest(values)
-    monkeypatch.setattr("shardtensor.summaries._CHUNK", 64)
+    monkeypatch.setattr("shardtensor.ranks.summaries._CHUNK", 64)
     assert digest(values) == whole

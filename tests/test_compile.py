@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.utils.checkpoint import checkpoint
 
 import shardtensor
-from shardtensor import ShardTensor, exchange
+from shardtensor import ShardTensor
+from shardtensor.communication import exchange
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 DOUBLE = torch.float64

@@ -19,7 +19,7 @@ READS, DRAWS = "the host reads values", "every replay would repeat the same numb
 
 def captured():
     """Inside the block this process believes that what it computes is captured, as a GPU's stream would say."""
-    return mock.patch("shardtensor.cuda_graphs.is_capturing", lambda device: True)
+    return mock.patch("shardtensor.ranks.cuda_graphs.is_capturing", lambda device: True)
 
 
 def rows(*shape, **kwargs):

@@ -16,7 +16,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor
-from shardtensor import ShardTensor, UnsupportedSharding, caches, context, planning, registry
+from shardtensor import ShardTensor, UnsupportedSharding, context
+from shardtensor.dispatch import planning, registry
+from shardtensor.layout import caches
 from shardtensor.observe._compat import init_fake_process_group
 from shardtensor.testing import (
     assert_matches_unsharded,

@@ -14,7 +14,7 @@ def test_nothing_grows_once_every_layout_was_there():
     shutdown_pools()  # what compiled functions of other tests hold goes at any time: count in processes of its own
     for notes in run_distributed(train, 2, 200, 50, 40, timeout=300):
         assert [n.step for n in notes] == [50, 100, 150, 200]
-        assert notes[0].caches["shardtensor.planning._plans"] > 100  # they are found at all
+        assert notes[0].caches["shardtensor.dispatch.planning._plans"] > 100  # they are found at all
         for note in notes[1:]:
             assert note.caches == notes[0].caches
             assert note.tensors == notes[0].tensors

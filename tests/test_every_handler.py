@@ -25,7 +25,7 @@ from seeded import seeded
 from torch import Tensor
 
 from shardtensor._compat import DisableTorchFunction
-from shardtensor.registry import FUNCTIONS, OPERATORS, RULES
+from shardtensor.dispatch.registry import FUNCTIONS, OPERATORS, RULES
 from shardtensor.testing import run_distributed
 
 with contextlib.suppress(ImportError):

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import shardtensor
-from shardtensor import ShardTensor, exchange
-from shardtensor.exchange import Exchange, plan_intervals, start_swap
-from shardtensor.geometry import intersect, intervals_of, length
-from shardtensor.groups import connect
-from shardtensor.halo import Axis, Fetch
+from shardtensor import ShardTensor
+from shardtensor.communication import exchange
+from shardtensor.communication.exchange import Exchange, plan_intervals, start_swap
+from shardtensor.communication.halo import Axis, Fetch
+from shardtensor.layout.geometry import intersect, intervals_of, length
+from shardtensor.layout.spec import ShardTensorSpec
 from shardtensor.ops.convolution.geometry import plan_convolution
-from shardtensor.spec import ShardTensorSpec
+from shardtensor.ranks.groups import connect
 from shardtensor.testing import (
     count_communication,
     run_distributed,
@@ -64,12 +65,12 @@ TRANSPORTS = ["all_to_all", "p2p", "auto"]
 def few(factor):
     """Peers are few if this many times their number is less than the ranks."""
     before, exchange._FEW = exchange._FEW, factor
-    shardtensor.caches.forget()  # exchanges know which they are
+    shardtensor.layout.caches.forget()  # exchanges know which they are
     try:
         yield
     finally:
         exchange._FEW = before
-        shardtensor.caches.forget()
+        shardtensor.layout.caches.forget()
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.uint8, torch.int16]
@@ -484,7 +485,7 @@ def test_an_unknown_transport_is_refused():
 
 
 def all_reduce_every_dtype():
-    from shardtensor.redistribute import all_reduce
+    from shardtensor.communication.redistribute import all_reduce
 
     group = shared_mesh(2).get_group()
     rank = dist.get_rank()

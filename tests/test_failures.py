@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardtensor
 from shardtensor._compat.c10d import default_store
+from shardtensor.ranks.waiting import LOOKING
 from shardtensor.testing import run_distributed, shard, shared_mesh
-from shardtensor.waiting import LOOKING
 
 PROGRAM = Path(__file__).with_name("failing_rank.py")
 TIMEOUT = 6.0  # the program's own for communication

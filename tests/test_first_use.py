@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardtensor
-from shardtensor import ShardTensor, planning
-from shardtensor.caches import forget
-from shardtensor.history import fingerprint
+from shardtensor import ShardTensor
+from shardtensor.dispatch import planning
+from shardtensor.layout.caches import forget
+from shardtensor.ranks.history import fingerprint
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 SIZES = {2: (5, 3), 3: (5, 0, 3)}

@@ -11,7 +11,7 @@ from seeded import seeded
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardtensor import ShardTensor
-from shardtensor.caches import forget
+from shardtensor.layout.caches import forget
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
 

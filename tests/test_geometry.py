@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtensor.exchange import plan_intervals
-from shardtensor.geometry import (
+from shardtensor.communication.exchange import plan_intervals
+from shardtensor.layout.geometry import (
     Window,
     aligned_sizes,
     boundaries_of,

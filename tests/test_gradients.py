@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardtensor import redistribute
+from shardtensor.communication import redistribute
 from shardtensor.ops.normalization import local_norm
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardtensor import groups
 from shardtensor._compat.c10d import number_of_groups
-from shardtensor.groups import own_group
+from shardtensor.ranks import groups
+from shardtensor.ranks.groups import own_group
 from shardtensor.testing import run_distributed, shared_mesh
 
 

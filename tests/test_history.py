@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, scatter_tensor
-from shardtensor.history import as_text, difference, fingerprint, forget_history, record
 from shardtensor.parallel import verify
+from shardtensor.ranks.history import as_text, difference, fingerprint, forget_history, record
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 SIZES = {2: (9, 7), 3: (9, 2, 5)}

@@ -11,6 +11,7 @@ import pytest
 import shardtensor
 
 ROOT = Path(shardtensor.__file__).parent
+REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = {
     ".".join(("shardtensor", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
@@ -118,6 +119,21 @@ def test_modules_import_each_other_in_no_circle():
         visit(name, ())
 
 
+def test_packages_import_from_those_above_them_in_the_table_of_contents():
+    contents = re.findall(r"^\| `(\w+)/?` \|", (REPOSITORY / "docs/design.md").read_text(), re.MULTILINE)
+    top = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert sorted(contents) == sorted(top - {"__init__"}) and len(contents) <= 16
+    found = []
+    for name, tree in TREES.items():
+        for module, names in imports(name, tree):
+            for target in (module, *(f"{module}.{n}" for n in names or ())):
+                if target in MODULES and target != "shardtensor" and name != "shardtensor":
+                    place, other = (contents.index(m.split(".")[1]) for m in (name, target))
+                    if other > place:
+                        found.append(f"{name} imports {target}")
+    assert not found, "\n".join(sorted(set(found)))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_size(name):
     """Functions fit on a screen."""
@@ -129,7 +145,6 @@ def test_size(name):
             assert length <= 60, f"{node.name} has {length} lines"
 
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 NAMED = sorted(
     {
         found

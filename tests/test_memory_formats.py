@@ -13,7 +13,7 @@ from seeded import seeded
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
-from shardtensor.strides import CHANNELS_LAST
+from shardtensor.layout.strides import CHANNELS_LAST
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 

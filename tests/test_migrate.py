@@ -11,7 +11,8 @@ import pytest
 import torch.distributed.tensor
 from torch.distributed.tensor import experimental
 
-from shardtensor.migrate import ORIGINS, find, main
+from shardtensor.__main__ import main
+from shardtensor.observe.migrate import ORIGINS, find
 
 
 def found(source, **options):
@@ -95,17 +96,17 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "package" / "train.py").write_text("from torch.distributed.tensor import distribute_tensor\n")
     (tmp_path / "package" / "broken.py").write_text("def f(:\n")
     (tmp_path / "notes.txt").write_text("from torch.distributed.tensor import DTensor\n")
-    assert main([str(tmp_path)]) == 1
+    assert main(["migrate", str(tmp_path)]) == 1
     shown = capsys.readouterr()
     file = tmp_path / "package" / "train.py"
     assert shown.out.startswith(f"{file}:1: torch.distributed.tensor.distribute_tensor -> shardtensor.scatter_tensor(")
     assert shown.out.endswith("\n1 line to look at\n") and "broken.py:1: invalid syntax" in shown.err
-    assert main([str(file), "--only", "physicsnemo"]) == 0
+    assert main(["migrate", str(file), "--only", "physicsnemo"]) == 0
     assert capsys.readouterr().out == "0 lines to look at\n"
 
 
 def test_the_command_runs_as_a_module(tmp_path):
     (tmp_path / "x.py").write_text("import torch.distributed\ntorch.distributed.send(1, 2)\n")
-    command = [sys.executable, "-W", "error", "-m", "shardtensor.migrate", "x.py"]
+    command = [sys.executable, "-W", "error", "-m", "shardtensor", "migrate", "x.py"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
     assert shown.stdout.startswith("x.py:2: torch.distributed.send -> nothing if it moves a halo") and not shown.stderr

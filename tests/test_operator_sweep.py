@@ -18,8 +18,9 @@ from operator_sweep.table import render
 from operator_sweep.worker import Case, Options
 
 import shardtensor
-from shardtensor import UnsupportedSharding, caches
-from shardtensor.spec import ShardTensorSpec
+from shardtensor import UnsupportedSharding
+from shardtensor.layout import caches
+from shardtensor.layout.spec import ShardTensorSpec
 
 aten = torch.ops.aten
 

@@ -102,7 +102,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names} == {"shardtensor", f"{wheel.name.split('-py3')[0]}.dist-info"}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "shardtensor").rglob("*.py")}
-    others = {"shardtensor/py.typed", "shardtensor/preview/page.html"}
+    others = {"shardtensor/py.typed", "shardtensor/observe/explain/page.html"}
     assert modules | others == {name for name in names if name.startswith("shardtensor/")}
 
 

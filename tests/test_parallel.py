@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shardtensor import ShardTensor, UnsupportedSharding, redistribute
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.communication import redistribute
 from shardtensor.ops.convolution import halo_conv
 from shardtensor.parallel import contribute_gradients, parallelize, synchronize, tensor_parallel, verify
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh

@@ -18,9 +18,11 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shardtensor import parameters, redistribute, scatter_tensor
+from shardtensor import scatter_tensor
 from shardtensor._compat import without_values
-from shardtensor.history import fingerprint
+from shardtensor.communication import redistribute
+from shardtensor.operators import weight_gradients
+from shardtensor.ranks.history import fingerprint
 from shardtensor.testing import count_communication, run_distributed, shared_mesh
 
 
@@ -44,7 +46,7 @@ def assert_gradients_match(model: nn.Module, expected: nn.Module) -> None:
 
 
 def buckets_of(size: int):
-    return mock.patch.multiple(parameters, BUCKET_BYTES=size, ACCELERATOR_BUCKET_BYTES=size)
+    return mock.patch.multiple(weight_gradients, BUCKET_BYTES=size, ACCELERATOR_BUCKET_BYTES=size)
 
 
 def single_bucket() -> dict[str, int]:
@@ -70,8 +72,13 @@ def full_buckets() -> tuple[dict[str, int], list[str]]:
     expected(whole).square().sum().backward()
     total = model(x).square().sum()
     model[0].weight.register_hook(lambda grad: order.append("sum of the first layer"))
-    send = parameters.start_sum
-    noted = mock.patch.object(parameters, "start_sum", lambda *args, **kw: (order.append("sent"), send(*args, **kw))[1])
+    send = weight_gradients.start_sum
+
+    def sends(*args, **options):
+        order.append("sent")
+        return send(*args, **options)
+
+    noted = mock.patch.object(weight_gradients, "start_sum", sends)
     x.register_hook(lambda grad: order.append("input's gradient"))
     with noted, buckets_of(6 * 6 * 8), count_communication() as counted:
         total.backward()
@@ -87,7 +94,7 @@ def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
 
 
 # An accelerator's tensors, on the CPU.
-elsewhere = mock.patch.object(parameters, "_device_of", lambda t: t.device)
+elsewhere = mock.patch.object(weight_gradients, "_device_of", lambda t: t.device)
 
 
 def apart() -> list[bool]:
@@ -104,7 +111,7 @@ def apart() -> list[bool]:
         return start(tensors, via)
 
     reduced = mock.patch.object(redistribute, "c10d_all_reduce_coalesced", noted)
-    with elsewhere, reduced, on_stream(LateStream("default"), parameters), buckets_of(6 * 6 * 8):
+    with elsewhere, reduced, on_stream(LateStream("default"), weight_gradients), buckets_of(6 * 6 * 8):
         model(x).square().sum().backward()
     assert_gradients_match(model, expected)
     assert fingerprint(group.group_name)[0] > 3, "what ranks compare with the next number holds these sums, too"
@@ -144,7 +151,7 @@ def test_layers_on_streams(device_of_ranks):
 
 def on_several_streams() -> None:
     """Two layers' contributions, each computed and taken on a stream of its own; results are as late as the work."""
-    streams, sums = [LateStream(name) for name in ("first", "second", "third")], parameters.start_sum
+    streams, sums = [LateStream(name) for name in ("first", "second", "third")], weight_gradients.start_sum
     given = [torch.full((3,), 1.0 + i + dist.get_rank()) for i in range(2)]
     places, mesh = [], shared_mesh(2)
 
@@ -160,19 +167,19 @@ def on_several_streams() -> None:
         return late
 
     results: list[torch.Tensor] = []
-    with elsewhere, mock.patch.object(parameters, "start_sum", start):
-        bucket = parameters._Bucket(mesh, (0,), given[0])
+    with elsewhere, mock.patch.object(weight_gradients, "start_sum", start):
+        bucket = weight_gradients._Bucket(mesh, (0,), given[0])
         for stream, value in zip(streams, given, strict=False):
-            with on_stream(stream, parameters):
+            with on_stream(stream, weight_gradients):
                 with stream:
                     contribution = torch.empty_like(value).copy_(value, non_blocking=True)
                 places.append(bucket.add([contribution]))
-        with on_stream(streams[1], parameters) as recorded:
+        with on_stream(streams[1], weight_gradients) as recorded:
             bucket.send()
         assert set(recorded.values()) == {"second"} and len(recorded) == 2
-        with on_stream(streams[2], parameters):
+        with on_stream(streams[2], weight_gradients):
             (second,) = bucket.take(places[1])
-        with on_stream(streams[0], parameters) as recorded:
+        with on_stream(streams[0], weight_gradients) as recorded:
             (first,) = bucket.take(places[0])
         assert recorded == {first.data_ptr(): "first"}
         streams[0].synchronize()
@@ -190,7 +197,7 @@ def test_buckets_between_accelerators_are_larger(device, contributions):
     """Contributions of 1 MiB, without data; the first bucket is sent when it is full."""
     with without_values() as mode, mode:
         megabyte = torch.empty(1 << 18, device=device)
-        bucket = parameters._Bucket(mock.Mock(), (0,), megabyte)
+        bucket = weight_gradients._Bucket(mock.Mock(), (0,), megabyte)
         while bucket.room > 0:
             bucket.add([megabyte])
     assert len(bucket._tensors) == contributions
@@ -241,7 +248,7 @@ def repeated(how: str) -> None:
             run(net, t).backward()
     assert_gradients_match(model, expected)
     torch.testing.assert_close(x.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-12)
-    assert not parameters._passes, "buckets of a pass that is over"
+    assert not weight_gradients._passes, "buckets of a pass that is over"
 
 
 @pytest.mark.parametrize(

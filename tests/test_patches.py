@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.attention.flex_attention import flex_attention
 
 import shardtensor
-from shardtensor import patches
+from shardtensor.dispatch import patches
 from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
 
 EAGER = [p for p in patches.PATCHES if not p.lazy]
@@ -238,7 +238,7 @@ assert {name for name in patches.installed() if name.startswith("natten")}
 NATTEN_FIRST = """
 import natten
 import shardtensor
-assert {name for name in shardtensor.patches.installed() if name.startswith("natten")}
+assert {name for name in shardtensor.dispatch.patches.installed() if name.startswith("natten")}
 for function in (natten.na1d.__globals__["neighborhood_attention_generic"], natten.attention, natten.merge_attentions):
     assert function.__wrapped__ in shardtensor.registered()
 """
@@ -246,7 +246,7 @@ WITHOUT_NATTEN = """
 import sys
 sys.modules["natten"] = None  # importing it raises
 import shardtensor, torch
-assert shardtensor.patches.installed()
+assert shardtensor.dispatch.patches.installed()
 assert torch.nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2)).shape == (1, 1, 2, 2)
 """
 

@@ -20,6 +20,7 @@ from shardtensor import (
     allow_gather,
     implicit_replication,
 )
+from shardtensor.ranks.waiting import observed
 from shardtensor.testing import (
     count_communication,
     run_distributed,
@@ -28,7 +29,6 @@ from shardtensor.testing import (
     shared_mesh,
     simulate_ranks,
 )
-from shardtensor.waiting import observed
 
 
 def ones(*shape):

@@ -238,7 +238,7 @@ def test_what_is_patched_and_registered_can_be_looked_up():
     for function in (F.conv1d, F.conv2d, F.conv3d):
         function = inspect.unwrap(function)
         assert "convolution" in inspect.getmodule(handlers[function]).__name__
-    assert "torch.nn.functional.conv2d" in shardtensor.patches.installed()
+    assert "torch.nn.functional.conv2d" in shardtensor.dispatch.patches.installed()
     pages = [ROOT / "docs" / "how-it-works.md", ROOT / "docs" / "operators.md"]
     assert any("shardtensor.registered()" in page.read_text() for page in pages)
 

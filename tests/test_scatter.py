@@ -10,7 +10,8 @@ import torch.distributed as dist
 from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
-from shardtensor import scatter, scatter_tensor
+from shardtensor import scatter_tensor
+from shardtensor.dispatch import scatter
 from shardtensor.testing import count_communication, run_distributed, shared_mesh
 
 DTYPES = [torch.float64, torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.complex64]

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensorSpec
-from shardtensor.layout import AxisLayout
+from shardtensor.layout.placements import AxisLayout
 from shardtensor.testing import shared_mesh, simulate_ranks
 
 

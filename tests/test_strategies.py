@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import register_sharding
 import shardtensor
 from shardtensor import UnsupportedSharding, allow_gather
 from shardtensor._compat import strategies
-from shardtensor.strategies import fall_back
+from shardtensor.dispatch.user_strategies import fall_back
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -299,7 +299,7 @@ def test_what_falls_back_is_registered():
     ops = torch.ops.falling
     table = shardtensor.registered()
     assert all(table[getattr(ops, name).default] is fall_back for name in ("gate", "parts", "total"))
-    assert shardtensor.supports(ops.gate.default).where == "shardtensor.strategies"
+    assert shardtensor.supports(ops.gate.default).where == "shardtensor.dispatch.user_strategies"
     for op in (ops.noise.default, ops.unruled.default, torch.ops.aten.cholesky_inverse.default):
         assert op not in table and not shardtensor.supports(op)
     # Strategies are for operators without a rule.

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import shardtensor
-from shardtensor import ThreadConflict, UnsupportedSharding, context, history, waiting
-from shardtensor.exchange import transport
+from shardtensor import ThreadConflict, UnsupportedSharding, context
+from shardtensor.communication.exchange import transport
 from shardtensor.ops.attention.sdpa import _method
+from shardtensor.ranks import history, waiting
 from shardtensor.testing import run_distributed, shard, shared_mesh
 
 CUT = {0: (5, 3)}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardtensor
-from shardtensor import history, waiting
+from shardtensor.ranks import history, waiting
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 
@@ -88,7 +88,7 @@ def test_spans_of_a_row_lie_in_each_other_or_apart(tmp_path):
 def off():
     """Nothing is left when the block is over, whether it ends well or not."""
     assert history.here.operator == "" and type(history.here) is history._Here
-    assert waiting.observed and not shardtensor.timelines._recording
+    assert waiting.observed and not shardtensor.observe.timelines._recording
     return history._observer, waiting._observer
 
 

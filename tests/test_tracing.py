@@ -17,8 +17,8 @@ from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import Shard
 
+from shardtensor.communication.tracing import ticket_for, wait
 from shardtensor.testing import run_distributed, shard, shared_mesh
-from shardtensor.tracing import ticket_for, wait
 
 START, WAIT, SUM = (f"shardtensor.{name}.default" for name in ("exchange", "wait", "all_reduce"))
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
-from shardtensor import ShardTensor, waiting
+from shardtensor import ShardTensor
+from shardtensor.ranks import waiting
 from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh, simulate_ranks
 
 POLLS = pytest.mark.on_cpu("a device's stream waits, not the host")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..streams import wait_for_streams
+from ..ranks.streams import wait_for_streams
 
 __all__ = ["Copies"]
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import KeyEntry, PyTree, TensorMeta, keystr, tree_map_with_path
-from ..geometry import aligned_sizes
-from ..layout import ShardSizes, Sizes, normalize_placements
-from ..spec import ShardTensorSpec
-from ..strides import contiguous_stride
+from ..layout.geometry import aligned_sizes
+from ..layout.placements import ShardSizes, Sizes, normalize_placements
+from ..layout.spec import ShardTensorSpec
+from ..layout.strides import contiguous_stride
 
 __all__ = ["Layout", "MeshlessSpec", "make_spec"]
 

@@ -36,13 +36,13 @@ from torch.utils.data import default_convert
 
 from .._compat import PyTree, tree_leaves, tree_map
 from .._compat.c10d import program_timeout
-from ..agreement import check_process_group
-from ..layout import check_order, given_mesh, mesh_coordinate, rank_at
-from ..rows import gather_rows, gather_texts
-from ..scatter import part_at
-from ..spec import ShardTensorSpec
-from ..strides import as_bytes
-from ..tensor import ShardTensor, wrap
+from ..dispatch.scatter import part_at
+from ..dispatch.tensor import ShardTensor, wrap
+from ..layout.placements import check_order, given_mesh, mesh_coordinate, rank_at
+from ..layout.spec import ShardTensorSpec
+from ..layout.strides import as_bytes
+from ..ranks.agreement import check_process_group
+from ..ranks.rows import gather_rows, gather_texts
 from . import messages
 from .copies import Copies
 from .layout import Layout, MakeSpec, MeshlessSpec

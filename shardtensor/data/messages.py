@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import SUPPORTED_NODES, PyTree
-from ..agreement import DTYPES
+from ..ranks.agreement import DTYPES
 from .layout import MeshlessSpec
 
 __all__ = ["build", "cannot_send", "decode_error", "encode", "encode_error", "is_side_data", "parse", "unknown"]

@@ -20,10 +20,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.data import Dataset
 
 from .._compat import PyTree, tree_leaves, tree_map
-from ..agreement import Table, check_process_group, gather_over_mesh
-from ..layout import ShardSizes, given_mesh, mesh_coordinate, rank_at
-from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, wrap
+from ..dispatch.tensor import ShardTensor, wrap
+from ..layout.placements import ShardSizes, given_mesh, mesh_coordinate, rank_at
+from ..layout.spec import ShardTensorSpec
+from ..ranks.agreement import Table, check_process_group, gather_over_mesh
 from .layout import Layout, MakeSpec, MeshlessSpec, make_spec
 
 __all__ = ["SliceDataset", "read"]

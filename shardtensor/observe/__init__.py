@@ -1,4 +1,9 @@
-"""What is communicated, seen from outside: counted, or asked of each rank of a huge world in one process.
+"""What a program does on shards, seen from outside.
 
-``shardtensor.testing``, previews and timelines share it.
+- ``explain``: a model's run as each rank in one process, without values; ``advise``, built on it.
+- ``drawing``: ``visualize``: which rank holds what.
+- ``timelines``: ``timeline``: what ranks did when.
+- ``counting``: messages, bytes and collectives, counted.
+- ``simulate``: each rank of a huge world in turn, without processes.
+- ``migrate``: the lines to change in programs that come from elsewhere.
 """

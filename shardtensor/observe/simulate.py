@@ -81,6 +81,6 @@ def _complete_at_once(kernel: Kernel, returns_tensors: bool) -> Kernel:
 def _forget_the_last_rank() -> None:
     """Clear the caches whose entries are valid for one rank only: the meshes of two simulated ranks are equal."""
     clear_dtensor_caches()
-    caches = sys.modules.get("shardtensor.caches")
+    caches = sys.modules.get("shardtensor.layout.caches")
     if caches is not None:
         caches.forget()

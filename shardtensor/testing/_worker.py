@@ -50,7 +50,7 @@ def fresh_state(device: Any) -> None:
     torch.manual_seed(0)
     if compat := sys.modules.get("shardtensor._compat"):
         compat.forget_fully_sharded()
-    if history := sys.modules.get("shardtensor.history"):  # in which ranks may have differed on purpose
+    if history := sys.modules.get("shardtensor.ranks.history"):  # in which ranks may have differed on purpose
         history.forget_history()
     random.seed(0)
     if numpy := sys.modules.get("numpy"):

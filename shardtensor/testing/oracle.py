@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..geometry import chunk_sizes
+from ..layout.geometry import chunk_sizes
 from ..observe._compat import tree_flatten
 from .mesh import shared_mesh
 

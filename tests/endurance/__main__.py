@@ -43,7 +43,7 @@ def table(ranks: list[list[Note]]) -> str:
     for notes in zip(*ranks, strict=True):
         lines.append(
             f"| {notes[0].step:,} | {max(n.seconds for n in notes) * 1e3:.1f} | {max(n.mib for n in notes):.1f} "
-            f"| {max(n.caches['shardtensor.planning._plans'] for n in notes):,} "
+            f"| {max(n.caches['shardtensor.dispatch.planning._plans'] for n in notes):,} "
             f"| {max(sum(n.caches.values()) for n in notes):,} "
             f"| {max(n.tensors for n in notes)} | {max(n.drift for n in notes):.1e} |"
         )

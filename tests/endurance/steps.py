@@ -20,7 +20,8 @@ from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardtensor import ShardTensor, caches
+from shardtensor import ShardTensor
+from shardtensor.layout import caches
 from shardtensor.testing import shard, shared_mesh
 
 ROWS, COLUMNS = 40, 6

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import shardtensor
 from networks.oracle import Network, built
-from shardtensor import caches
+from shardtensor.layout import caches
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
 LISTED = {

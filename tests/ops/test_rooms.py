@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import shardtensor
-from shardtensor import registry
+from shardtensor.dispatch import registry
 
 HOMES = {
     "torch": torch,

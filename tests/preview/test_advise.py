@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardtensor
-from shardtensor.preview import Machine
+from shardtensor.observe.explain import Machine
 
 
 def image(*shape):

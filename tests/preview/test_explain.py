@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardtensor
-from shardtensor import ShardTensor, caches
+from shardtensor import ShardTensor
 from shardtensor.__main__ import main
+from shardtensor.layout import caches
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...geometry import Interval
-from ...tracing import graph_operator, is_traced
+from ...communication.tracing import graph_operator, is_traced
+from ...layout.geometry import Interval
 from ..common.half import cast
 
 __all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "finite", "pieces"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..._compat import flex_attention_checks_operands
-from ...registry import Refusal, register
+from ...dispatch.registry import Refusal, register
 
 register(flex_attention_checks_operands)(
     Refusal(

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
-from ...caches import cached
 from ...errors import refuse
-from ...geometry import Interval, intervals_of, length
-from ...layout import AxisLayout
-from ...spec import ShardTensorSpec
+from ...layout.caches import cached
+from ...layout.geometry import Interval, intervals_of, length
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
 from ..common.ring import Ring, ring_of
 from ..shape.view import whole_blocks
 from .blockwise import pieces
@@ -205,7 +205,7 @@ def _along_batch(
 
 def _sharded_dim(spec: ShardTensorSpec, m: int) -> ShardedDim | None:
     p = spec.placements[m]
-    return ShardedDim(p.dim - len(spec.shape), spec.cut(m)) if isinstance(p, Shard) else None
+    return ShardedDim(p.dim - len(spec.shape), spec.sizes_along(m)) if isinstance(p, Shard) else None
 
 
 def _interval(spec: ShardTensorSpec, dim: int) -> Interval:
@@ -243,7 +243,7 @@ def _by_ring(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLay
     """Keys and values sent around the ranks of mesh dim ``m``."""
     q, k, _, bias = layout.targets
     assert q is not None and k is not None
-    rows, columns = intervals_of(q.cut(m)), intervals_of(k.cut(m))
+    rows, columns = intervals_of(q.sizes_along(m)), intervals_of(k.sizes_along(m))
 
     def needs(r: int, s: int) -> bool:
         return bool(pieces(rows[r], columns[s], shift))
@@ -268,7 +268,7 @@ def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLa
     if k.shape[:-1] != v.shape[:-1] or (of_bias is not None and of_bias.dim == -1):
         return None
     keys = (0, k.shape[_SEQUENCE])
-    seen = [pieces(rows, keys, shift) for rows in intervals_of(q.cut(m))]
+    seen = [pieces(rows, keys, shift) for rows in intervals_of(q.sizes_along(m))]
     fetched = tuple((0, max((columns[1] for _, columns, _ in found), default=0)) for found in seen)
     return replace(layout, columns=(fetched[q.coordinate[m]],), fetched=fetched)
 
@@ -321,7 +321,7 @@ def _is_small(layout: AttentionLayout) -> bool:
     _, constant = _RATES.get(k.mesh.device_type, _OTHER_RATES)
     sequence, held = len(k.shape) + _SEQUENCE, k.sharded_dims()
     # By the largest shard of the other dims, so that ranks with others decide alike.
-    lead = [max(k.cut(held[d])) if d in held and d != sequence else n for d, n in enumerate(k.shape[:-1])]
+    lead = [max(k.sizes_along(held[d])) if d in held and d != sequence else n for d, n in enumerate(k.shape[:-1])]
     return math.prod(lead) * (k.shape[-1] + v.shape[-1]) * k.tensor_meta.dtype.itemsize <= constant
 
 
@@ -330,7 +330,7 @@ def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> boo
     assert q is not None and k is not None and v is not None and layout.head_sizes is not None
     largest_share = max(layout.head_sizes[0]) / sum(layout.head_sizes[0])
     rate, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
-    rows, columns = intervals_of(q.cut(m)), intervals_of(k.cut(m))
+    rows, columns = intervals_of(q.sizes_along(m)), intervals_of(k.sizes_along(m))
     ranks = len(rows)
     if largest_share * ranks >= 2:
         return False  # some rank would hold twice its share of the keys, or more

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, Plan, planned
-from ...registry import register
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
+from ...dispatch.registry import register
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
 from ..common.alignment import wide_dtype
 from ..common.half import cast, product
 from .blockwise import DTYPES

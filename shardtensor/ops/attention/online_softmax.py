@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, alias
 from ..._compat.c10d import group_along
-from ...caches import cached
+from ...communication.exchange import plan_intervals
+from ...communication.halo import Axis, Fetch
+from ...communication.redistribute import all_reduce, swap_blocks
 from ...errors import refuse
-from ...exchange import plan_intervals
-from ...geometry import Interval, intervals_of, length
-from ...halo import Axis, Fetch
-from ...redistribute import all_reduce, swap_blocks
-from ...spec import ShardTensorSpec
+from ...layout.caches import cached
+from ...layout.geometry import Interval, intervals_of, length
+from ...layout.spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from ..common.half import cast
 from ..common.ring import Form, Trip
@@ -121,7 +121,7 @@ class AttentionWork:
         m = layout.mesh_dim
         assert m is not None and layout.head_sizes is not None
         rank = self.query.coordinate[m]
-        sequences = [intervals_of(target.cut(m)) for target in layout.targets[:3] if target is not None]
+        sequences = [intervals_of(target.sizes_along(m)) for target in layout.targets[:3] if target is not None]
         heads = [intervals_of(sizes) for sizes in layout.head_sizes]
         dims = q.ndim - 2, q.ndim - 3
         q, k, v = _Swap.apply(dims, sequences, heads, rank, self.group, q, k, v)
@@ -211,7 +211,7 @@ def work_of(name: str, layout: AttentionLayout, shift: int | None, scale: float)
     query, key, value, _ = layout.targets
     m = layout.mesh_dim
     assert query is not None and key is not None and value is not None
-    sizes = [spec.cut(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
+    sizes = [spec.sizes_along(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
     empty = any(0 in n for n in (query.shape, key.shape, value.shape, *sizes, *(layout.head_sizes or ())))
     group = None if m is None else group_along(query.mesh, m)
     exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
@@ -230,7 +230,7 @@ def _fetch(layout: AttentionLayout) -> Fetch | None:
     if layout.fetched is None or k is None or v is None or m is None:
         return None
     *rows, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
-    transfers = plan_intervals(intervals_of(k.cut(m)), layout.fetched, k.coordinate[m])
+    transfers = plan_intervals(intervals_of(k.sizes_along(m)), layout.fetched, k.coordinate[m])
     return Fetch([Axis(len(rows) - 1, m, transfers)], k.mesh, (*rows, features + v.shape[-1])) or None
 
 

@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, not_in_graphs
-from ...arguments import common_mesh
 from ...context import Setting
+from ...dispatch.registry import register
+from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ...errors import refuse
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, Plan, planned
-from ...registry import register
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
-from ...tensor import ShardTensor, redistribute_to, wrap
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.arguments import common_mesh
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
 from ..common.alignment import as_operand, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
 from .blockwise import DTYPES, Dropout, Kernel
@@ -85,7 +85,7 @@ class AttentionPlan(LocalPlan):
         work: this rank's.
         by_torch: whether torch's own attention on the local tensors is all of it.
         options: of torch's function.
-        gradients: see :class:`~shardtensor.operators.LocalPlan`.
+        gradients: see :class:`~shardtensor.operators.declaration.LocalPlan`.
     """
 
     saves = (0, 3)

@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
+from ...communication.redistribute import redistribute_local
+from ...dispatch.planning import spec_of
+from ...dispatch.tensor import ShardTensor, promote, redistribute_to, wrap
 from ...errors import UnsupportedSharding, refuse
-from ...first_use import note_operand
-from ...geometry import chunk_sizes
-from ...history import operator
-from ...layout import AxisLayout, wide_dtype
-from ...planning import spec_of
-from ...redistribute import redistribute_local
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, promote, redistribute_to, wrap
+from ...layout.geometry import chunk_sizes
+from ...layout.placements import AxisLayout, wide_dtype
+from ...layout.spec import ShardTensorSpec
+from ...ranks.first_use import note_operand
+from ...ranks.history import operator
 
 __all__ = [
     "as_operand",

@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...caches import cached
+from ...dispatch.tensor import redistribute_to, to_part
 from ...errors import UnsupportedSharding, refuse
-from ...geometry import Interval, chunk_sizes, intervals_of
-from ...layout import AxisLayout
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
-from ...tensor import redistribute_to, to_part
+from ...layout.caches import cached
+from ...layout.geometry import Interval, chunk_sizes, intervals_of
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
 from .part_by_part import Tour, part_by_part
 
 __all__ = ["Arrangement", "Form", "Label", "Labels", "arrange"]
@@ -248,7 +248,7 @@ def _held(form: Form, specs: Sequence[ShardTensorSpec], m: int) -> dict[int, Sha
     for i, spec in enumerate(specs):
         p = spec.placements[m]
         if isinstance(p, Shard) and form.terms[i][p.dim] is not None:
-            held[i] = ShardedLabel(form.terms[i][p.dim], spec.cut(m))
+            held[i] = ShardedLabel(form.terms[i][p.dim], spec.sizes_along(m))
     return held
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import common_mesh
-from ...operators import Arguments, Composed, Plan
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part
+from ...dispatch.tensor import ShardTensor, from_part
+from ...layout.spec import ShardTensorSpec
+from ...operators.arguments import common_mesh
+from ...operators.declaration import Arguments, Composed, Plan
 from .alignment import as_operand
 from .arrangement import Arrangement, Form, Label, arrange
 

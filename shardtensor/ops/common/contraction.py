@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...arguments import autocast_dtype, common_mesh
-from ...operators import Arguments, LocalPlan
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to, to_part
+from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
+from ...layout.spec import ShardTensorSpec
+from ...operators.arguments import autocast_dtype, common_mesh
+from ...operators.declaration import Arguments, LocalPlan
 from .alignment import as_operand, wide_dtype
 from .arrangement import Arrangement, Form, Label, Labels, arrange
 from .part_by_part import Tour, part_by_part

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat import untraced
-from ...caches import cached
-from ...cuda_graphs import check_not_captured
-from ...geometry import boundaries_of
-from ...redistribute import all_gather, all_reduce, swapped
+from ...communication.redistribute import all_gather, all_reduce, swapped
+from ...layout.caches import cached
+from ...layout.geometry import boundaries_of
+from ...ranks.cuda_graphs import check_not_captured
 
 __all__ = ["Found", "Route", "Sorted", "find_places", "find_slices", "sort_keys"]
 

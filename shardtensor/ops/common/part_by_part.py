@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
-from ...geometry import Interval
-from ...gradients import once_differentiable
+from ...dispatch.gradients import once_differentiable
+from ...layout.geometry import Interval
 from .alignment import wide_dtype
 from .half import widened
 from .ring import Trip, ring_of, trip

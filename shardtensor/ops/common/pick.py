@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, OpOverload
 from ..._compat.c10d import group_along
-from ...gradients import once_differentiable
-from ...operators import Composed
-from ...redistribute import all_gather
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, run, wrap
+from ...communication.redistribute import all_gather
+from ...dispatch.gradients import once_differentiable
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, as_gradient, run, wrap
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Composed
 from .reduce import reduced_dims
 
 _aten = torch.ops.aten

@@ -12,11 +12,11 @@ from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import untraced
 from ..._compat.c10d import group_along
-from ...layout import AxisLayout
-from ...operators import Arguments
-from ...planning import AtenCall, meta_of
-from ...redistribute import all_reduce
-from ...spec import ShardTensorSpec
+from ...communication.redistribute import all_reduce
+from ...dispatch.planning import AtenCall, meta_of
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments
 
 
 def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:

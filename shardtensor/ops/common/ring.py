@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...caches import cached
-from ...exchange import Exchange, Pending
-from ...strides import as_bytes
+from ...communication.exchange import Exchange, Pending
+from ...layout.caches import cached
+from ...layout.strides import as_bytes
 
 __all__ = ["Form", "Ring", "Trip", "ring_of", "trip"]
 

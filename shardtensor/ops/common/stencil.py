@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, constant_like, untraced
-from ...halo import Fetch
-from ...layout import AxisLayout
-from ...operators import Arguments, Plan
-from ...spec import ShardTensorSpec
-from ...strides import stride_like
+from ...communication.halo import Fetch
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import stride_like
+from ...operators.declaration import Arguments, Plan
 
 __all__ = [
     "Constant",

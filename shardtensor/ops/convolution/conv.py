@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...caches import cached
+from ...dispatch.planning import spec_of
+from ...dispatch.registry import register
+from ...dispatch.tensor import as_gradient, wrap
 from ...errors import refuse
-from ...operators import Arguments, Composed, Plan, operator
-from ...planning import spec_of
-from ...registry import register
-from ...spec import ShardTensorSpec
-from ...tensor import as_gradient, wrap
+from ...layout.caches import cached
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import free_dims
 from .geometry import Pads, plan_convolution
 from .halo_conv import ConvolutionPlan

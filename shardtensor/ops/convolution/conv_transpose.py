@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ..._compat import TensorMeta
-from ...geometry import Interval, intersect, intervals_of, map_boundaries
-from ...halo import Fetch
-from ...operators import Arguments, Composed, Plan, operator
-from ...spec import ShardTensorSpec
+from ...communication.halo import Fetch
+from ...layout.geometry import Interval, intersect, intervals_of, map_boundaries
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import free_dims
 from .conv import as_real_convolution, per_spatial_dim
 from .geometry import output_spec
@@ -169,7 +169,7 @@ def _plan(
             continue
         i, rank = d - 2, spec.coordinate[m]
         window = TransposedWindow(spec.shape[d], weight.shape[d], stride[i], dilation[i], padding[i], extra[i])
-        sizes[d] = map_boundaries(spec.cut(m), window.boundary)
+        sizes[d] = map_boundaries(spec.sizes_along(m), window.boundary)
         outs = intervals_of(sizes[d])
         needs[d] = [window.reads(out) for out in outs]
         padding[i], extra[i], margins[d] = window.options(needs[d][rank], outs[rank])

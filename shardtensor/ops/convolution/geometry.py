@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ..._compat import TensorMeta
+from ...communication.halo import Fetch
 from ...errors import refuse
-from ...geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
-from ...halo import Fetch
-from ...spec import ShardTensorSpec
-from ...strides import stride_like
+from ...layout.geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import stride_like
 from ..common.alignment import wide_dtype
 from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
 
@@ -58,7 +58,7 @@ def plan_convolution(
     for d, m in sharded.items():
         if d == 0:
             continue
-        sizes[d] = map_boundaries(spec.cut(m), windows[d].boundary)
+        sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].boundary)
         outputs, rank = intervals_of(sizes[d]), spec.coordinate[m]
         needs[d] = [_within(windows[d].reads(out), shape[d]) for out in outputs]
         held[d], outs[d] = needs[d][rank], outputs[rank]

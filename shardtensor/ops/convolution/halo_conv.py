@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ..._compat import kernel
-from ...exchange import Pending
-from ...halo import Fetch, Narrow
-from ...operators import Plan
-from ...spec import ShardTensorSpec
-from ...strides import stride_like
+from ...communication.exchange import Pending
+from ...communication.halo import Fetch, Narrow
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import stride_like
+from ...operators.declaration import Plan
 from ..common.alignment import wide_dtype
 from ..common.half import cast, widened
 

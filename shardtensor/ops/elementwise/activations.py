@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from ..._compat import nn_functions
-from ...geometry import map_boundaries
-from ...operators import Arguments, Composed, operator
-from ...spec import ShardTensorSpec
+from ...layout.geometry import map_boundaries
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 
 _aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def plan_glu(call: Arguments, input: ShardTensorSpec, dim: int = -1) -> Composed
     """The two halves of a sharded dim meet where both have half the shard sizes: a rank computes half of its shard."""
     call.returned(F.glu, input, dim)
     m = input.sharded_dims().get(dim % len(input.shape))
-    sizes = None if m is None else {m: map_boundaries(input.cut(m), lambda boundary: boundary // 2)}
+    sizes = None if m is None else {m: map_boundaries(input.sizes_along(m), lambda boundary: boundary // 2)}
 
     def glu(x: Any) -> Any:
         halves = x.chunk(2, dim)

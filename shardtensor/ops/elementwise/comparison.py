@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan
-from ...registry import register
-from ...tensor import ShardTensor, run
+from ...dispatch.planning import AtenCall, AtenPlan
+from ...dispatch.registry import register
+from ...dispatch.tensor import ShardTensor, run
+from ...operators.declaration import operator
 from ..interop.export import item
 
 _aten = torch.ops.aten

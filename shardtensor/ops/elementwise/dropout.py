@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, meta_of
+from ...dispatch.planning import AtenCall, AtenPlan, meta_of
+from ...operators.declaration import operator
 from .random import drawn_into, is_sharded
 
 _aten = torch.ops.aten

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..._compat import OpOverload
-from ...layout import AxisLayout
-from ...planning import AtenCall, AtenPlan, Path, Rule, meta_of
-from ...registry import default_rule, rule_of
-from ...spec import ShardTensorSpec
+from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, meta_of
+from ...dispatch.registry import default_rule, rule_of
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
 
 __all__: list[str] = []
 

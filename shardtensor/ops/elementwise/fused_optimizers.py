@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
 from ..._compat.c10d import group_along
+from ...communication.redistribute import all_reduce
+from ...dispatch.planning import spec_of
+from ...dispatch.registry import register
 from ...errors import refuse
-from ...layout import AxisLayout
-from ...planning import spec_of
-from ...redistribute import all_reduce
-from ...registry import register
-from ...strides import with_stride
+from ...layout.placements import AxisLayout
+from ...layout.strides import with_stride
 
 _aten = torch.ops.aten
 

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import OpOverload
+from ...communication.redistribute import redistribute_local
+from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of
+from ...dispatch.registry import default_rule
 from ...errors import PLAIN_TARGET, UnsupportedSharding
-from ...layout import AxisLayout
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of
-from ...redistribute import redistribute_local
-from ...registry import default_rule
-from ...spec import ShardTensorSpec
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import operator
 from ..common.alignment import common_layout, fit
 
 _aten = torch.ops.aten
@@ -79,7 +79,7 @@ def pointwise_plan(call: AtenCall) -> AtenPlan:
 
 
 def _owners(call: AtenCall) -> dict[int, AxisLayout] | None:
-    """The layout of the mesh dims on which the result is where the operands are; see [Note: owners] in layout.py."""
+    """The layout of the mesh dims on which the result is where the operands are: [Note: owners] in placements.py."""
     meta = call.meta
     if not isinstance(meta, Tensor) or not (meta.is_floating_point() or meta.is_complex()) or is_inplace(call.func):
         return None

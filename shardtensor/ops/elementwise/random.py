@@ -34,17 +34,17 @@ from torch.distributed.tensor import Shard
 
 from ..._compat import OpOverload
 from ..._compat.c10d import group_along
-from ...cuda_graphs import check_not_captured, is_capturing
+from ...communication.tracing import goes_into_graph, graph_operator, is_traced
+from ...dispatch.planning import AtenCall, AtenPlan, meta_of
+from ...dispatch.registry import DECLINED, RULES, register
+from ...dispatch.tensor import run
 from ...errors import refuse
-from ...headers import check_call, debug_enabled
-from ...history import record
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, meta_of
-from ...registry import DECLINED, RULES, register
-from ...spec import ShardTensorSpec
-from ...summaries import digest
-from ...tensor import run
-from ...tracing import goes_into_graph, graph_operator, is_traced
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import operator
+from ...ranks.cuda_graphs import check_not_captured, is_capturing
+from ...ranks.debug_mode import check_call, debug_enabled
+from ...ranks.history import record
+from ...ranks.summaries import digest
 from ..common.alignment import free_dims
 from ..common.reduce import mesh_dims_of, reduce_over
 from ..shape.view import carry

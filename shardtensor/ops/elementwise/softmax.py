@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..._compat import safe_softmax
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, meta_of
-from ...spec import ShardTensorSpec
+from ...dispatch.planning import AtenCall, AtenPlan, meta_of
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import common_layout, fit, wide_dtype
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims
 

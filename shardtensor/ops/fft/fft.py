@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ..._compat import TensorMeta, untraced
+from ...dispatch.tensor import ShardTensor, from_part, redistribute_to
 from ...errors import UnsupportedSharding
-from ...geometry import Interval, intervals_of, map_boundaries
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
-from ...tensor import ShardTensor, from_part, redistribute_to
+from ...layout.geometry import Interval, intervals_of, map_boundaries
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.alignment import free_dims
 from ..common.contraction import Tour, part_by_part
 
@@ -165,7 +165,7 @@ def _resized(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSp
     """The spec of a tensor with ``meta``, which differs in the length of ``dim``: its boundaries scale with that."""
     m, old, new = spec.sharded_dims().get(dim), spec.shape[dim], meta.shape[dim]
     if m is not None:
-        sizes = map_boundaries(spec.cut(m), lambda boundary: boundary * new // max(1, old))
+        sizes = map_boundaries(spec.sizes_along(m), lambda boundary: boundary * new // max(1, old))
         spec = spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
     return spec.replace(meta=meta)
 
@@ -181,7 +181,7 @@ def _ring(
     length = n or (2 * (spec.shape[dim] - 1) if transform.from_half else spec.shape[dim])
     used = length // 2 + 1 if transform.from_half else length
     scale: float = {transform.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
-    intervals = intervals_of(spec.cut(m))
+    intervals = intervals_of(spec.sizes_along(m))
     mine = out.interval(m)
     tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, intervals)
     dtype = out.tensor_meta.dtype

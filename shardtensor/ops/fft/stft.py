@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...dispatch.tensor import redistribute_to
 from ...errors import refuse
-from ...operators import Arguments, Composed, operator
-from ...spec import ShardTensorSpec
-from ...tensor import redistribute_to
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 
 __all__: list[str] = []
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...operators import Arguments, Composed, operator
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
+from ...dispatch.registry import DECLINED
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from .gather import gathered
 
 __all__: list[str] = []

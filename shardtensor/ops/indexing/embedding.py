@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, run
+from ...dispatch.planning import AtenCall, AtenPlan
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, run
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import replicated, same_layout
 from ..common.half import widened
 from .gather import Read, any_sharded, gathered, indexes_a_shard

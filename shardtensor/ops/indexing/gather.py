@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction, OpOverload
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, run, wrap
 from ...errors import PLAIN_TARGET
-from ...operators import Arguments, Composed, operator
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, run, wrap
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from ..shape.view import dim_of
 
 __all__ = ["Read", "any_sharded", "flat_cumsum", "gathered", "indexes_a_shard", "is_written", "written"]

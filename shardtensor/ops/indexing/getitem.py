@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...copies import mark_copied
-from ...cuda_graphs import check_not_captured
+from ...dispatch.copies import mark_copied
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...errors import refuse
-from ...operators import Arguments, Composed, operator
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
+from ...ranks.cuda_graphs import check_not_captured
 from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
 from ..shape.slice import entry_of
 from .gather import any_sharded, flat_cumsum, gathered, written

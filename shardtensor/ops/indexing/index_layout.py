@@ -25,11 +25,11 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ...dispatch.planning import AtenCall, Path, meta_of
 from ...errors import UnsupportedSharding
-from ...geometry import boundaries_of, map_boundaries, sizes_of
-from ...layout import AxisLayout
-from ...planning import AtenCall, Path, meta_of
-from ...spec import ShardTensorSpec
+from ...layout.geometry import boundaries_of, map_boundaries, sizes_of
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
 
 __all__ = ["INDEXED", "IndexLayout", "IndexedAxis", "Labels", "clipped", "operand"]
 
@@ -92,7 +92,7 @@ class IndexLayout:
         p = spec.placements[m] if spec is not None else None
         if spec is None or not isinstance(p, Shard):
             return None
-        return self.roles[path][p.dim], spec.cut(m)
+        return self.roles[path][p.dim], spec.sizes_along(m)
 
     def taken(self) -> list[Hashable]:
         """The labels that mesh dims before have."""
@@ -164,7 +164,7 @@ class IndexLayout:
             label = max(free, key=lambda label: self.shortest[label])
             n = self.longest[label]
             total = max(1, spec.shape[axis.indexed])
-            axis.broadcast = label, clipped(map_boundaries(spec.cut(m), lambda b: b * n // total), n)
+            axis.broadcast = label, clipped(map_boundaries(spec.sizes_along(m), lambda b: b * n // total), n)
 
     def target(self, path: Path) -> ShardTensorSpec:
         """The spec that an operand needs."""

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
-from ...cuda_graphs import check_not_captured
+from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, redistribute_to, run
 from ...errors import refuse
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to, run
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import operator
+from ...ranks.cuda_graphs import check_not_captured
 from ..common.alignment import is_sharded, reduced_value, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim

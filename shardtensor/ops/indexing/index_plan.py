@@ -23,14 +23,14 @@ from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import OpOverload
 from ..._compat.c10d import group_along
+from ...communication.exchange import plan_intervals
+from ...communication.halo import Axis, Fetch
+from ...communication.redistribute import redistribute_local, reduce_scatter
+from ...communication.tracing import is_traced
+from ...dispatch.planning import AtenCall, AtenPlan, Path, is_inplace, meta_of
 from ...errors import PLAIN_TARGET
-from ...exchange import plan_intervals
-from ...geometry import Interval, intervals_of
-from ...halo import Axis, Fetch
-from ...planning import AtenCall, AtenPlan, Path, is_inplace, meta_of
-from ...redistribute import redistribute_local, reduce_scatter
-from ...spec import ShardTensorSpec
-from ...tracing import is_traced
+from ...layout.geometry import Interval, intervals_of
+from ...layout.spec import ShardTensorSpec
 from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, Labels, clipped, operand
 
@@ -171,7 +171,7 @@ class _IndexWork:
                 self.own[axis.indexed] = (spec.shape[axis.indexed], *spec.interval(m))
         self.indexed = {path: dim for path, dim in indexed.items() if dim in self.own}
         self.contributed = [m for m, axis in enumerate(self.axes) if axis.contributes]
-        self.blocks = {m: intervals_of(spec.cut(m)) for m in self.contributed if spec is not None}
+        self.blocks = {m: intervals_of(spec.sizes_along(m)) for m in self.contributed if spec is not None}
         self.at_once = [m for m in self.contributed if self._fits_a_shard(layout.call, m)]
         # The value is on the first rank; a plain tensor is on all.
         summed = [m for m, axis in enumerate(self.axes) if axis.along is not None and axis.along[0] not in self.out]

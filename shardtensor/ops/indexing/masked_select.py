@@ -14,17 +14,17 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat import TensorMeta
 from ..._compat.c10d import group_along
-from ...arguments import common_mesh
-from ...cuda_graphs import check_not_captured
+from ...communication.redistribute import all_gather
+from ...dispatch.planning import spec_of
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, run, wrap
 from ...errors import refuse
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, operator
-from ...planning import spec_of
-from ...redistribute import all_gather
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
-from ...tensor import ShardTensor, from_part, redistribute_to, run, wrap
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.arguments import common_mesh
+from ...operators.declaration import Arguments, Composed, operator
+from ...ranks.cuda_graphs import check_not_captured
 from ..common.alignment import (
     as_operand,
     broadcast_shape,

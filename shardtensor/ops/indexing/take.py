@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...operators import Arguments, Composed, operator
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
+from ...dispatch.registry import DECLINED
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import broadcast_shape
 from ..shape.view import dim_of
 from .gather import any_sharded, gathered, is_written

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..._compat.c10d import group_along
+from ...communication.redistribute import redistribute_local
+from ...dispatch.planning import spec_of
+from ...dispatch.registry import register
 from ...errors import refuse
-from ...planning import spec_of
-from ...redistribute import redistribute_local
-from ...registry import register
-from ...spec import ShardTensorSpec
+from ...layout.spec import ShardTensorSpec
 
 __all__: list[str] = []
 

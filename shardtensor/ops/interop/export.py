@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..._compat.c10d import group_along
-from ...agreement import gather_with_history
-from ...cuda_graphs import check_not_captured
-from ...redistribute import redistribute_local, reduced
-from ...registry import Refusal, register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
+from ...communication.redistribute import redistribute_local, reduced
+from ...dispatch.registry import Refusal, register
+from ...dispatch.tensor import ShardTensor
+from ...layout.spec import ShardTensorSpec
+from ...ranks.agreement import gather_with_history
+from ...ranks.cuda_graphs import check_not_captured
 
 _aten = torch.ops.aten
 

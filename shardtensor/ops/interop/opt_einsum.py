@@ -7,7 +7,7 @@ from typing import Any
 
 import wrapt
 
-from ...registry import register
+from ...dispatch.registry import register
 
 
 def _register(contract: ModuleType) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...operators import Arguments, operator
-from ...spec import ShardTensorSpec
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, operator
 from ..common.contraction import ContractionPlan, Form, batch_labels, plan_contraction
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operators import Arguments, Composed, Plan, operator
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part, redistribute_to
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, from_part, redistribute_to
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import broadcast_shape
 from ..common.contraction import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import reduce_over

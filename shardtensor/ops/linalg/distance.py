@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry import map_boundaries
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, operator
-from ...planning import meta_of
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, from_part
+from ...dispatch.planning import meta_of
+from ...dispatch.tensor import ShardTensor, from_part
+from ...layout.geometry import map_boundaries
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, LocalPlan, operator
 from ..common.alignment import free_dims
 from ..common.contraction import ContractionPlan, Form, batch_labels, plan_contraction
 

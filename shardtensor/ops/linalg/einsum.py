@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..._compat import TensorMeta
+from ...dispatch.planning import spec_of
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...errors import UnsupportedSharding
-from ...operators import Arguments, Composed, Plan, operator
-from ...planning import spec_of
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import free_dims
 from ..common.contraction import ContractionPlan, Form, arrange, plan_contraction
 

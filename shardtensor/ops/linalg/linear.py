@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..._compat import TensorMeta
-from ...operators import Arguments, Composed, Operand, Plan, operator
-from ...parameters import GradientSum
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...dispatch.tensor import ShardTensor, redistribute_to
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, Operand, Plan, operator
+from ...operators.weight_gradients import GradientSum
 from ..common.alignment import as_operand, wide_dtype
 from ..common.contraction import Form, contract
 from ..common.half import cast, product

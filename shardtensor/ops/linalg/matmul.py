@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ... import planning
 from ..._compat import OpOverload
-from ...arguments import common_mesh
+from ...dispatch import planning
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import run
 from ...errors import PLAIN_TARGET, refuse
-from ...operators import Arguments, Composed, Operand, Plan, operator, planned
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import run
+from ...layout.spec import ShardTensorSpec
+from ...operators.arguments import common_mesh
+from ...operators.declaration import Arguments, Composed, Operand, Plan, operator, planned
 from ..common.alignment import common_layout, fit, wide_dtype
 from ..common.contraction import Form, arrange, batch_labels, plan_contraction
 from ..common.half import widened

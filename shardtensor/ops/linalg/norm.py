@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...operators import Arguments, Composed, Plan, operator
-from ...planning import AtenCall, AtenPlan, argument
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, run
+from ...dispatch.planning import AtenCall, AtenPlan, argument
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, run
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import wide_dtype
 from ..common.reduce import mesh_dims_of, neutral_element, rank_reduction, reduced_dims, reduced_spec
 from .decomposition import ONE, plan_by_matrix

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._compat import untraced
-from ...arguments import common_mesh
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import from_part, redistribute_to, to_part
 from ...errors import refuse
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import from_part, redistribute_to, to_part
+from ...layout.spec import ShardTensorSpec
+from ...operators.arguments import common_mesh
 from ..common.alignment import as_operand
 from ..common.arrangement import Form, arrange
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, nn_functions
-from ...caches import cached
-from ...operators import Arguments, Composed, Plan, operator
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
+from ...layout.caches import cached
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import wide_dtype
 
 REDUCTIONS = ("none", "mean", "sum")

@@ -24,15 +24,15 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
 from ..._compat.c10d import group_along
-from ...caches import cached
+from ...communication.redistribute import all_reduce, start_all_reduce
+from ...dispatch.planning import meta_of
+from ...dispatch.tensor import redistribute_to
 from ...errors import refuse
-from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, planned
-from ...plan import picked
-from ...planning import meta_of
-from ...redistribute import all_reduce, start_all_reduce
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
-from ...tensor import redistribute_to
+from ...layout.caches import cached
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, planned
+from ...operators.plan import picked
 from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype
 from ..common.half import widened
 from .base import full_precision, loss, outputs_spec, reduced, scalar_spec

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cuda_graphs import check_not_captured
-from ...tensor import ShardTensor
+from ...dispatch.tensor import ShardTensor
+from ...ranks.cuda_graphs import check_not_captured
 from ..common.batch_parallel import Names, by_batch
 from .base import composed_loss, full_precision
 

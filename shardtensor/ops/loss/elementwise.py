@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import untraced
-from ...operators import Arguments, Composed, LocalPlan, Plan
-from ...planning import meta_of
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...dispatch.planning import meta_of
+from ...dispatch.tensor import ShardTensor, redistribute_to
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
 from .base import composed_loss, loss, outputs_spec
 

@@ -20,15 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
+from ...communication.halo import Fetch
+from ...dispatch.registry import register
+from ...dispatch.tensor import ShardTensor, from_part, promote, redistribute_to
 from ...errors import refuse
-from ...geometry import Interval, intervals_of
-from ...halo import Fetch
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, Plan, operator, planned
-from ...registry import register
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
-from ...tensor import ShardTensor, from_part, promote, redistribute_to
+from ...layout.geometry import Interval, intervals_of
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator, planned
 from ..attention.blockwise import DTYPES
 from ..common.alignment import common_layout, local_part, refuse_gathering
 from ..shape.view import whole_blocks
@@ -248,7 +248,7 @@ def _with_queries_heads(spec: ShardTensorSpec, query: ShardTensorSpec, group: in
     if m is None or group == 1:
         return spec
     own = spec.shape[heads] == query.shape[heads]
-    sizes = whole_blocks(spec.cut(m), group) if own else tuple(n * group for n in spec.cut(m))
+    sizes = whole_blocks(spec.sizes_along(m), group) if own else tuple(n * group for n in spec.sizes_along(m))
     shape = (*spec.shape[:heads], query.shape[heads], spec.shape[-1])
     return _with_shape(spec.with_axes({m: AxisLayout(Shard(heads), sizes)}), shape)
 
@@ -261,7 +261,7 @@ def _keys_layout(spec: ShardTensorSpec, queries: ShardTensorSpec) -> ShardTensor
     if m is None:
         return target
     group = queries.shape[heads] // spec.shape[heads]
-    return target.with_axes({m: AxisLayout(Shard(heads), tuple(size // group for size in queries.cut(m)))})
+    return target.with_axes({m: AxisLayout(Shard(heads), tuple(size // group for size in queries.sizes_along(m)))})
 
 
 def _additional_axes(keys: ShardTensorSpec) -> list[AxisLayout]:
@@ -285,7 +285,7 @@ def _dims(
         own = keys = (0, neighborhood.size)
         if m is not None:
             reads = neighborhood.slice_for if for_natten else neighborhood.reads
-            needs[dim] = [reads(of_rank) for of_rank in intervals_of(queries.cut(m))]
+            needs[dim] = [reads(of_rank) for of_rank in intervals_of(queries.sizes_along(m))]
             own, keys = queries.interval(m), needs[dim][queries.coordinate[m]]
         dims.append(Dim(neighborhood, own, keys))
     return tuple(dims), needs

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import ShardTensorSpec
+from ...layout.spec import ShardTensorSpec
 from .tiled import Dim, tiled_attention
 
 __all__ = ["attention_by_natten", "natten_kernel"]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import constant_like, untraced
-from ...geometry import Interval, length
+from ...layout.geometry import Interval, length
 from ..common.alignment import wide_dtype
 from .window import Neighborhood, Tile
 

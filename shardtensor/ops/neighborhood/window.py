@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...geometry import Interval, length
+from ...layout.geometry import Interval, length
 
 __all__ = ["Neighborhood", "Tile"]
 

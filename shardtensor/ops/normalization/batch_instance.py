@@ -15,12 +15,12 @@ from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta, batch_norm_legit, batch_norm_legit_no_training
 from ..._compat.c10d import group_along
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, Operand, Plan, operator
-from ...redistribute import all_reduce, redistribute_local
-from ...registry import register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, promote
+from ...communication.redistribute import all_reduce, redistribute_local
+from ...dispatch.registry import register
+from ...dispatch.tensor import ShardTensor, promote
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, Operand, Plan, operator
 from .channel_norm import ChannelNorm
 from .geometry import Geometry, geometry_over, prepare_parameters, result_dtype
 from .local_norm import LocalBatchNorm, LocalGroupNorm

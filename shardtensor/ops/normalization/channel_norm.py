@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...operators import Arguments, Operand
-from ...parameters import start_sum
-from ...redistribute import start_sums
-from ...tracing import is_traced
+from ...communication.redistribute import start_sums
+from ...communication.tracing import is_traced
+from ...operators.declaration import Arguments, Operand
+from ...operators.weight_gradients import start_sum
 from .columns import Columns, channels_are_last, columns_of, sums_of_channels
 from .geometry import Geometry
 from .sharded_norm import ShardedNorm

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
-from ...geometry import map_boundaries
-from ...layout import AxisLayout
-from ...operators import Arguments, Operand
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...dispatch.tensor import ShardTensor, redistribute_to
+from ...layout.geometry import map_boundaries
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Operand
 from ..common.alignment import free_dims, local_part, redistributed
 
 __all__ = [
@@ -68,7 +68,7 @@ class Geometry:
         """Whether any rank's shard is empty: all ranks use the same kernel, so that their second derivatives
         communicate alike.
         """
-        sizes = [self.spec.cut(m) for m in self.spec.sharded_dims().values()]
+        sizes = [self.spec.sizes_along(m) for m in self.spec.sharded_dims().values()]
         return 0 in self.spec.shape or any(0 in of_dim for of_dim in sizes)
 
     def own_part(self, parameter: Tensor | None) -> Tensor | None:
@@ -93,7 +93,7 @@ class Geometry:
 
 def _merges(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     shared = [m for d, m in spec.sharded_dims().items() if d in dims and spec.mesh.size(m) > 1 and spec.shape[d]]
-    return tuple((m, spec.cut(m)) for m in shared)
+    return tuple((m, spec.sizes_along(m)) for m in shared)
 
 
 def geometry_over(
@@ -128,11 +128,11 @@ def with_unsharded_groups(name: str, spec: ShardTensorSpec, groups: int) -> Shar
     with fewer groups than ranks, another dim sharded.
     """
     per_group, m = spec.shape[1] // groups, spec.sharded_dims().get(1)
-    if m is None or not any(n % per_group for n in spec.cut(m)):
+    if m is None or not any(n % per_group for n in spec.sizes_along(m)):
         return spec
     if groups < spec.mesh.size(m):
         return free_dims(name, spec, 1)
-    sizes = map_boundaries(spec.cut(m), lambda boundary: (boundary + per_group // 2) // per_group * per_group)
+    sizes = map_boundaries(spec.sizes_along(m), lambda boundary: (boundary + per_group // 2) // per_group * per_group)
     return spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Arguments, Composed, LocalPlan, Operand, Plan, operator
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, redistribute_to
+from ...dispatch.tensor import ShardTensor, redistribute_to
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ..common.alignment import wide_dtype
 from .channel_norm import ChannelNorm
 from .geometry import (

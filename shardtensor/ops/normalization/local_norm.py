@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import batch_norm_legit, kernel
-from ...operators import Arguments, Operand
+from ...operators.declaration import Arguments, Operand
 from ..common.half import widened
 from .geometry import Geometry
 from .norm import Norm

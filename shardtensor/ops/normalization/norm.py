@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..._compat import TensorMeta
-from ...operators import Arguments, Operand, Plan
-from ...spec import ShardTensorSpec
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Operand, Plan
 from ..common.alignment import wide_dtype
 from .geometry import Geometry
 

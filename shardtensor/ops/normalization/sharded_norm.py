@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..._compat import AutogradFunction
-from ...operators import Arguments, Operand
-from ...redistribute import all_reduce
+from ...communication.redistribute import all_reduce
+from ...operators.declaration import Arguments, Operand
 from .geometry import Geometry
 from .norm import Norm
 from .statistics import Statistics, centered

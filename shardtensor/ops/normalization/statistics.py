@@ -28,9 +28,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat import constant_like, is_traced, untraced
 from ..._compat.c10d import group_along
-from ...redistribute import all_gather, all_reduce
-from ...spec import ShardTensorSpec
-from ...tensor import wrap
+from ...communication.redistribute import all_gather, all_reduce
+from ...dispatch.tensor import wrap
+from ...layout.spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from .columns import Columns, channels_are_last
 from .geometry import Geometry
@@ -264,7 +264,7 @@ def moments_of(
     for d, m in source.sharded_dims().items():
         if d in dims:
             at, step = dims[d]
-            placements[m], sizes[m] = Shard(at), tuple(n // step for n in source.cut(m))
+            placements[m], sizes[m] = Shard(at), tuple(n // step for n in source.sizes_along(m))
     with torch.no_grad():
         mean, var = Statistics(geometry, x.device).of(x)[0].unbind()
         spec = ShardTensorSpec.make(source.mesh, placements, shape, mean.dtype, shard_sizes=sizes)

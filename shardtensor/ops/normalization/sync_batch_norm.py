@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat import TensorMeta, untraced
 from ..._compat.c10d import process_group
-from ...caches import cached
-from ...operators import Arguments, Operand, Plan, planned
-from ...registry import register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
+from ...dispatch.registry import register
+from ...dispatch.tensor import ShardTensor
+from ...layout.caches import cached
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Operand, Plan, planned
 from .batch_instance import PARAMETERS, geometry_of_batches, plan_channels
 from .statistics import Replicas
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from ..._compat import nn_functions
-from ...geometry import Interval, intervals_of, map_boundaries
-from ...halo import Fetch
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...spec import ShardTensorSpec
-from ...strides import index_select_like, stride_like
-from ...tensor import ShardTensor, from_part, redistribute_to, wrap
+from ...communication.halo import Fetch
+from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, wrap
+from ...layout.geometry import Interval, intervals_of, map_boundaries
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import index_select_like, stride_like
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of
 
@@ -56,13 +56,13 @@ def _adaptive_pool(
         if d < first:
             continue
         n, out, rank = spec.shape[d], target[d], spec.coordinate[m]
-        own = intervals_of(spec.cut(m))
+        own = intervals_of(spec.sizes_along(m))
         if out == 1:
             sizes[d] = tuple(int(b > a) for a, b in own)
             target[d] = sum(sizes[d])
             origin[d - first] = own[rank][0]
             continue
-        sizes[d] = map_boundaries(spec.cut(m), scaled_boundary(n, out))
+        sizes[d] = map_boundaries(spec.sizes_along(m), scaled_boundary(n, out))
         outs = intervals_of(sizes[d])
         needs[d] = [
             (adaptive_window(n, out, a)[0], adaptive_window(n, out, b - 1)[1]) if b > a else (0, 0) for a, b in outs

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import AutogradFunction, nn_functions
+from ...communication.halo import Fetch, Narrow
+from ...dispatch.registry import FUNCTIONS, register
 from ...errors import refuse
-from ...geometry import Interval, Window, intervals_of, length, map_boundaries
-from ...halo import Fetch, Narrow
-from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...registry import FUNCTIONS, register
-from ...spec import ShardTensorSpec
+from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import (
     Constant,
     Differentiated,
@@ -132,7 +132,7 @@ def _pool(
         if d < first:
             continue
         w, rank = windows[d - first], spec.coordinate[m]
-        sizes[d] = map_boundaries(spec.cut(m), w.boundary)
+        sizes[d] = map_boundaries(spec.sizes_along(m), w.boundary)
         reads = [pool_reads(w, out, w.kernel if full_windows else 0) for out in intervals_of(sizes[d])]
         needs[d] = [need for need, _, _ in reads]
         need, padding, drop = reads[rank]

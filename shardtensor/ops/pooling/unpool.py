@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Arguments, Plan, operator
-from ...spec import ShardTensorSpec
-from ...strides import stride_like
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import stride_like
+from ...operators.declaration import Arguments, Plan, operator
 from ..common.batch_parallel import Result, image_names, plan_by_batch
 from .pool import Numbers
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta
+from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...errors import refuse
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, Plan, operator
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
-from ...tensor import ShardTensor, redistribute_to
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.batch_parallel import by_batch
 
 __all__: list[str] = []

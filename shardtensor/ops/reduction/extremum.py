@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..._compat.c10d import group_along
-from ...operators import Arguments, Composed, Operand, operator
-from ...planning import AtenCall, AtenPlan, argument
-from ...redistribute import all_reduce
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...strides import contiguous_stride
+from ...communication.redistribute import all_reduce
+from ...dispatch.planning import AtenCall, AtenPlan, argument
+from ...dispatch.registry import DECLINED
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, Operand, operator
 from ..common.pick import plain_tuple, plan_picking
 from ..common.reduce import check_dtype, mesh_dims_of, neutral_element, reduced_dims, reduced_spec
 from .reductions import reduction_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, argument
+from ...dispatch.planning import AtenCall, AtenPlan, argument
+from ...operators.declaration import operator
 from ..common.alignment import wide_dtype
 from ..common.reduce import maximum_over, mesh_dims_of, rank_reduction, reduced_dims, reduced_spec
 

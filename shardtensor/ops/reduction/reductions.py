@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import planning
-from ...operators import Arguments, LocalPlan, Plan, operator
-from ...planning import AtenCall, argument
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
+from ...dispatch import planning
+from ...dispatch.planning import AtenCall, argument
+from ...dispatch.registry import DECLINED
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, LocalPlan, Plan, operator
 from ..common.alignment import wide_dtype
 from ..common.reduce import (
     check_dtype,

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
-from ...gradients import once_differentiable
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, meta_of
-from ...redistribute import all_gather
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, wrap
+from ...communication.redistribute import all_gather
+from ...dispatch.gradients import once_differentiable
+from ...dispatch.planning import AtenCall, AtenPlan, meta_of
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, as_gradient, wrap
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import wide_dtype
 from ..common.pick import plain_tuple, plan_picking
 from ..common.reduce import check_dtype, kernel_dtype, mesh_dims_of, reduced_dims
@@ -201,7 +201,7 @@ def plan_extreme_scan(call: AtenCall) -> AtenPlan:
     group = group_along(spec.mesh, m)
     beats = torch.ge if func == _aten.cummax.default else torch.le
     start, _ = spec.interval(m)
-    before = [r for r in range(spec.coordinate[m]) if spec.cut(m)[r]]
+    before = [r for r in range(spec.coordinate[m]) if spec.sizes_along(m)[r]]
 
     def later(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         wins = beats(new[0], old[0]) | (new[0] != new[0])

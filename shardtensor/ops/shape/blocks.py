@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange import Exchange, plan_intervals
-from ...geometry import Interval, intersect, length, resized
-from ...strides import cat_like
+from ...communication.exchange import Exchange, plan_intervals
+from ...layout.geometry import Interval, intersect, length, resized
+from ...layout.strides import cat_like
 
 __all__ = ["Assembly"]
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat.c10d import group_along
-from ...geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length, resized
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import redistribute_to
+from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, meta_of
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import redistribute_to
+from ...layout.geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length, resized
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from .blocks import Assembly
 from .view import carry, wrap_dim
 
@@ -53,7 +53,7 @@ def joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int)
     return tuple(total)
 
 
-# -- entries of a sharded dim, see [Note: owners] in layout.py --------------------------------------------
+# -- entries of a sharded dim, see [Note: owners] in layout/placements.py --------------------------------------------
 
 
 @operator(torch.stack, tensors="tensors", partial="tensors")

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...geometry import intersect, map_boundaries
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, argument, meta_of
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
+from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
+from ...dispatch.registry import DECLINED
+from ...layout.geometry import intersect, map_boundaries
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from .slice import boundary_of_slice, sizes_before_slice
 from .slice_sources import record_source, source_of
 from .view import wrap_dim
@@ -42,13 +42,13 @@ def _taken_from(spec: ShardTensorSpec, meta: TensorMeta, offset: int, dims: Sequ
     axes: dict[int, AxisLayout] = {}
     for d, m in sharded.items():
         if d not in dims:
-            axes[m] = AxisLayout(Shard(kept.index(d)), spec.cut(m))
+            axes[m] = AxisLayout(Shard(kept.index(d)), spec.sizes_along(m))
         elif d == dims[1] and dims[0] in sharded:
             axes[m] = AxisLayout(Partial() if spec.mesh.size(m) > 1 else Replicate())
         else:
             start = _starts(offset)[dims.index(d)]
             taken = range(start, start + meta.shape[last])
-            axes[m] = AxisLayout(Shard(last), map_boundaries(spec.cut(m), boundary_of_slice(taken)))
+            axes[m] = AxisLayout(Shard(last), map_boundaries(spec.sizes_along(m), boundary_of_slice(taken)))
     return spec.with_layout([axes.get(m, own) for m, own in enumerate(spec.layout)], meta)
 
 
@@ -92,9 +92,9 @@ def _embedded(call: AtenCall, grad: ShardTensorSpec, offset: int, dims: Sequence
         start = _starts(offset)[0]
         taken = range(start, start + grad.shape[last])
         axes = {
-            m: AxisLayout(Shard(dims[0]), sizes_before_slice(taken, shape[dims[0]], grad.cut(m)))
+            m: AxisLayout(Shard(dims[0]), sizes_before_slice(taken, shape[dims[0]], grad.sizes_along(m)))
             if d == last
-            else AxisLayout(Shard(kept[d]), grad.cut(m))
+            else AxisLayout(Shard(kept[d]), grad.sizes_along(m))
             for d, m in grad.sharded_dims().items()
         }
         out = grad.with_layout([axes.get(m, own) for m, own in enumerate(grad.layout)], meta_of(call.meta))

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..._compat.c10d import group_along
-from ...geometry import Interval, intersect, intervals_of, length
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, argument, meta_of
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
+from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor
+from ...layout.geometry import Interval, intersect, intervals_of, length
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import operator
 from .blocks import Assembly
 from .view import carry, wrap_dim
 
@@ -43,7 +43,7 @@ def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Moving:
     """The local work of rolling the sharded dim ``d``: each shard is two runs of the result, sent in one exchange."""
     m = spec.sharded_dims()[d]
     rank, group = spec.coordinate[m], group_along(spec.mesh, m)
-    own, n, here = intervals_of(spec.cut(m)), spec.shape[d], list(spec.own_shape)
+    own, n, here = intervals_of(spec.sizes_along(m)), spec.shape[d], list(spec.own_shape)
     stays, wraps = zip(*(rolled(each, shift % n, n) for each in own), strict=True)
     k, rest = length(stays[rank]), here[d] - length(stays[rank])
     shapes = [[*here[:d], k, *here[d + 1 :]], [*here[:d], rest, *here[d + 1 :]]]
@@ -98,7 +98,7 @@ def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Moving:
     assemblies = []
     for d, m in spec.sharded_dims().items():
         if d in flipped:
-            need, n = intervals_of(spec.cut(m)), spec.shape[d]
+            need, n = intervals_of(spec.sizes_along(m)), spec.shape[d]
             own = [(n - b, n - a) for a, b in need]
             rank, group = spec.coordinate[m], group_along(spec.mesh, m)
             assemblies.append(Assembly(d, [spec.own_shape], [own], [need], rank, group))

@@ -8,11 +8,11 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor
+from ...dispatch.planning import AtenCall, AtenPlan
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from .view import carry, dim_of
 
 __all__: list[str] = []

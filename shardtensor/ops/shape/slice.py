@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta
-from ...copies import mark_copied
-from ...geometry import Interval, intervals_of, map_boundaries, resized, sizes_of
-from ...layout import AxisLayout
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, Path, argument, meta_of
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import redistribute_to
+from ...dispatch.copies import mark_copied
+from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, meta_of
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import redistribute_to
+from ...layout.geometry import Interval, intervals_of, map_boundaries, resized, sizes_of
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from .slice_sources import record_source, source_of
 from .view import carry, dim_of, moved_off, wrap_dim
 
@@ -74,7 +74,7 @@ def _sliced(spec: ShardTensorSpec, meta: TensorMeta, dim: int, taken: range) -> 
     m = spec.sharded_dims().get(dim)
     if m is None:
         return spec.replace(meta=meta)
-    axis = spec.layout[m]._replace(sizes=map_boundaries(spec.cut(m), boundary_of_slice(taken)))
+    axis = spec.layout[m]._replace(sizes=map_boundaries(spec.sizes_along(m), boundary_of_slice(taken)))
     return spec.with_axes({m: axis}).replace(meta=meta)
 
 
@@ -109,7 +109,7 @@ def _slice_backward(call: AtenCall) -> AtenPlan:
     out = grad.replace(meta=meta_of(call.meta))
     if m is not None:
         source = source_of((dim, taken), shape, grad)
-        sizes = sizes_before_slice(taken, shape[dim], grad.cut(m)) if source is None else source.cut(m)
+        sizes = sizes_before_slice(taken, shape[dim], grad.sizes_along(m)) if source is None else source.sizes_along(m)
         out = out.with_axes({m: grad.layout[m]._replace(sizes=sizes)})
     a, b = _own_bounds(taken, _own_interval(out, dim))
     local = list(out.local_shape())
@@ -170,7 +170,7 @@ def _tensor_split(
 def _summed(spec: ShardTensorSpec, dim: int, index: int) -> ShardTensorSpec:
     """The spec of an entry of ``dim``, which is kept with length 1."""
     m = spec.sharded_dims()[dim]
-    held = tuple(int(a <= index < b) for a, b in intervals_of(spec.cut(m)))
+    held = tuple(int(a <= index < b) for a, b in intervals_of(spec.sizes_along(m)))
     return spec.with_axes({m: AxisLayout(Partial(), held) if len(held) > 1 else AxisLayout(Replicate())})
 
 

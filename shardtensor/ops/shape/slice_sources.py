@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from ...caches import forgets
-from ...spec import ShardTensorSpec
+from ...layout.caches import forgets
+from ...layout.spec import ShardTensorSpec
 
 __all__ = ["record_source", "source_of"]
 

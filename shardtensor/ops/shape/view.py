@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat.c10d import group_along
-from ...geometry import Interval, chunk_sizes, intervals_of, map_boundaries, resized
-from ...layout import AxisLayout
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, Path, meta_of
-from ...spec import ShardTensorSpec
+from ...dispatch.planning import AtenCall, AtenPlan, Path, meta_of
+from ...layout.geometry import Interval, chunk_sizes, intervals_of, map_boundaries, resized
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import operator
 from .blocks import Assembly
 
 _aten = torch.ops.aten
@@ -69,7 +69,7 @@ def carry(call: AtenCall, spec: ShardTensorSpec, meta: Tensor, dims: Carry) -> S
                 "redistribute to shard another dim first",
             )
         dim, times, by = _parts(dims[d])
-        sizes = spec.cut(m)
+        sizes = spec.sizes_along(m)
         if any(n * times % by for n in sizes):
             raise call.refuse(
                 f"shard sizes {sizes} of tensor dim {d} are not multiples of {by}, the length of the inner part",
@@ -92,7 +92,8 @@ def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
 def fitted(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
     """``spec`` with the sizes that :func:`carry` to ``dims`` asks for, see [Note: whole blocks]."""
     blocks = {m: (d, _block(dims[d])) for d, m in spec.sharded_dims().items() if isinstance(dims.get(d), tuple)}
-    return spec.with_axes({m: AxisLayout(Shard(d), whole_blocks(spec.cut(m), n)) for m, (d, n) in blocks.items()})
+    axes = {m: AxisLayout(Shard(d), whole_blocks(spec.sizes_along(m), n)) for m, (d, n) in blocks.items()}
+    return spec.with_axes(axes)
 
 
 @operator(_aten.view_as_real.default, _aten.view_as_complex.default)
@@ -210,7 +211,7 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
     else:
         inside = (e for e in new_dims[1:-1] if shape[e] >= ranks)
         at = next(inside, to)
-        if shape[to] >= ranks or all(n * after % inner == 0 for n in spec.cut(m)):
+        if shape[to] >= ranks or all(n * after % inner == 0 for n in spec.sizes_along(m)):
             return None
     if shape[at] < ranks:
         return None
@@ -220,7 +221,7 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
         return None
     source, sizes = rest.with_axes({m: spec.layout[m]}), chunk_sizes(shape[at], ranks)
     out = carry(call, rest, call.meta, dims).with_axes({m: AxisLayout(Shard(at), sizes)})
-    old, new = _blocks(spec.shape, old_dims, d, spec.cut(m)), _blocks(shape, new_dims, at, sizes)
+    old, new = _blocks(spec.shape, old_dims, d, spec.sizes_along(m)), _blocks(shape, new_dims, at, sizes)
     here, there, rank = source.local_shape(), out.local_shape(), spec.coordinate[m]
     runs = [b - a for a, b in (block[rank] for block in old)]  # of this rank, in the flattened dim
     flat = (*here[:lead], sum(runs), *here[old_dims.stop :])

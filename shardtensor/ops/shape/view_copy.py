@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
-from ...registry import DECLINED, register
-from ...tensor import ShardTensor, run
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, run
 
 __all__: list[str] = []
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ...cuda_graphs import OUTSIDE, check_not_captured
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, spec_of
-from ...redistribute import redistribute_local
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, wrap
+from ...communication.redistribute import redistribute_local
+from ...dispatch.planning import AtenCall, AtenPlan, spec_of
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, wrap
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import operator
+from ...ranks.cuda_graphs import OUTSIDE, check_not_captured
 from ..common.alignment import free_dims, redistributed, reduced_value, replicated
 from ..common.reduce import reduce_over
 from ..reduction.reductions import reduction_plan

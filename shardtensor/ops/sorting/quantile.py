@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
-from ...gradients import once_differentiable
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, meta_of, spec_of
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
+from ...dispatch.gradients import once_differentiable
+from ...dispatch.planning import AtenCall, AtenPlan, meta_of, spec_of
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, as_gradient, redistribute_to, wrap
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from ..common.distributed_sort import find_places, sort_keys
 from ..common.reduce import check_dtype, mesh_dims_of, reduce_over, reduced_dims
 

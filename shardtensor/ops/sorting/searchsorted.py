@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan, Path
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import run
+from ...dispatch.planning import AtenCall, AtenPlan, Path
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import run
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import operator
 from ..indexing.index_layout import INDEXED, Labels
 from ..indexing.index_plan import labelled
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, OpOverload
 from ..._compat.c10d import group_along
+from ...communication.redistribute import all_gather, all_reduce, redistribute_local
+from ...dispatch.gradients import once_differentiable
+from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
+from ...dispatch.registry import DECLINED
+from ...dispatch.tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ...errors import UnsupportedSharding
-from ...geometry import map_boundaries
-from ...gradients import once_differentiable
-from ...operators import Arguments, Composed, operator
-from ...planning import AtenCall, AtenPlan, argument, meta_of
-from ...redistribute import all_gather, all_reduce, redistribute_local
-from ...registry import DECLINED
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, as_gradient, redistribute_to, wrap
+from ...layout.geometry import map_boundaries
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import free_dims
 from ..common.distributed_sort import Sorted, find_places, sort_keys
 from ..common.pick import Selected, plain_tuple
@@ -113,7 +113,8 @@ class _RowsAcross:
     def __init__(self, x: Tensor, spec: ShardTensorSpec, dim: int, descending: bool) -> None:
         m = spec.sharded_dims()[dim]
         self._dim, self._shape = dim, x.shape
-        self._sorted = Sorted(_as_rows(x, dim), spec.cut(m), spec.cut(m), descending, group_along(spec.mesh, m))
+        sizes = spec.sizes_along(m)
+        self._sorted = Sorted(_as_rows(x, dim), sizes, sizes, descending, group_along(spec.mesh, m))
         rows, columns = self._sorted.shape
         start, _ = spec.interval(m)
         index = torch.arange(start, start + columns, device=x.device).expand(rows, -1)
@@ -153,7 +154,7 @@ def _topk_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     _check_order(spec)
     k, largest = call.args[1], argument(call, 3, "largest", True)
     m = spec.sharded_dims()[dim]
-    sizes, group, (start, stop) = spec.cut(m), group_along(spec.mesh, m), spec.interval(m)
+    sizes, group, (start, stop) = spec.sizes_along(m), group_along(spec.mesh, m), spec.interval(m)
     if _is_few(spec, dim, k):
         outputs = [reduced_spec(spec, meta, [dim], True, "sum").for_gradient() for meta in call.meta]
 

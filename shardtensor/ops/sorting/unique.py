@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._compat.c10d import group_along
-from ...cuda_graphs import check_not_captured
+from ...communication.halo import Fetch
+from ...communication.redistribute import all_gather, redistribute_local
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, run, wrap
 from ...errors import refuse
-from ...geometry import boundaries_of, chunk_sizes, intervals_of
-from ...halo import Fetch
-from ...layout import AxisLayout
-from ...redistribute import all_gather, redistribute_local
-from ...registry import DECLINED, register
-from ...spec import ShardTensorSpec
-from ...tensor import ShardTensor, run, wrap
+from ...layout.geometry import boundaries_of, chunk_sizes, intervals_of
+from ...layout.placements import AxisLayout
+from ...layout.spec import ShardTensorSpec
+from ...ranks.cuda_graphs import check_not_captured
 from ..common.alignment import flattening, reduced_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
 from ..common.reduce import reduce_over, reduced_dims
@@ -45,7 +45,7 @@ def _begins(x: Tensor, spec: ShardTensorSpec, dim: int) -> Tensor:
     start, stop = (0, length) if m is None else spec.interval(m)
     seen = x
     if m is not None:
-        own = intervals_of(spec.cut(m))
+        own = intervals_of(spec.sizes_along(m))
         need = [(max(0, a - 1), b) if b > a else (a, b) for a, b in own]
         seen = Fetch.of(spec, {dim: need}).read(x)[0]
     seen = seen.movedim(dim, 0).flatten(1) if x.ndim > 1 else seen.unsqueeze(1)
@@ -79,7 +79,7 @@ def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[ShardTensor, Shar
     lengths = torch.nn.functional.pad(at + start, (0, 1), value=following).diff()
     return (
         wrap(values, out),
-        wrap(inverse, _line_spec(spec, m, length, None if m is None else spec.cut(m), torch.int64)),
+        wrap(inverse, _line_spec(spec, m, length, None if m is None else spec.sizes_along(m), torch.int64)),
         wrap(lengths, _line_spec(spec, m, total, counts, torch.int64)),
     )
 
@@ -104,7 +104,7 @@ def _line_of(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]
         return None, None
     ((d, m),) = dims.items()
     others = math.prod(n for i, n in enumerate(spec.shape) if i != d)
-    return m, tuple(n * others for n in spec.cut(m))
+    return m, tuple(n * others for n in spec.sizes_along(m))
 
 
 @register(_aten.unique_consecutive.default)
@@ -187,7 +187,7 @@ def _unique_slices(
         found: tuple[Tensor, Tensor, Tensor] = run(_aten.unique_dim.default, args, {})
         return found
     m = target.sharded_dims()[dim]
-    sizes, group = target.cut(m), group_along(target.mesh, m)
+    sizes, group = target.sizes_along(m), group_along(target.mesh, m)
     slices = local.movedim(dim, 0)
     flat = slices.reshape(len(slices), math.prod(slices.shape[1:]))
     order = _slice_order(flat)

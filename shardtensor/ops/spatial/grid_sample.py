@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Arguments, Plan, operator
-from ...spec import ShardTensorSpec
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Plan, operator
 from ..common.batch_parallel import Names, Result, image_names, plan_by_batch
 
 

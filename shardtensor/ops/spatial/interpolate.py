@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry import intervals_of, map_boundaries
-from ...halo import Fetch
-from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...registry import FUNCTIONS, register
-from ...spec import ShardTensorSpec
-from ...strides import CHANNELS_LAST
+from ...communication.halo import Fetch
+from ...dispatch.registry import FUNCTIONS, register
+from ...layout.geometry import intervals_of, map_boundaries
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import CHANNELS_LAST
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import LinearStencilPlan, keeping_sums, per_dim, resized, result_dtype, scaled_boundary
 from .resample import MODES, LocalResampling
 from .taps import Resize
@@ -76,7 +76,7 @@ def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dty
         mine[d] = (0, resize.size), (0, resize.out)
         m = spec.sharded_dims().get(d)
         if m is not None:
-            sizes[d] = map_boundaries(spec.cut(m), scaled_boundary(resize.size, resize.out))
+            sizes[d] = map_boundaries(spec.sizes_along(m), scaled_boundary(resize.size, resize.out))
             needs[d] = resize.taps().reads(sizes[d])
             mine[d] = needs[d][spec.coordinate[m]], intervals_of(sizes[d])[spec.coordinate[m]]
     fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)

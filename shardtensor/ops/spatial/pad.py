@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import AutogradFunction, nn_functions
-from ...exchange import plan_intervals
-from ...geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
-from ...halo import Axis, Fetch
-from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...spec import ShardTensorSpec
-from ...strides import stride_like
+from ...communication.exchange import plan_intervals
+from ...communication.halo import Axis, Fetch
+from ...layout.geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
+from ...layout.spec import ShardTensorSpec
+from ...layout.strides import stride_like
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import keeping_sums, per_dim, resized, result_dtype
 
 __all__ = ["pad_sizes", "pad_sources"]
@@ -125,7 +125,7 @@ def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: fl
     dtype = spec.tensor_meta.dtype
     if mode != "constant":
         dtype = result_dtype(call, dtype, lambda t: F.pad(t, [0] * len(pad), mode=mode), [1] * ndim)
-    sizes = {d: pad_sizes(spec.cut(m), *pads[d]) for d, m in sharded.items()}
+    sizes = {d: pad_sizes(spec.sizes_along(m), *pads[d]) for d, m in sharded.items()}
     # What is left for one call of torch's: the free dims, and constants at the global ends.
     left = {d: p for d, p in pads.items() if d not in sharded}
     steps: list[Callable[[Tensor], Tensor]] = []
@@ -198,7 +198,7 @@ def _fetch(spec: ShardTensorSpec, dim: int, shape: Sequence[int], need: Sequence
     """What fetches ``need`` (per rank) of a sharded dim, where the other dims of the shard have other lengths."""
     m = spec.sharded_dims()[dim]
     need = tuple((a, b) if b > a else (0, 0) for a, b in need)
-    transfers = plan_intervals(intervals_of(spec.cut(m)), need, spec.coordinate[m])
+    transfers = plan_intervals(intervals_of(spec.sizes_along(m)), need, spec.coordinate[m])
     return Fetch([Axis(dim, m, transfers)], spec.mesh, shape)
 
 

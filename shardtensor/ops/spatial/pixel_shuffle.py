@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...operators import operator
-from ...planning import AtenCall, AtenPlan
+from ...dispatch.planning import AtenCall, AtenPlan
+from ...operators.declaration import operator
 from ..shape.view import carry, fitted, moved_off
 
 _aten = torch.ops.aten

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import kernel, nn_functions
-from ...geometry import Interval, length
+from ...layout.geometry import Interval, length
 from ..common.stencil import Differentiated, nothing, taken
 from .taps import Resize, as_local
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import untraced
-from ...geometry import Interval
-from ...strides import zeros_like
+from ...layout.geometry import Interval
+from ...layout.strides import zeros_like
 from ..common.stencil import Constant
 
 __all__ = ["Resize", "Taps", "WeightedSum", "as_local"]

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import planning
-from ...copies import mark_copied
-from ...geometry import Window, intervals_of, map_boundaries
-from ...halo import Fetch
-from ...operators import Arguments, Composed, LocalPlan, Plan, operator
-from ...spec import ShardTensorSpec
-from ...tensor import redistribute_to
+from ...communication.halo import Fetch
+from ...dispatch import planning
+from ...dispatch.copies import mark_copied
+from ...dispatch.tensor import redistribute_to
+from ...layout.geometry import Window, intervals_of, map_boundaries
+from ...layout.spec import ShardTensorSpec
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import keeping_sums, per_dim, resized
 from ..shape.view import carry, fitted, moved_off, wrap_dim
 
@@ -43,7 +43,7 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
     spec = keeping_sums(self)
     m = spec.sharded_dims()[dim]
     window = Window(size=spec.shape[dim], kernel=size, stride=step)
-    sizes = map_boundaries(spec.cut(m), window.boundary)
+    sizes = map_boundaries(spec.sizes_along(m), window.boundary)
     fetch = Fetch.of(spec, {dim: [window.reads(out) for out in intervals_of(sizes)]})
     mine, ndim = sizes[spec.coordinate[m]], len(spec.shape)
 

@@ -316,12 +316,12 @@ def through(entry, patched=True):
     torch.manual_seed(0)
     x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
     if not patched:
-        shardtensor.patches.uninstall()
+        shardtensor.dispatch.patches.uninstall()
     try:
         layer = Layer(ENTRY_POINTS[entry])
         assert_matches_unsharded(layer, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)})
     finally:
-        shardtensor.patches.install()
+        shardtensor.dispatch.patches.install()
 
 
 @pytest.mark.parametrize("entry", ENTRY_POINTS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from shardtensor import patches
+from shardtensor.dispatch import patches
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 CONTRACTIONS = {

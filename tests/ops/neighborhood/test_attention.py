@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
-from shardtensor import ShardTensor, UnsupportedSharding, caches
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.layout import caches
 from shardtensor.ops.neighborhood import attention as handlers
 from shardtensor.ops.neighborhood import tiled as tiles
 from shardtensor.ops.neighborhood import window
@@ -695,11 +696,11 @@ def test_plain_tensors_get_nattens_own_bitwise():
     x = torch.randn(1, 5, 5, 16)
     with torch.no_grad():
         patched = natten.na2d(q, k, v, kernel_size=3, dilation=(2, 1)), module(x)
-        shardtensor.patches.uninstall()
+        shardtensor.dispatch.patches.uninstall()
         try:
             original = natten.na2d(q, k, v, kernel_size=3, dilation=(2, 1)), module(x)
         finally:
-            shardtensor.patches.install()
+            shardtensor.dispatch.patches.install()
     assert all(map(torch.equal, patched, original))
     with pytest.raises(ValueError, match="product of kernel size and dilation"):
         natten.na2d(q, k, v, kernel_size=4, dilation=2)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.geometry import Window, intervals_of, map_boundaries
+from shardtensor.layout.geometry import Window, intervals_of, map_boundaries
 from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.pooling.adaptive_pool import adaptive_window
 from shardtensor.ops.pooling.pool import pool_reads

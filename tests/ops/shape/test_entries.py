@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
-from shardtensor.layout import AxisLayout
-from shardtensor.redistribute import redistribute_local
+from shardtensor.communication.redistribute import redistribute_local
+from shardtensor.layout.placements import AxisLayout
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,

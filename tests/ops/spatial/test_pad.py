@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Shard
 from torch.nn.utils.rnn import pad_sequence
 
-from shardtensor.geometry import boundaries_of
+from shardtensor.layout.geometry import boundaries_of
 from shardtensor.ops.spatial.pad import pad_sizes, pad_sources
 from shardtensor.testing import (
     assert_matches_unsharded,

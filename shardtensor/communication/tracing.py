@@ -1,0 +1,129 @@
+"""Communication as operators of a traced graph.
+
+[Note: communication in graphs] ``torch.compile`` runs our code on tensors without data, and records what it does to
+local tensors as a graph. A collective is a node of that graph: an operator of ours, which calls the eager function when
+the graph runs. Each rank traces for itself, so all graphs must communicate in the same way, even where a rank does not
+use what it receives (its shard is empty, or it only sends). torch's functional collectives do not guarantee that:
+unused ones are removed. Ours are declared to have ordered effects, so they stay, in the order in which they were
+traced, which is the same on all ranks.
+
+[Note: start and wait] Communication that others may overlap with is two operators. The one that starts it returns a
+ticket, an integer that :func:`wait` exchanges for the result. What is being received is no tensor of the graph before
+that, so no compiler can reuse its memory, or read it too early; what is being sent is an argument of ``wait``, and so
+keeps its memory until then. Compilers are free to move local work to either side of both, and do so to save memory. So
+``wait`` also takes what is to be computed before it, and what is to be computed after the start takes an operand that
+:func:`after_start` has copied: the two are arguments, and no compiler goes against these.
+
+[Note: CUDA graphs] A CUDA graph repeats kernels, and nothing that the host does: no number of a ticket, no seed, no
+entry of the history. So no operator of ours is part of one that inductor makes (``mode="reduce-overhead"``): it cuts
+its graph at them, calls them as it does without CUDA graphs, and captures what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx.traceback import get_current_meta
+
+from .._compat import OpOverload, goes_into_graph, has_ordered_effects, is_traced, no_frames_of, outside_cuda_graphs
+from ..errors import UnsupportedSharding
+
+__all__ = ["after_start", "goes_into_graph", "graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
+
+Result = TypeVar("Result")
+
+no_frames_of("shardtensor")
+_library = torch.library.Library("shardtensor", "DEF")  # type: ignore[no-untyped-call]
+
+
+def graph_operator(
+    schema: str, without_data: Callable[..., Any], *, ordered: bool = True
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorator: make the function below it an operator of the namespace ``shardtensor``, on any device.
+
+    Args:
+        schema: its name and signature. No result may share memory with an argument.
+        without_data: called in its place while tracing; returns results of the right shapes, dtypes and devices.
+        ordered: every call has to stay in the graph, and in its order.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        name = _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
+        _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        operator: OpOverload = getattr(torch.ops.shardtensor, name).default
+        torch.library.register_fake(
+            f"shardtensor::{name}", _once(name, without_data) if ordered else without_data, lib=_library
+        )
+        if ordered:
+            has_ordered_effects(operator)
+            outside_cuda_graphs(operator)
+        return operator
+
+    return decorate
+
+
+def _once(name: str, without_data: Callable[..., Any]) -> Callable[..., Any]:
+    """``without_data``, which refuses where the graph would have to contain the operator twice."""
+
+    def checked(*args: Any) -> Any:
+        if "recompute" in get_current_meta():
+            raise UnsupportedSharding(
+                f"{name}: activation checkpointing inside of a compiled function would repeat communication or random "
+                "numbers, which torch.compile cannot do. Remedy: checkpoint the compiled module, "
+                "checkpoint(torch.compile(block), x, use_reentrant=False), rather than compile the checkpoint."
+            )
+        return without_data(*args)
+
+    return checked
+
+
+# -- start and wait ----------------------------------------------------------------------------------------------------
+
+_numbers = count()
+_under_way: dict[int, Callable[[], Tensor]] = {}
+
+
+def ticket_for(finish: Callable[[], Tensor]) -> Tensor:
+    """The ticket of what was started; ``finish`` waits for it, and returns a contiguous tensor."""
+    number = next(_numbers)
+    _under_way[number] = finish
+    return torch.tensor(number, device="cpu")
+
+
+def no_ticket(*_: Any) -> Tensor:
+    """The ticket of what is only traced: ``without_data`` of the operators that start something."""
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@graph_operator(
+    "wait(Tensor ticket, Tensor sent, int[] shape, Tensor? after) -> Tensor",
+    lambda ticket, sent, shape, after: sent.new_empty(shape),
+)
+def wait(ticket: Tensor, sent: Tensor, shape: Sequence[int], after: Tensor | None) -> Tensor:
+    """The result of what was started, like ``sent`` and of this shape. See [Note: start and wait].
+
+    Args:
+        sent: what is being sent, and must not change before.
+        after: what is to be computed while the communication is under way.
+
+    Raises:
+        RuntimeError: nothing was started for the ticket, or it has been waited for.
+    """
+    finish = _under_way.pop(int(ticket), None)
+    if finish is None:
+        raise RuntimeError(
+            "wait: nothing was started for this ticket. Was a CUDA graph replayed that contains the start? "
+            "torch._inductor.config.custom_should_partition_ops keeps the operators of shardtensor out of them: "
+            "add your own to that list rather than replace it."
+        )
+    return finish()
+
+
+@graph_operator("after_start(Tensor value, Tensor ticket) -> Tensor", lambda value, _: value.clone(), ordered=False)
+def after_start(value: Tensor, ticket: Tensor) -> Tensor:
+    """A copy of ``value``, made after what the ticket is for has been started. See [Note: start and wait]."""
+    return value.clone()

@@ -1,0 +1,226 @@
+"""From an aten call on ShardTensors to local work: what is called where torch's autograd is done with a call.
+
+[Note: allowlist] torch's sharding strategies for its own operators are not consulted. They mislabel some results on
+even shards and cannot express uneven ones, and DTensor gathers without a word; a rule here is a few lines. Strategies
+that users have registered are, see user_strategies.py. An operator without a rule is refused, unless all its tensors
+are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import OpOverload, kernel, tree_map
+from ..communication.redistribute import redistribute_local
+from ..context import gather_allowed
+from ..errors import UnsupportedSharding, different_meshes, refuse
+from ..layout.spec import ShardTensorSpec
+from ..ranks.first_use import PlainOperands
+from .copies import check_written, note_copies, represents_view, write_back
+from .gathering import gathered
+from .open_layouts import decide, is_open, note_open_views
+from .planning import (
+    AtenCall,
+    AtenPlan,
+    Path,
+    as_specs,
+    describe,
+    disowns,
+    distributed_operands,
+    is_inplace,
+    keep_plan,
+    look_up,
+    meta_of,
+    on_meta,
+    operand_at,
+    operands,
+    planned_by,
+    returning,
+    returns_view,
+)
+from .registry import OPERATORS, REMEDY, rule_of
+from .wrapping import wrap
+
+__all__ = ["run"]
+
+_aten = torch.ops.aten
+
+# A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.
+# So whole tensors, too, go by their rule.
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+# A spec has strides.
+_WITHOUT_STRIDES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves: bool = True) -> Any:
+    """Run an aten operator on ShardTensors (and plain tensors, which count as replicated).
+
+    Args:
+        moves: operands may be redistributed; UnsupportedSharding if not, and one would have to be.
+    """
+    if torch.is_inference_mode_enabled() and returns_view(func) and not args[0].is_inference():
+        # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
+        with torch.inference_mode(False), torch.no_grad():
+            return run(func, args, kwargs)
+    handler = OPERATORS.get(func)
+    if handler is not None:
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if args and is_open(args[0]) and is_inplace(func):
+        decide(func, args, kwargs)
+    key, plan, _, local_args = look_up(func, args, kwargs)
+    local_kwargs = {}
+    if kwargs:
+        local_args, local_kwargs = local_args[: len(args)], dict(zip(kwargs, local_args[len(args) :], strict=True))
+    if plan is None:
+        made = _planned(func, args, kwargs, key)
+        if isinstance(made, _Done):
+            return made.value
+        plan = made
+    if plan.plain is not None:
+        _note_plain(plan, args, kwargs)
+    if plan.returns_self:
+        check_written(func, args[0])
+    if not moves and plan.moves:
+        raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
+    for path, source, target in plan.inputs:
+        _replace(local_args, local_kwargs, path, source, target)
+    result = plan.call(*local_args, **local_kwargs)
+    if plan.returns_self:
+        write_back(args[0])
+        return args[0]
+    out: Any
+    if type(plan.outputs) is ShardTensorSpec:
+        out = wrap(result, plan.outputs)
+    elif plan.outputs is None:
+        return result
+    else:
+        out = type(result)([r if s is None else wrap(r, s) for r, s in zip(result, plan.outputs, strict=True)])
+    return _as_views(out, func, args, kwargs, plan) if plan.view else out
+
+
+def _planned(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]) -> AtenPlan | _Done:
+    """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
+    if is_inplace(func):
+        check_written(func, args[0])
+    made = _make_plan(func, args, kwargs)
+    plan = made.plan if isinstance(made, _Done) else made
+    if plan is not None:
+        plan.call, plan.view = plan.call or kernel(func), returns_view(func)
+        mesh = next(iter(distributed_operands(args, kwargs)))[1].mesh
+        plan.plain = PlainOperands.among(func.__name__, mesh, operands(args, kwargs))
+        keep_plan(key, plan)
+        if isinstance(made, _Done):
+            _note_plain(plan, args, kwargs)
+            if plan.returns_self:
+                write_back(args[0])
+            elif plan.view:
+                _as_views(made.value, func, args, kwargs, plan)
+    return made
+
+
+def _note_plain(plan: AtenPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    plain = plan.plain
+    if plain is not None and plain.note({path: operand_at(path, args, kwargs) for path in plain.places}):
+        plan.plain = None
+
+
+def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], plan: AtenPlan) -> Any:
+    """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
+    viewed = args[0]
+    if plan.moves or plan.may_copy or represents_view(viewed):
+        out = tree_map(lambda view: note_copies(view, viewed, moved=plan.moves, may_copy=plan.may_copy), out)
+    if is_open(viewed):
+        note_open_views(out, viewed, lambda t: run(func, (t, *args[1:]), kwargs, moves=False))
+    return out
+
+
+def _replace(args: list[Any], kwargs: dict[str, Any], path: Path, src: ShardTensorSpec, dst: ShardTensorSpec) -> None:
+    holder: Any = kwargs if isinstance(path[0], str) else args
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = redistribute_local(holder[path[-1]], src, dst)
+
+
+@dataclass(slots=True)
+class _Done:
+    """A result that was computed while looking for a plan, and the plan for the next time, if there is one."""
+
+    value: Any
+    plan: AtenPlan | None = None
+
+
+def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> AtenPlan | _Done:
+    build = rule_of(func)
+    if build is None:
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return _Done(decomposed)
+    tensors = dict(distributed_operands(args, kwargs))
+    specs = list(tensors.values())
+    _check(func, specs)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    replicated = all(spec.is_replicate() for spec in specs)
+    if (0,) in tensors and disowns(build, func, tensors[0,]):
+        build = None
+    if build is None and not replicated and returning(func) is not None:
+        return _Done(_written(func, args, kwargs))
+    if replicated and not random and func not in RESHAPES:
+        return _run_replicated(func, args, kwargs, specs[0].replicated())
+    if build is None:
+        # Without shards there are Partials: these may be reduced by any operator. But a view of that would be a copy.
+        reduces = not any(spec.sharded_dims() for spec in specs) and not returns_view(func)
+        if (gather_allowed() or reduces) and not random:
+            return _Done(gathered(func, args, kwargs))
+        reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
+        raise refuse(func, specs, reason, "draw on plain tensors" if random else REMEDY)
+    call = AtenCall(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
+    try:
+        return planned_by(build, call)
+    except UnsupportedSharding:
+        if not gather_allowed():
+            raise
+        return _Done(gathered(func, args, kwargs))
+
+
+def _check(func: OpOverload, specs: Sequence[ShardTensorSpec]) -> None:
+    if any(spec.mesh != specs[0].mesh for spec in specs):
+        raise different_meshes(func, specs)
+    if torch.Tag.inplace_view in func.tags or any(a.is_out for a in func._schema.arguments):
+        raise refuse(func, specs, "it would change the layout of a tensor in place", "use the out-of-place form")
+
+
+def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec) -> _Done:
+    """Everything is whole on every rank, so each computes for itself; the result tells its own shape."""
+    local_kwargs = dict(zip(kwargs, describe(kwargs.values(), [func], []), strict=True))
+    result = func(*describe(args, [func], []), **local_kwargs)
+    returns_self = is_inplace(func)
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.layout in _WITHOUT_STRIDES:
+            raise refuse(func, base, f"a ShardTensor holds no {value.layout}", "call it on to_local()")
+        return base.replace(meta=meta_of(value)) if isinstance(value, Tensor) else None
+
+    def wrapped(value: Any) -> Any:
+        return wrap(value, spec(value)) if isinstance(value, Tensor) else value
+
+    value = args[0] if returns_self and result is not None else tree_map(wrapped, result)
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return _Done(value)  # the shape may be another one next time
+    outputs = [spec(r) for r in result] if isinstance(result, (list, tuple)) else spec(result)
+    return _Done(value, AtenPlan(outputs, returns_self=returns_self and result is not None))
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An in-place operator without a rule: what its other form returns, copied into the first argument."""
+    on_meta(func, args, kwargs)  # raises where the result's dtype does not fit
+    new = returning(func)
+    assert new is not None
+    return run(_aten.copy_.default, (args[0], run(new, args, kwargs)), {})

@@ -1,0 +1,172 @@
+"""Between local tensors and ShardTensors, differentiably: what autograd sees of a conversion.
+
+[Note: gradients are global] A gradient is a ShardTensor like any other: a global value in some placement. The
+gradient of a Partial is Replicate (each contribution has the derivative of the sum); every other gradient may arrive
+in any layout, and whoever needs a particular one redistributes. In two places, ``from_local`` and leaf tensors,
+gradients are put into the layout of the tensor they belong to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from .._compat import AutogradFunction, TensorMeta, alias, same_memory, without_zero_tensor
+from ..communication.redistribute import redistribute_local
+from ..layout.spec import ShardTensorSpec
+from .copies import check_current
+from .planning import has_owner, meta_of, spec_of
+from .wrapping import is_shard_tensor, wrap
+
+if TYPE_CHECKING:
+    from .tensor import ShardTensor
+
+__all__ = ["as_gradient", "from_dtensor", "from_local", "from_part", "promote", "redistribute_to", "to_local"]
+
+
+def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
+    if local.requires_grad and torch.is_grad_enabled():
+        return from_local(local, spec)
+    return wrap(local, spec if local.stride() == spec.tensor_meta.stride else _with_strides_of(local, spec))
+
+
+def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """A local tensor of the caller's as this rank's part of a ShardTensor, which shares its memory."""
+    made: ShardTensor = _FromLocal.apply(local, spec, None)
+    return made
+
+
+def to_local(tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
+    """The local tensor, as it is held or in ``dtype``, whose gradient will have the layout ``grad_spec``."""
+    local: Tensor = _ToLocal.apply(tensor, grad_spec, dtype)
+    return local
+
+
+def from_dtensor(dtensor: DTensor) -> ShardTensor:
+    """A DTensor as a ShardTensor; its gradient comes back as contributions."""
+    if is_shard_tensor(dtensor):
+        return dtensor
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"from_dtensor takes a DTensor, not {type(dtensor).__name__}; use from_local")
+    spec = spec_of(dtensor)
+    grad_spec = spec.for_contributions()
+    local = dtensor.to_local(grad_placements=grad_spec.placements)
+    made: ShardTensor = _FromLocal.apply(local, spec, grad_spec)
+    return made
+
+
+def redistribute_to(tensor: Any, target: ShardTensorSpec) -> ShardTensor:
+    """``tensor``, a ShardTensor, in the layout of ``target``, differentiably; itself where it has that already."""
+    if tensor._viewed is not None:
+        check_current("redistribute", tensor)
+    spec, moved = tensor._spec, tensor
+    if not spec.lies_like(target):
+        # The layout of what may have another dtype: the eigenvectors of a real matrix are complex.
+        moved = _Redistribute.apply(tensor, target.with_dtype(spec.tensor_meta.dtype))
+    result: ShardTensor = moved
+    return result
+
+
+def promote(plain: Tensor, mesh: DeviceMesh) -> ShardTensor:
+    """A plain tensor, equal on every rank, as a replicated ShardTensor on ``mesh``. Differentiable."""
+    if plain.device.type != mesh.device_type:
+        raise ValueError(f"a plain tensor on {plain.device} meets a ShardTensor on a mesh of {mesh.device_type}")
+    meta = TensorMeta(plain.shape, plain.stride(), plain.dtype)
+    spec = ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta, (None,) * mesh.ndim)
+    made: ShardTensor = _Promote.apply(plain, spec)
+    return made
+
+
+def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
+    """A gradient, in whatever layout it arrives (a plain one counts as replicated), in the layout of ``spec``.
+
+    None, an undefined gradient, stays None.
+    """
+    target = spec._reduced or spec
+    if grad is None or getattr(grad, "_spec", None) is target:
+        return grad
+    return _laid_out(grad, target)
+
+
+def _laid_out(grad: Any, target: ShardTensorSpec) -> Any:
+    grad = from_dtensor(grad) if isinstance(grad, DTensor) else promote(grad, target.mesh)
+    if grad._spec.lies_like(target):
+        return grad
+    return _Redistribute.apply(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
+
+
+def _with_strides_of(local: Tensor, spec: ShardTensorSpec) -> ShardTensorSpec:
+    """A whole tensor's views depend on its true strides."""
+    return spec.replace(meta=meta_of(local)) if spec.is_replicate() else spec
+
+
+class _FromLocal(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
+        return wrap(local.detach(), _with_strides_of(local, spec))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None
+        grad = _laid_out(grad, ctx.grad_spec)
+        if not torch.is_grad_enabled():
+            return grad.to_local(), None, None
+        # What the ranks contribute to a Partial is different: so is what they do with its one gradient.
+        pairs = zip(ctx.spec.placements, ctx.grad_spec.placements, strict=True)
+        contributed = [Partial() if p.is_partial() and q.is_replicate() else q for p, q in pairs]
+        return grad.to_local(grad_placements=contributed), None, None
+
+
+class _ToLocal(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None) -> Tensor:
+        # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
+        # would wait for that rank.
+        ctx.grad_spec = grad_spec
+        local: Tensor = tensor._local_tensor
+        return alias(local) if dtype is None or local.dtype is dtype else local.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return from_part(grad, ctx.grad_spec), None, None
+
+
+class _Redistribute(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, target: ShardTensorSpec) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.source = tensor._spec
+        local = redistribute_local(tensor._local_tensor, tensor._spec, target)
+        if same_memory(local, tensor._local_tensor):
+            # A slice must not keep the whole tensor alive; an alias of the whole is one.
+            local = alias(local) if local.shape == tensor._local_tensor.shape else local.clone()
+        return wrap(local, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is not None and has_owner(ctx.source):  # nobody else needs it
+            return _laid_out(grad, ctx.source), None
+        return as_gradient(grad, ctx.source), None
+
+
+class _Promote(AutogradFunction):
+    """A plain tensor, equal on every rank, as a replicated ShardTensor; its gradient comes back plain and complete."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, spec: ShardTensorSpec) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        return wrap(without_zero_tensor(plain.detach()), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None if grad is None else as_gradient(grad, ctx.spec).to_local(), None

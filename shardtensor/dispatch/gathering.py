@@ -1,0 +1,66 @@
+"""What :func:`shardtensor.allow_gather` allows: operators run on whole tensors, their results sharded again.
+
+Operators without a rule run so on Partials, too: to reduce these takes no permission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._compat import OpOverload, tree_flatten, tree_map, tree_unflatten
+from ..communication.redistribute import redistribute_local
+from ..errors import refuse
+from .copies import mark_copied, write_back
+from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
+from .wrapping import wrap
+
+__all__ = ["gathered"]
+
+
+def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Gather the operands, compute, and cut what still has the shape of the first sharded operand.
+
+    What an in-place operator writes to gets its part of the result.
+    """
+    inplace = is_inplace(func)
+    later = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments[1:])
+    if later or (inplace and not isinstance(args[0], DTensor)):
+        raise refuse(
+            func,
+            [spec for _, spec in distributed_operands(args, kwargs)],
+            "it would write to something else than a ShardTensor, its first operand",
+            "use the out-of-place form",
+        )
+    leaves, structure = tree_flatten((tuple(args), kwargs))
+    pattern = next(spec_of(a) for a in leaves if isinstance(a, DTensor) and not spec_of(a).is_replicate())
+    whole = [
+        redistribute_local(a._local_tensor, spec_of(a), spec_of(a).replicated()) if isinstance(a, DTensor) else a
+        for a in leaves
+    ]
+    plain_args, plain_kwargs = tree_unflatten(whole, structure)
+    if inplace:
+        written, spec = args[0], spec_of(args[0])
+        value = plain_args[0].clone()
+        func(value, *plain_args[1:], **plain_kwargs)
+        written._local_tensor.copy_(redistribute_local(value, spec.replicated(), spec))
+        write_back(written)
+        return written if func._schema.returns else None
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.layout != torch.strided:
+            raise refuse(func, pattern, "a ShardTensor holds no sparse tensor", "call it on full_tensor()")
+        spec = pattern.replicated().replace(meta=meta_of(value))
+        if value.shape != pattern.shape:
+            return wrap(value, spec)
+        target = spec.with_layout(pattern.for_gradient().layout)
+        return wrap(redistribute_local(value, spec, target), target)
+
+    result = tree_map(cut, func(*plain_args, **plain_kwargs))
+    return tree_map(lambda view: mark_copied(view, args[0]), result) if returns_view(func) else result

@@ -1,0 +1,208 @@
+"""``backward()`` and ``autograd.grad()`` of ShardTensors.
+
+[Note: the engine] Left to torch, both would run inside a call to ``__torch_function__``, which disables torch functions
+until it returns. But operators that run in the meantime (activation checkpointing recomputes the forward pass, hooks
+may compute anything) must reach their handlers. So the engine is called directly, after the steps that torch's
+functions take before they call it.
+
+[Note: graphs of gradients] Of the nodes that are ready the engine runs the one that was made last, by a number that
+each thread counts for itself. On accelerators it runs them in a thread per device. With ``create_graph`` the nodes of
+gradients would be counted there, those of the forward pass in the program's thread; and since ranks differ in the
+number of nodes of their local work, they would run nodes that communicate in different orders, and wait for each
+other. So a graph of gradients is made in the program's thread, as on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .._compat import AutogradFunction, alias, gradient_seeds, run_engine
+from .registry import register
+from .tensor import ShardTensor, wrap
+
+# What torch's functions take as roots and inputs of a graph, one or several.
+Node = Tensor | GradientEdge
+Nodes = Node | Sequence[Node]
+# Gradients of the roots; None where a root is a scalar.
+Seeds = Tensor | Sequence[Tensor | None] | None
+
+
+def _seeds(outputs: Sequence[Node], grads: Seeds) -> tuple[Tensor | None, ...]:
+    """The gradients to start from; by default one, for a scalar.
+
+    Raises:
+        TypeError, RuntimeError: torch's own errors, with the global shape in place of the local one.
+    """
+    given: list[Tensor | None] = [None] * len(outputs)
+    if grads is not None:
+        given = [grads] if isinstance(grads, Tensor) else list(grads)
+    if len(given) != len(outputs):
+        raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
+    for i, (output, grad) in enumerate(zip(outputs, given, strict=True)):
+        if not isinstance(output, ShardTensor):
+            given[i] = gradient_seeds((output,), (grad,), is_grads_batched=False)[0]  # type: ignore[arg-type]
+        elif grad is None:
+            given[i] = _one(output)
+        elif not isinstance(grad, Tensor):
+            raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
+        elif grad.shape != output._spec.tensor_meta.shape:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(grad.shape)} for a ShardTensor of shape {tuple(output.shape)}; "
+                "a plain gradient must be that of the global tensor"
+            )
+    return tuple(given)
+
+
+def _one(output: ShardTensor) -> Tensor | None:
+    """The gradient of a scalar by itself; None where it has none, of which the engine says why."""
+    meta = output._spec.tensor_meta
+    if not output.requires_grad:
+        return None
+    if meta.shape.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    if not meta.dtype.is_floating_point:
+        raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {meta.dtype}")
+    spec = output._spec.for_gradient()
+    return wrap(output._local_tensor.new_ones(spec.own_shape), spec)
+
+
+def _several(nodes: Nodes) -> tuple[Node, ...]:
+    """One tensor or several, as a tuple for the engine."""
+    return (nodes,) if isinstance(nodes, (Tensor, GradientEdge)) else tuple(nodes)
+
+
+def _run(
+    roots: Sequence[Node], grads: Seeds, retain_graph: bool | None, create_graph: bool, *targets: Any, **options: Any
+) -> Any:
+    """Call the engine. See [Note: graphs of gradients]."""
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
+        return run_engine(roots, _seeds(roots, grads), retain_graph, create_graph, *targets, **options)
+
+
+@register(torch.autograd.backward)
+def _backward(
+    tensors: Nodes,
+    grad_tensors: Seeds = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Seeds = None,  # the former name of grad_tensors, which torch still takes
+    inputs: Nodes | None = None,
+) -> None:
+    roots = _several(tensors)
+    _run(
+        roots,
+        grad_variables if grad_tensors is None else grad_tensors,
+        retain_graph,
+        create_graph,
+        () if inputs is None else _several(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+@register(Tensor.backward)
+def _tensor_backward(
+    self: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Nodes | None = None,
+) -> None:
+    _backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@register(torch.autograd.grad)
+def _grad(
+    outputs: Nodes,
+    inputs: Nodes,
+    grad_outputs: Seeds = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    if is_grads_batched:
+        raise NotImplementedError("is_grads_batched is not supported for ShardTensors; loop over the gradients")
+    roots, targets = _several(outputs), _several(inputs)
+    if materialize_grads and allow_unused is None:
+        allow_unused = True
+    grads: tuple[Tensor | None, ...] = _run(
+        roots,
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        targets,
+        allow_unreachable=bool(allow_unused),
+        accumulate_grad=False,
+    )
+    if not materialize_grads:
+        return grads
+    return tuple(_zeros_like(t) if g is None else g for g, t in zip(grads, targets, strict=True))
+
+
+def _zeros_like(target: Node) -> Tensor:
+    if isinstance(target, GradientEdge):  # torch's own error
+        raise RuntimeError("materialize_grads cannot be used when the given input is a GradientEdge")
+    return torch.zeros_like(target)
+
+
+# -- derivatives of derivatives ---------------------------------------------------------------------------------------
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a ``backward``: differentiating its results raises.
+
+    torch's own decorator of this name considers the incoming gradients only. Where these are constants (the gradient of
+    a sum), it returns constants, even if the results depend on what was saved for backward: a second derivative would
+    be silently wrong.
+
+    Raises:
+        RuntimeError: on every rank alike, while the second derivative is computed.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        name = type(ctx).__name__.removesuffix("Backward").strip("_")
+        single = not isinstance(results, tuple)
+        marked = not_twice(name, (results,) if single else results, (*grads, *ctx.saved_tensors))
+        return marked[0] if single else marked
+
+    return wrapper
+
+
+def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of the operator ``name``, which raise where they are differentiated by what they depend on."""
+    sources = [t for t in computed_from if isinstance(t, Tensor) and t.requires_grad]
+    if not sources:
+        return tuple(gradients)
+    return tuple(g if g is None else _NotAgain.apply(name, g, *sources) for g in gradients)
+
+
+class _NotAgain(AutogradFunction):
+    """The identity on ``result``, which counts as a function of ``sources`` and raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, result: Tensor, *sources: Tensor) -> Tensor:
+        ctx.name = name
+        return alias(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"the gradient of {ctx.name} on a ShardTensor cannot be differentiated twice; "
+            "if it need not be, detach it or leave out create_graph"
+        )

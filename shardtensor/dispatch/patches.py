@@ -1,0 +1,212 @@
+"""Patched functions: an entry point for calls that torch does not dispatch. One declared table, wrapped by ``wrapt``.
+
+Correctness does not depend on these patches: ``__torch_function__`` sees every call that torch lets it see, and the
+aten rules see the rest. The patches serve calls that it does not see: functions called from Python composites that run
+with torch functions disabled, libraries without a dispatch mechanism, such as natten, and a module of torch that asks
+for a device before it calls one.
+
+[Note: invisible] For callers without ShardTensors a patched function must not differ from the original: bitwise equal
+results and the same signature; it pickles and deep-copies by name (so modules that hold it do, too, and unpickle where
+this package is not installed), and ``torch.jit.script`` compiles it as the builtin that it wraps. Functions of
+``torch.nn.functional`` that are written in Python call ``__torch_function__`` themselves and need no patch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from types import MethodType, ModuleType
+from typing import Any
+
+import wrapt
+
+from .._compat import register_scripting
+from ..errors import refuse
+from .implicit_replication import modes, note_result
+from .plain_tensors import explain
+from .tensor import ShardTensor, call_registered
+
+__all__ = ["PATCHES", "Observer", "Patch", "install", "installed", "observed", "uninstall"]
+
+
+# function, args, kwargs, and what carries the call out -> its result
+Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+_observer: Observer | None = None
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Inside the block ``observer`` sees the calls of patched functions on ShardTensors, which modes do not see."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One patched function, or method of a class.
+
+    Attributes:
+        module, name: where callers find it; of a method, the name includes the class.
+        lazy: patch it when the user imports the module, not before.
+        required: a call on a ShardTensor without a registered handler is refused: the function itself would read
+            memory that a ShardTensor does not have.
+    """
+
+    module: str
+    name: str
+    lazy: bool = False
+    required: bool = False
+
+
+PATCHES = (
+    Patch("torch.nn.functional", "conv1d"),
+    Patch("torch.nn.functional", "conv2d"),
+    Patch("torch.nn.functional", "conv3d"),
+    Patch("torch.nn.functional", "linear"),
+    Patch("torch.nn.functional", "l1_loss"),  # it calls __torch_function__, but without the weight
+    # flex_attention does not call __torch_function__, but calls this first. Wrapped itself, it could not be compiled.
+    Patch("torch.nn.attention.flex_attention", "_validate_embed_dim"),
+    Patch("torch.nn", "SyncBatchNorm.forward"),  # it refuses CPUs, and runs with torch functions out of sight
+    # They would return the address of memory that a ShardTensor does not have.
+    Patch("torch", "to_dlpack", required=True),
+    Patch("torch.utils.dlpack", "to_dlpack", required=True),
+    Patch("natten.functional", "neighborhood_attention_generic", lazy=True, required=True),
+    Patch("natten.modules", "neighborhood_attention_generic", lazy=True, required=True),
+    Patch("natten.functional", "attention", lazy=True, required=True),
+    Patch("natten.functional", "merge_attentions", lazy=True, required=True),
+    Patch("natten", "attention", lazy=True, required=True),
+    Patch("natten", "merge_attentions", lazy=True, required=True),
+    Patch("opt_einsum.contract", "infer_backend", lazy=True),
+)
+
+
+def _operands(values: Iterable[Any]) -> list[ShardTensor]:
+    """The ShardTensors among some arguments, including those in lists."""
+    found = []
+    for value in values:
+        if isinstance(value, ShardTensor):
+            found.append(value)
+        elif type(value) is list:
+            found += [item for item in value if isinstance(item, ShardTensor)]
+    return found
+
+
+class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not generic before wrapt 2
+    """A function that hands ShardTensors to their registered handler, and is the original to everyone else."""
+
+    def __init__(self, wrapped: Callable[..., Any], patch: Patch) -> None:
+        super().__init__(wrapped, self._self_call)
+        self._self_patch = patch
+
+    def _self_call(
+        self, wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if ShardTensor not in map(type, args) and not _operands((*args, *kwargs.values())):
+            return wrapped(*args, **kwargs)
+        if _observer is not None and type(self) is PatchedFunction:  # what a method calls is observed
+            return _observer(wrapped, args, kwargs, lambda: self._on_shards(wrapped, args, kwargs))
+        return self._on_shards(wrapped, args, kwargs)
+
+    def _on_shards(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            result = call_registered(wrapped, args, kwargs)
+        except Exception as error:
+            explain(wrapped, args, kwargs, error)
+            raise
+        if result is not NotImplemented:
+            if modes:
+                note_result(result, args, kwargs)
+            return result
+        if self._self_patch.required:
+            raise refuse(
+                f"{self._self_patch.module}.{self._self_patch.name}",
+                _operands(args) or _operands(kwargs.values()),
+                "no distributed form is registered",
+                "call it on to_local() of replicated tensors, or register a handler with shardtensor.register",
+            )
+        return wrapped(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return pkgutil.resolve_name, (f"{self._self_patch.module}:{self._self_patch.name}",)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __copy__(self) -> PatchedFunction:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedFunction:
+        return self
+
+
+class PatchedMethod(PatchedFunction):
+    """The same of a method. Bound to an object it is like every other."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+
+# Import hooks cannot be removed: each is set once, and does nothing while patches are not active.
+_hooked: set[Patch] = set()
+_active = False
+
+
+def install() -> None:
+    """Install all patches (``import shardtensor`` does); those of libraries wait until the library is imported."""
+    global _active
+    _active = True
+    for patch in PATCHES:
+        if not patch.lazy or sys.modules.get(patch.module) is not None:
+            _apply(patch)
+        elif patch not in _hooked:
+            _hooked.add(patch)
+            wrapt.register_post_import_hook(_on_import(patch), patch.module)
+
+
+def uninstall() -> None:
+    """Restore the original functions; results on ShardTensors do not depend on the patches, see above."""
+    global _active
+    _active = False
+    for patch in PATCHES:
+        owner, name, current = _found(patch)
+        if isinstance(current, PatchedFunction):
+            setattr(owner, name, current.__wrapped__)
+
+
+def installed() -> list[str]:
+    """Names of the functions that are patched now."""
+    return [f"{p.module}.{p.name}" for p in PATCHES if isinstance(_found(p)[-1], PatchedFunction)]
+
+
+def _found(patch: Patch) -> tuple[Any, str, Any]:
+    """The module or class, the name in it, and what is there; None if there is nothing."""
+    *path, name = patch.name.split(".")
+    owner = reduce(getattr, path, sys.modules.get(patch.module))
+    return owner, name, getattr(owner, name, None)
+
+
+def _apply(patch: Patch) -> None:
+    importlib.import_module(patch.module)
+    owner, name, original = _found(patch)
+    if original is None or isinstance(original, PatchedFunction):
+        return
+    patched = (PatchedMethod if isinstance(owner, type) else PatchedFunction)(original, patch)
+    register_scripting(patched, original)
+    setattr(owner, name, patched)
+
+
+def _on_import(patch: Patch) -> Callable[[ModuleType], None]:
+    def hook(module: ModuleType) -> None:
+        if _active:
+            _apply(patch)
+
+    return hook

@@ -1,0 +1,394 @@
+"""Plans of aten operators below autograd: what one call does to shards, and the cache of plans.
+
+[Note: plans] What an aten operator does to shards follows from the specs of its tensors and its other arguments,
+never from data. So it is worked out once per ``(operator, specs, arguments)`` and kept as a :class:`AtenPlan`; a later
+call with the same key unwraps, runs the operator on the local tensors and wraps. A *rule* builds the plan. Building
+communicates nothing, and gives the same plan each time: a rank may forget plans, the oldest ones first, by itself.
+
+[Note: no silent gather] A plan may slice what is replicated, reduce what is Partial, reshard by an exchange. It may
+not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`, but for operands that are smaller than
+what a rank holds of the result, see [Note: small operands] in ops/elementwise/pointwise.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from .._compat import (
+    OpOverload,
+    TensorMeta,
+    any_autocast_enabled,
+    goes_into_graph,
+    takes_gradient_late,
+    tree_map,
+    untraced,
+)
+from ..context import gather_allowed, settings
+from ..errors import UnsupportedSharding, refuse
+from ..layout import caches
+from ..layout.placements import AxisLayout, without_owners
+from ..layout.spec import ShardTensorSpec
+from ..ranks.first_use import PlainOperands
+from .copies import check_current
+from .registry import META_FUNCTIONS
+
+__all__ = [
+    "SCALARS",
+    "AtenCall",
+    "AtenPlan",
+    "Path",
+    "Rule",
+    "argument",
+    "as_specs",
+    "describe",
+    "disowned",
+    "disowns",
+    "distributed_operands",
+    "has_owner",
+    "is_inplace",
+    "keep_plan",
+    "keeps_owners",
+    "look_up",
+    "meta_of",
+    "on_meta",
+    "operand_at",
+    "operands",
+    "planned_by",
+    "returning",
+    "returns_view",
+    "spec_of",
+]
+
+# Arguments that hold no tensor, and say all about themselves to a plan.
+SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
+
+Path = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class AtenPlan:
+    """What one aten call does on this rank.
+
+    Attributes:
+        outputs: spec of each output, in the structure that the operator returns (None: passed through as it is).
+        inputs: ``(path, source spec, target spec)`` of operands that have to be redistributed first. A path is
+            ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
+        call: what runs on the local arguments; None means the operator itself.
+        returns_self: an in-place operator, which returns its first argument.
+        view: the result represents a view of the first argument (``dispatch.run`` fills this in).
+        may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
+        call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
+        plain: the plain operands, by their path; None if there are none to look at (``dispatch`` fills this in).
+    """
+
+    outputs: Any
+    inputs: list[tuple[Path, ShardTensorSpec, ShardTensorSpec]] = field(default_factory=list)
+    call: Any = None
+    returns_self: bool = False
+    view: bool = False
+    may_copy: bool = False
+    call_moves: bool = False
+    plain: PlainOperands | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether the first tensor is brought to other ranks, not only its local part computed with."""
+        return self.call_moves or bool(self.inputs)
+
+
+@dataclass(slots=True)
+class AtenCall:
+    """An aten call as a rule sees it: specs in place of ShardTensors, meta tensors in place of plain ones.
+
+    Attributes:
+        func, args, kwargs: the call.
+        meta: the operator's result on meta tensors of the global shapes.
+        tensors: ``{path: spec}`` for the ShardTensors, in order.
+    """
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: Any
+    tensors: dict[Path, ShardTensorSpec]
+
+    @property
+    def specs(self) -> list[ShardTensorSpec]:
+        return list(self.tensors.values())
+
+    def refuse(self, reason: str, remedy: str) -> UnsupportedSharding:
+        return refuse(self.func, self.specs, reason, remedy)
+
+    def reduced(self, *, keep: Callable[[Partial], bool] = lambda p: False) -> dict[Path, ShardTensorSpec]:
+        """The specs with Partial placements made Replicate, except those that ``keep`` accepts."""
+        result = {}
+        for path, spec in self.tensors.items():
+            if any(p.is_partial() and not keep(p) for p in spec.placements):  # type: ignore[arg-type]
+                spec = spec.with_axes({m: AxisLayout(Replicate()) for m in spec.partial_mesh_dims()})
+            result[path] = spec
+        return result
+
+    def plan(
+        self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, *, small: int = 1, **kwargs: Any
+    ) -> AtenPlan:
+        """A plan with the operands redistributed to ``targets``, refused where that would gather a shard.
+
+        Exceptions are a sharded dim of length 1, of which one rank has all and which is broadcast, and operands of no
+        more than ``small`` elements.
+        """
+        inputs = []
+        for path, target in (targets or {}).items():
+            source = self.tensors[path]
+            if source == target:
+                continue
+            m = source.gathered_for(target)
+            if m is not None and source.shape.numel() > small and not gather_allowed():
+                raise self.refuse(
+                    f"operand {path[0]} would have to be gathered over mesh dim {m}",
+                    "redistribute it yourself, or call inside shardtensor.allow_gather()",
+                )
+            inputs.append((path, source, target))
+        return AtenPlan(outputs, inputs, **kwargs)
+
+
+Rule = Callable[[AtenCall], AtenPlan]
+
+_KEEP_OWNERS: set[Rule] = set()
+
+
+def keeps_owners(rule: Rule) -> Rule:
+    """Decorator: what says of a Partial that one rank has all of it is true of the results of this rule, too.
+
+    See [Note: owners] in layout/placements.py. So it is of views.
+    """
+    _KEEP_OWNERS.add(rule)
+    return rule
+
+
+def planned_by(rule: Rule, call: AtenCall) -> AtenPlan:
+    """The plan that a rule makes of a call."""
+    plan = rule(call)
+    if rule not in _KEEP_OWNERS and not returns_view(call.func):
+        plan.outputs = disowned(plan.outputs)
+    return plan
+
+
+def disowned(outputs: Any) -> Any:
+    """The specs of results, which may have been made from those of operands, without what is known of owners."""
+
+    def convert(spec: Any) -> Any:
+        return spec.with_layout(without_owners(spec.layout)) if has_owner(spec) else spec
+
+    return tree_map(convert, outputs)
+
+
+def has_owner(spec: Any) -> bool:
+    """Whether it is the spec of a Partial of which one rank is known to have all."""
+    return isinstance(spec, ShardTensorSpec) and any(axis.owner is not None for axis in spec.layout)
+
+
+def disowns(rule: Rule | None, func: OpOverload, written: ShardTensorSpec) -> bool:
+    """Whether what an in-place operator does to contributions would make untrue what is known of the owner."""
+    return rule not in _KEEP_OWNERS and is_inplace(func) and has_owner(written)
+
+
+def argument(call: AtenCall, index: int, name: str, default: Any) -> Any:
+    """An argument of an aten call, wherever it stands."""
+    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+_plans: dict[Any, Any] = {}
+MAX_PLANS = 8192
+caches.forgets(_plans.clear)
+
+
+def look_up(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any, list[Tensor], list[Any]]:
+    """The plan of a call of an operator, above or below autograd, if one is kept.
+
+    Returns:
+        The key that holds all that the plan depends on; what is kept under it, or None; the call's tensors, also those
+        in lists, positional arguments first; and its arguments in this order, with local tensors for DTensors.
+
+    Raises:
+        UnsupportedSharding: a plain tensor is sparse; a view that is a copy is out of date.
+    """
+    if dist.group.WORLD is not caches.world:
+        caches.check_world()
+    key = [op, settings(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *kwargs]
+    tensors: list[Tensor] = []
+    local = describe(args if not kwargs else (*args, *kwargs.values()), key, tensors)
+    if any_autocast_enabled():
+        kind = tensors[0].device.type if tensors else "cpu"
+        key.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+    try:
+        plan = _plans.get(tuple(key))
+    except TypeError:  # an argument that cannot be hashed: no caching
+        plan = None
+    return key, plan, tensors, local
+
+
+def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> list[Any]:
+    """Append to ``key`` what a plan depends on of arguments, and to ``tensors`` those among them.
+
+    Returns the arguments with local tensors for DTensors. The first item of ``key`` is the operator.
+    """
+    local = []
+    for a in values:
+        kind = type(a)
+        if kind in SCALARS:
+            local.append(a)
+            key.append(kind)  # 1, 1.0 and True are equal, but mean different things
+            key.append(a)
+        elif isinstance(a, DTensor):
+            held, spec = a._local_tensor, a._spec
+            if type(spec) is not ShardTensorSpec:
+                spec = spec_of(a)
+            elif a._viewed is not None:  # type: ignore[attr-defined]
+                check_current(key[0], a)
+            tensors.append(a)
+            local.append(held)
+            key.append(spec.number)
+            if type(held) is not Tensor and goes_into_graph(held):
+                key.append([])  # cannot be hashed: a plan may hold tensors, and those of a trace are not for others
+        elif isinstance(a, Tensor):
+            tensors.append(a)
+            local.append(a)
+            if a.layout is not torch.strided:
+                reason = f"an operand has the layout {a.layout}, and plans are made for strided ones"
+                remedy = "make it dense by to_dense(), or call it on to_local() of replicated tensors"
+                raise refuse(key[0], a, reason, remedy)
+            late = not a.requires_grad or takes_gradient_late(a)
+            key.append((a.shape, a.stride(), a.dtype, a.device, late))
+        elif kind is list or kind is tuple:
+            kinds = tuple(map(type, a))
+            key.append(kinds)
+            if SCALARS.issuperset(kinds):
+                local.append(a)
+                key.append(tuple(a))
+            else:
+                local.append(describe(a, key, tensors))
+        else:
+            local.append(a)
+            key.append(kind)
+            key.append(a)
+    return local
+
+
+def keep_plan(key: Sequence[Any], plan: Any) -> None:
+    """Keep a plan, if its key can be hashed; see [Note: plans]."""
+    with suppress(TypeError):
+        hash(tuple(key))
+        while len(_plans) >= MAX_PLANS:
+            _plans.pop(next(iter(_plans)), None)
+        _plans[tuple(key)] = plan
+
+
+# -- what plans are made from -----------------------------------------------------------------------------------------
+
+
+def spec_of(tensor: Tensor) -> ShardTensorSpec:
+    """The spec of a ShardTensor, or of a DTensor seen as one."""
+    spec = tensor._spec  # type: ignore[attr-defined]
+    if isinstance(spec, ShardTensorSpec):
+        return spec
+    meta = spec.tensor_meta
+    return ShardTensorSpec.make(spec.mesh, spec.placements, meta.shape, meta.dtype, stride=meta.stride)
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Shape, stride and dtype of a tensor, as specs carry them."""
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_inplace(func: OpOverload) -> bool:
+    """Whether the operator writes to its first argument and returns it."""
+    return _traits(func)[0]
+
+
+def returns_view(func: OpOverload) -> bool:
+    """Whether the operator's result is a view of its first argument."""
+    return _traits(func)[1]
+
+
+@cache
+def returning(func: OpOverload) -> OpOverload | None:
+    """The operator that returns what the in-place operator ``func`` writes, if there is one."""
+    namespace, name = func._schema.name.split("::")
+    if not is_inplace(func) or not name.endswith("_"):
+        return None
+    found = getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
+    return None if found is None or is_inplace(found) else found
+
+
+@cache
+def _traits(func: OpOverload) -> tuple[bool, bool]:
+    """Whether the operator is in place, and whether its result is a view: shares memory that is not written to."""
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    inplace = first is not None and first.alias_info is not None and first.alias_info.is_write
+    returned = [r.alias_info for r in func._schema.returns]
+    return bool(inplace), any(alias is not None and not alias.is_write for alias in returned)
+
+
+def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors among the arguments, also in lists, by their path."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            yield (name,), value
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    yield (name, i), item
+
+
+def operand_at(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What is among the arguments at a path."""
+    first = path[0]
+    value = args[first] if type(first) is int else kwargs[first]
+    return value if len(path) == 1 else value[path[1]]
+
+
+def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:
+    """The specs of the DTensors among the arguments, by their path."""
+    return ((path, spec_of(t)) for path, t in operands(args, kwargs) if isinstance(t, DTensor))
+
+
+def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with specs for DTensors, and tensors without data for plain ones."""
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, DTensor):
+            return spec_of(a)
+        return _on_meta_device(a) if isinstance(a, Tensor) else a
+
+    return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
+
+
+def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The operator on meta tensors of the global shapes: shapes and dtypes, and torch's own errors on every rank."""
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, DTensor):
+            meta = spec_of(a).tensor_meta
+            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        if isinstance(a, Tensor):
+            return _on_meta_device(a)
+        return torch.device("meta") if isinstance(a, torch.device) else a
+
+    with torch.no_grad(), untraced():
+        return META_FUNCTIONS.get(func, func)(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
+
+
+def _on_meta_device(a: Tensor) -> Tensor:
+    with untraced():
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")

@@ -1,0 +1,230 @@
+"""``scatter_tensor``: from a global tensor on one rank to every rank's shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import not_in_graphs
+from .._compat.c10d import c10d_messages, group_along, is_eager
+from ..layout.geometry import intervals_of
+from ..layout.placements import ShardSizes, given_mesh, mesh_coordinate, rank_at
+from ..layout.spec import ShardTensorSpec
+from ..layout.strides import as_bytes
+from ..ranks.agreement import OTHER_META, check_process_group, claims_of, described, problem_of, record_over_mesh, say
+from ..ranks.debug_mode import debug_enabled
+from ..ranks.failures import communicating
+from ..ranks.groups import connect, own_group
+from ..ranks.waiting import wait_for
+from .tensor import ShardTensor, mark_leaf, wrap
+
+__all__ = ["part_at", "scatter_tensor"]
+
+_TOGETHER = 1 << 23  # bytes; messages of fewer are sent together
+
+
+@not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
+def scatter_tensor(
+    tensor: Tensor | None,
+    global_src: int,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    shard_sizes: ShardSizes = None,
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Shard a tensor that one rank holds over a mesh. Collective over the mesh.
+
+    Each rank receives one message with its shard and allocates nothing else; the source packs one shard at a time, or
+    small ones of up to 8 MiB together.
+    Before that, the ranks gather a row of integers with the tensor's shape and dtype, and compare their arguments.
+
+    Args:
+        tensor: the global tensor on rank ``global_src``, on the mesh's device type; ignored elsewhere (pass None).
+        global_src: the source's *global* rank; it must be in the mesh.
+        mesh: where the shards go; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
+        placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
+        shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes for sharded mesh dims that are left out.
+        global_shape, dtype: of ``tensor``. If every rank passes both, nothing is gathered first, and arguments are not
+            compared (but with ``SHARDTENSOR_DEBUG=1``).
+        requires_grad: make the result a leaf that accumulates gradients.
+
+    Returns:
+        A ShardTensor of shape ``global_shape``.
+
+    Raises:
+        ValueError: on every rank alike: arguments that differ between ranks, a source outside the mesh, sizes that do
+            not add up, a tensor on the wrong device or one that does not have the given ``global_shape`` and
+            ``dtype``, a Partial placement.
+        TypeError: the source rank has passed no tensor, or a DTensor or a sparse tensor.
+        RuntimeError: no process group; an integer tensor with ``requires_grad``.
+
+    Example::
+
+        x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
+    """
+    check_process_group()
+    mesh = given_mesh(mesh)
+    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    mesh_coordinate(mesh)
+    if not isinstance(global_src, SupportsIndex):
+        raise TypeError(f"global_src must be the source's rank, an integer, not {global_src!r}")
+    is_src = dist.get_rank() == global_src
+    problem = _problem(tensor, mesh, global_shape, dtype) if is_src else 0
+    if global_shape is None or dtype is None or debug_enabled():
+        asked = (
+            f"global_src={global_src}, {described(placements, shard_sizes)}, "
+            f"global_shape={global_shape and tuple(global_shape)}, dtype={dtype}, requires_grad={requires_grad}"
+        )
+        claims = claims_of(tensor if is_src else None, problem, "arguments of scatter_tensor", asked, mesh)
+        _check_arguments(global_src, mesh, placements)
+        source = next(claim for claim in claims.values() if claim.rank == global_src)
+        if source.problem:
+            raise say(source.problem, f"scatter_tensor: source rank {global_src} reports a problem: its tensor", mesh)
+        shape, dtype = source.shape, source.dtype
+        assert dtype is not None
+    else:
+        _check_arguments(global_src, mesh, placements)
+        shape = tuple(global_shape)
+    # What follows is computed from arguments that are equal on all ranks, so it raises on all or none. The source
+    # reports its own problem with the shards.
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
+    spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
+    record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh)
+    link = _link(mesh)
+    with communicating(link.group):
+        given = None if problem else tensor
+        local = _send_shards(given, spec, link) if is_src else _receive_shard(spec, global_src, link)
+    if problem:
+        raise say(problem, f"scatter_tensor: source rank {global_src} is this one, and its tensor", mesh)
+    if local is None:
+        raise ValueError(
+            f"scatter_tensor: source rank {global_src} reports a problem: its tensor is missing, on another device "
+            "than the mesh, not dense, or not of the given global_shape and dtype; its own error says which"
+        )
+    return mark_leaf(wrap(local, spec), requires_grad)
+
+
+def _check_arguments(src: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """What every rank can see by itself."""
+    ranks = mesh.mesh
+    if not bool((ranks == src).any()):
+        raise ValueError(f"global_src={src} is not in the mesh {ranks.tolist()}; name a global rank of the mesh")
+    if any(isinstance(p, Partial) for p in placements):
+        raise ValueError(f"scatter_tensor cannot place {tuple(placements)}: only Shard and Replicate")
+
+
+def _problem(tensor: object, mesh: DeviceMesh, shape: Sequence[int] | None, dtype: torch.dtype | None) -> int:
+    """What is wrong with the source's tensor, or 0; it may have been said to be of this shape and dtype."""
+    if problem := problem_of(tensor, mesh):
+        return problem
+    assert isinstance(tensor, Tensor)
+    other = (shape is not None and tuple(shape) != tuple(tensor.shape)) or (dtype or tensor.dtype) != tensor.dtype
+    return OTHER_META if other else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """How the source reaches the other ranks.
+
+    Attributes:
+        group: all of them are in it.
+        together: whether they are connected in it. If not, messages connect the two ranks that they are between.
+    """
+
+    group: dist.ProcessGroup
+    together: bool = True
+
+    def start(self, recvs: Sequence[tuple[int, Tensor]], sends: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
+        """Start messages from and to global ranks."""
+        from_, to = ([(dist.get_group_rank(self.group, r), as_bytes(t)) for r, t in some] for some in (recvs, sends))
+        return c10d_messages(from_, to, self.group, together=self.together)
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for messages that :meth:`start` has started."""
+        for work in works:
+            wait_for(work, None, self.group)
+
+
+def _link(mesh: DeviceMesh) -> _Link:
+    """Collective over the mesh. No process group has its ranks where it has several dims, but is not the world."""
+    device = torch.empty(0, device=mesh.device_type).device
+    groups = [group_along(mesh, m) for m in range(mesh.ndim)]
+    group = groups[0] if mesh.ndim == 1 else dist.group.WORLD
+    assert group is not None
+    if mesh.size() < group.size() and device.type != "cpu" and not is_eager():
+        own = own_group("scatter", mesh.mesh.flatten().sort().values.tolist(), groups, device)
+        if own is None:
+            return _Link(group, together=False)
+        group = own
+    if mesh.size() == group.size():
+        connect(group, device)
+    return _Link(group)
+
+
+def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, link: _Link) -> Tensor | None:
+    """Send every other rank its shard, and return this rank's. Without a tensor, send that there is a problem.
+
+    The last element of a message says whether it holds a shard: an error must reach every rank, which wait for one
+    message each, and so it costs none of its own.
+    """
+    mine = None
+    packed: list[tuple[int, Tensor]] = []
+    with torch.no_grad():
+        for at in product(*(range(n) for n in spec.mesh.shape)):
+            if at == spec.coordinate:
+                if tensor is not None:
+                    # A copy, so that the shard does not keep the memory of the global tensor alive.
+                    mine = part_at(tensor, spec, at).clone(memory_format=torch.contiguous_format)
+                continue
+            packed.append((rank_at(spec.mesh, at), _packed(tensor, spec, at)))
+            if sum(payload.nbytes for _, payload in packed) >= _TOGETHER:
+                link.wait(link.start((), packed))
+                packed.clear()
+    link.wait(link.start((), packed))
+    return mine
+
+
+def _packed(tensor: Tensor | None, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
+    """The message to the rank at ``at`` of the mesh."""
+    if tensor is None:
+        payload = _payload(spec, at).zero_()
+        payload[-1] = 1
+        return payload
+    shard = part_at(tensor, spec, at)
+    return torch.cat([shard.reshape(-1), shard.new_zeros(1)])
+
+
+def _receive_shard(spec: ShardTensorSpec, src: int, link: _Link) -> Tensor | None:
+    """This rank's shard, or None where the source has a problem."""
+    payload = _payload(spec, spec.coordinate)
+    link.wait(link.start([(src, payload)], ()))
+    return None if bool(payload[-1] != 0) else payload[:-1].view(spec.own_shape)
+
+
+def _payload(spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
+    """Uninitialized memory for the message to the rank at ``at`` of the mesh."""
+    elements = math.prod(spec.local_shape(at)) + 1
+    return torch.empty(elements, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+
+
+def part_at(tensor: Tensor, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
+    """The shard of the global ``tensor`` that belongs to the rank at ``at`` of the mesh, as a view."""
+    shard = tensor.detach()
+    for d, m in spec.sharded_dims().items():
+        start, stop = intervals_of(spec.sizes_along(m))[at[m]]
+        shard = shard.narrow(d, start, stop - start)
+    return shard

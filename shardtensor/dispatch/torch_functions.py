@@ -1,0 +1,155 @@
+"""What becomes of a call of a torch function with ShardTensors, above autograd, before operators see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from .._compat import OpOverload
+from ..context import gather_allowed
+from ..errors import PLAIN_TARGET, UnsupportedSharding, refuse
+from ..layout.spec import ShardTensorSpec
+from ..ranks.first_use import note_operand
+from .conversions import from_dtensor, promote, redistribute_to
+from .copies import mark_copied
+from .plain_tensors import writes
+from .planning import SCALARS
+from .registry import FUNCTIONS
+from .wrapping import is_shard_tensor
+
+if TYPE_CHECKING:
+    from .tensor import ShardTensor
+
+__all__ = ["call_registered", "promote_operands", "write_out"]
+
+# What runs a graph cannot run it on other tensors instead.
+_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+
+
+def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the handler of a function returns; NotImplemented where there is none."""
+    handler = FUNCTIONS.get(func)
+    if handler is None and isinstance(func, OpOverload):
+        handler = FUNCTIONS.get(func.overloadpacket)  # called by name, an operator is a function, too
+    if handler is None:
+        return NotImplemented
+    try:
+        return handler(*args, **kwargs)
+    except UnsupportedSharding:
+        if not gather_allowed() or func in _ENGINE:
+            raise
+        return _gather_and_call(func, args, kwargs)
+
+
+def promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Turn plain tensors that require grad, and DTensors, into ShardTensors: below autograd it would be too late."""
+    if not any(map(_to_promote, (*args, *kwargs.values()))):
+        return args, kwargs
+    flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else (item,))]
+    mesh = next((a._spec.mesh for a in flat if is_shard_tensor(a)), None)
+    if mesh is None:
+        return args, kwargs
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else None
+    if writes(func) and not is_shard_tensor(first):
+        if isinstance(first, DTensor) or not all(a._spec.is_replicate() for a in flat if is_shard_tensor(a)):
+            raise refuse(name, flat, *PLAIN_TARGET)
+        # Every rank has all of what is written, and of the places, such as torch.arange in implicit_replication.
+        return _local(args), {k: _local(v) for k, v in kwargs.items()}
+    if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
+        "torch.autograd"
+    ):
+        return args, kwargs  # these are about the very tensors that they are given
+
+    def convert(a: Any) -> Any:
+        if is_shard_tensor(a):
+            return a
+        if isinstance(a, DTensor):
+            return from_dtensor(a)
+        if isinstance(a, Tensor) and a.requires_grad:
+            note_operand(name, a, mesh)
+            return promote(a, mesh)
+        return type(a)(convert(x) for x in a) if type(a) in (list, tuple) else a
+
+    return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+
+def _local(a: Any) -> Any:
+    """An argument with replicated ShardTensors as plain tensors."""
+    if is_shard_tensor(a):
+        return a.to_local()
+    return type(a)(_local(x) for x in a) if type(a) in (list, tuple) else a
+
+
+def _to_promote(a: Any) -> bool:
+    if type(a) in SCALARS:
+        return False
+    if type(a) in (list, tuple):
+        return any(_to_promote(item) for item in a)
+    if isinstance(a, DTensor):
+        return not is_shard_tensor(a)
+    return isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()
+
+
+def write_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function with ``out=``: what it returns without, copied into ShardTensors, which keep their cuts."""
+    out = kwargs["out"]
+    outs = out if isinstance(out, (list, tuple)) else (out,)
+    name, tensors = getattr(func, "__name__", str(func)), [a for a in (*args, *outs) if isinstance(a, Tensor)]
+    if any(not is_shard_tensor(t) for t in outs):
+        raise refuse(name, tensors, *PLAIN_TARGET)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
+    if isinstance(func, OpOverload):
+        func = func.overloadpacket
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    for target, value in zip(outs, results, strict=True):
+        if target.shape != value.shape:
+            reason = f"out= has shape {tuple(target.shape)}, but the result {tuple(value.shape)}"
+            raise refuse(name, target, reason, "pass a ShardTensor of the result's shape")
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+        target.copy_(value)
+    return type(result)(outs) if isinstance(result, (list, tuple)) else out
+
+
+def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
+    flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
+    operands = [a for a in flat if is_shard_tensor(a)]
+    sharded = [a._spec for a in operands if not a._spec.is_replicate()]
+    if not sharded:
+        raise  # the refusal that is being handled: there is nothing to gather
+
+    def whole(a: Any) -> Any:
+        if is_shard_tensor(a):
+            return redistribute_to(a, a._spec.replicated())
+        return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
+
+    written = args[0] if args and (writes(func) or kwargs.get("inplace")) else None
+    args, kwargs = tuple(whole(a) for a in args), {k: whole(v) for k, v in kwargs.items()}
+    result = call_registered(func, args, kwargs)  # libraries' functions dispatch on nothing
+    if result is NotImplemented:
+        result = func(*args, **kwargs)
+    if is_shard_tensor(written):
+        if written is not args[0]:
+            written.copy_(args[0])
+        return None if result is None else written
+    if not is_shard_tensor(result):
+        return result
+    is_view, result = result._is_view(), _sharded_like(sharded[0], result)
+    return mark_copied(result, operands[0]) if is_view else result
+
+
+def _sharded_like(pattern: ShardTensorSpec, result: ShardTensor) -> ShardTensor:
+    """A replicated result sharded like an operand along the dims whose length it has kept."""
+    if result.ndim != len(pattern.shape):
+        return result
+    sizes = {m: s for d, m in pattern.sharded_dims().items() if (s := pattern.sizes[m]) and result.shape[d] == sum(s)}
+    placements = [p if m in sizes else Replicate() for m, p in enumerate(pattern.placements)]
+    return result.redistribute(placements=placements, shard_sizes=sizes)

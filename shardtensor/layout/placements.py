@@ -1,0 +1,272 @@
+"""How a tensor lies on a mesh: placements and shard sizes, checked and completed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from operator import index
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import current_mesh, is_plain_shard
+from .._compat.c10d import explain_what_is_gone
+from .caches import cached
+from .geometry import chunk_sizes
+
+__all__ = [
+    "AxisLayout",
+    "ShardSizes",
+    "Sizes",
+    "are_integers",
+    "as_integers",
+    "check_order",
+    "check_own_shard",
+    "first_equal",
+    "given_mesh",
+    "held_dtype",
+    "mesh_coordinate",
+    "normalize_placements",
+    "normalize_sizes",
+    "rank_at",
+    "wide_dtype",
+    "without_owners",
+]
+
+# One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
+Sizes = tuple[tuple[int, ...] | None, ...]
+# What callers may give: ``{mesh_dim: sizes}``, "even" for torch.chunk's sizes, or None for the default: the same, or
+# where there are local tensors to infer sizes from, theirs.
+ShardSizes = Mapping[int, Sequence[int]] | str | None
+
+
+class AxisLayout(NamedTuple):
+    """What one mesh dim does to a tensor: the placement, and where that is a Shard, the size of each rank's shard.
+
+    ``spec.layout`` has one per mesh dim. A layout is changed by changing these, so that no placement is left with the
+    sizes of another: ``spec.with_axes({0: AxisLayout(Shard(2), (5, 3)), 1: AxisLayout(Replicate())})``.
+
+    [Note: owners] An entry of a sharded dim, ``x[:, 5]``, is on one rank. It is a Partial sum whose other contributions
+    are zeros, and its sizes say on which rank it is: ``AxisLayout(Partial(), (0, 1, 0))``. Views and elementwise
+    operators leave it there, and ``stack`` makes shards of such entries, so that ``stack([f(x[:, i]) ...], 1)`` sends
+    nothing. For all other operators it is a Partial as any, and what they return has no owner.
+    """
+
+    placement: Placement
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def owner(self) -> int | None:
+        """The rank, along the mesh dim, that has all of a Partial sum, if that is known."""
+        return self.sizes.index(1) if self.sizes is not None and isinstance(self.placement, Partial) else None
+
+    def in_short(self) -> str:
+        """The placement and its sizes, a checksum of these if they are many."""
+        if self.sizes is None:
+            return str(self.placement)
+        if len(self.sizes) <= 8:
+            return f"{self.placement}{list(self.sizes)}"
+        return f"{self.placement}[{len(self.sizes)} sizes, checksum {zlib.crc32(repr(self.sizes).encode()):08x}]"
+
+
+def without_owners(layout: Sequence[AxisLayout]) -> list[AxisLayout]:
+    """The same with Partials of which nothing more is known."""
+    return [axis if axis.owner is None else AxisLayout(axis.placement) for axis in layout]
+
+
+@cache
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def held_dtype(placements: Sequence[Placement], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a local tensor: for contributions to a sum or a product the wide one, see [Note: rounded once]."""
+    summed = any(isinstance(p, Partial) and p.reduce_op in ("sum", "product") for p in placements)
+    return wide_dtype(dtype) if summed else dtype
+
+
+def given_mesh(mesh: object) -> DeviceMesh:
+    """The mesh that a caller has passed, or for None that of the surrounding ``with mesh:``.
+
+    Raises:
+        TypeError: something that is no mesh.
+        RuntimeError: None, and no mesh surrounds the call.
+    """
+    if mesh is None:
+        return current_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"the mesh must be a DeviceMesh, as init_device_mesh makes one, not {type(mesh).__name__} {mesh!r:.80}"
+        )
+    return mesh
+
+
+def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's position in ``mesh``; ValueError where the mesh does not hold this rank."""
+    at = mesh.get_coordinate()
+    if at is None:
+        raise ValueError(
+            f"this rank ({torch.distributed.get_rank()}) is not in the mesh {mesh.mesh.tolist()}; "
+            "create and use ShardTensors only on ranks of their mesh"
+        )
+    return tuple(at)
+
+
+def rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
+    """The global rank at a coordinate of ``mesh``."""
+    return int(mesh.mesh[at].item())
+
+
+def check_own_shard(mesh: DeviceMesh) -> None:
+    """Check the mesh of a ShardTensor that was loaded from a file. A program without process group may load any.
+
+    Raises:
+        ValueError: the shard is that of another rank, or the mesh has ranks that this program does not have.
+    """
+    if not dist.is_initialized():
+        return
+    if mesh.mesh.is_meta:
+        raise ValueError("a ShardTensor cannot be loaded to the meta device; load it, and call to('meta')")
+    theirs, mine, world = rank_at(mesh, mesh_coordinate(mesh)), dist.get_rank(), dist.get_world_size()
+    if theirs != mine or int(mesh.mesh.max()) >= world:
+        raise ValueError(
+            f"this is the shard of rank {theirs} on a mesh of the ranks {mesh.mesh.tolist()}, and it is loaded on rank "
+            f"{mine} of {world}: each rank must load the file that it has saved, in a program with the same mesh. "
+            "Checkpoints of torch.distributed.checkpoint can be loaded by other ranks, with other layouts"
+        )
+
+
+def first_equal(mesh: DeviceMesh) -> DeviceMesh:
+    """The first mesh that was equal to this one and had its process groups: ``mesh["domain"]`` is new each time."""
+    if type(mesh) is not DeviceMesh:  # but what torch.compile traces with in place of one
+        return mesh
+    try:
+        groups = mesh.get_all_groups()
+    except RuntimeError as error:
+        explain_what_is_gone(error)
+        raise
+    return _first(mesh, tuple(group.group_name for group in groups))
+
+
+@cached(maxsize=1024)
+def _first(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
+    return mesh
+
+
+@lru_cache(maxsize=256)
+def check_order(mesh: DeviceMesh) -> None:
+    """ValueError where ranks do not ascend along a mesh dim: process groups sort theirs, and would not match it."""
+    ranks = mesh.mesh
+    if any(bool((ranks.diff(dim=m) < 0).any()) for m in range(ranks.ndim)):
+        raise ValueError(f"the mesh's ranks {ranks.tolist()} do not ascend along each mesh dim; list them in order")
+
+
+def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+    """Check placements against the mesh and the number of tensor dims, and make shard dims non-negative.
+
+    Raises:
+        TypeError: something that is no placement.
+        ValueError: their number, a dim that does not exist, or one tensor dim on two mesh dims.
+    """
+    if isinstance(placements, Placement):
+        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} dims {tuple(mesh.shape)}; "
+            "give one per mesh dim (Replicate() where the tensor is not sharded)"
+        )
+    result: list[Placement] = []
+    taken: dict[int, int] = {}
+    for m, p in enumerate(placements):
+        if not isinstance(p, Placement):
+            raise TypeError(
+                f"placement {p!r} of mesh dim {m} is no Placement; use Shard(dim), Replicate() or Partial()"
+            )
+        if isinstance(p, Partial) and p.reduce_op not in ("sum", "max", "min", "product"):
+            raise ValueError(
+                f"Partial({p.reduce_op!r}) on mesh dim {m} is not supported: it is not exact on unequal shards; "
+                "divide by the global count and use Partial('sum')"
+            )
+        if p.is_shard() or not is_plain_shard(p):
+            if not is_plain_shard(p):
+                raise ValueError(
+                    f"{p} on mesh dim {m}: strided shards are not supported; redistribute the DTensor first"
+                )
+            dim = p.dim  # type: ignore[attr-defined]
+            if not -ndim <= dim < ndim:
+                raise ValueError(f"Shard({dim}) on mesh dim {m}: the tensor has only {ndim} dims")
+            dim %= ndim
+            if dim in taken:
+                raise ValueError(
+                    f"tensor dim {dim} is sharded on mesh dims {taken[dim]} and {m}; shard it on one mesh dim only "
+                    "(flatten the two mesh dims into one, or shard another tensor dim)"
+                )
+            taken[dim] = m
+            p = Shard(dim)
+        result.append(p)
+    return tuple(result)
+
+
+def normalize_sizes(
+    shard_sizes: ShardSizes, placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh
+) -> Sizes:
+    """Complete ``{mesh_dim: sizes}`` to one entry per mesh dim, and check it against the global shape.
+
+    Raises:
+        TypeError: something that is no mapping of sizes, or sizes that are no integers.
+        ValueError: sizes of the wrong number, sum or sign, or of a mesh dim that does not shard or does not exist.
+    """
+    if isinstance(shard_sizes, str):
+        if shard_sizes != "even":
+            raise ValueError(f"shard_sizes={shard_sizes!r}: a dict {{mesh_dim: sizes}}, None or 'even'")
+        shard_sizes = None
+    if shard_sizes is not None and not isinstance(shard_sizes, Mapping):
+        raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
+    given = {(m + mesh.ndim if m < 0 else m): v for m, v in (shard_sizes or {}).items()}
+    result: list[tuple[int, ...] | None] = []
+    for m, p in enumerate(placements):
+        entry = given.pop(m, None)
+        if not isinstance(p, Shard):
+            if entry is not None:
+                raise ValueError(f"shard_sizes names mesh dim {m}, whose placement is {p}: only Shard has sizes")
+            result.append(None)
+            continue
+        total, ranks = shape[p.dim], mesh.size(m)
+        sizes = chunk_sizes(total, ranks) if entry is None else as_integers(entry)
+        if len(sizes) != ranks:
+            raise ValueError(f"{len(sizes)} shard sizes {sizes} for mesh dim {m}, which has {ranks} ranks")
+        if min(sizes) < 0:
+            raise ValueError(f"negative shard size in {sizes} (mesh dim {m})")
+        if sum(sizes) != total:
+            raise ValueError(
+                f"shard sizes {sizes} of mesh dim {m} add up to {sum(sizes)}, but tensor dim {p.dim} has size {total}"
+            )
+        result.append(sizes)
+    if given:
+        raise ValueError(f"shard_sizes names mesh dims {sorted(given)}, but the mesh has only {mesh.ndim}")
+    return tuple(result)
+
+
+def are_integers(sizes: Sequence[int]) -> bool:
+    """Whether these are Python's integers and nothing else, such as the symbolic ones of torch.compile."""
+    return set(map(type, sizes)) <= {int}
+
+
+def as_integers(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes as Python's integers: the same tuple where it is one already, by which specs recognize it.
+
+    Raises:
+        TypeError: a size that is no integer.
+    """
+    if type(sizes) is tuple and are_integers(sizes):
+        return sizes
+    try:
+        return tuple(index(n) for n in sizes)
+    except TypeError:
+        raise TypeError(f"shard sizes must be integers, not {tuple(sizes)}") from None

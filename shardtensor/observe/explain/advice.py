@@ -1,0 +1,295 @@
+"""``advise``: which dims to shard, over which mesh, in which sizes, and whether it pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+from torch import Tensor
+
+from ..._compat import tree_leaves
+from ...layout.geometry import aligned_sizes, chunk_sizes
+from .prepare import UnfitArguments
+from .results import Explanation, Layer
+
+__all__ = ["Advice", "Choice", "Machine", "advise"]
+
+_BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
+_GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it
+_PAYS = 1.2  # and sharding at all
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks and links can do. The defaults are assumptions about fast devices of one machine, not measurements.
+
+    A layer takes the time of its floating-point operations or of its memory traffic, whichever is longer, and that of
+    its communication: ``latency`` for each message or collective, and its bytes by ``bandwidth``. Nothing overlaps, and
+    no rank waits for a slower one; so it is a model to compare choices with, not a prediction of seconds.
+
+    Attributes:
+        flops: floating-point operations per second of a rank.
+        memory_bandwidth: bytes per second that a rank's operators read and write.
+        latency: seconds of a message or collective.
+        bandwidth: bytes per second of a rank's messages and collectives.
+    """
+
+    flops: float = 50e12
+    memory_bandwidth: float = 2e12
+    latency: float = 20e-6
+    bandwidth: float = 100e9
+
+    def seconds(self, found: Explanation, rank: int) -> float:
+        """How long a rank takes."""
+        return sum(self._of_layer(layer, rank, found.differentiated) for layer in found.layers)
+
+    def _of_layer(self, layer: Layer, rank: int, differentiated: bool) -> float:
+        share = layer.shares[rank]
+        # Each result is read and written once, in backward its gradient and the operand's likewise.
+        traffic = share.output_bytes * (6 if differentiated else 2)
+        local = max(sum(share.flops) / self.flops, traffic / self.memory_bandwidth)
+        return local + (share.messages + share.collectives) * self.latency + share.bytes_sent / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to shard.
+
+    Attributes:
+        mesh, dims, sizes: the mesh's shape, the tensor dim of each mesh dim, and the shard sizes by mesh dim.
+        seconds: of the slowest rank that was run, by the machine model.
+        memory: bytes of the rank that needs most: weights, inputs and what is kept for the backward pass.
+        bytes_sent: of the rank that sends most.
+        refused: the first refusal, "" where there is none.
+    """
+
+    mesh: tuple[int, ...]
+    dims: tuple[int, ...]
+    sizes: dict[int, tuple[int, ...]]
+    seconds: float
+    memory: int
+    bytes_sent: int
+    refused: str = ""
+
+    def __str__(self) -> str:
+        world = "x".join(map(str, self.mesh))
+        parts = [f"dim {d} as {_short(self.sizes[m])}" for m, d in enumerate(self.dims)]
+        return f"mesh {world}: {', '.join(parts)}" if parts else "one rank"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What :func:`shardtensor.advise` found. ``print`` shows it.
+
+    Attributes:
+        single: one rank with the global tensor.
+        choices: the ways to shard that are not refused, the fastest first.
+        refused: those that are.
+    """
+
+    single: Choice
+    choices: tuple[Choice, ...]
+    refused: tuple[Choice, ...]
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest; None where all are refused."""
+        return self.choices[0] if self.choices else None
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as one rank the best choice is; 0 where there is none."""
+        return self.single.seconds / self.best.seconds if self.best is not None else 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether the best choice is clearly faster than one rank."""
+        return self.speedup >= _PAYS
+
+    def __str__(self) -> str:
+        from .report import bytes_text, table
+
+        rows = [
+            (
+                *(str(c), f"{1e3 * c.seconds:.3g}", f"{self.single.seconds / c.seconds:.2f}"),
+                *(bytes_text(c.memory), bytes_text(c.bytes_sent)),
+            )
+            for c in (self.single, *self.choices)
+        ]
+        shown = table(("choice", "ms", "speedup", "memory", "sent"), rows)
+        return "\n\n".join([shown, self.verdict(), *(f"refused: {c}: {c.refused}" for c in self.refused)])
+
+    def verdict(self) -> str:
+        """In words, whether to shard and how."""
+        from .report import bytes_text
+
+        if self.best is None:
+            return "Every way to shard is refused."
+        ranks = math.prod(self.best.mesh)
+        memory = f"{bytes_text(self.single.memory)} on one rank, {bytes_text(self.best.memory)} on each of {ranks}"
+        if self.pays:
+            return f"Shard by {self.best}: {self.speedup:.2f} times as fast as one rank, memory {memory}."
+        gain = f"{self.best} takes {1e3 * self.best.seconds:.3g} ms, one rank {1e3 * self.single.seconds:.3g} ms"
+        if self.best.memory < 0.8 * self.single.memory:
+            return f"Not for speed: {gain}. It saves memory: {memory}."
+        return f"Domain parallelism does not pay here: {gain}; memory {memory}. Shard the batch over the ranks instead."
+
+
+def advise(
+    model: Callable[..., Any],
+    *inputs: Any,
+    ranks: int,
+    dims: Sequence[int] | None = None,
+    machine: Machine | None = None,
+    backward: bool | Callable[[Any], Tensor] = True,
+    kwargs: Mapping[str, Any] | None = None,
+    implicit_replication: bool = False,
+) -> Advice:
+    """Which dims of the input to shard over how many ranks, in which sizes, and whether it pays.
+
+    Tries meshes of one and two dims, with even shard sizes, with sizes aligned to the model's strides and patches, and
+    for the fastest of these with sizes that balance the ranks' times. Each is run by :func:`shardtensor.explain`, in
+    this process and without values, and its time comes from a model of the machine.
+
+    Args:
+        model, inputs, kwargs, backward, implicit_replication: as for :func:`shardtensor.explain`; dims are those of the
+            first input that is a tensor, and other inputs are sharded where they have them with the same length.
+        ranks: how many there are.
+        dims: those to try; default: all with at least two elements for each rank, apart from dim 0, the batch, which
+            data parallelism shards, and dim 1, the channels or tokens' features, for inputs of more than three dims.
+        machine: what ranks and links can do; default: assumptions, see :class:`Machine`.
+
+    Raises:
+        ValueError: there is no dim to try, or fewer than two ranks.
+        RuntimeError: a process group runs in this process.
+
+    Example:
+        >>> import torch, shardtensor
+        >>> model = torch.nn.Conv2d(64, 64, 3, padding=1)
+        >>> found = shardtensor.advise(model, torch.empty(1, 64, 1024, 2048, device="meta"), ranks=4)
+        >>> found.pays, found.best.dims
+        (True, (2,))
+    """
+    tensor = next((t for t in tree_leaves(inputs) if isinstance(t, Tensor)), None)
+    if tensor is None or ranks < 2:
+        raise UnfitArguments(f"ranks={ranks}: advise needs at least two, and an input that is a tensor")
+    if dims is None:
+        first = 2 if tensor.ndim > 3 else 1
+        dims = [d for d in range(first, tensor.ndim) if tensor.shape[d] >= 2 * ranks]
+    elif not all(isinstance(d, int) and -tensor.ndim <= d < tensor.ndim for d in dims):
+        raise UnfitArguments(f"dims={tuple(dims)}: the input {tuple(tensor.shape)} does not have all of these")
+    if not dims:
+        raise UnfitArguments(
+            f"the input {tuple(tensor.shape)} has no dim that is long enough for {ranks} ranks; give dims="
+        )
+    options = {"backward": backward, "kwargs": kwargs, "implicit_replication": implicit_replication}
+    search = _Search(model, inputs, tensor, machine or Machine(), options)
+    single, whole = search.run((1,), (), {})
+    tried = [search.run(mesh, at, sizes) for mesh, at, sizes in search.candidates(ranks, dims, whole)]
+    possible = sorted((t for t in tried if not t[0].refused), key=lambda t: t[0].seconds)
+    choices = [choice for choice, _ in possible]
+    if possible and (balanced := search.balanced(*possible[0], whole)) is not None:
+        choices = sorted([*choices, balanced], key=lambda choice: choice.seconds)
+    return Advice(single, tuple(choices), tuple(choice for choice, _ in tried if choice.refused))
+
+
+class _Search:
+    """What is tried, and how it is run."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        inputs: Sequence[Any],
+        tensor: Tensor,
+        machine: Machine,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._model, self._inputs, self._tensor = model, inputs, tensor
+        self._machine, self._options = machine, options
+
+    def candidates(
+        self, ranks: int, dims: Sequence[int], whole: Explanation
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
+        """Meshes, their dims and shard sizes: even ones, then those aligned to the model's strides where they differ.
+
+        ``whole`` is what one rank does.
+        """
+        meshes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((ranks,), (d,)) for d in dims]
+        for n in range(2, math.isqrt(ranks) + 1):
+            if ranks % n == 0:
+                shapes = {(n, ranks // n), (ranks // n, n)}
+                meshes += [(shape, at) for shape in sorted(shapes) for at in permutations(dims, 2) if at[0] < at[1]]
+        for mesh, at in meshes:
+            lengths = [self._tensor.shape[d] for d in at]
+            even = {m: chunk_sizes(length, mesh[m]) for m, length in enumerate(lengths)}
+            yield mesh, at, even
+            aligned = {
+                m: aligned_sizes(self._tensor.shape[d], self._stride(d, mesh[m], whole), mesh[m])
+                for m, d in enumerate(at)
+            }
+            if aligned != even:
+                yield mesh, at, aligned
+
+    def _stride(self, dim: int, ranks: int, whole: Explanation) -> int:
+        """The product of strides along a dim: by how much the shortest result is shorter than the input."""
+        length, ndim = self._tensor.shape[dim], self._tensor.ndim
+        lengths = [s[dim] for layer in whole.layers for s in layer.shapes if len(s) == ndim and s[dim] > 1]
+        stride = round(length / min(lengths, default=length))
+        return stride if 1 <= stride <= length // ranks else 1
+
+    def run(
+        self, mesh: tuple[int, ...], dims: tuple[int, ...], sizes: dict[int, tuple[int, ...]]
+    ) -> tuple[Choice, Explanation]:
+        """A choice, and what was found out about it."""
+        found = self._explain(mesh, dims, sizes)
+        held = {r: found.weight_bytes + found.input_bytes[r] + found.total(r, "saved_bytes") for r in found.ranks}
+        choice = Choice(
+            mesh,
+            dims,
+            sizes,
+            max(self._machine.seconds(found, rank) for rank in found.ranks),
+            max(held.values()),
+            max(found.total(rank, "bytes_sent") for rank in found.ranks),
+            found.stopped or next((layer.refused for layer in found.refused), ""),
+        )
+        return choice, found
+
+    def balanced(self, choice: Choice, found: Explanation, whole: Explanation) -> Choice | None:
+        """The same with shard sizes in inverse proportion to the time of a row; None where that gains nothing."""
+        times = {rank: self._machine.seconds(found, rank) for rank in found.ranks}
+        mean = sum(times.values()) / len(times)
+        if len(choice.mesh) > 1 or len(times) < choice.mesh[0] or max(times.values()) < _BALANCED * mean:
+            return None
+        sizes = choice.sizes[0]
+        speeds = [sizes[rank] / times[rank] for rank in range(len(sizes))]
+        multiple = self._stride(choice.dims[0], len(sizes), whole)
+        ends = [round(sum(speeds[: r + 1]) / sum(speeds) * sum(sizes) / multiple) * multiple for r in range(len(sizes))]
+        ends[-1] = sum(sizes)
+        new = tuple(b - a for a, b in zip([0, *ends], ends))
+        other, _ = self.run(choice.mesh, choice.dims, {0: new}) if min(new) > 0 and new != sizes else (None, None)
+        gains = other is not None and not other.refused and other.seconds * _GAIN < choice.seconds
+        return other if gains else None
+
+    def _explain(self, mesh: tuple[int, ...], dims: tuple[int, ...], sizes: dict[int, tuple[int, ...]]) -> Explanation:
+        from . import explain
+
+        lengths = [self._tensor.shape[d] for d in dims]
+        shard = (
+            [dims if any(self._has(t, dims, lengths) for t in tree_leaves(v)) else None for v in self._inputs]
+            if dims
+            else None
+        )
+        return explain(self._model, *self._inputs, mesh=mesh, shard=shard, shard_sizes=sizes, **self._options)
+
+    @staticmethod
+    def _has(value: Any, dims: Sequence[int], lengths: Sequence[int]) -> bool:
+        if not isinstance(value, Tensor):
+            return False
+        return all(d < value.ndim and value.shape[d] == n for d, n in zip(dims, lengths))
+
+
+def _short(sizes: Sequence[int]) -> str:
+    return str(list(sizes)) if len(sizes) <= 8 else f"{len(sizes)} shards of {min(sizes)} to {max(sizes)}"

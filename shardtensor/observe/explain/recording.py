@@ -1,0 +1,271 @@
+"""One rank's run, recorded operator by operator.
+
+[Note: whose it is] In the forward pass a mode of torch functions sees each operator that the model calls, and hooks
+know the module that it is called in; what is computed and communicated until it returns is the operator's. In the
+backward pass nothing of this is known, but autograd's nodes are numbered in the order of their creation: the node that
+runs belongs to the operator that ran when its number was given.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ..._compat import OpOverload, tree_leaves
+from ...dispatch.patches import observed
+from ...dispatch.tensor import ShardTensor
+from ...errors import UnsupportedSharding
+from ...ranks.history import operator as running_operator
+from .._compat import current_node, next_node
+from ..counting import Communication, LocalCalls
+from ..simulate import complete
+from .flops import flops_of
+from .substitute import substitute
+
+__all__ = ["WEIGHTS", "Recorder", "Row"]
+
+WEIGHTS = "gradients of weights"
+_READS = ("__get__", "__set__")  # of attributes
+_c10d = torch.ops.c10d
+_RECEIVES = (_c10d.alltoall_base_, _c10d.alltoall_, _c10d.recv_, _c10d.recv_any_source_)
+
+
+@dataclass
+class Row:
+    """An operator's call, on this rank."""
+
+    path: str
+    operator: str
+    first_node: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    layout: str = ""
+    outputs: tuple[tuple[int, ...], ...] = ()
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    flops: list[int] = field(default_factory=lambda: [0, 0])
+    communication: tuple[Communication, Communication] = field(
+        default_factory=lambda: (Communication(), Communication())
+    )
+    refused: str = ""
+    takes_shards: bool = False
+    ended: bool = False
+
+    def note_result(self, result: Any) -> None:
+        """Take shapes and layout of what the operator returns, or of what it has written to."""
+        tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        self.shapes = tuple(tuple(t.shape) for t in tensors)
+        self.outputs = tuple(tuple(t.shape) for t in locals_)
+        self.output_bytes = sum(t.numel() * t.element_size() for t in locals_)
+        specs = [t._spec for t in tensors if isinstance(t, ShardTensor)]
+        self.layout = ", ".join(axis.in_short() for axis in specs[0].layout) if specs else ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was computed on shards, communicated or kept."""
+        communicated = any(each != Communication() for each in self.communication)
+        on_shards = self.layout or (self.takes_shards and self.shapes)
+        return not (on_shards or communicated or self.saved_bytes or any(self.flops) or self.refused)
+
+
+class Recorder:
+    """Records what a model does on this rank.
+
+    Attributes:
+        rows: the operators' calls, in their order.
+    """
+
+    def __init__(self, model: Any, values: bool, plain: bool) -> None:
+        """``values``: whether tensors have values. ``plain``: there are no shards, so operators on others count."""
+        self.rows: list[Row] = []
+        self._values, self._plain = values, plain
+        self._path: list[str] = []
+        self._row: Row | None = None
+        self._calling = False
+        self._weights: Row | None = None
+        self._phase = 0
+        self._starts: list[int] = []  # numbers of the first nodes of rows, ascending
+        self._owners: list[Row] = []
+        self._model = model
+        # Memory that is not kept for the backward pass, or was counted already; held, so that no address comes twice.
+        self._known: dict[int, Any] = {}
+
+    # -- phases -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Record a forward pass."""
+        self._know(inputs)
+        with ExitStack() as stack:
+            if isinstance(self._model, nn.Module):
+                self._know([*self._model.parameters(), *self._model.buffers()])
+                for path, module in self._model.named_modules():
+                    self._follow(stack, path, module)
+            stack.enter_context(self._watching())
+            yield
+
+    @contextmanager
+    def loss(self) -> Iterator[None]:
+        """Record what is computed of the model's outputs."""
+        self._path = ["(loss)"]
+        with self._watching():
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Record a backward pass."""
+        self._close(self._row)
+        self._phase = 1
+        with self._local_calls():
+            yield
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t)
+        with keeping, observed(self.observe), self._local_calls(), _Calls(self):
+            yield
+
+    def _local_calls(self) -> LocalCalls:
+        return LocalCalls(self.communicate, self.compute)
+
+    def _follow(self, stack: ExitStack, path: str, module: nn.Module) -> None:
+        def enter(_: nn.Module, args: Any) -> None:
+            self._close(self._row)
+            self._path.append(path)
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            row = self._row
+            if row is not None and not row.shapes:
+                with self._inside():
+                    row.note_result(output)
+            self._close(row)
+            self._path.pop()
+
+        stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def open(self, name: str) -> Row:
+        """Begin an operator's call."""
+        path = self._path[-1] if self._path else ""
+        self._row = row = Row(path, name, next_node())
+        return row
+
+    def _close(self, row: Row | None) -> None:
+        """End it; what is recorded of it later, in the backward pass, goes to the same row."""
+        self._row = None
+        if row is None or row.ended:
+            return
+        row.ended = True
+        if next_node() > row.first_node:
+            self._starts.append(row.first_node)
+            self._owners.append(row)
+        if not row.is_empty or (self._plain and row.shapes):
+            self.rows.append(row)
+
+    def observe(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Record an operator's call, which ``run`` carries out. What it calls itself is a part of it."""
+        name = getattr(func, "__name__", str(func))
+        if self._calling or name in _READS:
+            return run()
+        self._close(self._row)
+        row = self.open(name)
+        with self._inside():
+            row.takes_shards = any(isinstance(t, DTensor) for t in tree_leaves((args, kwargs)))
+            try:
+                result = run()
+            except UnsupportedSharding as error:
+                row.refused = str(error)
+                result = substitute(name, func, args, kwargs)
+            row.note_result(args if result is None else result)
+        self._close(row)
+        return result
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Inside the block calls are not recorded: they are parts of another one, or none of the model's."""
+        before, self._calling = self._calling, True
+        try:
+            yield
+        finally:
+            self._calling = before
+
+    def row(self) -> Row:
+        """The one that what is computed now belongs to."""
+        if self._phase:
+            return self._of_node(current_node())
+        if self._row is None:  # an operator of a library that torch does not dispatch
+            self.open(running_operator().partition(" to ")[0] or "(outside of operators)")
+        assert self._row is not None
+        return self._row
+
+    def _of_node(self, node: int) -> Row:
+        at = bisect_right(self._starts, node) - 1
+        if 0 < node < 2**63 and at >= 0:
+            return self._owners[at]
+        return self._of_weights()
+
+    def _of_weights(self) -> Row:
+        """What is summed at the end of a backward pass."""
+        if self._weights is None:
+            self._weights = Row("", WEIGHTS, -1)
+            self.rows.append(self._weights)
+        return self._weights
+
+    # -- what is recorded ---------------------------------------------------------------------------------------------
+
+    def communicate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Count a call of a c10d operator, and return what it would."""
+        self.row().communication[self._phase].add(func, args, kwargs)
+        if self._values or func.namespace != "c10d" or not func._schema.returns:
+            for t in tree_leaves(args[0]) if func.overloadpacket in _RECEIVES else ():
+                t.zero_()  # what is in memory may be anything
+            return func(*args, **kwargs)
+        return complete(args[0], len(func._schema.returns) > 1)
+
+    def compute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on local tensors, and count its floating-point operations."""
+        result = func(*args, **kwargs)
+        flops = flops_of(func, args, kwargs, result)
+        if flops:
+            self.row().flops[self._phase] += flops
+        return result
+
+    def _know(self, tensors: Sequence[Tensor]) -> None:
+        for t in tensors:
+            memory = (t._local_tensor if isinstance(t, DTensor) else t).untyped_storage()
+            self._known[memory._cdata] = memory
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Count what autograd keeps, once for all that share their memory."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        memory = local.untyped_storage()
+        if memory._cdata not in self._known:
+            self._known[memory._cdata] = memory
+            self.row().saved_bytes += memory.nbytes()
+        return tensor
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the operators that the model calls; inside of a call it is off."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return self._recorder.observe(func, tuple(args), kwargs, lambda: func(*args, **kwargs))

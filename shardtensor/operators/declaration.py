@@ -1,0 +1,302 @@
+"""The declaration of an operator above autograd: a plan, made once from specs and arguments, and a bare run.
+
+[Note: plan and run] What an operator does follows from the specs of its tensors and from its other arguments, never
+from data. :func:`operator` therefore declares it by one function that makes a :class:`Plan`: it makes torch's checks,
+decides what is exchanged, and raises what is refused, on every rank alike. The plan is kept under a key of all that it
+was made from; the next call with the same key runs it, and running does nothing but communicate and call kernels.
+
+The key holds the function, the specs (shapes, strides, dtypes and shard sizes), shapes, strides, dtypes and devices of
+plain tensors, all other arguments with their types, autocast, the default dtype, deterministic mode, and the settings
+of ``context.py``: :func:`shardtensor.allow_gather`, the method of attention, the state of the registry.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
+from ..dispatch.planning import disowned, keep_plan, look_up, meta_of, spec_of
+from ..dispatch.registry import declare, declare_rule
+from ..dispatch.tensor import ShardTensor, redistribute_to
+from ..errors import UnsupportedSharding, refuse
+from ..layout.placements import wide_dtype
+from ..layout.spec import ShardTensorSpec
+from ..ranks.first_use import PlainOperands
+from .arguments import Arguments, Operand, common_mesh, prepared_spec
+from .binding import Declaration, declaration, numbers_for, place_of, placed, places_in
+from .plan import Composed, LocalPlan, Plan, picked
+from .weight_gradients import GradientSum, contributing
+
+__all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
+
+Build = TypeVar("Build", bound=Callable[..., Any])
+
+
+# -- making plans ------------------------------------------------------------------------------------------------------
+
+
+class Operator:
+    """One spelling of an operator above autograd: finds or makes the plan of a call, and runs it."""
+
+    def __init__(self, spelling: Callable[..., Any] | str, declared: Declaration) -> None:
+        self.name: str = spelling if isinstance(spelling, str) else getattr(spelling, "__name__", str(spelling))
+        self.__name__, self.__module__ = self.name, declared.build.__module__
+        self._declared = declared
+        self._arguments = None if isinstance(spelling, str) else declared.arguments_of(spelling)
+        self._takes_numbers = isinstance(spelling, str) or not declared.has_other_tensors(spelling)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            key, plan, tensors, _ = look_up(self, args, kwargs)
+        except UnsupportedSharding:
+            result = self._of_sparse(args, kwargs)
+            if result is NotImplemented:
+                raise
+            return result
+        if plan is None:
+            given = self._bind(args, kwargs)
+            if numbers := self._numbers(given, tensors):
+                places = iter(range(len(tensors)))
+                positional = numbers_for(args, numbers, places)
+                return self(*positional, **dict(zip(kwargs, numbers_for(list(kwargs.values()), numbers, places))))
+            plan = self._make(given, tensors)
+            keep_plan(key, plan)
+        return NotImplemented if plan is NotImplemented else plan(tensors)
+
+    def _numbers(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> dict[int, Any]:
+        """The values of tensors that are sizes, dims and other numbers of the operator, by their place.
+
+        torch takes tensors of one element for numbers. The values are part of the plan, so they go into its key.
+        """
+        if not self._takes_numbers or len(tensors) <= 1:
+            return {}
+        others = [value for name, value in given.arguments.items() if name not in self._declared.names]
+        places = [place for value in others for place in places_in(value)]
+        return {place: tensors[place].item() for place in places if _is_number(tensors[place])}
+
+    def _of_sparse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the operator returns for a sparse operand, of which no plan is made; NotImplemented if it takes none."""
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not isinstance(a, DTensor)]
+        if self._declared.sparse is None or all(a.layout is torch.strided for a in given):
+            return NotImplemented
+        bound = self._declared.bind(self.name, self._arguments, args, kwargs)
+        return self._declared.sparse(self.name, *bound.args, **bound.kwargs)
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        # Tensors are bound by their place among the call's tensors: the next call may have others there.
+        places = count()
+        positional = placed(args, places)  # the first ones, as in the key
+        by_keyword = dict(zip(kwargs, placed(list(kwargs.values()), places)))
+        return self._declared.bind(self.name, self._arguments, positional, by_keyword)
+
+    def _make(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> Any:
+        declared = self._declared
+        at = {name: place_of(given.arguments.get(name)) for name in declared.names}
+        named = {name: picked(tensors, place) for name, place in at.items() if place is not None}
+        mesh = common_mesh(self.name, [t for value in named.values() for t in _each(value)])
+        if mesh is None:
+            return NotImplemented
+        call = Arguments(self.name, mesh, next(t.device for value in named.values() for t in _each(value)))
+        for name, value in named.items():
+            if name in declared.parameters:
+                others = [t for k in declared.tensors if k in named for t in _each(named[k])]
+                takes_sharded = name in declared.sharded and _is_sharded(value)
+                given.arguments[name] = spec_of(value) if takes_sharded else _parameter(self.name, value, others)
+            else:
+                given.arguments[name] = call.prepare(name, value, name in declared.partial)
+        plan = declared.build(call, *given.args, **given.kwargs)
+        if plan is not NotImplemented:
+            order = tuple(at[name] for name in declared.names)
+            plan.order = None if order == tuple(range(len(tensors))) else order
+            plan.plain = PlainOperands.among(self.name, mesh, enumerate(tensors))
+            self._finish(plan, call, named)
+        return plan
+
+    def _finish(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> None:
+        """Fill in what the plan's run does before and after its local work."""
+        declared = self._declared
+        plan.name, plan.device, plan.then = self.name, call.device.type, call.then
+        if hasattr(plan, "outputs"):
+            plan.outputs = disowned(plan.outputs)
+        plan.label = _label(self.name, getattr(plan, "outputs", None))
+        placements = self._sum_gradients(plan, call, named) if declared.parameters else None
+        steps: list[Callable[[Any], Any] | None] = []
+        for name in declared.names:
+            if isinstance(plan, Composed) and name in declared.parameters:
+                steps.append(None)
+                continue
+            to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(named.get(name)))
+            if isinstance(named.get(name), DTensor) and to_plain:
+                if placements is not None and _keeps_contributions(plan, named[name], call.steps.get(name), placements):
+                    plan.contributed = {**plan.contributed, declared.names.index(name): placements}
+                    steps.append(ShardTensor.from_dtensor)
+                    continue
+                steps.append(_chain(_to_local(placements), call.steps.get(name)))
+                continue
+            target = call.tensors.get(name)
+            moves = target is not None and not prepared_spec(named[name], call.mesh, True).lies_like(target)
+            steps.append(_chain(call.steps.get(name), _redistribution(target) if moves else None))
+        plan.steps = tuple(steps) if any(step is not None for step in steps) else None
+        plan.sums = plan.total is not None or plan.deferred is not None or bool(plan.contributed)
+
+    def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
+        """Arrange for the sum of plain parameters' gradients; returns the placements of DTensors' ones."""
+        declared = self._declared
+        mesh_dims, placements = contributing(call.tensors[declared.tensors[0]])
+        plain = {n: t for n, t in named.items() if n in declared.parameters and not isinstance(t, DTensor)}
+        if plain and mesh_dims:
+            total = GradientSum(call.mesh, mesh_dims, tuple(name in plain for name in declared.names))
+            if plan.defers and all(map(takes_gradient_late, plain.values())):
+                plan.deferred = total
+            else:
+                plan.total = total
+        return placements
+
+
+def _each(value: Any) -> Sequence[Tensor]:
+    return [t for t in value if t is not None] if isinstance(value, (list, tuple)) else [value]
+
+
+def operator(
+    *spellings: Callable[..., Any],
+    tensors: str = "",
+    parameters: str = "",
+    partial: str = "",
+    sharded: str = "",
+    sparse: Callable[..., Any] | None = None,
+    meta: Callable[..., Any] | None = None,
+) -> Callable[[Build], Build]:
+    """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
+
+    Above autograd (``tensors`` are named) it is called with an :class:`Arguments` and then the operator's own
+    arguments, by torch's names and with torch's defaults, in any order that serves all spellings; those of each
+    spelling are bound by its own signature or schema. It returns a :class:`Plan`, or NotImplemented to have the call
+    go on as if there were no declaration.
+
+    Below autograd (no ``tensors``) the spellings are overloads such as ``torch.ops.aten.flip.default``; the function is
+    called with a :class:`shardtensor.dispatch.planning.AtenCall` and returns a
+    :class:`shardtensor.dispatch.planning.AtenPlan`. torch differentiates such an operator by its own formula, in
+    operators that have plans in turn.
+
+    Args:
+        spellings: functions of ``torch.nn.functional`` and ``torch``, methods, ``torch.ops.aten`` operators.
+        tensors: names of the arguments that are ShardTensors when the plan runs: plain tensors (equal on every rank)
+            and DTensors are made such, and what is Partial is reduced. The function gets their specs; of an argument
+            that is a list of tensors, a list of specs.
+        parameters: names of those that every rank holds whole, plain or as replicated DTensors. The local work gets
+            them plain, and sums their gradients over the ranks by :attr:`Plan.total`. The function gets shape, strides
+            and dtype.
+        partial: which of ``tensors`` may stay Partial.
+        sharded: which of ``parameters`` may be sharded DTensors. The function gets their specs, and returns a
+            :class:`Composed` or has them made plain by :meth:`Arguments.then_do`; their gradients are not summed.
+        sparse: called instead where a plain tensor is sparse, of which no plan is made: with the operator's name and
+            its arguments, by the names of the declaration. It returns the result, or NotImplemented to have the call
+            refused.
+        meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
+            tensors.
+
+    Raises:
+        ValueError: a spelling is declared already.
+        TypeError: a spelling has an argument that the function has not.
+
+    Example:
+        >>> import torch, shardtensor
+        >>> def halved(x):
+        ...     if torch.overrides.has_torch_function_unary(x):
+        ...         return torch.overrides.handle_torch_function(halved, (x,), x)
+        ...     return x / 2
+        >>> @shardtensor.operator(halved, tensors="x")
+        ... def plan_halved(call, x):
+        ...     return shardtensor.LocalPlan(lambda local: local / 2, x)
+        >>> shardtensor.unregister(halved)
+    """
+
+    def decorate(build: Build) -> Build:
+        if not tensors:
+            for spelling in spellings:
+                declare_rule(spelling, build, meta)
+            return build
+        declared = declaration(build, tensors, parameters, partial, sharded, sparse)
+        for spelling in dict.fromkeys(spellings):
+            declare(spelling, Operator(spelling, declared))
+        return build
+
+    return decorate
+
+
+def planned(
+    name: str, *, tensors: str, parameters: str = "", partial: str = "", sharded: str = ""
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorator: as :func:`operator`, for what handlers call. The decorated function is called like an operator.
+
+    For entry points that tell more than a key does: whether arguments are the same tensor, or a mask's class.
+
+    Args:
+        name: for errors.
+    """
+
+    def decorate(build: Callable[..., Any]) -> Operator:
+        return Operator(name, declaration(build, tensors, parameters, partial, sharded))
+
+    return decorate
+
+
+def _label(name: str, outputs: Any) -> str:
+    """The operator with its result's layout: what every rank knows of a plan, short also in a large world."""
+    spec = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    if not isinstance(spec, ShardTensorSpec):
+        return name
+    return f"{name} to {spec.in_short}"
+
+
+def _is_number(t: Tensor) -> bool:
+    local = t._local_tensor if isinstance(t, DTensor) else t
+    return not t.ndim and not t.requires_grad and not goes_into_graph(local)
+
+
+def _is_sharded(t: Any) -> bool:
+    return isinstance(t, DTensor) and bool(spec_of(t).sharded_dims())
+
+
+def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> TensorMeta:
+    if not isinstance(parameter, DTensor):
+        return meta_of(parameter)
+    spec = spec_of(parameter)
+    if spec.sharded_dims():
+        shown = [spec_of(t) if isinstance(t, DTensor) else t for t in (*others, parameter)]
+        raise refuse(name, shown, "the parameter is sharded", "redistribute it to Replicate() before the call")
+    return spec.tensor_meta
+
+
+def _keeps_contributions(plan: Plan, parameter: Tensor, step: Any, placements: Sequence[Placement]) -> bool:
+    """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank."""
+    contributes = any(p.is_partial() for p in placements) and wide_dtype(parameter.dtype) != parameter.dtype
+    return contributes and step is None and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
+
+
+def _to_local(placements: Any) -> Callable[[Any], Any]:
+    def convert(parameter: Any) -> Any:
+        t = ShardTensor.from_dtensor(parameter)
+        return redistribute_to(t, t._spec.for_gradient()).to_local(grad_placements=placements)
+
+    return convert
+
+
+def _redistribution(target: Any) -> Callable[[Any], Any]:
+    return lambda t: redistribute_to(t, target)
+
+
+def _chain(*steps: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    some = [step for step in steps if step is not None]
+    if len(some) < 2:
+        return some[0] if some else None
+    first, second = some
+    return lambda t: second(first(t))

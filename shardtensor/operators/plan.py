@@ -1,0 +1,327 @@
+"""The run of an operator above autograd: what a plan does on this rank, and how autograd differentiates it.
+
+A plan is made by the function that declares its operator, see [Note: plan and run] in declaration.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import compress
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import AutogradFunction, alias, multithreading_enabled
+from ..dispatch.gradients import not_twice
+from ..dispatch.tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
+from ..errors import UnsupportedSharding
+from ..layout.spec import ShardTensorSpec
+from ..ranks.failures import note_raised
+from ..ranks.first_use import PlainOperands
+from ..ranks.history import here
+from .weight_gradients import Contribution, GradientSum
+
+__all__ = ["Composed", "LocalPlan", "Plan"]
+
+
+class Plan:
+    """What one call does on this rank. Subclasses give the local work of an operator and its gradient.
+
+    Attributes:
+        outputs: the result's spec, or a tuple of them.
+        saves: which of the tensors the gradient needs, by position.
+        total: the sum over ranks that the gradients of plain parameters need, where the plan makes it.
+        deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
+        contributed: by position, how the gradients of parameters in half precision that are ShardTensors are placed.
+        sums: whether the gradients of parameters are contributions, which ranks sum: here, later, or where
+            they are used.
+        name, device: of the operator, for errors; the type of its tensors' device.
+        label: the name and what tells this plan from others of the operator, the same on all ranks: see history.py.
+        order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
+        plain: the plain ones among the call's tensors; None if there are none to look at.
+        steps: what is done with each tensor before the run: promotion, casts, redistribution.
+        then: the layout that the result is redistributed to.
+        twice: whether autograd can differentiate :meth:`again`, for second derivatives.
+        linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
+        depends: by position, which tensors the gradient of a tensor depends on; all where it is left out. Second
+            derivatives by other tensors are None, as on one device.
+    """
+
+    outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
+    saves: tuple[int, ...] = ()
+    total: GradientSum | None = None
+    deferred: GradientSum | None = None
+    contributed: Mapping[int, Sequence[Placement]] = {}
+    sums: bool = False
+    defers: bool = True
+    twice: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+    depends: Mapping[int, Sequence[int]] = {}
+    # Filled in by the operator that has the plan made.
+    name: str = ""
+    label: str = ""
+    device: str = "cpu"
+    order: tuple[Any, ...] | None = None
+    plain: PlainOperands | None = None
+    steps: tuple[Callable[[Any], Any] | None, ...] | None = None
+    then: ShardTensorSpec | None = None
+
+    def forward(self, *tensors: Any) -> tuple[Any, Sequence[Tensor | None]]:
+        """The local result (a tensor, or a tuple of them) and what else :meth:`backward` needs.
+
+        Args:
+            tensors: the local tensors, None for those that the caller left out.
+        """
+        raise NotImplementedError
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Sequence[Tensor | None]:
+        """Local gradients of all tensors, None for those that are not ``needed``.
+
+        Those of parameters are complete if there is :attr:`total`, and otherwise new tensors, which nothing refers to.
+
+        Args:
+            grads: local gradients of the results, which have the layout of :attr:`outputs`; None where there is none.
+            saved: the local tensors named by :attr:`saves`, then what :meth:`forward` returned besides its result.
+        """
+        raise NotImplementedError
+
+    def again(self, *tensors: Any) -> Any:
+        """The local result once more, for autograd to differentiate: see :attr:`twice`."""
+        return self.forward(*tensors)[0]
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
+        if torch.is_grad_enabled():
+            if self.deferred is None:
+                return _Run.apply(self, None, tensors, *tensors)
+            deferring, contribution = self.deferred.defer(tensors)
+            return _Run.apply(self, contribution, tensors, *deferring)
+        return self.wrapped(self.forward(*_held(tensors))[0])
+
+    def wrapped(self, result: Any) -> Any:
+        """Local results as ShardTensors, not differentiable."""
+        if isinstance(self.outputs, tuple):
+            return tuple(map(wrap, result, self.outputs))
+        return wrap(result, self.outputs)
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        if self.plain is not None and self.plain.note(tensors):
+            self.plain = None
+        caller, here.operator = here.operator, self.label
+        try:
+            if self.order is not None:
+                tensors = [picked(tensors, place) for place in self.order]
+            if self.steps is not None:
+                tensors = [t if step is None else step(t) for step, t in zip(self.steps, tensors, strict=True)]
+            result = self.run(tensors)
+            return result if self.then is None else redistribute_to(result, self.then)
+        except Exception as error:
+            note_raised(error)
+            raise
+        finally:
+            here.operator = caller
+
+
+class LocalPlan(Plan):
+    """A plan whose local work autograd differentiates: ``function`` of the local tensors gives the local result.
+
+    Where it communicates, it calls what is differentiable, such as :class:`shardtensor.communication.halo.Fetch`.
+
+    Args:
+        gradients: for each of the operator's tensors the layout in which its gradient arrives, None for its own.
+            Partial where it is replicated, but the ranks do different work with it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...],
+        gradients: Sequence[ShardTensorSpec | None] | None = None,
+    ) -> None:
+        self.function, self.outputs, self.gradients = function, outputs, gradients
+
+    def local_tensors(self, tensors: Sequence[Any]) -> list[Any]:
+        """What the local work gets, differentiably."""
+        gradients = (None,) * len(tensors) if self.gradients is None else self.gradients
+        return [
+            to_part(t, t._spec.for_gradient() if spec is None else spec) if type(t) is ShardTensor else t
+            for t, spec in zip(tensors, gradients, strict=True)
+        ]
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        if not torch.is_grad_enabled():
+            locals_ = _held(tensors)
+        else:
+            locals_ = self.local_tensors(tensors)
+            if self.deferred is not None:
+                locals_ = self.deferred.defer_of_autograd(locals_)
+            elif self.total is not None:
+                locals_ = self.total.complete(locals_)
+        result = self.function(*locals_)
+        if isinstance(self.outputs, tuple):
+            return tuple(map(from_part, result, self.outputs))
+        return from_part(result, self.outputs)
+
+
+class Composed(Plan):
+    """A plan that calls other operators: ``function`` gets the operator's tensors, parameters as the caller gave them.
+
+    For an operator that is others in a row for these arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        return self.function(*tensors)
+
+
+class _Run(AutogradFunction):
+    """A plan's run, and its gradient. Saved are tensors and the plan."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, contribution: Contribution | None, given: Sequence[Any], *tensors: Any) -> Any:
+        """``given`` are the operator's tensors without the node that sums parameters' gradients, and saved are these:
+        what depends on saved tensors has gradients of its own, which are in no bucket.
+        """
+        result, kept = plan.forward(*_held(tensors))
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.contribution = plan, contribution
+        ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
+        ctx.specs, others = [], []
+        for i, t in enumerate(tensors):
+            ctx.specs.append(t._spec if type(t) is ShardTensor else None)
+            others.append(None if plan.linear or i in plan.saves else given[i])
+        for i, placements in plan.contributed.items():
+            ctx.specs[i] = tensors[i]._spec.replace(placements=placements)
+        if plan.twice:
+            ctx.others = others
+            device = plan.device
+            ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        return plan.wrapped(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            found = _gradients(ctx, ctx.saved_tensors, grads)
+            if ctx.contribution is not None:
+                ctx.contribution.add(compress(found, ctx.plan.deferred.needed))
+            return None, None, None, *found
+        if ctx.plan.twice:
+            if ctx.plan.device != "cpu" and multithreading_enabled():  # see [Note: graphs of gradients]
+                raise UnsupportedSharding(
+                    f"{ctx.plan.name}: from a plain tensor, create_graph=True makes a graph in the device's thread: "
+                    "ranks may order its communication differently. Remedy: take the gradient inside "
+                    "torch.autograd.set_multithreading_enabled(False), or of a ShardTensor."
+                )
+            return None, None, None, *_second_derivatives(ctx, grads)
+        with torch.no_grad():
+            found = _gradients(ctx, ctx.saved_tensors, grads)
+        return None, None, None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
+
+
+def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    plan = ctx.plan
+    caller, here.operator = here.operator, plan.label
+    try:
+        outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
+        local_grads = []
+        for grad, spec in zip(grads, outputs, strict=True):
+            local_grads.append(None if grad is None else as_gradient(grad, spec)._local_tensor)
+        if torch.is_autocast_enabled(plan.device):
+            with torch.autocast(plan.device, enabled=False):
+                found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
+        else:
+            found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
+        gradients = list(found)
+        for i, spec in enumerate(ctx.specs):
+            if spec is not None and gradients[i] is not None:
+                gradients[i] = wrap(gradients[i], spec)
+        return gradients
+    except Exception as error:
+        note_raised(error)
+        raise
+    finally:
+        here.operator = caller
+
+
+def _held(tensors: Iterable[Any]) -> list[Any]:
+    """The local tensors of ShardTensors, and others as they are."""
+    held = []
+    for t in tensors:
+        held.append(t._local_tensor if type(t) is ShardTensor else t)
+    return held
+
+
+def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
+    """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
+    plan, needed = ctx.plan, ctx.needs_input_grad[3:]
+    tensors = list(ctx.others)
+    for i, t in zip(plan.saves, ctx.saved_tensors):
+        tensors[i] = t
+    locals_ = [
+        to_part(t, s.for_gradient() if s is t._spec else s) if type(t) is ShardTensor else t
+        for t, s in zip(tensors, ctx.specs, strict=True)
+    ]
+    if plan.linear:
+        locals_ = [_zeros(s, next(g for g in grads if g is not None)) for s in ctx.specs]
+    total = plan.total if plan.deferred is None else plan.deferred
+    completed = locals_ if total is None else total.complete(locals_)
+    with torch.autocast(*ctx.autocast) if ctx.autocast[2] else nullcontext():
+        result = plan.again(*completed)
+    results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
+    pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
+    # A deferred sum is made of what is returned; what that depends on is summed in any case.
+    wanted = [t for t, need in zip(locals_ if plan.deferred is None else completed, needed, strict=True) if need]
+    found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
+    sources = [*locals_, *completed, *(g for _, g in pairs)]
+    places = [*range(len(locals_)), *range(len(completed))]
+    gradients = iter(found)
+    complete: list[Any] = [None] * len(needed)
+    for i in (i for i, need in enumerate(needed) if need):
+        depends = plan.depends.get(i, places)
+        complete[i] = _FunctionOf.apply(next(gradients), [j in depends for j in places], *sources)
+    return [g if g is None or s is None else from_part(g, s) for g, s in zip(complete, ctx.specs, strict=True)]
+
+
+def _zeros(spec: ShardTensorSpec, grad: Tensor) -> Tensor:
+    """In place of a tensor on which nothing depends."""
+    dtype = spec.tensor_meta.dtype
+    return torch.zeros(spec.own_shape, dtype=dtype, device=grad.device, requires_grad=True)
+
+
+class _FunctionOf(AutogradFunction):
+    """The identity on ``result``, which counts as a function of ``sources``, with a gradient of zeros.
+
+    With an empty shard gradients depend on less than elsewhere; but what is differentiated again must communicate on
+    every rank. Sources that no rank's gradient depends on (not ``depends``) are in the graph, as torch's own operators
+    have them there, and get no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, depends: Sequence[bool], *sources: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.depends = [*depends, *[True] * (len(sources) - len(depends))]
+        ctx.like = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in sources]
+        return alias(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        found: list[Tensor | None] = [None] * len(ctx.like)
+        if grad is not None:
+            nothing = grad.reshape(-1)[:0].sum()
+            for i, need in enumerate(ctx.needs_input_grad[2:]):
+                if need and ctx.depends[i]:
+                    shape, dtype = ctx.like[i]
+                    found[i] = nothing.to(dtype).expand(shape)
+        return grad, None, *found
+
+
+def picked(tensors: Sequence[Any], place: Any) -> Any:
+    """The tensors at a place: one, or a list of them for a tuple of places."""
+    if place is None:
+        return None
+    return tensors[place] if type(place) is int else [picked(tensors, item) for item in place]

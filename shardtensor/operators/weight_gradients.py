@@ -1,0 +1,374 @@
+"""Parameters that every rank holds whole: their gradients have to be summed over the ranks that share the input.
+
+A plain weight that meets a sharded input gets, on each rank, only the contribution of that rank's shard. The sum over
+the domain is done here, in the gradient's own way back, so ``.grad`` is plain and complete and optimizers, DDP and
+FSDP see what they see on one device. Plans give contributions to gradients of half precision in float32; autograd
+rounds the sums where it takes them.
+
+[Note: contributions] The gradient of a DTensor that is Replicate on a mesh dim comes back as ``Partial()`` there,
+always, however it was used. Where ranks worked on different shards that is what they have. Where they all did the same
+work, one keeps the gradient and the others get zeros: nothing is sent. So gradients of several uses add up as they
+are, and FSDP2, which sums over the mesh dims it is given without asking for placements, reduces all of them rightly in
+its own communication.
+
+[Note: buckets] A layer's contributions go into a bucket when its backward has computed them, and the bucket is sent
+when it is full. A node between weight and layer, which the engine runs when nothing else is ready, takes the sums out.
+Between accelerators buckets are larger, and summed in a process group of their own: what is communicated in one group
+is done in the order in which it was started, so a halo would wait for a bucket. Layers may have run on several streams,
+and so do their nodes: who sends waits for all streams that have added to the bucket, and who takes for the one that has
+waited for the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
+from .._compat.c10d import group_along
+from ..communication.redistribute import start_sums
+from ..communication.tracing import is_traced
+from ..layout.caches import cached
+from ..layout.placements import wide_dtype
+from ..layout.spec import ShardTensorSpec
+from ..ranks.groups import own_group
+from ..ranks.streams import current_stream, wait_for_streams
+
+__all__ = ["Contribution", "GradientSum", "contributing", "start_sum"]
+
+# From how many bytes on a bucket is sent. A smaller message takes about as long, on the networks that there are.
+BUCKET_BYTES = 1 << 20
+ACCELERATOR_BUCKET_BYTES = 25 << 20  # between accelerators, whose links are faster
+
+
+@cached(maxsize=4096)
+def contributing(spec: ShardTensorSpec) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+    """The mesh dims whose ranks each contribute to a parameter's gradient, and how that gradient is placed."""
+    mesh_dims = tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and spec.mesh.size(m) > 1)
+    return mesh_dims, tuple(Partial() if m in mesh_dims else Replicate() for m in range(spec.mesh.ndim))
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSum:
+    """The sum over ranks that the gradients of an operator's parameters still need.
+
+    Attributes:
+        mesh, mesh_dims: over which it goes.
+        needed: for each tensor of the operator, whether its gradient, if there is any, needs it.
+    """
+
+    mesh: DeviceMesh
+    mesh_dims: tuple[int, ...]
+    needed: tuple[bool, ...]
+
+    def complete(self, tensors: Sequence[Any]) -> list[Any]:
+        """The operator's tensors with the sum arranged on their gradients' way back."""
+        node = partial(_SumGradients.apply, self.mesh, self.mesh_dims)
+        return _through(self._parameters(tensors), tensors, node)
+
+    def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution | None]:
+        """The same, but the sum is made in a bucket: see [Note: buckets].
+
+        Also returned is what takes those gradients as soon as they are known; None if there will be none.
+        """
+        chosen = self._parameters(tensors)
+        if not chosen:
+            return list(tensors), None
+        contribution = Contribution(self.mesh, self.mesh_dims)
+        return _through(chosen, tensors, partial(_SumInBucket.apply, contribution)), contribution
+
+    def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
+        """The same for what autograd differentiates, by a node that takes the gradients."""
+        result, contribution = self.defer(tensors)
+        if contribution is None:
+            return result
+        return _through(self._parameters(tensors), result, partial(_AddToBucket.apply, contribution))
+
+    def _parameters(self, tensors: Sequence[Any]) -> list[int]:
+        """Which of the operator's tensors get gradients that are sums."""
+        chosen = []
+        for i, t in enumerate(tensors):
+            if self.needed[i] and t is not None and t.requires_grad:
+                chosen.append(i)
+        return chosen
+
+    def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
+        """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.
+
+        Args:
+            overwrite: the gradients are new tensors, which nothing else refers to.
+        """
+        result = list(grads)
+        mine = [i for i, needed in enumerate(self.needed) if needed and grads[i] is not None]
+        if not self.mesh_dims or not mine:
+            return lambda: result
+        finish = start_sum([grads[i] for i in mine], self.mesh, self.mesh_dims, overwrite=overwrite)
+
+        def wait() -> list[Tensor | None]:
+            for i, total in zip(mine, finish(), strict=True):
+                result[i] = total
+            return result
+
+        return wait
+
+
+def _through(chosen: Sequence[int], tensors: Sequence[Any], node: Callable[..., Sequence[Tensor]]) -> list[Any]:
+    """The tensors, of which those that are ``chosen`` have gone through a node of the graph."""
+    result = list(tensors)
+    if chosen:
+        for i, t in zip(chosen, node(*map(tensors.__getitem__, chosen)), strict=True):
+            result[i] = t
+    return result
+
+
+class _SumGradients(AutogradFunction):
+    """Identity whose backward sums the gradients over the mesh dims."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
+        return tuple(map(alias, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, None, *start_sum(grads, ctx.mesh, ctx.mesh_dims)())
+
+
+def start_sum(
+    tensors: Sequence[Tensor | None],
+    mesh: DeviceMesh,
+    mesh_dims: Sequence[int],
+    *,
+    overwrite: bool = False,
+    apart_on: torch.device | None = None,
+) -> Callable[[], list[Tensor | None]]:
+    """Each tensor summed over the mesh dims: one all-reduce per mesh dim and dtype for all of them together.
+
+    Half precision is sent in float32, see [Note: rounded once] in redistribute.py.
+
+    The first is under way when this returns; the function that is returned waits, and gives the sums. Which of the
+    tensors are None must be the same on every rank; it follows from the graph, which is.
+
+    Args:
+        overwrite: the tensors are new ones, which nothing else refers to.
+        apart_on: their device, if they go in process groups of their own. See [Note: buckets].
+    """
+
+    def start(some: list[Tensor], mesh_dim: int, overwrite: bool) -> Callable[[], list[Tensor]]:
+        group, via = group_along(mesh, mesh_dim), None
+        if apart_on is not None:
+            via = own_group("gradients", dist.get_process_group_ranks(group), [group], apart_on)
+        return start_sums(some, group, overwrite=overwrite, via=via)
+
+    by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for i, t in enumerate(tensors):
+        if t is not None:
+            dtype = wide_dtype(t.dtype)
+            members, some = by_dtype.setdefault(dtype, ([], []))
+            members.append(i)
+            some.append(t.to(dtype))
+    under_way = []
+    for members, some in by_dtype.values():
+        under_way.append((members, start(some, mesh_dims[0], overwrite)))
+
+    def finish() -> list[Tensor | None]:
+        result = list(tensors)
+        for members, pending in under_way:
+            totals = pending()
+            for m in mesh_dims[1:]:
+                totals = start(totals, m, True)()
+            for i, total in zip(members, totals, strict=True):
+                t = tensors[i]
+                total = total if t is None else total.to(t.dtype)
+                differentiable = torch.is_grad_enabled() and t is not None and t.requires_grad
+                result[i] = _Total.apply(mesh, mesh_dims, t, total) if differentiable else total
+        return result
+
+    return finish
+
+
+class _Total(AutogradFunction):
+    """The sum of all ranks' contributions. Whoever differentiates it does so on every rank alike.
+
+    Its gradient, which is the same on every rank, goes to each rank's own contribution. So the gradient of that is the
+    sum over the ranks again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], contribution: Tensor, total: Tensor) -> Tensor:
+        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
+        return alias(total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            (grad,) = _SumGradients.apply(ctx.mesh, ctx.mesh_dims, grad)
+        return None, None, grad, None
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+class _Bucket:
+    """Contributions to gradients, which are summed together."""
+
+    __slots__ = ("_device", "_mesh", "_mesh_dims", "_streams", "_tensors", "finish", "room")
+
+    def __init__(self, mesh: DeviceMesh, mesh_dims: Sequence[int], like: Tensor) -> None:
+        self._mesh, self._mesh_dims = mesh, mesh_dims
+        self._device = _device_of(like)
+        self._streams: set[torch.Stream] = set()  # on which something was done with them so far
+        self.room = BUCKET_BYTES if like.is_cpu else ACCELERATOR_BUCKET_BYTES  # bytes; it is to be sent without any
+        self._tensors: list[Tensor | None] = []
+        self.finish: Callable[[], list[Tensor | None]] | None = None  # waits for the sums, while they are on their way
+
+    def add(self, tensors: Sequence[Tensor]) -> range:
+        """Where among the sums those of ``tensors`` will be."""
+        if self._device is not None:
+            self._note_stream(self._device)
+        first = len(self._tensors)
+        self._tensors += tensors
+        self.room -= sum(map(attrgetter("nbytes"), tensors))
+        return range(first, len(self._tensors))
+
+    def send(self) -> None:
+        if self._streams:
+            wait_for_streams(self._streams, self._tensors)
+        self.finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True, apart_on=self._device)
+
+    def take(self, places: range) -> list[Tensor | None]:
+        """The sums, which are forgotten here: autograd keeps gradients that nothing else refers to without a copy."""
+        if self.finish is not None:
+            self._tensors, self.finish = self.finish(), None
+            if self._device is not None:
+                self._note_stream(self._device)
+        found = self._tensors[places.start : places.stop]
+        for i in places:
+            self._tensors[i] = None
+        if self._streams:
+            wait_for_streams(self._streams, found)
+        return found
+
+    def _note_stream(self, device: torch.device) -> None:
+        stream = current_stream(device)
+        if stream is not None:
+            self._streams.add(stream)
+
+
+def _device_of(tensor: Tensor) -> torch.device | None:
+    """The accelerator that it is on; None if it is on the CPU or has no data."""
+    return None if tensor.is_cpu or is_traced(tensor) else tensor.device
+
+
+class _Pass(NamedTuple):
+    """The buckets of one backward pass: those being filled, one for each way to sum, and those on their way."""
+
+    filling: dict[tuple[DeviceMesh, tuple[int, ...]], _Bucket]
+    sent: list[_Bucket]
+
+
+# The backward passes under way, by torch's numbers of them.
+_passes: dict[int, _Pass] = {}
+
+
+def _begin(number: int) -> _Pass:
+    while len(_passes) >= 16:  # those that ended in an error; so many are hardly within each other
+        del _passes[next(iter(_passes))]
+    after_backward(partial(_end, number))
+    return _passes.setdefault(number, _Pass({}, []))
+
+
+def _end(number: int) -> None:
+    """Gradients that nobody has asked for may still be on their way."""
+    for bucket in _passes.pop(number).sent:
+        if bucket.finish is not None:
+            bucket.finish()
+
+
+class Contribution:
+    """The gradients of one call's parameters: how they get into a bucket and, summed, out of it."""
+
+    __slots__ = ("_bucket", "_mesh", "_mesh_dims", "_number", "_places")
+
+    def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
+        self._mesh, self._mesh_dims = mesh, mesh_dims
+        self._bucket: _Bucket | None = None
+
+    def add(self, grads: Iterable[Tensor | None]) -> None:
+        """Add what this rank has of them: new tensors, which the operator's backward returns as well."""
+        number, some = backward_pass(), []
+        for grad in grads:
+            if grad is not None:
+                some.append(grad)
+        if not some or number < 0:
+            return
+        filling, sent = _passes.get(number) or _begin(number)
+        key = self._mesh, self._mesh_dims
+        bucket = filling.get(key)
+        if bucket is None:
+            bucket = filling[key] = _Bucket(*key, some[0])
+        self._number, self._bucket, self._places = number, bucket, bucket.add(some)
+        if bucket.room <= 0:
+            bucket.send()
+            sent.append(filling.pop(key))
+
+    def sums(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sums of the gradients that :meth:`add` was given; of ``grads`` where it was not called."""
+        bucket, self._bucket = self._bucket, None
+        under_way = None if bucket is None or self._number != backward_pass() else _passes.get(self._number)
+        if bucket is None or under_way is None:
+            return start_sum(grads, self._mesh, self._mesh_dims)()
+        filling, sent = under_way
+        while filling:  # all that is left, and not only this bucket: one message after the other, on all ranks alike
+            first = filling.pop(next(iter(filling)))
+            first.send()
+            sent.append(first)
+        found = bucket.take(self._places)
+        for i, grad in enumerate(grads):
+            if grad is None:
+                found.insert(i, None)
+        return found
+
+
+class _SumInBucket(AutogradFunction):
+    """Identity whose backward, one of the last in a backward pass, gives the sums. See [Note: buckets]."""
+
+    @staticmethod
+    def forward(ctx: Any, contribution: Contribution, *tensors: Tensor) -> Any:
+        run_last(ctx)
+        ctx.set_materialize_grads(False)
+        ctx.contribution = contribution
+        return tuple(map(alias, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *ctx.contribution.sums(grads))
+
+
+class _AddToBucket(AutogradFunction):
+    """Identity whose backward adds the gradients to a bucket: for local work that autograd differentiates."""
+
+    @staticmethod
+    def forward(ctx: Any, contribution: Contribution, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.contribution = contribution
+        return tuple(map(alias, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            return (None, *grads)
+        own = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads]
+        ctx.contribution.add(own)
+        return (None, *own)

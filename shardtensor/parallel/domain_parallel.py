@@ -1,0 +1,397 @@
+"""``DomainParallel``: a module that takes plain tensors, runs on shards of them, and returns plain or sharded tensors.
+
+[Note: which tensors] Layouts are nested like the arguments or results that they are for. A layout applies to all
+tensors below the place where it stands, as far as they have the dims that it shards: with ``Shard(3)`` images,
+masks and the maps of a pyramid are sharded, but time steps and prompts are not. If there are tensors and none of them
+has these dims, that is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from inspect import Parameter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import is_traced
+from ..dispatch.implicit_replication import implicit_replication
+from ..dispatch.tensor import ShardTensor, promote
+from ..layout.geometry import aligned_sizes
+from ..layout.placements import ShardSizes
+from ..ranks.agreement import compare_histories
+from ..ranks.equal_values import check_plain
+from ..ranks.first_use import FirstCalls
+from .styled_methods import Style, apply_style
+
+__all__ = ["DomainParallel"]
+
+# One placement per mesh dim.
+Layout = tuple[Placement, ...]
+# Layouts by name or by index, nested; None: leave it as it is. What users give is turned into these by _normalized.
+Layouts = Layout | Mapping[Any, Any] | None
+
+_NO_GRAPH = (
+    "DomainParallel makes ShardTensors; compile the module's forward (module.forward = torch.compile(...)) instead"
+)
+
+
+class DomainParallel(ParallelStyle):
+    """A style for ``parallelize_module``: shard the inputs of a module, run it, and return outputs in a given layout.
+
+    The module stays as it is, with plain weights, which must be equal on all ranks
+    (:func:`shardtensor.parallel.synchronize`). Plain inputs hold the global tensor on every rank of the mesh, so
+    sharding them sends nothing; ShardTensors and DTensors are redistributed. Gradients of plain inputs are plain and
+    global, too, and equal on all ranks, as are those of the weights.
+
+    A warning tells where the program begins with another method, which runs the module's submodules on plain tensors,
+    and where it ends, and no method with the style has run.
+
+    Args:
+        inputs: the layout of the inputs: one placement, or on a mesh of several dims a tuple with one per mesh dim.
+            It applies to every tensor in the arguments, also inside of lists, tuples, dicts and dataclasses, that has
+            the dims to be sharded; other tensors stay plain, which counts as replicated. Or a dict of layouts by the
+            names of the method's parameters, or a list of layouts by their position; dicts and lists may be nested
+            like the arguments. What they leave out, or give as None, stays as it is.
+        outputs: the same for what the module returns: a layout, or layouts by name or position. None: as it is. Also
+            ShardTensors that are attributes of a returned object are found, such as those of a distribution.
+        methods: names of the methods that get the style: those by which the program calls the module. One that another
+            of them calls gets what it is given there, as it is. Layouts by name are for parameters that each of them
+            has; otherwise apply a style for each method.
+        shard_sizes: of the inputs: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}``; "even": torch.chunk's sizes;
+            None: the same, but ShardTensors that have the placements already keep their sizes.
+        align: every boundary between shards is at a multiple of this number, as even as that allows; or
+            ``{mesh_dim: number}``. With the product of a network's strides, no window reads across a boundary that
+            need not.
+        use_local_output: whether outputs are plain tensors, each rank's own part. None: those that are replicated
+            are plain, and those that are sharded are ShardTensors.
+        implicit_replication: whether the module runs inside :func:`shardtensor.implicit_replication`, so that sharded
+            values can be written to tensors that it makes itself. It takes the host a few microseconds per operator.
+
+    Raises:
+        TypeError, ValueError: layouts that are none, or, when the style is applied, that do not fit the mesh or the
+            parameters of a method; a method that the module does not have. In a call, on every rank, before anything is
+            sent: no tensor has the dims that are to be sharded; shard sizes that do not add up to its length.
+        RuntimeError: in one of the first calls with inputs of a layout, with ``SHARDTENSOR_DEBUG=1`` in any, on every
+            rank: the ranks have other values in plain inputs, or in plain weights that the module has used.
+
+    Example::
+
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("domain",))
+        style = DomainParallel(inputs=Shard(3), outputs=Replicate())   # latents (N, C, H, W)
+        parallelize_module(vae.decoder, mesh["domain"], style)
+        image = vae.decode(latents).sample                             # plain, on every rank
+
+        style = DomainParallel(inputs=Shard(3), outputs=Replicate(), methods=("encode", "decode"))
+        parallelize_module(vae, mesh["domain"], style)                 # with all that these methods do
+    """
+
+    def __init__(
+        self,
+        *,
+        inputs: Any,
+        outputs: Any,
+        shard_sizes: ShardSizes = None,
+        align: int | Mapping[int, int] = 1,
+        use_local_output: bool | None = None,
+        implicit_replication: bool = True,
+        methods: Sequence[str] = ("forward",),
+    ) -> None:
+        super().__init__()
+        if isinstance(methods, str) or not methods or not all(isinstance(name, str) for name in methods):
+            raise TypeError(f"methods={methods!r}: a tuple of names of methods")
+        multiples = tuple(align.values()) if isinstance(align, Mapping) else (align,)
+        if not all(isinstance(n, int) and n > 0 for n in multiples):
+            raise ValueError(f"align={align!r}: a positive integer, or {{mesh_dim: integer}}")
+        if align != 1 and shard_sizes is not None:
+            raise ValueError(f"shard_sizes={shard_sizes!r} and align={align!r}: give only one of them")
+        self.inputs = _normalized("inputs", inputs)
+        self.outputs = _normalized("outputs", outputs)
+        self.shard_sizes = shard_sizes
+        self.align = align
+        self.use_local_output = use_local_output
+        self.implicit_replication = implicit_replication
+        self.methods = tuple(methods)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for what, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
+            _check_mesh(what, layouts, device_mesh)
+        for what, given in (("shard_sizes", self.shard_sizes), ("align", self.align)):
+            if isinstance(given, Mapping) and not all(-device_mesh.ndim <= m < device_mesh.ndim for m in given):
+                raise ValueError(f"{what}={given} names mesh dims beyond those of the mesh {tuple(device_mesh.shape)}")
+        name = type(module).__name__
+        for method in self.methods:
+            if not callable(getattr(module, method, None)):
+                raise ValueError(f"methods names {method!r}, which {name} does not have")
+        signatures = {method: inspect.signature(getattr(module, method)) for method in self.methods}
+        parameters = {method: _Parameters.of(f"{name}.{method}", given) for method, given in signatures.items()}
+        inputs = {method: own.by_name(self.inputs) for method, own in parameters.items()}
+        context = partial(implicit_replication, device_mesh) if self.implicit_replication else nullcontext
+        checks = _Checks(f"plain inputs of {name} (DomainParallel)", device_mesh)
+
+        def shard(tensor: Tensor, layout: Layout) -> Tensor:
+            return _laid_out(tensor, device_mesh, layout, self._sizes(tensor, device_mesh, layout))
+
+        def give_back(tensor: Tensor, layout: Layout) -> Tensor:
+            replicated = all(p.is_replicate() for p in layout)
+            local = replicated if self.use_local_output is None else self.use_local_output
+            if local and replicated and not isinstance(tensor, DTensor):
+                return tensor
+            result = _laid_out(tensor, device_mesh, layout, None)
+            return result.to_local() if local else result
+
+        def as_given(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            values, layouts = parameters[method].named(args, kwargs), inputs[method]
+            here = {k: own for k, own in layouts.items() if k in values} if isinstance(layouts, dict) else layouts
+            checks.before(method, list(_tensors(values, here, "inputs")))
+            placed = _placed(values, here, shard, "inputs")
+            new_kwargs = {name: placed.pop(name) for name in kwargs}
+            return parameters[method].unnamed(placed), new_kwargs
+
+        def returned(output: Any) -> Any:
+            checks.after()
+            return _placed(output, self.outputs, give_back, "output")
+
+        style = Style(as_given, returned, context)
+        for method in self.methods:
+            apply_style(module, method, style, _NO_GRAPH)
+        return module
+
+    def _sizes(self, tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> ShardSizes:
+        """The sizes to ask for, of the mesh dims that shard this tensor; others may have sizes for other tensors."""
+        if self.align == 1 and not isinstance(self.shard_sizes, Mapping):
+            return self.shard_sizes
+        dims = {m: p.dim for m, p in enumerate(layout) if isinstance(p, Shard)}
+        if isinstance(self.shard_sizes, Mapping):
+            return {m: sizes for m, sizes in self.shard_sizes.items() if m % mesh.ndim in dims}
+        multiples = dict.fromkeys(dims, self.align) if isinstance(self.align, int) else self.align
+        aligned = {m % mesh.ndim: n for m, n in multiples.items() if m % mesh.ndim in dims}
+        return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in aligned.items()}
+
+    def __repr__(self) -> str:
+        options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output", "implicit_replication", "methods")
+        return f"DomainParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
+
+
+class _Checks:
+    """Compares what the ranks pass to a module, and the plain values that it used, in its first calls."""
+
+    def __init__(self, what: str, mesh: DeviceMesh) -> None:
+        self._what, self._mesh = what, mesh
+        self._first = FirstCalls()
+        self._due = False
+
+    def before(self, method: str, given: Sequence[tuple[str, Tensor]]) -> None:
+        """Check plain inputs, if this is one of the calls to check. Those to be made ShardTensors have names."""
+        traced = any(is_traced(t._local_tensor if isinstance(t, DTensor) else t) for _, t in given)
+        plain = [(name, t) for name, t in given if not isinstance(t, DTensor)]
+        layout = (method, *((name, t.shape, t.dtype) for name, t in plain))
+        self._due = self._mesh.size() > 1 and not traced and self._first.due(layout)
+        if self._due:
+            check_plain(self._what, plain, self._mesh)
+
+    def after(self) -> None:
+        """Check the weights that were used, and all that ranks have done: what leaves the module may never be read."""
+        due, self._due = self._due, False
+        if due:
+            compare_histories("DomainParallel", self._mesh)
+
+
+# -- layouts as they are given ----------------------------------------------------------------------------------------
+
+
+def _normalized(what: str, layouts: Any) -> Layouts:
+    """A tuple for a layout, a dict for layouts by name or by index."""
+    if layouts is None:
+        return None
+    if isinstance(layouts, Placement):
+        layouts = (layouts,)
+    if isinstance(layouts, tuple) and layouts and all(isinstance(p, Placement) for p in layouts):
+        if any(p.is_partial() for p in layouts):
+            raise ValueError(f"{what}={layouts}: only Shard and Replicate")
+        return layouts
+    if isinstance(layouts, Mapping):
+        return {name: _normalized(f"{what}[{name!r}]", own) for name, own in layouts.items()}
+    if isinstance(layouts, list):
+        return {i: _normalized(f"{what}[{i}]", own) for i, own in enumerate(layouts)}
+    raise TypeError(
+        f"{what}={layouts!r}: a placement, a tuple of one placement per mesh dim, a dict of layouts by name, a list of "
+        "layouts by position, or None"
+    )
+
+
+def _check_mesh(what: str, layouts: Layouts, mesh: DeviceMesh) -> None:
+    if isinstance(layouts, Mapping):
+        for name, own in layouts.items():
+            _check_mesh(f"{what}[{name!r}]", own, mesh)
+    elif layouts is not None and len(layouts) != mesh.ndim:
+        raise ValueError(
+            f"{what}={layouts} has {len(layouts)} placements, and the mesh {tuple(mesh.shape)} has {mesh.ndim} dims; "
+            "give one per mesh dim, or a list for layouts by position"
+        )
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """The parameters of a module's method.
+
+    Attributes:
+        method: its name, after the module's class.
+        signature: of it.
+        positional: names of those that may be given by position.
+        rest: the name of ``*args``; empty where there is none.
+        others: names of keyword-only ones; None: any name, there are ``**kwargs``.
+    """
+
+    method: str
+    signature: inspect.Signature
+    positional: tuple[str, ...]
+    rest: str
+    others: tuple[str, ...] | None
+
+    @staticmethod
+    def of(method: str, signature: inspect.Signature) -> _Parameters:
+        kinds: dict[Any, list[str]] = {}
+        for p in signature.parameters.values():
+            kinds.setdefault(p.kind, []).append(p.name)
+        positional = kinds.get(Parameter.POSITIONAL_ONLY, []) + kinds.get(Parameter.POSITIONAL_OR_KEYWORD, [])
+        rest = kinds.get(Parameter.VAR_POSITIONAL, [""])[0]
+        others = None if Parameter.VAR_KEYWORD in kinds else tuple(kinds.get(Parameter.KEYWORD_ONLY, []))
+        return _Parameters(method, signature, tuple(positional), rest, others)
+
+    def by_name(self, layouts: Layouts) -> Layouts:
+        """Layouts by position as layouts by name; ValueError where there are no such parameters."""
+        if not isinstance(layouts, Mapping):
+            return layouts
+        positions = [key for key in layouts if isinstance(key, int)]
+        named = {self.positional[i]: layouts[i] for i in positions if i < len(self.positional)}
+        further = {i - len(self.positional): layouts[i] for i in positions if i >= len(self.positional)}
+        if further and not self.rest:
+            raise ValueError(f"inputs has {len(positions)} layouts, and {self} takes fewer positional arguments")
+        named |= {key: own for key, own in layouts.items() if not isinstance(key, int)}
+        for name in named:
+            if self.others is not None and name not in (*self.positional, self.rest, *self.others):
+                raise ValueError(f"inputs names {name!r}, which {self} does not take")
+        return {**named, self.rest: further} if further else named
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name, in their order; TypeError where the method does not take them."""
+        self.signature.bind(*args, **kwargs)
+        named = dict(zip(self.positional, args, strict=False))
+        rest = {self.rest: args[len(self.positional) :]} if self.rest else {}
+        return {**named, **rest, **kwargs}
+
+    def unnamed(self, named: dict[str, Any]) -> tuple[Any, ...]:
+        """Positional arguments that were named."""
+        rest = named.pop(self.rest, ())
+        return (*named.values(), *rest)
+
+    def __str__(self) -> str:
+        names = [
+            *self.positional,
+            *([f"*{self.rest}"] if self.rest else []),
+            *(["**kwargs"] if self.others is None else self.others),
+        ]
+        return f"{self.method}({', '.join(names)})"
+
+
+# -- tensors in arguments and results ---------------------------------------------------------------------------------
+
+Place = Callable[[Tensor, Layout], Tensor]
+
+
+def _laid_out(tensor: Tensor, mesh: DeviceMesh, layout: Layout, sizes: ShardSizes) -> ShardTensor:
+    sharded = ShardTensor.from_dtensor(tensor) if isinstance(tensor, DTensor) else promote(tensor, mesh)
+    return sharded.redistribute(mesh, layout, shard_sizes=sizes)
+
+
+def _placed(value: Any, layouts: Layouts, place: Place, name: str) -> Any:
+    """``value`` with its tensors laid out, see [Note: which tensors]; itself where nothing changes."""
+    if layouts is None:
+        return value
+    if isinstance(layouts, tuple):
+        return _placed_alike(value, layouts, place, name)
+    parts = _parts(value)
+    unknown = sorted(map(str, layouts.keys() - parts.keys()))
+    if unknown:
+        raise ValueError(f"{name}, a {type(value).__name__}, has no {', '.join(unknown)}, for which a layout is given")
+    return _rebuilt(value, {key: _placed(parts[key], own, place, f"{name}[{key!r}]") for key, own in layouts.items()})
+
+
+def _placed_alike(value: Any, layout: Layout, place: Place, name: str) -> Any:
+    lacking: list[str] = []
+    found = False
+
+    def visit(part: Any, name: str) -> Any:
+        nonlocal found
+        if not isinstance(part, Tensor):
+            return _rebuilt(part, {key: visit(inner, f"{name}[{key!r}]") for key, inner in _parts(part).items()})
+        if any(isinstance(p, Shard) and not -part.ndim <= p.dim < part.ndim for p in layout):
+            lacking.append(f"{name} {tuple(part.shape)}")
+            return part
+        found = True
+        try:
+            return place(part, layout)
+        except ValueError as error:
+            raise ValueError(f"{name} {tuple(part.shape)}: {error}") from error
+
+    placed = visit(value, name)
+    if lacking and not found:
+        raise ValueError(
+            f"{name}: no tensor has the dims that {layout} shards, only {', '.join(lacking)}; name other dims, or give "
+            "layouts by name"
+        )
+    return placed
+
+
+def _tensors(value: Any, layouts: Layouts, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a layout is for, with their names, also those that it leaves as they are."""
+    if isinstance(value, Tensor) and layouts is not None:
+        yield name, value
+    elif layouts is not None:
+        for key, part in _parts(value).items():
+            own = layouts.get(key) if isinstance(layouts, Mapping) else layouts
+            yield from _tensors(part, own, f"{name}[{key!r}]")
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """What a container holds, by name or index; of any other object, the ShardTensors among its attributes."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    held = {} if isinstance(value, (type, nn.Module)) else getattr(value, "__dict__", {})
+    return {name: own for name, own in held.items() if isinstance(own, ShardTensor)}
+
+
+def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
+    """A container like ``value`` with other parts; itself where all are what it holds already."""
+    old = _parts(value)
+    parts = {key: new for key, new in parts.items() if new is not old[key]}
+    if not parts:
+        return value
+    if is_dataclass(value):
+        return replace(value, **parts)  # type: ignore[type-var]
+    if isinstance(value, Mapping):
+        copied: Any = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
+        copied.update(parts)
+        return copied
+    if not isinstance(value, (list, tuple)):
+        copied = copy.copy(value)
+        vars(copied).update(parts)
+        return copied
+    items = {**old, **parts}.values()
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

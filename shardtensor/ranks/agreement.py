@@ -1,0 +1,425 @@
+"""What ranks claim about their local tensors, compared: ranks that disagreed would hang later.
+
+Everything a rank claims about its local tensor fits in one row of integers. The rows of all ranks of the mesh are
+gathered, one small all-gather per mesh dim, and every rank checks the same table, so either all go on or all raise the
+same error. What does not fit a row, such as placements, is compared by a checksum; where these differ, all ranks know
+it, and gather the texts, to show them. With ``SHARDTENSOR_DEBUG=1`` this is done even where the caller has given all
+sizes.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .._compat import is_traced
+from .._compat.c10d import c10d_all_gather, group_along
+from ..layout.caches import forgets
+from ..layout.geometry import chunk_sizes
+from ..layout.placements import ShardSizes, as_integers, given_mesh, mesh_coordinate, normalize_placements, rank_at
+from ..layout.spec import ShardTensorSpec
+from ..layout.strides import as_bytes, stride_like
+from .debug_mode import check_call, debug_enabled
+from .history import WIDTH, difference, fingerprint, forget_history, record, values_compared
+from .rows import gather_rows, gather_texts
+from .summaries import digest_of_some
+from .waiting import wait_for
+
+__all__ = [
+    "DTYPES",
+    "MAX_NDIM",
+    "OTHER_META",
+    "Claim",
+    "Table",
+    "agree_on_local",
+    "check_process_group",
+    "check_same",
+    "claims_of",
+    "compare_histories",
+    "described",
+    "gather_over_mesh",
+    "gather_with_history",
+    "problem_of",
+    "record_over_mesh",
+    "say",
+    "show",
+]
+
+MAX_NDIM = 16
+# In the same order on every rank, so that a dtype can be sent as its index.
+DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+
+# Every rank's row of integers, by its coordinate in the mesh.
+Table = dict[tuple[int, ...], list[int]]
+
+
+def check_process_group() -> None:
+    """RuntimeError with the remedy where ``torch.distributed`` has not been initialized."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "ShardTensor needs a process group: start with torchrun and call torch.distributed.init_process_group() "
+            "or init_device_mesh() first"
+        )
+
+
+def agree_on_local(
+    local: object, mesh: DeviceMesh | None, placements: Sequence[Placement] | None, shard_sizes: ShardSizes
+) -> ShardTensorSpec:
+    """The spec of the ShardTensor whose shards are the ranks' ``local``; raises alike on all ranks where it can.
+
+    With sizes given nothing is compared, so that nothing is communicated: a rank whose local tensor does not fit them
+    then raises alone.
+    """
+    check_process_group()
+    mesh = given_mesh(mesh)
+    mesh_coordinate(mesh)
+    if placements is None:
+        placements = [Replicate()] * mesh.ndim
+    if isinstance(placements, Placement):
+        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
+    if isinstance(shard_sizes, Mapping):
+        shard_sizes = {(m + mesh.ndim if m < 0 else m): as_integers(tuple(s)) for m, s in shard_sizes.items()}
+    elif shard_sizes is not None and not isinstance(shard_sizes, str):
+        raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
+    problem = problem_of(local, mesh)
+    if shard_sizes is None or debug_enabled():
+        asked = described(placements, shard_sizes)
+        looked_at = _is_first(mesh) and not problem
+        sample = digest_of_some(local) if looked_at and isinstance(local, Tensor) and not is_traced(local) else 0
+        claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
+        spec = _from_claims(claims, local, mesh, placements, shard_sizes)
+        _warn_of_copies(claims, spec)
+        return spec
+    if problem:
+        raise say(problem, "the local tensor", mesh)
+    assert isinstance(local, Tensor)
+    placements = normalize_placements(placements, mesh, local.ndim)
+    shape = list(local.shape)
+    sizes = {} if isinstance(shard_sizes, str) else shard_sizes
+    for m, p in enumerate(placements):
+        if isinstance(p, Shard):
+            shape[p.dim] = sum(sizes[m]) if m in sizes else shape[p.dim] * mesh.size(m)
+    spec = _checked(local, mesh, placements, shape, shard_sizes)
+    record_over_mesh(f"from_local of {spec.in_short}", mesh)
+    return spec
+
+
+def record_over_mesh(text: str, mesh: DeviceMesh) -> None:
+    """Note a call that all ranks of the mesh make alike; what they were told in it is compared with the next number."""
+    for m in range(mesh.ndim):
+        if mesh.size(m) > 1:
+            record(group_along(mesh, m).group_name, text)
+
+
+def _checked(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], sizes: ShardSizes
+) -> ShardTensorSpec:
+    """The spec with these properties, checked against this rank's local tensor."""
+    spec = ShardTensorSpec.make(
+        mesh, placements, shape, local.dtype, shard_sizes=sizes, stride=stride_like(local, shape)
+    )
+    for d, (have, expected) in enumerate(zip(local.shape, spec.local_shape(), strict=True)):
+        if have != expected:
+            m = spec.sharded_dims()[d]
+            raise ValueError(
+                f"the local tensor has shape {tuple(local.shape)}, but shard_sizes {spec.sizes[m]} of mesh dim {m} say "
+                f"that rank {spec.coordinate[m]} along it holds {expected} in tensor dim {d}; pass the true sizes, or "
+                "shard_sizes=None to infer them"
+            )
+    return spec
+
+
+# -- what a rank claims ------------------------------------------------------------------------------------
+
+_PROBLEMS: dict[int, tuple[type[Exception], str]] = {
+    (NOT_A_TENSOR := 1): (TypeError, "must be a torch.Tensor"),
+    (IS_DTENSOR := 2): (TypeError, "is a DTensor already; use ShardTensor.from_dtensor, or pass its to_local()"),
+    (WRONG_DEVICE := 3): (ValueError, "is not on the mesh's device type {device!r}; move it there first"),
+    (TOO_MANY_DIMS := 4): (ValueError, "has more than {dims} dims, which is not supported"),
+    (NOT_STRIDED := 5): (TypeError, "is sparse, nested or quantized; pass a dense tensor, such as its to_dense()"),
+    (OTHER_META := 6): (ValueError, "is not of the given global_shape and dtype"),
+}
+
+
+def problem_of(tensor: object, mesh: DeviceMesh) -> int:
+    """What is wrong with a plain tensor by itself, or 0."""
+    if not isinstance(tensor, Tensor):
+        return NOT_A_TENSOR
+    if isinstance(tensor, DTensor):
+        return IS_DTENSOR
+    if tensor.device.type != mesh.device_type:
+        return WRONG_DEVICE
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return NOT_STRIDED
+    return TOO_MANY_DIMS if tensor.ndim > MAX_NDIM else 0
+
+
+def say(problem: int, which: str, mesh: DeviceMesh) -> Exception:
+    """The error for a problem of ``which`` tensor."""
+    kind, text = _PROBLEMS[problem]
+    return kind(f"{which} {text.format(device=mesh.device_type, dims=MAX_NDIM)}")
+
+
+def described(placements: object, shard_sizes: object) -> str:
+    """What a rank has been asked for, in the same words wherever it is the same."""
+    if isinstance(shard_sizes, Mapping):
+        shard_sizes = {m: tuple(sizes) for m, sizes in sorted(shard_sizes.items())}
+    if isinstance(placements, Sequence):
+        placements = tuple(placements)
+    return f"placements={placements}, shard_sizes={shard_sizes}"
+
+
+class Claim(NamedTuple):
+    """What a rank says about its tensor; with a problem, or without a tensor, nothing of dtype and shape.
+
+    Attributes:
+        sample: a digest of some of its values; 0: of none, or they are all the same.
+    """
+
+    rank: int
+    problem: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    sample: int
+
+
+def claims_of(
+    tensor: object, problem: int, what: str, asked: str, mesh: DeviceMesh, sample: int = 0
+) -> dict[tuple[int, ...], Claim]:
+    """Every rank's claim, by mesh coordinate. Collective over the mesh.
+
+    Args:
+        tensor: this rank's, or None.
+        what, asked: what all ranks have to be asked for alike, and what this rank was.
+        sample: see :class:`Claim`.
+
+    Raises:
+        ValueError: on all ranks, where they were asked for different things; the text shows these.
+    """
+    dtype, shape = -1, torch.Size()
+    if isinstance(tensor, Tensor) and not problem:
+        dtype, shape = DTYPES.index(tensor.dtype), tensor.shape
+    # A problem or 0, checksums, an index of DTYPES, the number of dims, and their sizes padded to MAX_NDIM.
+    row = [problem, zlib.crc32(asked.encode()), sample, dtype, len(shape), *shape, *[-1] * (MAX_NDIM - len(shape))]
+    table = gather_over_mesh(row, mesh)
+    if len({checksum for _, checksum, *_ in table.values()}) > 1:
+        _show_difference(what, asked, mesh)
+    return {
+        at: Claim(rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]), sample)
+        for at, (problem, _, sample, dtype, ndim, *shape) in table.items()
+    }
+
+
+def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison of ranks") -> Table:
+    """Every rank's ``row`` of integers (equally long everywhere), by mesh coordinate.
+
+    With it travels what the ranks have communicated so far, see [Note: history].
+
+    Args:
+        what: what it is called there.
+
+    Raises:
+        RuntimeError: on all ranks, where they have not communicated the same.
+    """
+    groups = [group_along(mesh, m).group_name for m in range(mesh.ndim)]
+    for name in groups:
+        record(name, what, torch.int64, len(row))
+    fingerprints = [number for name in groups for number in fingerprint(name)]
+    table = _gather_rows([*row, *fingerprints], mesh, what)
+    for m, name in enumerate(groups):
+        _check_history(m, name, {at: theirs[len(row) + WIDTH * m :][:WIDTH] for at, theirs in table.items()}, mesh)
+    return {at: theirs[: len(row)] for at, theirs in table.items()}
+
+
+def compare_histories(what: str, mesh: DeviceMesh) -> None:
+    """RuntimeError on all ranks of the mesh, where they have not communicated the same before this call."""
+    gather_over_mesh((), mesh, what)
+
+
+def gather_with_history(what: str, number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`
+    compares.
+
+    Args:
+        what: what asks for it.
+        dtype: of the tensor that it belongs to; contributions may be held in another one.
+
+    Raises:
+        RuntimeError: on all ranks of the group, where they have not communicated the same.
+    """
+    device, name = number.device, group.group_name
+    record(name, what, dtype, 1)
+    if debug_enabled():
+        check_call(what, group, device)
+    # Complex numbers of double precision take two integers.
+    row = torch.tensor([0, 0, *fingerprint(name)], device=device)
+    row[:2].view(torch.uint8)[: number.nbytes].copy_(as_bytes(number))
+    table = row.new_empty((group.size(), len(row)))
+    wait_for(c10d_all_gather(table.view(-1), row, group), table, group)
+    theirs = dict(enumerate(table[:, 2:].tolist()))
+    if said := difference(
+        theirs,
+        name,
+        dist.get_process_group_ranks(group).__getitem__,
+        lambda text: gather_texts(text, lambda row: gather_rows(row, group, device)),
+    ):
+        forget_history()
+        raise RuntimeError(said)
+    values_compared(name)
+    return table[:, :2].contiguous().view(torch.uint8)[:, : number.nbytes].contiguous().view(number.dtype).view(-1)
+
+
+def _check_history(m: int, group: str, fingerprints: Mapping[tuple[int, ...], list[int]], mesh: DeviceMesh) -> None:
+    """RuntimeError on all ranks of the mesh where a group of mesh dim ``m`` has not communicated the same."""
+
+    def gather(text: str) -> dict[tuple[int, ...], str]:
+        return gather_texts(text, lambda row: _gather_rows(row, mesh))
+
+    lines: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for at, theirs in fingerprints.items():
+        lines.setdefault(at[:m] + at[m + 1 :], {})[at] = theirs
+    for line in lines.values():
+        if said := difference(line, group, lambda at: rank_at(mesh, at), gather):
+            forget_history()
+            raise RuntimeError(said)
+    values_compared(group)
+
+
+def _gather_rows(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison of ranks") -> Table:
+    rows: Table = {(): list(row)}
+    for m in reversed(range(mesh.ndim)):
+        flat = [number for theirs in rows.values() for number in theirs]
+        if mesh.size(m) == 1:
+            gathered = {0: flat}
+        else:
+            group = group_along(mesh, m)
+            if debug_enabled():
+                check_call(what, group, mesh.device_type)
+            gathered = gather_rows(flat, group, mesh.device_type)
+        starts = {at: i * len(row) for i, at in enumerate(rows)}
+        rows = {(k, *at): part[i : i + len(row)] for k, part in gathered.items() for at, i in starts.items()}
+    return rows
+
+
+def check_same(what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
+    """ValueError on all ranks of the mesh where their lines of text differ; it shows the first one that does."""
+    text = "\n".join(lines)
+    if len({checksum for [checksum] in gather_over_mesh([zlib.crc32(text.encode())], mesh).values()}) > 1:
+        _show_difference(what, text, mesh)
+
+
+def show(text: str, mesh: DeviceMesh) -> str:
+    """What each rank of the mesh has to say; called by all of them."""
+    texts = gather_texts(text, lambda row: _gather_rows(row, mesh))
+    return ", ".join(f"{theirs} on rank {rank_at(mesh, at)}" for at, theirs in texts.items())
+
+
+def _show_difference(what: str, text: str, mesh: DeviceMesh) -> None:
+    """ValueError with the first line in which the ranks' texts differ."""
+    texts = gather_texts(text, lambda row: _gather_rows(row, mesh))
+    lines = {at: theirs.split("\n") for at, theirs in texts.items()}
+    for i in range(max(map(len, lines.values()))):
+        _check_equal({at: theirs[i] if i < len(theirs) else "nothing" for at, theirs in lines.items()}, what, mesh)
+
+
+# -- what all claims say -----------------------------------------------------------------------
+
+
+def _from_claims(
+    claims: Mapping[tuple[int, ...], Claim],
+    local: object,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shard_sizes: ShardSizes,
+) -> ShardTensorSpec:
+    for claim in claims.values():
+        if claim.problem:
+            raise say(claim.problem, f"rank {claim.rank}: the local tensor", mesh)
+    assert isinstance(local, Tensor)
+    _check_equal({at: str(claim.dtype) for at, claim in claims.items()}, "dtype", mesh)
+    _check_equal({at: str(len(claim.shape)) for at, claim in claims.items()}, "number of dims", mesh)
+    placements = normalize_placements(placements, mesh, local.ndim)
+    sharded = {p.dim: m for m, p in enumerate(placements) if isinstance(p, Shard)}
+    shape = list(local.shape)
+    inferred: dict[int, tuple[int, ...]] = {}
+    for d in range(local.ndim):
+        m = sharded.get(d)
+        if m is None:
+            sizes = {at: str(claim.shape[d]) for at, claim in claims.items()}
+            _check_equal(sizes, f"size of tensor dim {d}, which is not sharded", mesh)
+        else:
+            inferred[m] = _sizes_along(claims, mesh, m, d)
+            shape[d] = sum(inferred[m])
+    said = shard_sizes if isinstance(shard_sizes, Mapping) else {}
+    if isinstance(shard_sizes, str):
+        said = {m: chunk_sizes(sum(sizes), len(sizes)) for m, sizes in inferred.items()}
+    for m, given in said.items():
+        if given != inferred.get(m):
+            raise ValueError(
+                f"shard_sizes {given} of mesh dim {m} do not match the local tensors, which have sizes "
+                f"{inferred.get(m)} there; pass the true sizes, or shard_sizes=None to infer them"
+            )
+    return _checked(local, mesh, placements, shape, inferred)
+
+
+_FIRST = 16
+_calls: Counter[DeviceMesh] = Counter()
+forgets(_calls.clear)
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is one of the mesh's first calls, whose values are looked at; all ranks count the same."""
+    _calls[mesh] += 1
+    return _calls[mesh] <= _FIRST or debug_enabled()
+
+
+def _warn_of_copies(claims: Mapping[tuple[int, ...], Claim], spec: ShardTensorSpec) -> None:
+    """Warn where all ranks along a mesh dim that shards have the same values: probably those of the global tensor."""
+    for d, m in spec.sharded_dims().items():
+        values: dict[tuple[int, ...], set[tuple[int, tuple[int, ...]]]] = {}
+        for at, claim in claims.items():
+            values.setdefault(at[:m] + at[m + 1 :], set()).add((claim.sample, claim.shape))
+        n = spec.mesh.size(m)
+        if n > 1 and all(len(line) == 1 and next(iter(line))[0] for line in values.values()):
+            warnings.warn(
+                f"from_local: the {n} ranks along mesh dim {m} have the same local tensor, so the result, {spec}, has "
+                f"the same {claims[spec.coordinate].shape[d]} rows {n} times along dim {d}. from_local takes this "
+                "rank's shard. If every rank has the global tensor, shard it by ShardTensor.from_local(tensor, mesh)"
+                ".redistribute(placements=...), which sends nothing, or pass one rank's to scatter_tensor. If the "
+                "shards are equal on purpose, pass shard_sizes, and nothing is compared",
+                stacklevel=4,
+            )
+
+
+def _check_equal(values: Mapping[tuple[int, ...], str], what: str, mesh: DeviceMesh) -> None:
+    """ValueError where ranks have different values, which names the ranks that have each."""
+    having: dict[str, list[int]] = {}
+    for at, value in values.items():
+        having.setdefault(value, []).append(rank_at(mesh, at))
+    if len(having) > 1:
+        seen = ", ".join(f"{value} on ranks {ranks}" for value, ranks in having.items())
+        raise ValueError(f"ranks do not agree on the {what}: {seen}; every rank must pass the same")
+
+
+def _sizes_along(claims: Mapping[tuple[int, ...], Claim], mesh: DeviceMesh, m: int, d: int) -> tuple[int, ...]:
+    """The shard sizes of tensor dim ``d`` on mesh dim ``m``, on which ranks that share a position must agree."""
+    sizes: list[int] = []
+    for k in range(mesh.size(m)):
+        along = {claim.rank: claim.shape[d] for at, claim in claims.items() if at[m] == k}
+        if len(set(along.values())) > 1:
+            raise ValueError(
+                f"ranks {list(along)} share position {k} of mesh dim {m}, but their shards of tensor dim {d} have "
+                f"sizes {list(along.values())}; they must be equal"
+            )
+        sizes.append(next(iter(along.values())))
+    return tuple(sizes)

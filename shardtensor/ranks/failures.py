@@ -1,0 +1,287 @@
+"""What ranks tell each other when they fail.
+
+[Note: failures] When a rank dies, its peers learn from the transport that a connection was closed, or nothing at all
+until a timeout; the peers of these learn it from them. None of it names a rank. So each rank that fails says so in the
+store by which the ranks found each other (torchrun's, which outlives its ranks; or that of rank 0): where it was, what
+it waited for, what it raised. A rank whose communication fails looks there for some seconds. Those that have said
+nothing are the ones that were killed, hang, or are out of reach.
+
+A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. Who
+waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after
+as many communications, there is nothing to wait for; unless this rank has raised there, too, and went on: so
+may the other one, only later.
+
+[Note: forks] The threads that communicate do not exist in a forked process, such as a worker of a data loader: what it
+starts never ends. It may hold ShardTensors and compute with its shard, but says nothing to other ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from .._compat import STOPS_RECOMPUTATION
+from .._compat.c10d import default_store
+from ..errors import LostRankError, ThreadConflict
+from .callers import called_from, raised_at
+from .history import at_conflict, at_first, check_before, counts, last_entry, operator
+
+__all__ = ["check_raised", "communicating", "lost", "note_raised", "watch"]
+
+GRACE = 3.0  # seconds, for others to say that they have failed as well
+_POLL = 0.05
+
+_log = logging.getLogger("shardtensor")
+_ANY = "shardtensor/raised"
+
+
+class _Post:
+    """What this rank has to say, and where: its rank and the store."""
+
+    def __init__(self) -> None:
+        self.rank, self.store = dist.get_rank(), default_store()
+
+    def say(self, what: str, **more: Any) -> None:
+        """Tell all others; what this rank has said before is forgotten. RuntimeError where the store has gone."""
+        self.store.set(_key(self.rank), json.dumps({"what": what, "time": time.time(), **more}))
+
+    def said_by(self, rank: int) -> dict[str, Any] | None:
+        """What another rank has said, if anything. RuntimeError where the store has gone."""
+        if not self.store.check([_key(rank)]):
+            return None
+        said: dict[str, Any] = json.loads(self.store.get(_key(rank)))
+        return said
+
+
+_post: _Post | None = None
+_raised: tuple[str, dict[str, int]] | None = None  # the operator that this rank has raised in last, and when
+_forked_with: Any = ()  # the world of the process that this one was forked from
+
+
+def _key(rank: int) -> str:
+    return f"shardtensor/rank {rank}"
+
+
+def watch() -> None:
+    """From here on this rank says when it ends, or raises what nobody catches. Called when it first communicates."""
+    global _post, _raised
+    if not dist.is_initialized():
+        return
+    if not _previous_hook:
+        _previous_hook.append(sys.excepthook)
+        sys.excepthook = _say_uncaught
+        atexit.register(_say_ended)
+    _post, _raised, _store_answers[0] = _Post(), None, True
+
+
+def _note_fork() -> None:
+    """In a forked process: the parent speaks for the rank, and what would communicate raises."""
+    global _post, _forked_with
+    if dist.is_initialized():
+        _post, _forked_with = None, dist.group.WORLD
+        check_before(_check_fork)
+
+
+def _check_fork() -> None:
+    if dist.group.WORLD is _forked_with:
+        raise RuntimeError(
+            f"this process was forked from that of rank {dist.get_rank()}, whose process groups work in no other "
+            "process: let workers of a DataLoader return plain tensors, and use ShardTensors in the main process"
+        )
+
+
+at_first(watch)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+_previous_hook: list[Callable[..., Any]] = []
+_store_answers = [True]
+_uncaught = False
+
+
+def _say_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    global _uncaught
+    _uncaught = True
+    if _post is not None and not isinstance(error, LostRankError):  # that has been said
+        post, what = _post, f"raised {_described(error)}"
+        _ask(lambda: post.say(what))
+    _previous_hook[0](kind, error, traceback)
+
+
+def _say_ended() -> None:
+    if _post is not None and not _uncaught and _store_answers[0]:
+        with suppress(RuntimeError):  # the store has gone, with all others
+            _post.say("has ended")
+
+
+def _described(error: BaseException) -> str:
+    _, lines = called_from()
+    line = raised_at(error.__traceback__) or (lines[0] if lines else "")
+    return f"{type(error).__name__}: {_first_line(error)}" + (f" ({line})" if line else "")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no text"
+
+
+# -- a rank raises inside of an operator ---------------------------------------------------------------------------
+
+
+def note_raised(error: Exception) -> None:
+    """Tell the others that this rank has raised inside of the operator that runs."""
+    global _raised
+    if _post is None or isinstance(error, (LostRankError, ThreadConflict, STOPS_RECOMPUTATION)):
+        return
+    post, what, where, when = _post, f"raised {_described(error)}", operator(), counts()
+    _raised = where, when
+
+    def say() -> None:
+        post.say(what, operator=where, counts=when)
+        post.store.set(_ANY, "")
+
+    _ask(say)
+
+
+def _note_conflict(group: str, error: ThreadConflict) -> None:
+    """Tell the others that they will wait for ever in the group."""
+    if _post is not None:
+        post, what = _post, f"raised {_described(error)}"
+
+        def say() -> None:
+            post.say(what, conflict=group)
+            post.store.set(_ANY, "")
+
+        _ask(say)
+
+
+at_conflict(_note_conflict)
+
+
+def check_raised(group: dist.ProcessGroup) -> None:
+    """LostRankError if a rank of the group has raised in the operator in which this one waits for it."""
+    if _post is None:
+        return
+    name, post = group.group_name, _post
+    found: dict[int, dict[str, Any]] = {}
+    if not _ask(lambda: post.store.check([_ANY]) and _read(post, _others(group, post.rank), found)):
+        return  # the transport will say the rest
+    for rank, said in found.items():
+        if said.get("conflict") == name:
+            raise _error(name, f"rank {rank} {said['what']}", None)
+    before = counts().get(name, 0) - 1
+    if _raised is not None and (_raised[0], _raised[1].get(name, 0)) == (operator(), before):
+        return  # so did this one, and has gone on
+    for rank, said in found.items():
+        if operator() and said.get("operator") == operator() and said["counts"].get(name, 0) == before:
+            raise _error(name, f"rank {rank} {said['what']}", None)
+
+
+# -- communication fails -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def communicating(group: dist.ProcessGroup) -> Iterator[None]:
+    """What the transport raises inside the block becomes a :class:`LostRankError` that names ranks."""
+    _check_fork()
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:
+        raise lost(group, error) from error
+
+
+def lost(group: dist.ProcessGroup, error: RuntimeError) -> LostRankError:
+    """The error to raise where communication in ``group`` has failed with ``error``. Takes some seconds."""
+    if isinstance(error, LostRankError):
+        return error
+    if _post is None:
+        return _error(group.group_name, _first_line(error), None)
+    waits = f"failed in {_where(group.group_name)}"
+    # At once: who starts the ranks may end them all as soon as one has died.
+    _log.error("rank %d %s: %s. Asking the other ranks why", _post.rank, waits, _first_line(error))
+    post, others = _post, _others(group, _post.rank)
+    found: dict[int, dict[str, Any]] = {}
+    reachable = _ask(lambda: _say_and_wait(post, waits, others, found))
+    said = {rank: _in_words(theirs) for rank, theirs in found.items()}
+    parts = [f"rank {rank} {'failed there as well' if what == waits else what}" for rank, what in said.items()]
+    silent = [rank for rank in others if rank not in said]
+    if not reachable:
+        parts.append(
+            "the store by which the ranks found each other does not answer: its host, rank 0's or that of who started "
+            "the ranks, has gone or is cut off"
+        )
+    elif silent:
+        has, it = ("ranks {} have", "they were") if len(silent) > 1 else ("rank {} has", "it was")
+        named = has.format(", ".join(map(str, silent)))
+        parts.append(f"{named} said nothing: {it} killed, frozen, busy elsewhere, or cut off")
+    return _error(group.group_name, "; ".join(parts), _first_line(error))
+
+
+def _in_words(said: dict[str, Any]) -> str:
+    ago = time.time() - said["time"]
+    return str(said["what"]) + (f", {ago:.0f} s ago" if ago > 2 * GRACE else "")
+
+
+def _read(post: _Post, ranks: Sequence[int], found: dict[int, dict[str, Any]]) -> bool:
+    """Add what the ranks have said to ``found``; whether all of them have."""
+    for rank in ranks:
+        if rank not in found and (said := post.said_by(rank)) is not None:
+            found[rank] = said
+    return len(found) == len(ranks)
+
+
+def _say_and_wait(post: _Post, what: str, ranks: Sequence[int], found: dict[int, dict[str, Any]]) -> bool:
+    post.say(what)
+    end = time.monotonic() + GRACE
+    while not _read(post, ranks, found):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL)
+    return True
+
+
+def _ask(question: Callable[[], object]) -> bool:
+    """Run what asks the store, which may be on a host that does not answer; whether it has been answered in time."""
+    if not _store_answers[0]:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store has gone
+            question()
+            answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True, name="shardtensor failures")
+    asking.start()
+    asking.join(2 * GRACE)
+    _store_answers[0] = not asking.is_alive()
+    return answered.is_set()
+
+
+def _others(group: dist.ProcessGroup, rank: int) -> list[int]:
+    return [other for other in dist.get_process_group_ranks(group) if other != rank]
+
+
+def _where(group: str) -> str:
+    _, lines = called_from()
+    return last_entry(group) + (f" ({lines[0]})" if lines else "")
+
+
+def _error(group: str, why: str, transport: str | None) -> LostRankError:
+    heard = f" The transport says: {transport}" if transport else ""
+    return LostRankError(
+        f"rank {dist.get_rank()}: {_where(group)} was not completed: {why}. The process group cannot be used any more; "
+        f"end the program, and restart it from a checkpoint.{heard}"
+    )

@@ -1,0 +1,131 @@
+"""Plain tensors are compared when they first meet ShardTensors, at no cost of a message.
+
+What an operator computes with a plain tensor is right only if all ranks hold the same one, and with other seeds they do
+not. So a digest of each is noted when it is used first, and compared with the next number that the ranks read, see
+[Note: values] in history.py.
+
+[Note: first uses] The first use of a parameter is that of the object. Of other tensors there may be a new one in each
+call, so they are looked at in the first runs of a plan only, and cost later ones nothing. Nothing waits for the device
+until digests are compared. What is traced or captured is left out, as its values cannot be read.
+``SHARDTENSOR_CHECK_PARAMETERS=0``, on all ranks, switches it off.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._compat import is_traced, without_modes
+from .._compat.c10d import group_along
+from ..layout.caches import forgets
+from .callers import called_from
+from .cuda_graphs import is_capturing
+from .debug_mode import debug_enabled
+from .history import forget_values, note_values
+from .summaries import summary, tolerance_of
+
+__all__ = ["FirstCalls", "PlainOperands", "forget_operands", "note_operand"]
+
+# How often something is looked at that may be another tensor each time, and for how many layouts.
+_CALLS = 3
+_LAYOUTS = 16
+
+# The tensors that have been used, with what was noted of them; by id, as tensors cannot be compared as keys.
+_used: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+_without_plan: dict[Any, PlainOperands] = {}
+forgets(_without_plan.clear)
+_wanted = os.environ.get("SHARDTENSOR_CHECK_PARAMETERS", "1") not in ("", "0")
+
+
+class PlainOperands:
+    """The plain tensors among those of one plan, noted when they are used first.
+
+    Args:
+        name: of the operator.
+        places: where they are among its tensors.
+        parameters: whether there are parameters among them.
+    """
+
+    __slots__ = ("_left", "_mesh", "_name", "_parameters", "places")
+
+    def __init__(self, name: str, mesh: DeviceMesh, places: Sequence[Any], parameters: bool) -> None:
+        self._name, self._mesh, self.places, self._parameters = name, mesh, tuple(places), parameters
+        self._left = _CALLS
+
+    @staticmethod
+    def among(name: str, mesh: DeviceMesh, tensors: Iterable[tuple[Any, Tensor]]) -> PlainOperands | None:
+        """Those among pairs of a place and the tensor there; None if there are none."""
+        plain = {place: t for place, t in tensors if not isinstance(t, DTensor)}
+        if not plain or not _wanted or mesh.size() == 1:
+            return None
+        return PlainOperands(name, mesh, tuple(plain), any(isinstance(t, nn.Parameter) for t in plain.values()))
+
+    def note(self, tensors: Sequence[Tensor] | Mapping[Any, Tensor]) -> bool:
+        """Note those that have not been used before; whether this was the last run in which to look."""
+        for place in self.places:
+            if id(tensors[place]) not in _used:
+                self._note(tensors[place])
+        if not self._left:
+            return False
+        self._left -= 1
+        return not self._left and not self._parameters
+
+    def _note(self, t: Tensor) -> None:
+        is_parameter = type(t) is not Tensor and isinstance(t, nn.Parameter)
+        if (not is_parameter and not self._left) or not t.numel() or is_traced(t) or is_capturing(t.device):
+            return
+        _, lines = called_from()
+        what = f"the plain {'parameter' if is_parameter else 'tensor'} of {self._name}"
+        what += f" ({lines[0]}), {t.dtype}," if lines else f", {t.dtype},"
+        where, tolerance = f"{zlib.crc32(repr(lines).encode()):x}", 0.0 if is_parameter else tolerance_of(t.dtype)
+        with without_modes():
+            held = summary(t)
+        key = id(t)
+        _used[key] = weakref.ref(t, lambda _: _used.pop(key, None)), held
+        for m in range(self._mesh.ndim):
+            if self._mesh.size(m) > 1:
+                note_values(group_along(self._mesh, m).group_name, where, what, t.shape, tolerance, held)
+
+
+def note_operand(name: str, t: Tensor, mesh: DeviceMesh) -> None:
+    """Note a plain tensor that meets ShardTensors in a call without a plan, which would tell its first uses."""
+    if id(t) in _used or not _wanted or mesh.size() == 1:
+        return  # the usual case
+    key = (name, t.shape, t.dtype, mesh)
+    operands = _without_plan.get(key)
+    if operands is None:
+        while len(_without_plan) >= 1024:
+            del _without_plan[next(iter(_without_plan))]
+        operands = _without_plan[key] = PlainOperands(name, mesh, (0,), False)
+    operands.note((t,))
+
+
+def forget_operands(tensors: Iterable[Any]) -> None:
+    """Forget what was noted of the operands of a call that has failed on all ranks: no result depends on them."""
+    for key in map(id, tensors):
+        if key in _used:
+            forget_values(_used.pop(key)[1])
+
+
+class FirstCalls:
+    """Which calls of a module are checked: the first ones of its first layouts; with ``SHARDTENSOR_DEBUG=1`` all."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[Any] = Counter()
+
+    def due(self, layout: Any) -> bool:
+        """Whether this call is. Every rank is to ask, with the same layout."""
+        if debug_enabled():
+            return True
+        if not _wanted or (len(self._seen) >= _LAYOUTS and layout not in self._seen):
+            return False
+        self._seen[layout] += 1
+        return self._seen[layout] <= _CALLS

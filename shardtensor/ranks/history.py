@@ -1,0 +1,480 @@
+"""What this process has communicated, in short, so that ranks notice when they have not done the same.
+
+[Note: history] Backends pair what ranks send by its order alone. A rank that leaves out a step, or that catches an
+exception which the others did not get, goes on with numbers of another step, and nothing says so. Every process
+therefore counts what ShardTensors communicate in each group, and keeps a checksum over it: of kind, dtype, number of
+elements where it is equal on all ranks, and the operator with its result's shape and cut. None of it depends on the
+rank. Count and checksum travel with what ranks compare or read anyway (``item()``, ``from_local``, ``scatter_tensor``,
+``full_tensor``, ``synchronize``, ``verify``), and where they differ, all ranks know it, and gather what was last
+recorded, to show the first difference. That costs half a microsecond for each communication, and no message.
+
+[Note: values] What plain tensors hold, when they first meet ShardTensors, is compared at the same occasions. It is kept
+next to the history, by the place in it and the lines of code, as ranks may use tensors for themselves, and as what is
+the first time to one rank may not be to another, which has forgotten a plan. So what only one rank has noted is left
+out. Only then are rounding errors told from other differences: usually all values are equal, bit by bit.
+
+[Note: one thread] Two threads that communicate in one group do so in an order that differs between ranks, and get each
+other's numbers. No lock in this process could help: it knows nothing of the order on other ranks. So a group belongs to
+the thread that communicates in it, and a second one raises, before it sends anything. From then on all threads raise
+that use the group, also one that waits at that moment, since ranks may notice at different times. A group passes to
+another thread where the first one has ended, or is the main thread, which may have made what its threads use, as long
+as it does not communicate any more while they live; and inside of :func:`take_turns`. A backward pass belongs to the
+thread that called ``backward()``, in whatever thread autograd runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..context import caller_of_backward
+from ..errors import ThreadConflict
+from ..layout.caches import forgets
+from .summaries import differ
+
+__all__ = [
+    "SAME_VALUES",
+    "WIDTH",
+    "as_text",
+    "at_conflict",
+    "at_first",
+    "calling",
+    "check_before",
+    "check_conflict",
+    "conflicts",
+    "counts",
+    "difference",
+    "fingerprint",
+    "forget_history",
+    "forget_values",
+    "here",
+    "last_entries",
+    "last_entry",
+    "note_values",
+    "observed",
+    "operator",
+    "record",
+    "take_turns",
+    "values_compared",
+]
+
+Key = TypeVar("Key")
+
+WIDTH = 2  # integers of a fingerprint
+_KEPT = 128  # entries, of which the first that differs is shown
+_VALUES = 4096  # of these as many are kept until they are compared
+
+# What to do where plain tensors differ.
+SAME_VALUES = (
+    "A plain tensor that meets ShardTensors is global, and the same on every rank. Call torch.manual_seed(seed) on all "
+    "ranks before it is drawn, or draw it from a torch.Generator with the same seed everywhere; send what one rank has "
+    "read or made to the others (torch.distributed.broadcast); make one ShardTensor of what differs on purpose "
+    "(ShardTensor.from_local)"
+)
+_SAME_WEIGHTS = (
+    "All ranks need the same weights. Call shardtensor.parallel.synchronize(model, mesh) before the model is used, or "
+    "torch.manual_seed(seed) on all ranks before it is made"
+)
+
+
+class _Here(threading.local):
+    """What runs in a thread.
+
+    Attributes:
+        operator: who runs one sets it, and afterwards what was there before. Communication outside of one has none: its
+            kind says what it is.
+    """
+
+    operator = ""
+
+
+class _ObservedHere(_Here):
+    """The same while changes of the operator are observed."""
+
+    @property
+    def operator(self) -> Any:
+        return self.__dict__.get("operator", "")
+
+    @operator.setter
+    def operator(self, name: str) -> None:
+        before, self.__dict__["operator"] = self.operator, name
+        if _observer is not None:
+            _observer(before, name)
+
+
+here = _Here()
+_observer: Callable[[str, str], None] | None = None
+
+
+class _Value(NamedTuple):
+    """A plain tensor that was used.
+
+    Attributes:
+        key: where in the history and in the program.
+        what: in which operator; the same on all ranks.
+        shape: as a text.
+    """
+
+    key: str
+    what: str
+    shape: str
+    tolerance: float
+    summary: Any
+
+
+class _Log:
+    """One group's communication."""
+
+    __slots__ = ("checksum", "count", "entries", "thread", "values")
+
+    def __init__(self) -> None:
+        self.count = self.checksum = 0
+        self.thread = 0  # whose it is, see [Note: one thread]
+        self.entries: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)  # each with the checksum before it
+        self.values: deque[_Value] = deque(maxlen=_VALUES)
+
+
+_logs: dict[str, _Log] = {}
+forgets(_logs.clear)
+_at_first: list[Callable[[], None]] = []
+_check: Callable[[], None] | None = None
+
+
+def at_first(function: Callable[[], None]) -> None:
+    """Have it called whenever this rank is about to communicate in a group for the first time."""
+    _at_first.append(function)
+
+
+def check_before(function: Callable[[], None]) -> None:
+    """Have it called before this rank communicates, each time; it raises where it must not."""
+    global _check
+    _check = function
+
+
+def forget_history() -> None:
+    """Count anew. All ranks do so at the same point of the program, or none."""
+    _logs.clear()
+
+
+def record(group: str, kind: str, dtype: Any = None, elements: int = 0) -> None:
+    """Note that this rank starts to communicate, or what all ranks of a group do alike, though nothing is sent.
+
+    Args:
+        group: the group's name.
+        kind: what is sent; or what is done, where there is no ``dtype``.
+        elements: how many, where it is the same number on every rank.
+    """
+    if dtype is None:
+        text = kind.encode()
+    else:
+        if _check is not None:
+            _check()
+        text = _communication(kind, dtype, elements, here.operator)
+    log = _logs.get(group) or _log(group)
+    if log.thread != get_ident():
+        _pass_on(group, log)
+    log.entries.append((log.checksum, text))
+    log.count += 1
+    log.checksum = zlib.crc32(text, log.checksum)
+
+
+def note_values(group: str, where: str, what: str, shape: Sequence[int], tolerance: float, summary: Tensor) -> None:
+    """Note what a plain tensor holds, to be compared where other ranks do at the same place. See [Note: values].
+
+    Args:
+        where: the lines of code.
+        what: in which operator.
+        tolerance, summary: see summaries.py.
+    """
+    log = _log(group)
+    log.values.append(_Value(f"{log.count} {where}", what, str(tuple(shape)), tolerance, summary))
+
+
+def forget_values(summary: Tensor) -> None:
+    """Forget what was noted with this summary."""
+    for log in _logs.values():
+        log.values = deque((value for value in log.values if value.summary is not summary), _VALUES)
+
+
+def values_compared(group: str) -> None:
+    """Forget what was noted of values. All ranks of the group do so at the same point of the program."""
+    if group in _logs:
+        _logs[group].values.clear()
+
+
+def _log(group: str) -> _Log:
+    log = _logs.get(group)
+    if log is None:
+        log = _logs[group] = _Log()
+        for function in _at_first:
+            function()
+    return log
+
+
+@lru_cache(4096)
+def _communication(kind: str, dtype: Any, elements: int, operator: str) -> bytes:
+    number = f"{elements} " if elements else ""
+    what = f"{kind} of {number}{str(dtype).removeprefix('torch.')}"
+    return (f"{what} in {operator}" if operator else what).encode()
+
+
+def operator() -> str:
+    """The operator that runs, "" outside of one."""
+    return here.operator
+
+
+@contextmanager
+def observed(observer: Callable[[str, str], None]) -> Iterator[None]:
+    """Inside the block ``observer`` is told of each change of the operator that runs: the one before, and the new."""
+    global _observer
+    before, _observer = _observer, observer
+    here.__class__ = _ObservedHere
+    try:
+        yield
+    finally:
+        _observer = before
+        here.__class__ = _Here if before is None else _ObservedHere
+
+
+@contextmanager
+def calling(name: str) -> Iterator[None]:
+    """Inside the block this operator runs, unless another one does that calls it."""
+    before = here.operator
+    here.operator = before or name
+    try:
+        yield
+    finally:
+        here.operator = before
+
+
+def fingerprint(group: str) -> tuple[int, int]:
+    """How often this rank has communicated in the group, and a checksum over it and the values that were noted."""
+    log = _logs.get(group)
+    if log is None:
+        return 0, 0
+    return log.count, zlib.crc32(repr(_values(log)).encode(), log.checksum) if log.values else log.checksum
+
+
+def _values(log: _Log) -> list[_Value]:
+    """What was noted, read from its devices."""
+    for device in {v.summary.device for v in log.values if isinstance(v.summary, Tensor)}:
+        there = [i for i, v in enumerate(log.values) if isinstance(v.summary, Tensor) and v.summary.device == device]
+        for i, numbers in zip(there, torch.stack([log.values[i].summary for i in there]).tolist(), strict=True):
+            log.values[i] = log.values[i]._replace(summary=numbers)
+    return list(log.values)
+
+
+def counts() -> dict[str, int]:
+    """How often this rank has communicated, by group."""
+    return {name: log.count for name, log in _logs.items()}
+
+
+def last_entry(group: str) -> str:
+    """What this rank has begun last."""
+    log = _logs.get(group)
+    return log.entries[-1][1].decode() if log is not None and log.entries else "communication"
+
+
+def last_entries(group: str) -> list[tuple[int, int, str]]:
+    """The last ones: number, checksum of all before it, text."""
+    log = _logs.get(group, _Log())
+    first = log.count - len(log.entries)
+    return [(first + i, checksum, text.decode()) for i, (checksum, text) in enumerate(log.entries)]
+
+
+def as_text(group: str) -> str:
+    """What this rank tells the others of the group where fingerprints differ: a line for each entry and value."""
+    log = _logs.get(group, _Log())
+    lines = [f"{log.count}\t{log.checksum}"]
+    lines += [f"{number}\t{checksum}\t{text}" for number, checksum, text in last_entries(group)]
+    lines += [f"{v.key}\t{v.what}\t{v.shape}\t{v.tolerance}\t{v.summary}" for v in _values(log)]
+    return "\n".join(lines)
+
+
+def difference(
+    fingerprints: Mapping[Key, Sequence[int]],
+    group: str,
+    rank_of: Callable[[Key], int],
+    gather: Callable[[str], Mapping[Key, str]],
+) -> str | None:
+    """What ranks of a group have done differently; None where they have done the same.
+
+    Args:
+        fingerprints: every rank's; all ranks pass the same ones.
+        gather: gathers a text from each rank; called by all ranks or by none.
+    """
+    if len({tuple(theirs) for theirs in fingerprints.values()}) == 1:
+        return None
+    told = {rank_of(key): _Told(text) for key, text in gather(as_text(group)).items() if key in fingerprints}
+    if len({one.state for one in told.values()}) == 1:
+        return _first_unequal({rank: one.values for rank, one in told.items()})
+    logs = {rank: one.entries for rank, one in told.items()}
+    numbers = sorted(set.intersection(*(set(log) for log in logs.values())))
+    total = _by_rank({rank: f"{one.state[0]} times" for rank, one in told.items()})
+    return (
+        f"the ranks have not done the same ({total}): {_first_difference(logs, numbers)}. Every rank must call the "
+        "same operators in the same order, with the same plain values. Look for an operator, or a step, that only some "
+        "ranks call, for an exception that only some of them caught, and for weights that differ "
+        "(shardtensor.parallel.synchronize). All numbers since then may be wrong"
+    )
+
+
+class _Told:
+    """What a rank has told by :func:`as_text`.
+
+    Attributes:
+        state: count and checksum.
+        entries: ``{number: (checksum, text)}``.
+        values: by their key, what they are, and how many before had both.
+    """
+
+    def __init__(self, text: str) -> None:
+        first, *rest = (line.split("\t") for line in text.split("\n"))
+        self.state = int(first[0]), first[1]
+        self.entries = {int(line[0]): (int(line[1]), line[2]) for line in rest if len(line) == 3}
+        self.values: dict[tuple[str, str, int], _Value] = {}
+        seen: Counter[tuple[str, str]] = Counter()
+        for key, what, shape, tolerance, summary in (line for line in rest if len(line) == 5):
+            numbers = [int(n) for n in summary[1:-1].split(",")]
+            self.values[key, what, seen[key, what]] = _Value(key, what, shape, float(tolerance), numbers)
+            seen[key, what] += 1
+
+
+def _first_unequal(values: Mapping[int, Mapping[tuple[str, str, int], _Value]]) -> str | None:
+    """Which plain tensors differ, of those that several ranks have used at one place; None: none, but for rounding."""
+    found = []
+    for at in dict.fromkeys(at for theirs in values.values() for at in theirs):
+        having = {rank: theirs[at] for rank, theirs in values.items() if at in theirs}
+        one = next(iter(having.values()))
+        if any(v.shape != one.shape for v in having.values()) or differ(
+            [v.summary for v in having.values()], one.tolerance
+        ):
+            found.append(having)
+    if not found:
+        return None
+    what = next(iter(found[0].values())).what
+    shown = _by_rank({r: f"{v.shape} with the digest {v.summary[0] % 2**64:016x}" for r, v in found[0].items()})
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (
+        f"plain tensors differ between ranks: {what} is {shown}{more}. "
+        f"{_SAME_WEIGHTS if 'plain parameter' in what else SAME_VALUES}. All numbers since then may be wrong"
+    )
+
+
+def _first_difference(logs: Mapping[int, Mapping[int, tuple[int, str]]], numbers: Sequence[int]) -> str:
+    """Where the logs differ first; ``numbers`` are those of the entries that all of them have."""
+    if not numbers or len({log[numbers[0]][0] for log in logs.values()}) > 1:
+        return "this happened earlier than what is kept"
+    last = numbers[-1] + 1
+    first = next((n for n in numbers if len({log[n][1] for log in logs.values()}) > 1), last)
+    seen = {rank: log[first][1] if first in log else "not made" for rank, log in logs.items()}
+    return f"number {first} was {_by_rank(seen)}"
+
+
+def _by_rank(texts: Mapping[int, str]) -> str:
+    having: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        having.setdefault(text, []).append(rank)
+    return ", ".join(
+        f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for text, ranks in having.items()
+    )
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+conflicts: dict[str, str] = {}  # what all threads raise that communicate in a group
+forgets(conflicts.clear)
+_at_conflict: list[Callable[[str, ThreadConflict], None]] = []
+_turn = threading.RLock()
+_has_turn = 0
+_WAITING = f"{__package__}.waiting"
+
+
+def at_conflict(function: Callable[[str, ThreadConflict], None]) -> None:
+    """Have it called where a thread is about to communicate in a group, by its name, that belongs to another one."""
+    _at_conflict.append(function)
+
+
+def check_conflict(group: str) -> None:
+    """ThreadConflict where two threads have communicated in the group."""
+    if group in conflicts:
+        raise ThreadConflict(conflicts[group])
+
+
+@contextmanager
+def take_turns() -> Iterator[None]:
+    """Inside the block this thread communicates, after other threads have, and one at a time.
+
+    For threads that use one mesh, such as those of a server that takes requests: ShardTensors of one mesh otherwise
+    communicate from one thread only. All ranks must take the turns in the same order, which is the program's task:
+    let rank 0 decide, and tell the others, which request is next. Blocks may be nested; a turn begins when all others
+    have ended.
+
+    Example:
+        >>> import shardtensor
+        >>> def answer(request):
+        ...     with shardtensor.take_turns():
+        ...         return request  # model(request)
+        >>> answer(3)
+        3
+    """
+    global _has_turn
+    with _turn:
+        before, _has_turn = _has_turn, get_ident()
+        try:
+            yield
+        finally:
+            _has_turn = before
+
+
+def _pass_on(group: str, log: _Log) -> None:
+    """Make the group this thread's, or raise, see [Note: one thread]."""
+    check_conflict(group)
+    here, owner = caller_of_backward(), log.thread
+    if here == owner:
+        return
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    if here not in threads:
+        return  # one of autograd's, for a thread that has not called any operator
+    main = threading.main_thread().ident
+    if owner not in threads or here == _has_turn or (owner == main and not _waits(owner, group)):
+        log.thread = here
+        return
+    said = (
+        f"two threads communicate in the process group {group}: {_named(threads[here])}, in "
+        f"{operator() or 'no operator'}, after {_named(threads[owner])}, which is alive. Other ranks may run them in "
+        "another order, and each would get the other's numbers; what either of them has computed since the other began "
+        "may be wrong. Nothing can be communicated in this group any more. Remedy: make all calls from one thread, or "
+        "end one before the next; give each thread a mesh with a process group and a name of its own "
+        "(DeviceMesh.from_group(torch.distributed.new_group(), ..., mesh_dim_names=...)); or call inside of "
+        "shardtensor.take_turns(), in the same order on all ranks"
+    )
+    conflicts[group], log.thread = said, -1
+    for function in _at_conflict:
+        function(group, ThreadConflict(said))
+    raise ThreadConflict(said)
+
+
+def _named(thread: threading.Thread) -> str:
+    return f"thread {thread.name!r}"
+
+
+def _waits(thread: int, group: str) -> bool:
+    """Whether another thread waits for what it has started in the group."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        waited_for = frame.f_locals.get("group") if frame.f_globals.get("__name__") == _WAITING else None
+        if getattr(waited_for, "group_name", None) == group:
+            return True
+        frame = frame.f_back
+    return False

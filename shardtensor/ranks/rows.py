@@ -1,0 +1,38 @@
+"""Rows of integers, and texts, from every rank: what ranks compare is gathered in this form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .._compat.c10d import c10d_all_gather
+from .cuda_graphs import OUTSIDE, check_not_captured
+from .waiting import wait_for
+
+__all__ = ["gather_rows", "gather_texts"]
+
+Key = TypeVar("Key")
+
+
+def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> dict[int, list[int]]:
+    """Every rank's ``row`` of integers, equally long everywhere, by rank of the group."""
+    check_not_captured(
+        "a comparison of what ranks say",
+        device,
+        remedy="give from_local its shard_sizes, unset SHARDTENSOR_DEBUG, or " + OUTSIDE,
+    )
+    mine = torch.tensor(row, dtype=torch.int64, device=device)
+    table = mine.new_empty((group.size(), len(row)))
+    wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)
+    return dict(enumerate(table.tolist()))
+
+
+def gather_texts(text: str, gather: Callable[[Sequence[int]], Mapping[Key, list[int]]]) -> dict[Key, str]:
+    """Every rank's ``text``, by the keys of ``gather``, which gathers rows as :func:`gather_rows` does."""
+    data = list(text.encode())
+    longest = max(length for [length] in gather([len(data)]).values())
+    rows = gather([len(data), *data, *[0] * (longest - len(data))])
+    return {key: bytes(data[:length]).decode() for key, (length, *data) in rows.items()}
