@@ -15,7 +15,7 @@ keeps its memory until then. Compilers are free to move local work to either sid
 :func:`after_start` has copied: the two are arguments, and no compiler goes against these.
 
 [Note: CUDA graphs] A CUDA graph repeats kernels, and nothing that the host does: no number of a ticket, no seed, no
-entry of the history. So no operator of ours is part of one that inductor makes (``mode="reduce-overhead"``): it cuts
+entry of the history. So no operator of ours is part of one that inductor makes (``mode="reduce-overhead"``): it splits
 its graph at them, calls them as it does without CUDA graphs, and captures what lies between.
 """
 

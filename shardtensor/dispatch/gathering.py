@@ -23,7 +23,7 @@ __all__ = ["gathered"]
 
 
 def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Gather the operands, compute, and cut what still has the shape of the first sharded operand.
+    """Gather the operands, compute, and shard what still has the shape of the first sharded operand.
 
     What an in-place operator writes to gets its part of the result.
     """
@@ -51,7 +51,7 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         write_back(written)
         return written if func._schema.returns else None
 
-    def cut(value: Any) -> Any:
+    def shard(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if value.layout != torch.strided:
@@ -62,5 +62,5 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         target = spec.with_layout(pattern.for_gradient().layout)
         return wrap(redistribute_local(value, spec, target), target)
 
-    result = tree_map(cut, func(*plain_args, **plain_kwargs))
+    result = tree_map(shard, func(*plain_args, **plain_kwargs))
     return tree_map(lambda view: mark_copied(view, args[0]), result) if returns_view(func) else result

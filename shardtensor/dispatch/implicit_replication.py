@@ -58,9 +58,9 @@ def implicit_replication(mesh: DeviceMesh | None = None) -> Iterator[None]:
     Inside, ``torch.zeros``, ``ones``, ``empty``, ``full``, ``eye``, ``arange``, ``linspace``, ``rand``, ``randn``,
     ``randint``, ``randperm``, the like, and their ``*_like`` and ``new_*`` forms return replicated ShardTensors, and so
     do ``torch.tensor`` and ``as_tensor`` of numbers. Their layout is open, as is that of what is computed from them:
-    the first sharded value that is written to such a tensor, or to a view of it, gives it its cut, along the dims that
-    both have, and nothing is gathered. Sums over an index (``scatter_add_``, ``index_add_``) keep it replicated: the
-    ranks' contributions are summed.
+    the first sharded value that is written to such a tensor, or to a view of it, gives it its sizes, along the dims
+    that both have, and nothing is gathered. Sums over an index (``scatter_add_``, ``index_add_``) keep it replicated:
+    the ranks' contributions are summed.
 
     The mode holds for the calling thread. Random tensors have the values of one device if all ranks have the same
     seed, which they must have in any case. Tensors on other devices than the mesh's, those that require grad, what

@@ -1,7 +1,7 @@
 """Tensors whose layout is open until a sharded value is written to them, see ``implicit_replication``.
 
 [Note: open layouts] Such a tensor is replicated, and is marked as open. Where the first sharded value is written to it,
-it takes that value's cut before the write: each rank keeps its slice, nothing is sent, and the tensor is an ordinary
+it takes that value's sizes before the write: each rank keeps its slice, nothing is sent, and the tensor is an ordinary
 sharded one from then on. The value may be written to a view of it; what the view sees of the tensor is told by strides
 and offset of the local tensors, which are those of the whole one. All views that exist then are taken again, without
 communication: a rank may have views that on another one are gone already. One that would need some is lost, and reading
@@ -154,8 +154,8 @@ def _indexed_axis(
     call: AtenCall, first: ShardTensorSpec, others: Sequence[ShardTensorSpec], m: int
 ) -> tuple[int, tuple[int, ...]] | None:
     """Of a value that is written by index, and sharded along the index: the dim that is indexed, in proportion."""
-    cut = next((spec for spec in others if isinstance(spec.placements[m], Shard)), None)
-    if cut is None:
+    first_sharded = next((spec for spec in others if isinstance(spec.placements[m], Shard)), None)
+    if first_sharded is None:
         return None
     place = call.args[1]
     if isinstance(place, (list, tuple)):  # index_put
@@ -165,7 +165,7 @@ def _indexed_axis(
     else:
         return None
     dim = max(dims, key=lambda d: first.shape[d])
-    n, sizes = first.shape[dim], cut.sizes_along(m)
+    n, sizes = first.shape[dim], first_sharded.sizes_along(m)
     if n < first.mesh.size(m):
         return None
     return dim, map_boundaries(sizes, lambda b: b * n // max(1, sum(sizes)))
@@ -175,7 +175,7 @@ def _indexed_axis(
 
 
 def _seen_through(view: Any, root: Any, dim: int, sizes: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-    """The dim of an open tensor that is dim ``dim`` of its view, and the cut that has this cut of the view.
+    """The dim of an open tensor that is dim ``dim`` of its view, and its sizes where the view has these.
 
     None where the view's dim is none of the tensor's own.
     """
@@ -204,7 +204,7 @@ def _window(whole: TensorMeta, part: TensorMeta, offset: int, dim: int) -> tuple
 
 
 def _around(sizes: Sequence[int], start: int, step: int, n: int) -> tuple[int, ...]:
-    """The cut of a dim of length ``n`` whose entries ``start``, ``start + step``, ... are cut to ``sizes``.
+    """The sizes of a dim of length ``n`` whose entries ``start``, ``start + step``, ... are sharded in ``sizes``.
 
     Boundaries outside of these entries are where even shards have theirs, or as near to that as possible.
 

@@ -118,7 +118,7 @@ class ShardTensor(DTensor):
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
-        """The same tensor as a ShardTensor (shards as torch.chunk cuts them). Differentiable, no copy.
+        """The same tensor as a ShardTensor (shards as torch.chunk makes them). Differentiable, no copy.
 
         Its gradient comes back as contributions, ``Partial()``, on every mesh dim where it is Replicate, see
         [Note: contributions] in weight_gradients.py.
@@ -190,7 +190,7 @@ class ShardTensor(DTensor):
         Example::
 
             x = x.redistribute(shard_sizes="even")        # rebalance
-            x = x.redistribute(placements=(Shard(3),))    # cut another dim instead
+            x = x.redistribute(placements=(Shard(3),))    # shard another dim instead
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(f"redistribute to another mesh ({device_mesh}) is not possible; this is {self._spec}")
@@ -359,7 +359,7 @@ def _leaf(local: Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTen
 
 
 def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
-    """Set ``requires_grad``; the gradient of a leaf that requires it will have the leaf's own cut."""
+    """Set ``requires_grad``; the gradient of a leaf that requires it will have the leaf's own layout."""
     if tensor._open is not None:
         close(tensor)
     with DisableTorchFunction():

@@ -96,7 +96,7 @@ def _to_promote(a: Any) -> bool:
 
 
 def write_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A function with ``out=``: what it returns without, copied into ShardTensors, which keep their cuts."""
+    """A function with ``out=``: what it returns without, copied into ShardTensors, which keep their sizes."""
     out = kwargs["out"]
     outs = out if isinstance(out, (list, tuple)) else (out,)
     name, tensors = getattr(func, "__name__", str(func)), [a for a in (*args, *outs) if isinstance(a, Tensor)]
@@ -119,7 +119,7 @@ def write_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Inside ``allow_gather``: a refused function on whole tensors, its result cut like its first sharded operand."""
+    """Inside ``allow_gather``: a refused function on whole tensors, its result sharded as its first operand was."""
     flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
     operands = [a for a in flat if is_shard_tensor(a)]
     sharded = [a._spec for a in operands if not a._spec.is_replicate()]

@@ -3,7 +3,7 @@
 [Note: history] Backends pair what ranks send by its order alone. A rank that leaves out a step, or that catches an
 exception which the others did not get, goes on with numbers of another step, and nothing says so. Every process
 therefore counts what ShardTensors communicate in each group, and keeps a checksum over it: of kind, dtype, number of
-elements where it is equal on all ranks, and the operator with its result's shape and cut. None of it depends on the
+elements where it is equal on all ranks, and the operator with its result's shape and sizes. None of it depends on the
 rank. Count and checksum travel with what ranks compare or read anyway (``item()``, ``from_local``, ``scatter_tensor``,
 ``full_tensor``, ``synchronize``, ``verify``), and where they differ, all ranks know it, and gather what was last
 recorded, to show the first difference. That costs half a microsecond for each communication, and no message.

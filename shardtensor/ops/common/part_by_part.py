@@ -32,7 +32,7 @@ class Tour:
     """The way of an operand's shards along a mesh dim, and where their results belong.
 
     Attributes:
-        dim: of the travelling operand, the one that is cut.
+        dim: of the travelling operand, the one that is sharded.
         into: the dim of the result along which the parts' results stand side by side; None where they are summed.
         intervals: each rank's of ``dim``, and so of ``into``.
     """

@@ -136,13 +136,13 @@ def _step_by_step(
 ) -> Tensor:
     """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
     scatters = op._schema.name.startswith("aten::scatter")
-    cut = _seen_in_parts(x, [(index, dim if scatters else 0), (source, dim)])
-    if not cut or (reduce != "mean" and include_self):
+    sharded = _seen_in_parts(x, [(index, dim if scatters else 0), (source, dim)])
+    if not sharded or (reduce != "mean" and include_self):
         return DECLINED
     if not isinstance(x, DTensor):
         if is_inplace(op):
             return DECLINED  # which refuses it
-        x = replicated(x, spec_of(cut[0]))
+        x = replicated(x, spec_of(sharded[0]))
     add = torch.scatter_add if scatters else torch.index_add
     exact = x.dtype.is_floating_point or x.dtype.is_complex
     count = torch.zeros_like(x, dtype=x.dtype if exact else torch.int64)

@@ -33,7 +33,7 @@ _SAMPLE = 1 << 12
 
 
 class Columns:
-    """How a shard is cut into rows, and these into blocks, whose columns are added up.
+    """How a shard is divided into rows, and these into blocks, whose columns are added up.
 
     In what follows, numbers belong to channels, or to sets of as many consecutive ones: of all samples that have
     statistics of their own, one after the other.
@@ -135,7 +135,7 @@ def channels_are_last(x: Tensor) -> bool:
 
 def columns_of(geometry: Geometry, on_cpu: bool) -> Columns | None:
     """For a normalization over entire channels, or groups of them; None where shards that have them last are better
-    put in another order: they have many small samples, or their positions cannot be cut into columns of equal length.
+    put in another order: they have many small samples, or their positions do not make columns of equal length.
     """
     n, channels, *spatial = geometry.spec.own_shape
     samples, positions = (1, n * math.prod(spatial)) if 0 in geometry.dims else (n, math.prod(spatial))

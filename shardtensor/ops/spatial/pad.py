@@ -270,7 +270,7 @@ def plan_pad_sequence(
     dtype = call.returned(_nn.pad_sequence, sequences, batch_first, padding_value, padding_side).dtype
     lengths = [spec.shape[0] for spec in sequences]
     n, dim = max(lengths), 0 if batch_first else 1
-    # The first sharded tensor of a stack gives it its cut. That of a short sequence, padded, would be uneven.
+    # The first sharded tensor of a stack gives it its sizes. That of a short sequence, padded, would be uneven.
     first = max(range(len(lengths)), key=lambda i: (bool(sequences[i].sharded_dims()), lengths[i]))
     others = (0, 0) * (len(sequences[0].shape) - 1)
 
