@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["called_from", "raised_at"]
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _OPERATORS = os.path.join(_PACKAGE, "ops", "")
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), "<")
 
