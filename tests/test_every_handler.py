@@ -195,6 +195,7 @@ def more():
     for home in (torch, aten):
         yield home._native_batch_norm_legit_no_training, (images, None, None, *statistics, 0.1, 1e-5)
     yield torch._safe_softmax, (x, 1)
+    yield below(aten._safe_softmax.default), (x, 1)
     for function in (torch.nonzero_static, Tensor.nonzero_static):
         yield (lambda x, function=function: function(x, size=7)), (shifts,)
     yield below(aten.roll.default), (y.detach(), [7])
