@@ -220,7 +220,7 @@ def test_correctness_does_not_rest_on_patches(how):
 NATTEN_LATER = """
 import sys
 import shardtensor
-from shardtensor import patches
+from shardtensor.dispatch import patches
 assert "natten" not in sys.modules
 assert not [name for name in patches.installed() if name.startswith("natten")]
 import natten, torch
