@@ -15,7 +15,6 @@ other. So a graph of gradients is made in the program's thread, as on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -78,13 +77,10 @@ def _several(nodes: Nodes) -> tuple[Node, ...]:
     return (nodes,) if isinstance(nodes, (Tensor, GradientEdge)) else tuple(nodes)
 
 
-def _run(
-    roots: Sequence[Node], grads: Seeds, retain_graph: bool | None, create_graph: bool, *targets: Any, **options: Any
-) -> Any:
-    """Call the engine. See [Note: graphs of gradients]."""
-    retain_graph = create_graph if retain_graph is None else retain_graph
-    with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
-        return run_engine(roots, _seeds(roots, grads), retain_graph, create_graph, *targets, **options)
+def _run_in_this_thread(*args: Any, **options: Any) -> Any:
+    """Call the engine for a graph of gradients. See [Note: graphs of gradients]."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return run_engine(*args, **options)
 
 
 @register(torch.autograd.backward)
@@ -97,10 +93,10 @@ def _backward(
     inputs: Nodes | None = None,
 ) -> None:
     roots = _several(tensors)
-    _run(
+    (_run_in_this_thread if create_graph else run_engine)(
         roots,
-        grad_variables if grad_tensors is None else grad_tensors,
-        retain_graph,
+        _seeds(roots, grad_variables if grad_tensors is None else grad_tensors),
+        create_graph if retain_graph is None else retain_graph,
         create_graph,
         () if inputs is None else _several(inputs),
         allow_unreachable=True,
@@ -136,10 +132,10 @@ def _grad(
     roots, targets = _several(outputs), _several(inputs)
     if materialize_grads and allow_unused is None:
         allow_unused = True
-    grads: tuple[Tensor | None, ...] = _run(
+    grads: tuple[Tensor | None, ...] = (_run_in_this_thread if create_graph else run_engine)(
         roots,
-        grad_outputs,
-        retain_graph,
+        _seeds(roots, grad_outputs),
+        create_graph if retain_graph is None else retain_graph,
         create_graph,
         targets,
         allow_unreachable=bool(allow_unused),
