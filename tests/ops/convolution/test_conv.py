@@ -97,8 +97,19 @@ def grid(world):
     return cases
 
 
-@pytest.mark.parametrize("way", ["at once", "in two"])
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "way"),
+    [
+        (1, "at once"),
+        (2, "at once"),
+        (2, "in two"),
+        (3, "in two"),
+        pytest.param(1, "in two", marks=pytest.mark.slow),
+        pytest.param(3, "at once", marks=pytest.mark.slow),
+        pytest.param(4, "at once", marks=pytest.mark.slow),
+        pytest.param(4, "in two", marks=pytest.mark.slow),
+    ],
+)
 def test_grid_of_kernels_strides_paddings_dilations(world, way):
     cases = grid(world)
     assert len(cases) > 60

@@ -89,8 +89,17 @@ def compare(ranks, dtype):
 
 
 @pytest.mark.on_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        (2, torch.float32),
+        (2, torch.bfloat16),
+        (3, torch.float64),
+        pytest.param(2, torch.float64, marks=pytest.mark.slow),
+        pytest.param(3, torch.float32, marks=pytest.mark.slow),
+        pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_values_gradients_and_running_statistics(ranks, dtype):
     run_distributed(compare, ranks, ranks, dtype)
 
