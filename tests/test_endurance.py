@@ -10,6 +10,7 @@ from shardtensor.testing import run_distributed, shutdown_pools
 
 
 @pytest.mark.on_gloo("late communication keeps the last few thousand operations")
+@pytest.mark.slow
 def test_nothing_grows_once_every_layout_was_there():
     shutdown_pools()  # what compiled functions of other tests hold goes at any time: count in processes of its own
     for notes in run_distributed(train, 2, 200, 50, 40, timeout=300):

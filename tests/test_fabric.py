@@ -311,6 +311,7 @@ def run_example(ranks, *options):
     assert result.returncode == 0 and "PASS: largest" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_the_example_passes_its_check():
     run_example(4, "--steps", "4")
 

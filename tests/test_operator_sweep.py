@@ -243,7 +243,10 @@ SUMMING = """
 """
 
 
-@pytest.mark.parametrize("dtype, data, ranks", [("bfloat16", "cancelling", 2), ("float16", "offset", 3)])
+@pytest.mark.parametrize(
+    "dtype, data, ranks",
+    [("bfloat16", "cancelling", 2), pytest.param("float16", "offset", 3, marks=pytest.mark.slow)],
+)
 def test_half_precision_is_as_exact_as_on_one_device(dtype, data, ranks, device_of_ranks):
     """Sums over ranks of numbers that cancel; with gradients."""
     known = set(operator_names())  # torch 2.11 has no samples of native_group_norm

@@ -158,7 +158,7 @@ def meshes_2x2():
                     yield shape, arguments, (2, 2), dims, {m: cut[d] for m, d in enumerate(dims) if d is not None}
 
 
-@pytest.mark.parametrize("way", ["at once", "in two"])
+@pytest.mark.parametrize("way", ["at once", pytest.param("in two", marks=pytest.mark.slow)])
 def test_both_spatial_dims_on_a_2x2_mesh_with_corners(way):
     cases = list(meshes_2x2())
     assert len(cases) > 80

@@ -102,7 +102,9 @@ def check_elementwise(mesh_shape, dims, sizes):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+@pytest.mark.parametrize(
+    ("mesh_shape", "dims", "sizes"), [*CUTS[:7], *(pytest.param(*c, marks=pytest.mark.slow) for c in CUTS[7:])]
+)
 def test_elementwise_losses(mesh_shape, dims, sizes):
     run_distributed(check_elementwise, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, dims, sizes)
 

@@ -81,7 +81,9 @@ def check(mesh_shape):
     check_cases(cases(), mesh_shape)
 
 
-@pytest.mark.parametrize("mesh_shape", [1, 2, 3, (2, 2), pytest.param(4, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "mesh_shape", [1, 2, (2, 2), *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))], ids=str
+)
 def test_resampling_matches_one_device(mesh_shape):
     run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
 
