@@ -11,7 +11,7 @@ from .drive import Report
 from .worker import Case
 
 BEGIN = "<!-- The rest is written by `python -m operator_sweep --write`. -->"
-# Operators that need a whole matrix, so that a single one that is cut is refused: factorizations, inverses, solvers.
+# Operators that need all of a matrix, so that a single sharded one is refused: factorizations, inverses, solvers.
 FACTORIZATION = re.compile(
     r"linalg\.(?!cross|diagonal|matrix_power|multi_dot|norm|tensor|vander|vecdot|vector_norm)|cholesky|cond|geqrf|"
     r"householder|inverse|ldl|logdet|lu|matrix_exp|ormqr|pca_lowrank|pinverse|qr|slogdet|svd|triangular_solve"
@@ -30,8 +30,8 @@ def render(reports: Sequence[tuple[str, Report]]) -> str:
     lines = [
         "## Every operator of torch, counted",
         "",
-        "torch lists its operators with sample inputs. Every sample is cut along every dim in turn, unevenly and once",
-        "with an empty shard, the other operands plain, replicated or cut alike; results and gradients are compared",
+        "torch lists its operators with sample inputs. Every sample is sharded along every dim in turn, unevenly and once",
+        "with an empty shard, the other operands plain, replicated or sharded alike; results and gradients are compared",
         "with those of one device.",
         "",
         "| sweep | cases | right | refused | wrong, hanging, or another error | right, without random operators | "
@@ -55,7 +55,7 @@ def render(reports: Sequence[tuple[str, Report]]) -> str:
     lines += ["", f"### Right in every case ({len(right) - len(random)} operators)", ""]
     lines += [_names(name for name in right if name not in random)]
     lines += ["", f"### Random: layout, shape and dtype right in every case ({len(random)})", "", _names(random)]
-    lines += ["", f"### Right or refused, depending on what is cut ({len(partly)})", ""]
+    lines += ["", f"### Right or refused, depending on what is sharded ({len(partly)})", ""]
     lines += ["| operator | right | refused, because |", "|---|---|---|"]
     lines += [f"| `{name}` | {_share(cases[name])} | {_reasons(cases[name])} |" for name in partly]
     lines += ["", f"### Refused in every case ({len(refused)})", "", "| reason | operators |", "|---|---|"]
