@@ -295,7 +295,7 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The result for the local queries, and what :func:`backward` needs besides them and the mask.
 
-    That is keys, values, the result, and the ``finite(lse)``.
+    That is keys, values, the result (as fused kernels keep it, in the dtype of ``q``), and the ``finite(lse)``.
     """
     with _no_autocast(q.device.type):
         k, v = work.fetched(k, v)
@@ -308,8 +308,9 @@ def forward(
         else:
             out, lse = _by_blocks(work, kernel, wide, k, v, mask)
             lse = finite(lse)
-        out = cast(out, q.dtype)
-        return out, (k, v, out, lse)
+        rounded = cast(out, q.dtype)
+        # Of fewer dims one device's kernel is never a fused one: its gradient is computed from a result in float32.
+        return rounded, (k, v, out if len(work.query.shape) < _DIMS else rounded, lse)
 
 
 def _by_blocks(

@@ -376,6 +376,29 @@ def test_batches_are_computed_by_the_kernel_of_one_device(shape):
     run_distributed(check_kernel_of_one_device, 2, shape)
 
 
+def check_fewer_dims(sizes, dim):
+    """Keys that are nearly equal, whose gradients cancel: torch's kernel for fewer than four dims keeps float32."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 7, 8) for _ in range(3))
+    q, k, v = (t.bfloat16() for t in (q, k / 128 + 1, v))
+
+    def gradients(cast):
+        inputs = [cast(t.detach()).requires_grad_() for t in (q, k, v)]
+        found = torch.autograd.grad(sdpa(*inputs, is_causal=True).square().sum(), inputs)
+        return [t.full_tensor() if isinstance(t, ShardTensor) else t for t in found]
+
+    exact, one = gradients(lambda t: t.double()), gradients(lambda t: t.clone())
+    ours = gradients(lambda t: shard(t, shared_mesh(2), [Shard(dim)], {0: sizes}))
+    for a, b, c in zip(exact, one, ours, strict=True):
+        assert (c - a).abs().max() <= 2 * (b - a).abs().max()
+
+
+@pytest.mark.parametrize("sizes, dim", [((4, 0), 0), ((7, 0), 1), ((5, 2), 1)])
+def test_half_precision_of_fewer_than_four_dims(sizes, dim):
+    """Also where some rank's shard is empty, so that no rank calls torch's kernel."""
+    run_distributed(check_fewer_dims, 2, sizes, dim)
+
+
 def check_without_flash(method) -> None:
     """With explicit scores, or torch's own after a fetch; also where a rank has no queries or no keys."""
     torch.manual_seed(0)
