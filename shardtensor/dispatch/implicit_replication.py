@@ -22,6 +22,7 @@ from ..context import Setting
 from ..layout.placements import given_mesh
 from ..ranks.first_use import note_operand
 from .open_layouts import leave_open
+from .planning import flat
 from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
 
@@ -113,7 +114,7 @@ class _Mode(TorchFunctionMode):
         internal = caller.partition(".")[0] in _PACKAGES
         if type(result) is ShardTensor:
             if not internal or caller.startswith(_COMPUTES):
-                _leave_open(result, (*args, *kwargs.values()))
+                _leave_open(result, args, kwargs)
         elif not internal and self._makes(func, args, kwargs) and self._may_be_replicated(result):
             if func in _RANDOM:  # its seed may be another on each rank
                 note_operand(func.__name__, result, self.mesh)
@@ -140,22 +141,21 @@ modes: list[_Mode] = []  # those that are entered, in whatever thread
 def note_result(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Leave open what a patched function returns, which goes past all modes, if this thread is inside of one."""
     if type(result) is ShardTensor and _inside.value:
-        _leave_open(result, (*args, *kwargs.values()))
+        _leave_open(result, args, kwargs)
 
 
-def _leave_open(result: ShardTensor, arguments: Sequence[Any]) -> None:
-    if result._spec.is_replicate() and result._open is None and not _is_old(result, arguments):
+def _leave_open(result: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if result._spec.is_replicate() and result._open is None and not _is_old(result, args, kwargs):
         leave_open(result)
 
 
-def _is_old(result: ShardTensor, arguments: Sequence[Any]) -> bool:
+def _is_old(result: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a result may be one of the arguments, or a view of it."""
     if tracing() or result._viewed is not None:
         return True
-    flat = [a for item in arguments for a in (item if type(item) in (list, tuple) else (item,))]
     locals_ = [
         a._local_tensor if type(a) is ShardTensor else a
-        for a in flat
+        for a in flat(args, kwargs)
         if isinstance(a, Tensor) and a.layout is torch.strided
     ]
     return any(same_memory(result._local_tensor, local) for local in locals_)

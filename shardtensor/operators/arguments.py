@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._compat import TensorMeta, untraced
-from ..dispatch.planning import meta_of, spec_of
+from ..dispatch.planning import converted, meta_of, spec_of, without_data
 from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
@@ -81,11 +81,12 @@ class Arguments:
             meta = a.tensor_meta if isinstance(a, ShardTensorSpec) else a
             if isinstance(meta, TensorMeta):
                 dtype = torch.float32 if casts and meta.dtype.is_floating_point else meta.dtype
-                return torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device="meta")
-            return type(a)(map(described, a)) if type(a) in (list, tuple) else a
+                return without_data(meta._replace(dtype=dtype))
+            return a
 
         with torch.no_grad(), untraced():
-            return function(*map(described, args), **{name: described(a) for name, a in kwargs.items()})
+            args, kwargs = converted(described, args, kwargs)
+            return function(*args, **kwargs)
 
     def autocast(self) -> torch.dtype | None:
         """The dtype to which autocast casts the operands of matrix products; None where it is off."""

@@ -9,14 +9,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._compat import OpOverload, OpOverloadPacket
+from ..dispatch.planning import converted
 
-__all__ = ["Declaration", "argument_names", "declaration", "numbers_for", "place_of", "placed", "places_in"]
+__all__ = ["Declaration", "argument_names", "declaration", "place_of", "placed", "places_in"]
 
 # Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
 # which is None here, see ShardTensor.__torch_function__.
@@ -35,15 +37,10 @@ class Place:
     index: int
 
 
-def placed(values: Sequence[Any], places: Iterator[int]) -> list[Any]:
-    """The values with places for tensors, in the order in which look_up collects these."""
-
-    def with_places(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return Place(next(places))
-        return type(value)(map(with_places, value)) if type(value) in (list, tuple) else value
-
-    return [with_places(value) for value in values]
+def placed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with places for tensors, in the order in which look_up collects these."""
+    places = count()
+    return converted(lambda value: Place(next(places)) if isinstance(value, Tensor) else value, args, kwargs)
 
 
 def place_of(value: Any) -> Any:
@@ -62,17 +59,6 @@ def places_in(value: Any) -> Iterator[int]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from places_in(item)
-
-
-def numbers_for(values: Sequence[Any], numbers: Mapping[int, Any], places: Iterator[int]) -> list[Any]:
-    """The values with numbers for those tensors that have one by their place, in the order of :func:`placed`."""
-
-    def with_numbers(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return numbers.get(next(places), value)
-        return type(value)(map(with_numbers, value)) if type(value) in (list, tuple) else value
-
-    return [with_numbers(value) for value in values]
 
 
 # -- arguments, by their name ------------------------------------------------------------------------------------------

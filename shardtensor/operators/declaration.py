@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
-from ..dispatch.planning import disowned, keep_plan, look_up, meta_of, spec_of
+from ..dispatch.planning import converted, disowned, keep_plan, look_up, meta_of, spec_of
 from ..dispatch.registry import declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to
 from ..errors import UnsupportedSharding, refuse
@@ -31,7 +31,7 @@ from ..layout.placements import wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
 from .arguments import Arguments, Operand, common_mesh, prepared_spec
-from .binding import Declaration, declaration, numbers_for, place_of, placed, places_in
+from .binding import Declaration, declaration, place_of, placed, places_in
 from .plan import Composed, LocalPlan, Plan, picked
 from .weight_gradients import GradientSum, contributing
 
@@ -62,11 +62,14 @@ class Operator:
                 raise
             return result
         if plan is None:
-            given = self._bind(args, kwargs)
+            # Tensors are bound by their place among the call's tensors: the next call may have others there.
+            given = self._declared.bind(self.name, self._arguments, *placed(args, kwargs))
             if numbers := self._numbers(given, tensors):
-                places = iter(range(len(tensors)))
-                positional = numbers_for(args, numbers, places)
-                return self(*positional, **dict(zip(kwargs, numbers_for(list(kwargs.values()), numbers, places))))
+                places = count()
+                args, kwargs = converted(
+                    lambda a: numbers.get(next(places), a) if isinstance(a, Tensor) else a, args, kwargs
+                )
+                return self(*args, **kwargs)
             plan = self._make(given, tensors)
             keep_plan(key, plan)
         return NotImplemented if plan is NotImplemented else plan(tensors)
@@ -89,13 +92,6 @@ class Operator:
             return NotImplemented
         bound = self._declared.bind(self.name, self._arguments, args, kwargs)
         return self._declared.sparse(self.name, *bound.args, **bound.kwargs)
-
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-        # Tensors are bound by their place among the call's tensors: the next call may have others there.
-        places = count()
-        positional = placed(args, places)  # the first ones, as in the key
-        by_keyword = dict(zip(kwargs, placed(list(kwargs.values()), places)))
-        return self._declared.bind(self.name, self._arguments, positional, by_keyword)
 
     def _make(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> Any:
         declared = self._declared
