@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -124,23 +125,22 @@ class Operator:
             plan.outputs = disowned(plan.outputs)
         plan.label = _label(self.name, getattr(plan, "outputs", None))
         placements = self._sum_gradients(plan, call, named) if declared.parameters else None
-        steps: list[Callable[[Any], Any] | None] = []
-        for name in declared.names:
+        steps: list[tuple[int, Callable[[Any], Any]]] = []
+        for i, name in enumerate(declared.names):
             if isinstance(plan, Composed) and name in declared.parameters:
-                steps.append(None)
                 continue
-            to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(named.get(name)))
-            if isinstance(named.get(name), DTensor) and to_plain:
-                if placements is not None and _keeps_contributions(plan, named[name], call.steps.get(name), placements):
-                    plan.contributed = {**plan.contributed, declared.names.index(name): placements}
-                    steps.append(ShardTensor.from_dtensor)
-                    continue
-                steps.append(_chain(_to_local(placements), call.steps.get(name)))
-                continue
-            target = call.tensors.get(name)
-            moves = target is not None and not prepared_spec(named[name], call.mesh, True).lies_like(target)
-            steps.append(_chain(call.steps.get(name), _redistribution(target) if moves else None))
-        plan.steps = tuple(steps) if any(step is not None for step in steps) else None
+            value, target, wanted = named.get(name), call.tensors.get(name), call.steps.get(name, [])
+            to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(value))
+            if isinstance(value, DTensor) and to_plain:
+                if placements is not None and not wanted and _keeps_contributions(plan, value, placements):
+                    plan.contributed = {**plan.contributed, i: placements}
+                    wanted = [ShardTensor.from_dtensor]
+                else:
+                    wanted = [partial(_to_local, placements), *wanted]
+            elif target is not None and not prepared_spec(value, call.mesh, True).lies_like(target):
+                wanted = [*wanted, partial(redistribute_to, target=target)]
+            steps += [(i, step) for step in wanted]
+        plan.steps = tuple(steps)
         plan.sums = plan.total is not None or plan.deferred is not None or bool(plan.contributed)
 
     def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
@@ -272,27 +272,12 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
     return spec.tensor_meta
 
 
-def _keeps_contributions(plan: Plan, parameter: Tensor, step: Any, placements: Sequence[Placement]) -> bool:
+def _keeps_contributions(plan: Plan, parameter: Tensor, placements: Sequence[Placement]) -> bool:
     """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank."""
     contributes = any(p.is_partial() for p in placements) and wide_dtype(parameter.dtype) != parameter.dtype
-    return contributes and step is None and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
+    return contributes and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
 
 
-def _to_local(placements: Any) -> Callable[[Any], Any]:
-    def convert(parameter: Any) -> Any:
-        t = ShardTensor.from_dtensor(parameter)
-        return redistribute_to(t, t._spec.for_gradient()).to_local(grad_placements=placements)
-
-    return convert
-
-
-def _redistribution(target: Any) -> Callable[[Any], Any]:
-    return lambda t: redistribute_to(t, target)
-
-
-def _chain(*steps: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    some = [step for step in steps if step is not None]
-    if len(some) < 2:
-        return some[0] if some else None
-    first, second = some
-    return lambda t: second(first(t))
+def _to_local(placements: Any, parameter: Any) -> Tensor:
+    t = ShardTensor.from_dtensor(parameter)
+    return redistribute_to(t, t._spec.for_gradient()).to_local(grad_placements=placements)

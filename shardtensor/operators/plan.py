@@ -42,7 +42,7 @@ class Plan:
         label: the name and what tells this plan from others of the operator, the same on all ranks: see history.py.
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
         plain: the plain ones among the call's tensors; None if there are none to look at.
-        steps: what is done with each tensor before the run: promotion, casts, redistribution.
+        steps: what is done with tensors before the run, each by its place: promotion, casts, redistribution.
         then: the layout that the result is redistributed to.
         twice: whether autograd can differentiate :meth:`again`, for second derivatives.
         linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
@@ -66,7 +66,7 @@ class Plan:
     device: str = "cpu"
     order: tuple[Any, ...] | None = None
     plain: PlainOperands | None = None
-    steps: tuple[Callable[[Any], Any] | None, ...] | None = None
+    steps: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
     then: ShardTensorSpec | None = None
 
     def forward(self, *tensors: Any) -> tuple[Any, Sequence[Tensor | None]]:
@@ -114,8 +114,10 @@ class Plan:
         try:
             if self.order is not None:
                 tensors = [picked(tensors, place) for place in self.order]
-            if self.steps is not None:
-                tensors = [t if step is None else step(t) for step, t in zip(self.steps, tensors, strict=True)]
+            if self.steps:
+                tensors = list(tensors)
+                for i, step in self.steps:
+                    tensors[i] = step(tensors[i])
             result = self.run(tensors)
             return result if self.then is None else redistribute_to(result, self.then)
         except Exception as error:

@@ -170,7 +170,7 @@ def plan_neighborhood_attention(
     call.tensors.update(zip(("query", "key", "value"), targets, strict=True))
     if extra:
         # Instead of the usual preparation, which would make ShardTensors of both halves.
-        call.steps["additional"] = partial(_local_additional, call.mesh, axes, layout)
+        call.steps["additional"] = [partial(_local_additional, call.mesh, axes, layout)]
     scale = scale or query.shape[-1] ** -0.5
     arguments = None
     if kernel is not None:
