@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 from .._compat import AutogradFunction, TensorMeta, alias, same_memory, without_zero_tensor
 from ..communication.redistribute import redistribute_local
 from ..layout.spec import ShardTensorSpec
 from .copies import check_current
-from .planning import has_owner, meta_of, spec_of
+from .planning import has_owner, meta_of, replicated_spec, spec_of
 from .wrapping import is_shard_tensor, wrap
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
     if tensor.device.type != mesh.device_type:
         raise ValueError(f"a plain tensor on {tensor.device} meets a ShardTensor on a mesh of {mesh.device_type}")
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    spec = ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta, (None,) * mesh.ndim)
-    made: ShardTensor = _FromLocal.apply(without_zero_tensor(tensor), spec, None)
+    made: ShardTensor = _FromLocal.apply(without_zero_tensor(tensor), replicated_spec(mesh, meta), None)
     return made
 
 

@@ -25,27 +25,24 @@ from .open_layouts import leave_open
 from .planning import flat
 from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
+from .torch_functions import ENGINE
 
 __all__ = ["implicit_replication", "modes", "note_result"]
 
-_FACTORIES = frozenset(
-    {
-        *(torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.arange, torch.linspace, torch.logspace),
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.tril_indices),
-        *(torch.triu_indices, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
-        *(torch.randn_like, torch.randint_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
-    }
-)
 _RANDOM = frozenset(
     {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),
         *(torch.rand_like, torch.randn_like, torch.randint_like),
     }
 )
+_FACTORIES = _RANDOM | {
+    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.arange, torch.linspace, torch.logspace),
+    *(torch.tril_indices, torch.triu_indices, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
+}
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
 _NUMBERS = (bool, int, float, complex, list, tuple)
 
-_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _PACKAGES = ("torch", __name__.partition(".")[0])
 # torch's Python code through which a network computes: layers, functions, operators of tensors.
 _COMPUTES = ("torch.nn.modules.", "torch.nn.functional", "torch.functional", "torch.overrides", "torch._tensor")
@@ -106,7 +103,7 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ENGINE and ShardTensor in types:
+        if func in ENGINE and ShardTensor in types:
             with self:  # for what is recomputed
                 return FUNCTIONS[func](*args, **kwargs)
         result = func(*args, **kwargs)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .._compat import (
@@ -64,6 +65,7 @@ __all__ = [
     "on_meta",
     "operands",
     "planned_by",
+    "replicated_spec",
     "returning",
     "returns_view",
     "spec_of",
@@ -316,6 +318,11 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
     return ShardTensorSpec.make(spec.mesh, spec.placements, meta.shape, meta.dtype, stride=meta.stride)
 
 
+def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> ShardTensorSpec:
+    """The spec of a tensor of which every rank has all."""
+    return ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta, (None,) * mesh.ndim)
+
+
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Shape, stride and dtype of a tensor, as specs carry them."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
@@ -350,14 +357,14 @@ def _traits(func: OpOverload) -> tuple[bool, bool]:
     return bool(inplace), any(alias is not None and not alias.is_write for alias in returned)
 
 
-def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors among the arguments, also in lists, by their path."""
+def operands(args: Sequence[Any], kwargs: dict[str, Any], kinds: Any) -> Iterator[tuple[Path, Any]]:
+    """What is of these kinds among the arguments, also in lists, by its path."""
     for name, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, Tensor):
+        if isinstance(value, kinds):
             yield (name,), value
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
-                if isinstance(item, Tensor):
+                if isinstance(item, kinds):
                     yield (name, i), item
 
 
@@ -379,7 +386,7 @@ def converted(
 
 def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:
     """The specs of the DTensors among the arguments, by their path."""
-    return ((path, spec_of(t)) for path, t in operands(args, kwargs) if isinstance(t, DTensor))
+    return ((path, spec_of(t)) for path, t in operands(args, kwargs, DTensor))
 
 
 def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,10 +24,10 @@ from .wrapping import is_shard_tensor
 if TYPE_CHECKING:
     from .tensor import ShardTensor
 
-__all__ = ["call_registered", "promote_operands", "write_out"]
+__all__ = ["ENGINE", "call_registered", "promote_operands", "write_out"]
 
 # What runs a graph cannot run it on other tensors instead.
-_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
 
 def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -40,7 +40,7 @@ def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     try:
         return handler(*args, **kwargs)
     except UnsupportedSharding:
-        if not gather_allowed() or func in _ENGINE:
+        if not gather_allowed() or func in ENGINE:
             raise
         return _gather_and_call(func, args, kwargs)
 

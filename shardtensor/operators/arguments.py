@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from .._compat import TensorMeta, untraced
-from ..dispatch.planning import converted, meta_of, spec_of, without_data
+from ..dispatch.planning import converted, meta_of, replicated_spec, spec_of, without_data
 from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
@@ -170,7 +170,7 @@ def prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
         return None
     if isinstance(t, DTensor):
         return spec_of(t) if partial else spec_of(t).for_gradient()
-    return ShardTensorSpec.of(mesh, (Replicate(),) * mesh.ndim, meta_of(t), (None,) * mesh.ndim)
+    return replicated_spec(mesh, meta_of(t))
 
 
 def _prepared(t: Any, mesh: DeviceMesh, partial: bool) -> Any:

@@ -73,6 +73,7 @@ class Declaration:
         tensors, parameters, partial, sharded: names of its arguments.
         sparse: what is called where one of them is sparse, if anything.
         signature: of the operator, as ``build`` has it after the call.
+        names: all tensors, in the order of the declaration.
     """
 
     build: Callable[..., Any]
@@ -82,11 +83,7 @@ class Declaration:
     sharded: tuple[str, ...]
     sparse: Callable[..., Any] | None
     signature: inspect.Signature
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All tensors, in the order of the declaration."""
-        return tuple(name for name in self.signature.parameters if name in (*self.tensors, *self.parameters))
+    names: tuple[str, ...]
 
     def called(self, name: str) -> str:
         """What the declaration calls an argument: the first one is often ``self`` for methods and operators."""
@@ -154,10 +151,8 @@ def declaration(
     """What :func:`shardtensor.operator` was given, its names split. The function's first argument is the call."""
     signature = inspect.signature(build)
     own = signature.replace(parameters=list(signature.parameters.values())[1:])
-    tensor_names, parameter_names, partial_names, sharded_names = (
-        tuple(names.split()) for names in (tensors, parameters, partial, sharded)
-    )
-    return Declaration(build, tensor_names, parameter_names, partial_names, sharded_names, sparse, own)
+    groups = [tuple(names.split()) for names in (tensors, parameters, partial, sharded)]
+    return Declaration(build, *groups, sparse, own, tuple(n for n in own.parameters if n in (*groups[0], *groups[1])))
 
 
 def argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:
