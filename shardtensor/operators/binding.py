@@ -151,8 +151,11 @@ def declaration(
     """What :func:`shardtensor.operator` was given, its names split. The function's first argument is the call."""
     signature = inspect.signature(build)
     own = signature.replace(parameters=list(signature.parameters.values())[1:])
-    groups = [tuple(names.split()) for names in (tensors, parameters, partial, sharded)]
-    return Declaration(build, *groups, sparse, own, tuple(n for n in own.parameters if n in (*groups[0], *groups[1])))
+    tensor_names, parameter_names, partial_names, sharded_names = (
+        tuple(names.split()) for names in (tensors, parameters, partial, sharded)
+    )
+    names = tuple(name for name in own.parameters if name in (*tensor_names, *parameter_names))
+    return Declaration(build, tensor_names, parameter_names, partial_names, sharded_names, sparse, own, names)
 
 
 def argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:
