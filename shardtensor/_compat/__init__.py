@@ -51,6 +51,8 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 STOPS_RECOMPUTATION = _StopRecomputationError
 # Whether autocast is on for any device.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
+# Whether there are modes of torch functions, which see calls.
+function_modes_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -80,6 +82,7 @@ __all__ = [
     "decomposes",
     "flattened",
     "flex_attention_checks_operands",
+    "function_modes_enabled",
     "forget_fully_sharded",
     "gradient_seeds",
     "goes_into_graph",

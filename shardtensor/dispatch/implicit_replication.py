@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from .._compat import is_traced, not_in_graphs, same_memory, tracing
-from ..context import Setting
 from ..layout.placements import given_mesh
 from ..ranks.first_use import note_operand
 from .open_layouts import leave_open
@@ -27,7 +26,7 @@ from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
 from .torch_functions import ENGINE
 
-__all__ = ["implicit_replication", "modes", "note_result"]
+__all__ = ["implicit_replication"]
 
 _RANDOM = frozenset(
     {
@@ -86,18 +85,6 @@ class _Mode(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
-        self._before: list[Any] = []
-
-    def __enter__(self) -> _Mode:
-        modes.append(self)
-        self._before.append(_inside.set(True))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        modes.remove(self)
-        _inside.restore(self._before.pop())
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -129,16 +116,6 @@ class _Mode(TorchFunctionMode):
         if not (type(t) is Tensor or is_traced(t)) or t.requires_grad or t.layout is not torch.strided or tracing():
             return False
         return bool(t.device.type == self.mesh.device_type)
-
-
-_inside = Setting(False, decides=False)
-modes: list[_Mode] = []  # those that are entered, in whatever thread
-
-
-def note_result(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Leave open what a patched function returns, which goes past all modes, if this thread is inside of one."""
-    if type(result) is ShardTensor and _inside.value:
-        _leave_open(result, args, kwargs)
 
 
 def _leave_open(result: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
