@@ -189,18 +189,21 @@ class _Run(AutogradFunction):
         """``given`` are the operator's tensors without the node that sums parameters' gradients, and saved are these:
         what depends on saved tensors has gradients of its own, which are in no bucket.
         """
-        result, kept = plan.forward(*_held(tensors))
+        held, specs = [], []
+        for t in tensors:
+            is_sharded = type(t) is ShardTensor
+            held.append(t._local_tensor if is_sharded else t)
+            specs.append(t._spec if is_sharded else None)
+        result, kept = plan.forward(*held)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.contribution = plan, contribution
+        ctx.plan, ctx.contribution, ctx.specs = plan, contribution, specs
         ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
-        ctx.specs, others = [], []
-        for i, t in enumerate(tensors):
-            ctx.specs.append(t._spec if type(t) is ShardTensor else None)
-            others.append(None if plan.linear or i in plan.saves else given[i])
         for i, placements in plan.contributed.items():
-            ctx.specs[i] = tensors[i]._spec.replace(placements=placements)
+            specs[i] = tensors[i]._spec.replace(placements=placements)
         if plan.twice:
-            ctx.others = others
+            ctx.others = [None] * len(given) if plan.linear else list(given)
+            for i in plan.saves:
+                ctx.others[i] = None
             device = plan.device
             ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         return plan.wrapped(result)

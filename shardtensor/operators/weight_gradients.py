@@ -73,34 +73,21 @@ class GradientSum:
 
     def complete(self, tensors: Sequence[Any]) -> list[Any]:
         """The operator's tensors with the sum arranged on their gradients' way back."""
-        return _through(self._parameters(tensors), tensors, _summing(self.mesh, self.mesh_dims))
+        return _through(self.needed, tensors, _summing(self.mesh, self.mesh_dims))
 
-    def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution | None]:
+    def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution]:
         """The same, but the sum is made in a bucket: see [Note: buckets].
 
-        Also returned is what takes those gradients as soon as they are known; None if there will be none.
+        Also returned is what takes those gradients as soon as they are known.
         """
-        chosen = self._parameters(tensors)
-        if not chosen:
-            return list(tensors), None
         contribution = Contribution(self.mesh, self.mesh_dims)
         # One of the last in a backward pass, it gives the sums.
-        return _through(chosen, tensors, contribution.sums, last=True), contribution
+        return _through(self.needed, tensors, contribution.sums, last=True), contribution
 
     def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
         """The same for what autograd differentiates, by a node that takes the gradients."""
         result, contribution = self.defer(tensors)
-        if contribution is None:
-            return result
-        return _through(self._parameters(tensors), result, contribution.add_copies)
-
-    def _parameters(self, tensors: Sequence[Any]) -> list[int]:
-        """Which of the operator's tensors get gradients that are sums."""
-        chosen = []
-        for i, t in enumerate(tensors):
-            if self.needed[i] and t is not None and t.requires_grad:
-                chosen.append(i)
-        return chosen
+        return _through(self.needed, result, contribution.add_copies)
 
     def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.
@@ -126,9 +113,12 @@ class GradientSum:
 Back = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def _through(chosen: Sequence[int], tensors: Sequence[Any], back: Back, *, last: bool = False) -> list[Any]:
-    """The tensors, of which those that are ``chosen`` have gone through a node of the graph."""
-    result = list(tensors)
+def _through(needed: Sequence[bool], tensors: Sequence[Any], back: Back, *, last: bool = False) -> list[Any]:
+    """The tensors, of which those that are ``needed`` and get gradients have gone through a node of the graph."""
+    result, chosen = list(tensors), []
+    for i, t in enumerate(tensors):
+        if needed[i] and t is not None and t.requires_grad:
+            chosen.append(i)
     if chosen:
         for i, t in zip(chosen, _Node.apply(back, last, *map(tensors.__getitem__, chosen)), strict=True):
             result[i] = t
@@ -224,7 +214,7 @@ class _Total(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
-            (grad,) = _through([0], [grad], _summing(ctx.mesh, ctx.mesh_dims))
+            (grad,) = _through([True], [grad], _summing(ctx.mesh, ctx.mesh_dims))
         return None, None, grad, None
 
 
