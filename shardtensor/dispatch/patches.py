@@ -18,7 +18,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -147,7 +147,7 @@ def install() -> None:
             _apply(patch)
         elif patch not in _hooked:
             _hooked.add(patch)
-            wrapt.register_post_import_hook(_on_import(patch), patch.module)
+            wrapt.register_post_import_hook(partial(_on_import, patch), patch.module)
 
 
 def uninstall() -> None:
@@ -182,9 +182,6 @@ def _apply(patch: Patch) -> None:
     setattr(owner, name, patched)
 
 
-def _on_import(patch: Patch) -> Callable[[ModuleType], None]:
-    def hook(module: ModuleType) -> None:
-        if _active:
-            _apply(patch)
-
-    return hook
+def _on_import(patch: Patch, module: ModuleType) -> None:
+    if _active:
+        _apply(patch)

@@ -122,8 +122,6 @@ class Declaration:
             name: of the operator, for errors.
             own_names: what :meth:`arguments_of` returned for its spelling.
         """
-        if "out" in kwargs and kwargs["out"] is None:  # what is written out does not come here
-            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
         if own_names is None:
             bound = self.signature.bind(*args, **{key: v for key, v in kwargs.items() if key not in _OF_KERNELS})
         else:
