@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -51,6 +52,8 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 STOPS_RECOMPUTATION = _StopRecomputationError
 # Whether autocast is on for any device.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
+# Whether there are modes of torch functions, which see calls.
+function_modes_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -80,6 +83,7 @@ __all__ = [
     "decomposes",
     "flattened",
     "flex_attention_checks_operands",
+    "function_modes_enabled",
     "forget_fully_sharded",
     "gradient_seeds",
     "goes_into_graph",
@@ -164,12 +168,9 @@ class AutogradFunction(torch.autograd.Function):
         def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def run_last(ctx: Any) -> None:
-    """Called in the forward of an autograd function: the engine runs its backward when nothing else is ready.
-
-    Of nodes that are ready it takes the one with the greatest number; they are numbered in the order of their creation.
-    """
-    ctx._set_sequence_nr(0)
+# Called in the forward of an autograd function, with its context: the engine runs its backward when nothing else is
+# ready. Of nodes that are it takes the one with the greatest number; they are numbered in the order of their creation.
+run_last: Callable[[Any], None] = methodcaller("_set_sequence_nr", 0)
 
 
 # The number of the backward pass that runs in this thread; below 0 where there is none.

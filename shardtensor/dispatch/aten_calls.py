@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .._compat import OpOverload, kernel, tree_map
 from ..communication.redistribute import redistribute_local
@@ -27,7 +28,6 @@ from .open_layouts import decide, is_open, note_open_views
 from .planning import (
     AtenCall,
     AtenPlan,
-    Path,
     as_specs,
     describe,
     disowns,
@@ -37,8 +37,6 @@ from .planning import (
     look_up,
     meta_of,
     on_meta,
-    operand_at,
-    operands,
     planned_by,
     returning,
     returns_view,
@@ -75,23 +73,26 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
             return result
     if args and is_open(args[0]) and is_inplace(func):
         decide(func, args, kwargs)
-    key, plan, _, local_args = look_up(func, args, kwargs)
+    key, plan, tensors, local_args = look_up(func, args, kwargs)
     local_kwargs = {}
     if kwargs:
         local_args, local_kwargs = local_args[: len(args)], dict(zip(kwargs, local_args[len(args) :], strict=True))
     if plan is None:
-        made = _planned(func, args, kwargs, key)
+        made = _planned(func, args, kwargs, key, tensors)
         if isinstance(made, _Done):
             return made.value
         plan = made
-    if plan.plain is not None:
-        _note_plain(plan, args, kwargs)
+    if plan.plain is not None and plan.plain.note(tensors):
+        plan.plain = None
     if plan.returns_self:
         check_written(func, args[0])
     if not moves and plan.moves:
         raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
     for path, source, target in plan.inputs:
-        _replace(local_args, local_kwargs, path, source, target)
+        holder: Any = local_kwargs if isinstance(path[0], str) else local_args
+        for step in path[:-1]:
+            holder = holder[step]
+        holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
     result = plan.call(*local_args, **local_kwargs)
     if plan.returns_self:
         write_back(args[0])
@@ -106,7 +107,9 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     return _as_views(out, func, args, kwargs, plan) if plan.view else out
 
 
-def _planned(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]) -> AtenPlan | _Done:
+def _planned(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any], tensors: Sequence[Tensor]
+) -> AtenPlan | _Done:
     """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
     if is_inplace(func):
         check_written(func, args[0])
@@ -114,22 +117,17 @@ def _planned(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key:
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
         plan.call, plan.view = plan.call or kernel(func), returns_view(func)
-        mesh = next(iter(distributed_operands(args, kwargs)))[1].mesh
-        plan.plain = PlainOperands.among(func.__name__, mesh, operands(args, kwargs))
+        mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
+        plan.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
         keep_plan(key, plan)
         if isinstance(made, _Done):
-            _note_plain(plan, args, kwargs)
+            if plan.plain is not None:
+                plan.plain.note(tensors)
             if plan.returns_self:
                 write_back(args[0])
             elif plan.view:
                 _as_views(made.value, func, args, kwargs, plan)
     return made
-
-
-def _note_plain(plan: AtenPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    plain = plan.plain
-    if plain is not None and plain.note({path: operand_at(path, args, kwargs) for path in plain.places}):
-        plan.plain = None
 
 
 def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], plan: AtenPlan) -> Any:
@@ -140,13 +138,6 @@ def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str,
     if is_open(viewed):
         note_open_views(out, viewed, lambda t: run(func, (t, *args[1:]), kwargs, moves=False))
     return out
-
-
-def _replace(args: list[Any], kwargs: dict[str, Any], path: Path, src: ShardTensorSpec, dst: ShardTensorSpec) -> None:
-    holder: Any = kwargs if isinstance(path[0], str) else args
-    for step in path[:-1]:
-        holder = holder[step]
-    holder[path[-1]] = redistribute_local(holder[path[-1]], src, dst)
 
 
 @dataclass(slots=True)
@@ -181,7 +172,7 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
             return _Done(gathered(func, args, kwargs))
         reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
         raise refuse(func, specs, reason, "draw on plain tensors" if random else REMEDY)
-    call = AtenCall(func, *as_specs(args, kwargs), on_meta(func, args, kwargs), tensors)
+    call = AtenCall.of(func, args, kwargs, tensors)
     try:
         return planned_by(build, call)
     except UnsupportedSharding:
@@ -220,7 +211,7 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An in-place operator without a rule: what its other form returns, copied into the first argument."""
-    on_meta(func, args, kwargs)  # raises where the result's dtype does not fit
+    on_meta(func, *as_specs(args, kwargs))  # raises where the result's dtype does not fit
     new = returning(func)
     assert new is not None
     return run(_aten.copy_.default, (args[0], run(new, args, kwargs)), {})

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 from .._compat import AutogradFunction, TensorMeta, alias, same_memory, without_zero_tensor
 from ..communication.redistribute import redistribute_local
 from ..layout.spec import ShardTensorSpec
 from .copies import check_current
-from .planning import has_owner, meta_of, spec_of
+from .planning import has_owner, meta_of, replicated_spec, spec_of
 from .wrapping import is_shard_tensor, wrap
 
 if TYPE_CHECKING:
@@ -72,13 +72,14 @@ def redistribute_to(tensor: Any, target: ShardTensorSpec) -> ShardTensor:
     return result
 
 
-def promote(plain: Tensor, mesh: DeviceMesh) -> ShardTensor:
-    """A plain tensor, equal on every rank, as a replicated ShardTensor on ``mesh``. Differentiable."""
-    if plain.device.type != mesh.device_type:
-        raise ValueError(f"a plain tensor on {plain.device} meets a ShardTensor on a mesh of {mesh.device_type}")
-    meta = TensorMeta(plain.shape, plain.stride(), plain.dtype)
-    spec = ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta, (None,) * mesh.ndim)
-    made: ShardTensor = _Promote.apply(plain, spec)
+def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
+    """A tensor as a ShardTensor: a plain one, equal on every rank, replicated on ``mesh``. Differentiable."""
+    if isinstance(tensor, DTensor):
+        return from_dtensor(tensor)
+    if tensor.device.type != mesh.device_type:
+        raise ValueError(f"a plain tensor on {tensor.device} meets a ShardTensor on a mesh of {mesh.device_type}")
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    made: ShardTensor = _FromLocal.apply(without_zero_tensor(tensor), replicated_spec(mesh, meta), None)
     return made
 
 
@@ -94,7 +95,7 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
 
 
 def _laid_out(grad: Any, target: ShardTensorSpec) -> Any:
-    grad = from_dtensor(grad) if isinstance(grad, DTensor) else promote(grad, target.mesh)
+    grad = promote(grad, target.mesh)
     if grad._spec.lies_like(target):
         return grad
     return _Redistribute.apply(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
@@ -111,13 +112,16 @@ class _FromLocal(AutogradFunction):
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
-        return wrap(local.detach(), _with_strides_of(local, spec))
+        return wrap(
+            local.detach(), spec if local.stride() == spec.tensor_meta.stride else _with_strides_of(local, spec)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None
-        grad = _laid_out(grad, ctx.grad_spec)
+        if getattr(grad, "_spec", None) is not ctx.grad_spec:
+            grad = _laid_out(grad, ctx.grad_spec)
         if not torch.is_grad_enabled():
             return grad.to_local(), None, None
         # What the ranks contribute to a Partial is different: so is what they do with its one gradient.
@@ -156,17 +160,3 @@ class _Redistribute(AutogradFunction):
         if grad is not None and has_owner(ctx.source):  # nobody else needs it
             return _laid_out(grad, ctx.source), None
         return as_gradient(grad, ctx.source), None
-
-
-class _Promote(AutogradFunction):
-    """A plain tensor, equal on every rank, as a replicated ShardTensor; its gradient comes back plain and complete."""
-
-    @staticmethod
-    def forward(ctx: Any, plain: Tensor, spec: ShardTensorSpec) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.spec = spec
-        return wrap(without_zero_tensor(plain.detach()), spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else as_gradient(grad, ctx.spec).to_local(), None

@@ -18,33 +18,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from .._compat import is_traced, not_in_graphs, same_memory, tracing
-from ..context import Setting
 from ..layout.placements import given_mesh
 from ..ranks.first_use import note_operand
 from .open_layouts import leave_open
+from .planning import flat
 from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
+from .torch_functions import ENGINE
 
-__all__ = ["implicit_replication", "modes", "note_result"]
+__all__ = ["implicit_replication"]
 
-_FACTORIES = frozenset(
-    {
-        *(torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.arange, torch.linspace, torch.logspace),
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.tril_indices),
-        *(torch.triu_indices, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
-        *(torch.randn_like, torch.randint_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
-    }
-)
 _RANDOM = frozenset(
     {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),
         *(torch.rand_like, torch.randn_like, torch.randint_like),
     }
 )
+_FACTORIES = _RANDOM | {
+    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.arange, torch.linspace, torch.logspace),
+    *(torch.tril_indices, torch.triu_indices, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
+}
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
 _NUMBERS = (bool, int, float, complex, list, tuple)
 
-_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _PACKAGES = ("torch", __name__.partition(".")[0])
 # torch's Python code through which a network computes: layers, functions, operators of tensors.
 _COMPUTES = ("torch.nn.modules.", "torch.nn.functional", "torch.functional", "torch.overrides", "torch._tensor")
@@ -88,24 +85,12 @@ class _Mode(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
-        self._before: list[Any] = []
-
-    def __enter__(self) -> _Mode:
-        modes.append(self)
-        self._before.append(_inside.set(True))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        modes.remove(self)
-        _inside.restore(self._before.pop())
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ENGINE and ShardTensor in types:
+        if func in ENGINE and ShardTensor in types:
             with self:  # for what is recomputed
                 return FUNCTIONS[func](*args, **kwargs)
         result = func(*args, **kwargs)
@@ -113,7 +98,7 @@ class _Mode(TorchFunctionMode):
         internal = caller.partition(".")[0] in _PACKAGES
         if type(result) is ShardTensor:
             if not internal or caller.startswith(_COMPUTES):
-                _leave_open(result, (*args, *kwargs.values()))
+                _leave_open(result, args, kwargs)
         elif not internal and self._makes(func, args, kwargs) and self._may_be_replicated(result):
             if func in _RANDOM:  # its seed may be another on each rank
                 note_operand(func.__name__, result, self.mesh)
@@ -133,29 +118,18 @@ class _Mode(TorchFunctionMode):
         return bool(t.device.type == self.mesh.device_type)
 
 
-_inside = Setting(False, decides=False)
-modes: list[_Mode] = []  # those that are entered, in whatever thread
-
-
-def note_result(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Leave open what a patched function returns, which goes past all modes, if this thread is inside of one."""
-    if type(result) is ShardTensor and _inside.value:
-        _leave_open(result, (*args, *kwargs.values()))
-
-
-def _leave_open(result: ShardTensor, arguments: Sequence[Any]) -> None:
-    if result._spec.is_replicate() and result._open is None and not _is_old(result, arguments):
+def _leave_open(result: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if result._spec.is_replicate() and result._open is None and not _is_old(result, args, kwargs):
         leave_open(result)
 
 
-def _is_old(result: ShardTensor, arguments: Sequence[Any]) -> bool:
+def _is_old(result: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a result may be one of the arguments, or a view of it."""
     if tracing() or result._viewed is not None:
         return True
-    flat = [a for item in arguments for a in (item if type(item) in (list, tuple) else (item,))]
     locals_ = [
         a._local_tensor if type(a) is ShardTensor else a
-        for a in flat
+        for a in flat(args, kwargs)
         if isinstance(a, Tensor) and a.layout is torch.strided
     ]
     return any(same_memory(result._local_tensor, local) for local in locals_)

@@ -26,7 +26,7 @@ from ..layout.geometry import boundaries_of, chunk_sizes, map_boundaries, sizes_
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from .copies import lose
-from .planning import AtenCall, as_specs, distributed_operands, meta_of, on_meta, returning
+from .planning import AtenCall, distributed_operands, meta_of, returning
 from .registry import rule_of
 
 __all__ = ["close", "decide", "is_open", "leave_open", "note_open_views"]
@@ -135,7 +135,7 @@ def _axes(
     build = None if new is None else rule_of(new)
     if new is None or build is None:
         return
-    call = AtenCall(new, *as_specs(args, kwargs), on_meta(new, args, kwargs), tensors)
+    call = AtenCall.of(new, args, kwargs, tensors)
     try:
         plan = build(call)
     except UnsupportedSharding:

@@ -16,38 +16,21 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from types import MethodType, ModuleType
 from typing import Any
 
 import wrapt
+from torch.overrides import handle_torch_function
 
-from .._compat import register_scripting
+from .._compat import function_modes_enabled, register_scripting
 from ..errors import refuse
-from .implicit_replication import modes, note_result
 from .plain_tensors import explain
 from .tensor import ShardTensor, call_registered
 
-__all__ = ["PATCHES", "Observer", "Patch", "install", "installed", "observed", "uninstall"]
-
-
-# function, args, kwargs, and what carries the call out -> its result
-Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
-_observer: Observer | None = None
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Inside the block ``observer`` sees the calls of patched functions on ShardTensors, which modes do not see."""
-    global _observer
-    before, _observer = _observer, observer
-    try:
-        yield
-    finally:
-        _observer = before
+__all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +95,14 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
     ) -> Any:
         if ShardTensor not in map(type, args) and not _operands((*args, *kwargs.values())):
             return wrapped(*args, **kwargs)
-        if _observer is not None and type(self) is PatchedFunction:  # what a method calls is observed
-            return _observer(wrapped, args, kwargs, lambda: self._on_shards(wrapped, args, kwargs))
-        return self._on_shards(wrapped, args, kwargs)
-
-    def _on_shards(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function_modes_enabled() and type(self) is PatchedFunction:  # of a method they see what it calls
+            return handle_torch_function(self, _operands((*args, *kwargs.values())), *args, **kwargs)
         try:
             result = call_registered(wrapped, args, kwargs)
         except Exception as error:
             explain(wrapped, args, kwargs, error)
             raise
         if result is not NotImplemented:
-            if modes:
-                note_result(result, args, kwargs)
             return result
         if self._self_patch.required:
             raise refuse(
@@ -169,7 +147,7 @@ def install() -> None:
             _apply(patch)
         elif patch not in _hooked:
             _hooked.add(patch)
-            wrapt.register_post_import_hook(_on_import(patch), patch.module)
+            wrapt.register_post_import_hook(partial(_on_import, patch), patch.module)
 
 
 def uninstall() -> None:
@@ -204,9 +182,6 @@ def _apply(patch: Patch) -> None:
     setattr(owner, name, patched)
 
 
-def _on_import(patch: Patch) -> Callable[[ModuleType], None]:
-    def hook(module: ModuleType) -> None:
-        if _active:
-            _apply(patch)
-
-    return hook
+def _on_import(patch: Patch, module: ModuleType) -> None:
+    if _active:
+        _apply(patch)

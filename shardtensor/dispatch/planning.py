@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .._compat import (
@@ -49,10 +50,12 @@ __all__ = [
     "Rule",
     "argument",
     "as_specs",
+    "converted",
     "describe",
     "disowned",
     "disowns",
     "distributed_operands",
+    "flat",
     "has_owner",
     "is_inplace",
     "keep_plan",
@@ -60,12 +63,13 @@ __all__ = [
     "look_up",
     "meta_of",
     "on_meta",
-    "operand_at",
     "operands",
     "planned_by",
+    "replicated_spec",
     "returning",
     "returns_view",
     "spec_of",
+    "without_data",
 ]
 
 # Arguments that hold no tensor, and say all about themselves to a plan.
@@ -120,6 +124,14 @@ class AtenCall:
     kwargs: dict[str, Any]
     meta: Any
     tensors: dict[Path, ShardTensorSpec]
+
+    @staticmethod
+    def of(
+        func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: dict[Path, ShardTensorSpec]
+    ) -> AtenCall:
+        """The call with these arguments; torch's own errors, on every rank alike."""
+        args, kwargs = as_specs(args, kwargs)
+        return AtenCall(func, args, kwargs, on_meta(func, args, kwargs), tensors)
 
     @property
     def specs(self) -> list[ShardTensorSpec]:
@@ -306,6 +318,11 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
     return ShardTensorSpec.make(spec.mesh, spec.placements, meta.shape, meta.dtype, stride=meta.stride)
 
 
+def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> ShardTensorSpec:
+    """The spec of a tensor of which every rank has all."""
+    return ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta, (None,) * mesh.ndim)
+
+
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Shape, stride and dtype of a tensor, as specs carry them."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
@@ -340,27 +357,36 @@ def _traits(func: OpOverload) -> tuple[bool, bool]:
     return bool(inplace), any(alias is not None and not alias.is_write for alias in returned)
 
 
-def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors among the arguments, also in lists, by their path."""
+def operands(args: Sequence[Any], kwargs: dict[str, Any], kinds: Any) -> Iterator[tuple[Path, Any]]:
+    """What is of these kinds among the arguments, also in lists, by its path."""
     for name, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, Tensor):
+        if isinstance(value, kinds):
             yield (name,), value
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
-                if isinstance(item, Tensor):
+                if isinstance(item, kinds):
                     yield (name, i), item
 
 
-def operand_at(path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What is among the arguments at a path."""
-    first = path[0]
-    value = args[first] if type(first) is int else kwargs[first]
-    return value if len(path) == 1 else value[path[1]]
+def flat(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call, with the items of lists and tuples in their place."""
+    return [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else (item,))]
+
+
+def converted(
+    convert: Callable[[Any], Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, each of them converted; of lists and tuples, their items."""
+
+    def of(value: Any) -> Any:
+        return type(value)(map(of, value)) if type(value) in (list, tuple) else convert(value)
+
+    return tuple(map(of, args)), {name: of(value) for name, value in kwargs.items()}
 
 
 def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:
     """The specs of the DTensors among the arguments, by their path."""
-    return ((path, spec_of(t)) for path, t in operands(args, kwargs) if isinstance(t, DTensor))
+    return ((path, spec_of(t)) for path, t in operands(args, kwargs, DTensor))
 
 
 def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -369,26 +395,28 @@ def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
     def convert(a: Any) -> Any:
         if isinstance(a, DTensor):
             return spec_of(a)
-        return _on_meta_device(a) if isinstance(a, Tensor) else a
+        return without_data(meta_of(a)) if isinstance(a, Tensor) else a
 
-    return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
+    with untraced():
+        return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
 
 
 def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The operator on meta tensors of the global shapes: shapes and dtypes, and torch's own errors on every rank."""
+    """The operator on meta tensors of the global shapes: shapes and dtypes, and torch's own errors on every rank.
+
+    Args:
+        args, kwargs: as :func:`as_specs` gives them.
+    """
 
     def convert(a: Any) -> Any:
-        if isinstance(a, DTensor):
-            meta = spec_of(a).tensor_meta
-            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-        if isinstance(a, Tensor):
-            return _on_meta_device(a)
+        if isinstance(a, ShardTensorSpec):
+            return without_data(a.tensor_meta)
         return torch.device("meta") if isinstance(a, torch.device) else a
 
     with torch.no_grad(), untraced():
-        return META_FUNCTIONS.get(func, func)(*tree_map(convert, tuple(args)), **tree_map(convert, kwargs))
+        return META_FUNCTIONS.get(func, func)(*tree_map(convert, args), **tree_map(convert, kwargs))
 
 
-def _on_meta_device(a: Tensor) -> Tensor:
-    with untraced():
-        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+def without_data(meta: TensorMeta) -> Tensor:
+    """A meta tensor of this shape, stride and dtype."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")

@@ -394,8 +394,7 @@ def _set_data(self: ShardTensor, value: Tensor) -> None:
         reason = f"a tensor of shape {tuple(self.shape)} is assigned data of shape {tuple(value.shape)}"
         refused = refuse("data", [self, value], reason, "make a new tensor, whose shards have their own sizes")
         raise local_size_error("data", [self, value], reason) or refused
-    value = value.detach()
-    value = ShardTensor.from_dtensor(value) if isinstance(value, DTensor) else promote(value, self.device_mesh)
+    value = promote(value.detach(), self.device_mesh)
     spec = value._spec.with_layout(self._spec.layout)
     with torch.no_grad():
         local = redistribute_to(value, spec).to_local()

@@ -17,17 +17,17 @@ from ..ranks.first_use import note_operand
 from .conversions import from_dtensor, promote, redistribute_to
 from .copies import mark_copied
 from .plain_tensors import writes
-from .planning import SCALARS
+from .planning import SCALARS, converted, flat
 from .registry import FUNCTIONS
 from .wrapping import is_shard_tensor
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor
 
-__all__ = ["call_registered", "promote_operands", "write_out"]
+__all__ = ["ENGINE", "call_registered", "promote_operands", "write_out"]
 
 # What runs a graph cannot run it on other tensors instead.
-_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
 
 def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -40,26 +40,26 @@ def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     try:
         return handler(*args, **kwargs)
     except UnsupportedSharding:
-        if not gather_allowed() or func in _ENGINE:
+        if not gather_allowed() or func in ENGINE:
             raise
         return _gather_and_call(func, args, kwargs)
 
 
 def promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Turn plain tensors that require grad, and DTensors, into ShardTensors: below autograd it would be too late."""
-    if not any(map(_to_promote, (*args, *kwargs.values()))):
+    given = flat(args, kwargs)
+    if not any(map(_to_promote, given)):
         return args, kwargs
-    flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else (item,))]
-    mesh = next((a._spec.mesh for a in flat if is_shard_tensor(a)), None)
+    mesh = next((a._spec.mesh for a in given if is_shard_tensor(a)), None)
     if mesh is None:
         return args, kwargs
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
     if writes(func) and not is_shard_tensor(first):
-        if isinstance(first, DTensor) or not all(a._spec.is_replicate() for a in flat if is_shard_tensor(a)):
-            raise refuse(name, flat, *PLAIN_TARGET)
+        if isinstance(first, DTensor) or not all(a._spec.is_replicate() for a in given if is_shard_tensor(a)):
+            raise refuse(name, given, *PLAIN_TARGET)
         # Every rank has all of what is written, and of the places, such as torch.arange in implicit_replication.
-        return _local(args), {k: _local(v) for k, v in kwargs.items()}
+        return converted(lambda a: a.to_local() if is_shard_tensor(a) else a, args, kwargs)
     if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
         "torch.autograd"
     ):
@@ -73,23 +73,14 @@ def promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         if isinstance(a, Tensor) and a.requires_grad:
             note_operand(name, a, mesh)
             return promote(a, mesh)
-        return type(a)(convert(x) for x in a) if type(a) in (list, tuple) else a
+        return a
 
-    return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
-
-
-def _local(a: Any) -> Any:
-    """An argument with replicated ShardTensors as plain tensors."""
-    if is_shard_tensor(a):
-        return a.to_local()
-    return type(a)(_local(x) for x in a) if type(a) in (list, tuple) else a
+    return converted(convert, args, kwargs)
 
 
 def _to_promote(a: Any) -> bool:
     if type(a) in SCALARS:
         return False
-    if type(a) in (list, tuple):
-        return any(_to_promote(item) for item in a)
     if isinstance(a, DTensor):
         return not is_shard_tensor(a)
     return isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled()
@@ -120,19 +111,15 @@ def write_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 def _gather_and_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Inside ``allow_gather``: a refused function on whole tensors, its result sharded as its first operand was."""
-    flat = [a for item in (*args, *kwargs.values()) for a in (item if type(item) in (list, tuple) else [item])]
-    operands = [a for a in flat if is_shard_tensor(a)]
+    operands = [a for a in flat(args, kwargs) if is_shard_tensor(a)]
     sharded = [a._spec for a in operands if not a._spec.is_replicate()]
     if not sharded:
         raise  # the refusal that is being handled: there is nothing to gather
 
-    def whole(a: Any) -> Any:
-        if is_shard_tensor(a):
-            return redistribute_to(a, a._spec.replicated())
-        return type(a)(whole(x) for x in a) if type(a) in (list, tuple) else a
-
     written = args[0] if args and (writes(func) or kwargs.get("inplace")) else None
-    args, kwargs = tuple(whole(a) for a in args), {k: whole(v) for k, v in kwargs.items()}
+    args, kwargs = converted(
+        lambda a: redistribute_to(a, a._spec.replicated()) if is_shard_tensor(a) else a, args, kwargs
+    )
     result = call_registered(func, args, kwargs)  # libraries' functions dispatch on nothing
     if result is NotImplemented:
         result = func(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import DTensorSpec, OpOverload, TensorMeta, acceptable_placements, strategies
@@ -22,7 +22,7 @@ from ..context import gather_allowed
 from ..layout.geometry import chunk_sizes
 from ..layout.placements import AxisLayout, normalize_placements
 from ..layout.spec import ShardTensorSpec
-from .planning import AtenCall, AtenPlan, Path, Rule, meta_of, on_meta
+from .planning import AtenCall, AtenPlan, Path, Rule, meta_of, on_meta, operands, replicated_spec
 from .registry import default_rule
 
 __all__ = ["fall_back"]
@@ -47,28 +47,19 @@ def fall_back(call: AtenCall) -> AtenPlan:
     """The rule of operators that fall back on a sharding strategy, see [Note: strategies]."""
     if any(a.alias_info is not None for a in (*call.func._schema.arguments, *call.func._schema.returns)):
         raise call.refuse("operators with a strategy may not write to operands or return views", "return new tensors")
-    operands = _operands(call)
-    inputs, outputs = _cheapest(call, operands)
-    targets = _aligned(operands, inputs)
+    specs = _operands(call)
+    inputs, outputs = _cheapest(call, specs)
+    targets = _aligned(specs, inputs)
     plan = call.plan(_results(call, targets, outputs), {path: targets[path] for path in call.tensors})
-    plan.inputs += [
-        (p, operands[p], targets[p]) for p in operands if p not in call.tensors and targets[p].sharded_dims()
-    ]
+    plan.inputs += [(p, specs[p], targets[p]) for p in specs if p not in call.tensors and targets[p].sharded_dims()]
     return plan
 
 
 def _operands(call: AtenCall) -> dict[Path, ShardTensorSpec]:
     """The specs of all tensors, in order; plain ones are replicated."""
     mesh = call.specs[0].mesh
-    operands: dict[Path, ShardTensorSpec] = {}
-    for name, value in (*enumerate(call.args), *call.kwargs.items()):
-        in_list = isinstance(value, (list, tuple))
-        for path, item in [((name, i), v) for i, v in enumerate(value)] if in_list else [((name,), value)]:
-            if isinstance(item, ShardTensorSpec):
-                operands[path] = item
-            elif isinstance(item, Tensor):
-                operands[path] = ShardTensorSpec.of(mesh, [Replicate()] * mesh.ndim, meta_of(item), (None,) * mesh.ndim)
-    return operands
+    found = operands(call.args, call.kwargs, (ShardTensorSpec, Tensor))
+    return {path: replicated_spec(mesh, meta_of(t)) if isinstance(t, Tensor) else t for path, t in found}
 
 
 def _filled(call: AtenCall, values: Mapping[Path, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from .._compat import TensorMeta, untraced
-from ..dispatch.planning import meta_of, spec_of
+from ..dispatch.planning import converted, meta_of, replicated_spec, spec_of, without_data
 from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
@@ -42,7 +42,7 @@ class Arguments:
     tensors: dict[str, ShardTensorSpec] = field(default_factory=dict)
     lists: dict[str, list[ShardTensorSpec]] = field(default_factory=dict)
     then: ShardTensorSpec | None = None
-    steps: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    steps: dict[str, list[Callable[[Any], Any]]] = field(default_factory=dict)
 
     def refuse(self, reason: str, remedy: str) -> UnsupportedSharding:
         """The exception for this call, to be raised."""
@@ -81,11 +81,12 @@ class Arguments:
             meta = a.tensor_meta if isinstance(a, ShardTensorSpec) else a
             if isinstance(meta, TensorMeta):
                 dtype = torch.float32 if casts and meta.dtype.is_floating_point else meta.dtype
-                return torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device="meta")
-            return type(a)(map(described, a)) if type(a) in (list, tuple) else a
+                return without_data(meta._replace(dtype=dtype))
+            return a
 
         with torch.no_grad(), untraced():
-            return function(*map(described, args), **{name: described(a) for name, a in kwargs.items()})
+            args, kwargs = converted(described, args, kwargs)
+            return function(*args, **kwargs)
 
     def autocast(self) -> torch.dtype | None:
         """The dtype to which autocast casts the operands of matrix products; None where it is off."""
@@ -119,19 +120,19 @@ class Arguments:
 
     def prepare(self, argument: str, value: Any, partial: bool) -> Any:
         """Have an operand, or a list of them, made ShardTensors; returns the specs that they then have."""
+        mesh = self.mesh
         if isinstance(value, (list, tuple)):
-            self.then_do(argument, _preparation_of_list(self.mesh, partial))
-            self.lists[argument] = [prepared_spec(t, self.mesh, partial) for t in value]
+            self.then_do(argument, lambda tensors: [_prepared(t, mesh, partial) for t in tensors])
+            self.lists[argument] = [prepared_spec(t, mesh, partial) for t in value]
             return list(self.lists[argument])
         if not isinstance(value, ShardTensor):
-            self.then_do(argument, _promotion(value, self.mesh))
-        self.tensors[argument] = prepared_spec(value, self.mesh, partial)
+            self.then_do(argument, lambda t: promote(t, mesh))
+        self.tensors[argument] = prepared_spec(value, mesh, partial)
         return self.tensors[argument]
 
     def then_do(self, argument: str, step: Callable[[Any], Any]) -> None:
         """Add a step by which a tensor is prepared before the plan runs. It is run on what the others returned."""
-        first = self.steps.get(argument)
-        self.steps[argument] = step if first is None else lambda t: step(first(t))
+        self.steps.setdefault(argument, []).append(step)
 
     def prepare_locally(self, argument: str, step: Callable[[Any], Tensor]) -> None:
         """Have a tensor made plain by ``step`` before the plan runs, which then has to see to its gradient's layout."""
@@ -169,18 +170,12 @@ def prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
         return None
     if isinstance(t, DTensor):
         return spec_of(t) if partial else spec_of(t).for_gradient()
-    return ShardTensorSpec.of(mesh, (Replicate(),) * mesh.ndim, meta_of(t), (None,) * mesh.ndim)
+    return replicated_spec(mesh, meta_of(t))
 
 
-def _promotion(t: Tensor, mesh: DeviceMesh) -> Callable[[Any], Any]:
-    return ShardTensor.from_dtensor if isinstance(t, DTensor) else lambda plain: promote(plain, mesh)
-
-
-def _preparation_of_list(mesh: DeviceMesh, partial: bool) -> Callable[[Any], Any]:
-    def prepare(t: Any) -> Any:
-        if t is None:
-            return None
-        t = ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else promote(t, mesh)
-        return t if partial else redistribute_to(t, t._spec.for_gradient())
-
-    return lambda tensors: [prepare(t) for t in tensors]
+def _prepared(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
+    """A tensor of a list with the spec that :func:`prepared_spec` gives."""
+    if t is None:
+        return None
+    t = promote(t, mesh)
+    return t if partial else redistribute_to(t, t._spec.for_gradient())

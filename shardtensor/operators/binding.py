@@ -9,14 +9,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._compat import OpOverload, OpOverloadPacket
+from ..dispatch.planning import converted
 
-__all__ = ["Declaration", "argument_names", "declaration", "numbers_for", "place_of", "placed", "places_in"]
+__all__ = ["Declaration", "argument_names", "declaration", "place_of", "placed", "places_in"]
 
 # Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
 # which is None here, see ShardTensor.__torch_function__.
@@ -35,15 +37,10 @@ class Place:
     index: int
 
 
-def placed(values: Sequence[Any], places: Iterator[int]) -> list[Any]:
-    """The values with places for tensors, in the order in which look_up collects these."""
-
-    def with_places(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return Place(next(places))
-        return type(value)(map(with_places, value)) if type(value) in (list, tuple) else value
-
-    return [with_places(value) for value in values]
+def placed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with places for tensors, in the order in which look_up collects these."""
+    places = count()
+    return converted(lambda value: Place(next(places)) if isinstance(value, Tensor) else value, args, kwargs)
 
 
 def place_of(value: Any) -> Any:
@@ -64,17 +61,6 @@ def places_in(value: Any) -> Iterator[int]:
             yield from places_in(item)
 
 
-def numbers_for(values: Sequence[Any], numbers: Mapping[int, Any], places: Iterator[int]) -> list[Any]:
-    """The values with numbers for those tensors that have one by their place, in the order of :func:`placed`."""
-
-    def with_numbers(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return numbers.get(next(places), value)
-        return type(value)(map(with_numbers, value)) if type(value) in (list, tuple) else value
-
-    return [with_numbers(value) for value in values]
-
-
 # -- arguments, by their name ------------------------------------------------------------------------------------------
 
 
@@ -87,6 +73,7 @@ class Declaration:
         tensors, parameters, partial, sharded: names of its arguments.
         sparse: what is called where one of them is sparse, if anything.
         signature: of the operator, as ``build`` has it after the call.
+        names: all tensors, in the order of the declaration.
     """
 
     build: Callable[..., Any]
@@ -96,11 +83,7 @@ class Declaration:
     sharded: tuple[str, ...]
     sparse: Callable[..., Any] | None
     signature: inspect.Signature
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All tensors, in the order of the declaration."""
-        return tuple(name for name in self.signature.parameters if name in (*self.tensors, *self.parameters))
+    names: tuple[str, ...]
 
     def called(self, name: str) -> str:
         """What the declaration calls an argument: the first one is often ``self`` for methods and operators."""
@@ -139,8 +122,6 @@ class Declaration:
             name: of the operator, for errors.
             own_names: what :meth:`arguments_of` returned for its spelling.
         """
-        if "out" in kwargs and kwargs["out"] is None:  # what is written out does not come here
-            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
         if own_names is None:
             bound = self.signature.bind(*args, **{key: v for key, v in kwargs.items() if key not in _OF_KERNELS})
         else:
@@ -171,7 +152,8 @@ def declaration(
     tensor_names, parameter_names, partial_names, sharded_names = (
         tuple(names.split()) for names in (tensors, parameters, partial, sharded)
     )
-    return Declaration(build, tensor_names, parameter_names, partial_names, sharded_names, sparse, own)
+    names = tuple(name for name in own.parameters if name in (*tensor_names, *parameter_names))
+    return Declaration(build, tensor_names, parameter_names, partial_names, sharded_names, sparse, own, names)
 
 
 def argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
-from ..dispatch.planning import disowned, keep_plan, look_up, meta_of, spec_of
+from ..dispatch.planning import converted, disowned, keep_plan, look_up, meta_of, spec_of
 from ..dispatch.registry import declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to
 from ..errors import UnsupportedSharding, refuse
@@ -31,7 +32,7 @@ from ..layout.placements import wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
 from .arguments import Arguments, Operand, common_mesh, prepared_spec
-from .binding import Declaration, declaration, numbers_for, place_of, placed, places_in
+from .binding import Declaration, declaration, place_of, placed, places_in
 from .plan import Composed, LocalPlan, Plan, picked
 from .weight_gradients import GradientSum, contributing
 
@@ -62,11 +63,14 @@ class Operator:
                 raise
             return result
         if plan is None:
-            given = self._bind(args, kwargs)
+            # Tensors are bound by their place among the call's tensors: the next call may have others there.
+            given = self._declared.bind(self.name, self._arguments, *placed(args, kwargs))
             if numbers := self._numbers(given, tensors):
-                places = iter(range(len(tensors)))
-                positional = numbers_for(args, numbers, places)
-                return self(*positional, **dict(zip(kwargs, numbers_for(list(kwargs.values()), numbers, places))))
+                places = count()
+                args, kwargs = converted(
+                    lambda a: numbers.get(next(places), a) if isinstance(a, Tensor) else a, args, kwargs
+                )
+                return self(*args, **kwargs)
             plan = self._make(given, tensors)
             keep_plan(key, plan)
         return NotImplemented if plan is NotImplemented else plan(tensors)
@@ -89,13 +93,6 @@ class Operator:
             return NotImplemented
         bound = self._declared.bind(self.name, self._arguments, args, kwargs)
         return self._declared.sparse(self.name, *bound.args, **bound.kwargs)
-
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-        # Tensors are bound by their place among the call's tensors: the next call may have others there.
-        places = count()
-        positional = placed(args, places)  # the first ones, as in the key
-        by_keyword = dict(zip(kwargs, placed(list(kwargs.values()), places)))
-        return self._declared.bind(self.name, self._arguments, positional, by_keyword)
 
     def _make(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> Any:
         declared = self._declared
@@ -128,23 +125,22 @@ class Operator:
             plan.outputs = disowned(plan.outputs)
         plan.label = _label(self.name, getattr(plan, "outputs", None))
         placements = self._sum_gradients(plan, call, named) if declared.parameters else None
-        steps: list[Callable[[Any], Any] | None] = []
-        for name in declared.names:
+        steps: list[tuple[int, Callable[[Any], Any]]] = []
+        for i, name in enumerate(declared.names):
             if isinstance(plan, Composed) and name in declared.parameters:
-                steps.append(None)
                 continue
-            to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(named.get(name)))
-            if isinstance(named.get(name), DTensor) and to_plain:
-                if placements is not None and _keeps_contributions(plan, named[name], call.steps.get(name), placements):
-                    plan.contributed = {**plan.contributed, declared.names.index(name): placements}
-                    steps.append(ShardTensor.from_dtensor)
-                    continue
-                steps.append(_chain(_to_local(placements), call.steps.get(name)))
-                continue
-            target = call.tensors.get(name)
-            moves = target is not None and not prepared_spec(named[name], call.mesh, True).lies_like(target)
-            steps.append(_chain(call.steps.get(name), _redistribution(target) if moves else None))
-        plan.steps = tuple(steps) if any(step is not None for step in steps) else None
+            value, target, wanted = named.get(name), call.tensors.get(name), call.steps.get(name, [])
+            to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(value))
+            if isinstance(value, DTensor) and to_plain:
+                if placements is not None and not wanted and _keeps_contributions(plan, value, placements):
+                    plan.contributed = {**plan.contributed, i: placements}
+                    wanted = [ShardTensor.from_dtensor]
+                else:
+                    wanted = [partial(_to_local, placements), *wanted]
+            elif target is not None and not prepared_spec(value, call.mesh, True).lies_like(target):
+                wanted = [*wanted, partial(redistribute_to, target=target)]
+            steps += [(i, step) for step in wanted]
+        plan.steps = tuple(steps)
         plan.sums = plan.total is not None or plan.deferred is not None or bool(plan.contributed)
 
     def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
@@ -276,27 +272,12 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
     return spec.tensor_meta
 
 
-def _keeps_contributions(plan: Plan, parameter: Tensor, step: Any, placements: Sequence[Placement]) -> bool:
+def _keeps_contributions(plan: Plan, parameter: Tensor, placements: Sequence[Placement]) -> bool:
     """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank."""
     contributes = any(p.is_partial() for p in placements) and wide_dtype(parameter.dtype) != parameter.dtype
-    return contributes and step is None and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
+    return contributes and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
 
 
-def _to_local(placements: Any) -> Callable[[Any], Any]:
-    def convert(parameter: Any) -> Any:
-        t = ShardTensor.from_dtensor(parameter)
-        return redistribute_to(t, t._spec.for_gradient()).to_local(grad_placements=placements)
-
-    return convert
-
-
-def _redistribution(target: Any) -> Callable[[Any], Any]:
-    return lambda t: redistribute_to(t, target)
-
-
-def _chain(*steps: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    some = [step for step in steps if step is not None]
-    if len(some) < 2:
-        return some[0] if some else None
-    first, second = some
-    return lambda t: second(first(t))
+def _to_local(placements: Any, parameter: Any) -> Tensor:
+    t = ShardTensor.from_dtensor(parameter)
+    return redistribute_to(t, t._spec.for_gradient()).to_local(grad_placements=placements)

@@ -42,7 +42,7 @@ class Plan:
         label: the name and what tells this plan from others of the operator, the same on all ranks: see history.py.
         order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
         plain: the plain ones among the call's tensors; None if there are none to look at.
-        steps: what is done with each tensor before the run: promotion, casts, redistribution.
+        steps: what is done with tensors before the run, each by its place: promotion, casts, redistribution.
         then: the layout that the result is redistributed to.
         twice: whether autograd can differentiate :meth:`again`, for second derivatives.
         linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
@@ -66,7 +66,7 @@ class Plan:
     device: str = "cpu"
     order: tuple[Any, ...] | None = None
     plain: PlainOperands | None = None
-    steps: tuple[Callable[[Any], Any] | None, ...] | None = None
+    steps: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
     then: ShardTensorSpec | None = None
 
     def forward(self, *tensors: Any) -> tuple[Any, Sequence[Tensor | None]]:
@@ -114,8 +114,10 @@ class Plan:
         try:
             if self.order is not None:
                 tensors = [picked(tensors, place) for place in self.order]
-            if self.steps is not None:
-                tensors = [t if step is None else step(t) for step, t in zip(self.steps, tensors, strict=True)]
+            if self.steps:
+                tensors = list(tensors)
+                for i, step in self.steps:
+                    tensors[i] = step(tensors[i])
             result = self.run(tensors)
             return result if self.then is None else redistribute_to(result, self.then)
         except Exception as error:
@@ -187,18 +189,21 @@ class _Run(AutogradFunction):
         """``given`` are the operator's tensors without the node that sums parameters' gradients, and saved are these:
         what depends on saved tensors has gradients of its own, which are in no bucket.
         """
-        result, kept = plan.forward(*_held(tensors))
+        held, specs = [], []
+        for t in tensors:
+            is_sharded = type(t) is ShardTensor
+            held.append(t._local_tensor if is_sharded else t)
+            specs.append(t._spec if is_sharded else None)
+        result, kept = plan.forward(*held)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.contribution = plan, contribution
+        ctx.plan, ctx.contribution, ctx.specs = plan, contribution, specs
         ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
-        ctx.specs, others = [], []
-        for i, t in enumerate(tensors):
-            ctx.specs.append(t._spec if type(t) is ShardTensor else None)
-            others.append(None if plan.linear or i in plan.saves else given[i])
         for i, placements in plan.contributed.items():
-            ctx.specs[i] = tensors[i]._spec.replace(placements=placements)
+            specs[i] = tensors[i]._spec.replace(placements=placements)
         if plan.twice:
-            ctx.others = others
+            ctx.others = [None] * len(given) if plan.linear else list(given)
+            for i in plan.saves:
+                ctx.others[i] = None
             device = plan.device
             ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         return plan.wrapped(result)

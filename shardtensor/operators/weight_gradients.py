@@ -73,34 +73,21 @@ class GradientSum:
 
     def complete(self, tensors: Sequence[Any]) -> list[Any]:
         """The operator's tensors with the sum arranged on their gradients' way back."""
-        node = partial(_SumGradients.apply, self.mesh, self.mesh_dims)
-        return _through(self._parameters(tensors), tensors, node)
+        return _through(self.needed, tensors, _summing(self.mesh, self.mesh_dims))
 
-    def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution | None]:
+    def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution]:
         """The same, but the sum is made in a bucket: see [Note: buckets].
 
-        Also returned is what takes those gradients as soon as they are known; None if there will be none.
+        Also returned is what takes those gradients as soon as they are known.
         """
-        chosen = self._parameters(tensors)
-        if not chosen:
-            return list(tensors), None
         contribution = Contribution(self.mesh, self.mesh_dims)
-        return _through(chosen, tensors, partial(_SumInBucket.apply, contribution)), contribution
+        # One of the last in a backward pass, it gives the sums.
+        return _through(self.needed, tensors, contribution.sums, last=True), contribution
 
     def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
         """The same for what autograd differentiates, by a node that takes the gradients."""
         result, contribution = self.defer(tensors)
-        if contribution is None:
-            return result
-        return _through(self._parameters(tensors), result, partial(_AddToBucket.apply, contribution))
-
-    def _parameters(self, tensors: Sequence[Any]) -> list[int]:
-        """Which of the operator's tensors get gradients that are sums."""
-        chosen = []
-        for i, t in enumerate(tensors):
-            if self.needed[i] and t is not None and t.requires_grad:
-                chosen.append(i)
-        return chosen
+        return _through(self.needed, result, contribution.add_copies)
 
     def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.
@@ -122,27 +109,41 @@ class GradientSum:
         return wait
 
 
-def _through(chosen: Sequence[int], tensors: Sequence[Any], node: Callable[..., Sequence[Tensor]]) -> list[Any]:
-    """The tensors, of which those that are ``chosen`` have gone through a node of the graph."""
-    result = list(tensors)
+# What becomes of gradients on their way back.
+Back = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+def _through(needed: Sequence[bool], tensors: Sequence[Any], back: Back, *, last: bool = False) -> list[Any]:
+    """The tensors, of which those that are ``needed`` and get gradients have gone through a node of the graph."""
+    result, chosen = list(tensors), []
+    for i, t in enumerate(tensors):
+        if needed[i] and t is not None and t.requires_grad:
+            chosen.append(i)
     if chosen:
-        for i, t in zip(chosen, node(*map(tensors.__getitem__, chosen)), strict=True):
+        for i, t in zip(chosen, _Node.apply(back, last, *map(tensors.__getitem__, chosen)), strict=True):
             result[i] = t
     return result
 
 
-class _SumGradients(AutogradFunction):
-    """Identity whose backward sums the gradients over the mesh dims."""
+class _Node(AutogradFunction):
+    """Identity with ``back`` for its backward, which is ``last`` among those that are ready."""
 
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, back: Back, last: bool, *tensors: Tensor) -> Any:
+        if last:
+            run_last(ctx)
         ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
+        ctx.back = back
         return tuple(map(alias, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, None, *start_sum(grads, ctx.mesh, ctx.mesh_dims)())
+        return (None, None, *ctx.back(grads))
+
+
+def _summing(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Back:
+    """The sum over the mesh dims."""
+    return lambda grads: start_sum(grads, mesh, mesh_dims)()
 
 
 def start_sum(
@@ -213,7 +214,7 @@ class _Total(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
-            (grad,) = _SumGradients.apply(ctx.mesh, ctx.mesh_dims, grad)
+            (grad,) = _through([True], [grad], _summing(ctx.mesh, ctx.mesh_dims))
         return None, None, grad, None
 
 
@@ -323,6 +324,14 @@ class Contribution:
             bucket.send()
             sent.append(filling.pop(key))
 
+    def add_copies(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of local work that autograd differentiates, which are added."""
+        if torch.is_grad_enabled():
+            return grads
+        own = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads]
+        self.add(own)
+        return own
+
     def sums(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sums of the gradients that :meth:`add` was given; of ``grads`` where it was not called."""
         bucket, self._bucket = self._bucket, None
@@ -339,36 +348,3 @@ class Contribution:
             if grad is None:
                 found.insert(i, None)
         return found
-
-
-class _SumInBucket(AutogradFunction):
-    """Identity whose backward, one of the last in a backward pass, gives the sums. See [Note: buckets]."""
-
-    @staticmethod
-    def forward(ctx: Any, contribution: Contribution, *tensors: Tensor) -> Any:
-        run_last(ctx)
-        ctx.set_materialize_grads(False)
-        ctx.contribution = contribution
-        return tuple(map(alias, tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, *ctx.contribution.sums(grads))
-
-
-class _AddToBucket(AutogradFunction):
-    """Identity whose backward adds the gradients to a bucket: for local work that autograd differentiates."""
-
-    @staticmethod
-    def forward(ctx: Any, contribution: Contribution, *tensors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.contribution = contribution
-        return tuple(map(alias, tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            return (None, *grads)
-        own = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads]
-        ctx.contribution.add(own)
-        return (None, *own)

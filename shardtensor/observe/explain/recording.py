@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ..._compat import OpOverload, tree_leaves
-from ...dispatch.patches import observed
 from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
 from ...ranks.history import operator as running_operator
@@ -130,7 +129,7 @@ class Recorder:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t)
-        with keeping, observed(self.observe), self._local_calls(), _Calls(self):
+        with keeping, self._local_calls(), _Calls(self):
             yield
 
     def _local_calls(self) -> LocalCalls:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from ..._compat import untraced
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce
 from ...dispatch.planning import AtenCall, meta_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
-from ...operators.declaration import Arguments
+from ...operators.arguments import Arguments, autocast_dtype
 
 
 def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
@@ -97,9 +96,8 @@ def kernel_dtype(
     Raises:
         Exception: torch's own, of dtypes that the kernel does not take: ranks with empty shards would not see them.
     """
-    with torch.no_grad(), untraced():
-        one = torch.ones([1] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
-        return function(one, *args, **kwargs).dtype
+    shapes, dtypes = [[1] * len(spec.shape)], [spec.tensor_meta.dtype]
+    return autocast_dtype(lambda one: function(one, *args, **kwargs), shapes, dtypes, call.device)
 
 
 def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:
@@ -109,9 +107,7 @@ def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:
 
 def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], op: str) -> Tensor:
     """``local`` reduced over the ranks along these mesh dims."""
-    for m in mesh_dims:
-        local = all_reduce(local, group_along(spec.mesh, m), op)
-    return local
+    return rank_reduction(spec, mesh_dims)(local, op)
 
 
 def rank_reduction(spec: ShardTensorSpec, mesh_dims: Sequence[int]) -> Callable[[Tensor, str], Tensor]:

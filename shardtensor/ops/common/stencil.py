@@ -20,7 +20,8 @@ from ...communication.halo import Fetch
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
-from ...operators.declaration import Arguments, Plan
+from ...operators.arguments import Arguments, autocast_dtype
+from ...operators.plan import Plan
 
 __all__ = [
     "Constant",
@@ -51,10 +52,7 @@ def result_dtype(
 
     Autocast knows no meta tensors; so ask ``probe``, the operator, with a tensor of the small ``shape``.
     """
-    if call.autocast() is None:
-        return dtype
-    with torch.no_grad(), untraced():
-        return probe(torch.zeros(*shape, dtype=dtype, device=call.device)).dtype
+    return dtype if call.autocast() is None else autocast_dtype(probe, [shape], [dtype], call.device)
 
 
 def resized(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import OpOverload
-from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, meta_of
+from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, meta_of, on_meta
 from ...dispatch.registry import default_rule, rule_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -74,8 +74,7 @@ def _item_by_item(call: AtenCall) -> AtenPlan:
         if not tensors:  # plain tensors only
             plans.append(None)
             continue
-        meta = op(*(_without_data(a) for a in args), **call.kwargs)
-        plan = build(AtenCall(op, args, call.kwargs, meta, tensors))
+        plan = build(AtenCall(op, args, call.kwargs, on_meta(op, args, call.kwargs), tensors))
         inputs += [((path[0], i), source, target) for path, source, target in plan.inputs]
         plans.append(plan)
     kernels = [op if plan is None else plan.call or op for plan in plans]
@@ -97,10 +96,3 @@ def _of_one(func: OpOverload) -> OpOverload | None:
 
 def _item(args: Sequence[Any], i: int) -> tuple[Any, ...]:
     return tuple(a[i] if isinstance(a, (list, tuple)) else a for a in args)
-
-
-def _without_data(a: Any) -> Any:
-    if not isinstance(a, ShardTensorSpec):
-        return a
-    meta = a.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._compat import TensorMeta, untraced
 from ...communication.halo import Fetch
+from ...dispatch.planning import without_data
 from ...dispatch.registry import register
 from ...dispatch.tensor import ShardTensor, from_part, promote, redistribute_to
 from ...errors import refuse
@@ -169,7 +170,7 @@ def plan_neighborhood_attention(
     call.tensors.update(zip(("query", "key", "value"), targets, strict=True))
     if extra:
         # Instead of the usual preparation, which would make ShardTensors of both halves.
-        call.steps["additional"] = partial(_local_additional, call.mesh, axes, layout)
+        call.steps["additional"] = [partial(_local_additional, call.mesh, axes, layout)]
     scale = scale or query.shape[-1] ** -0.5
     arguments = None
     if kernel is not None:
@@ -209,8 +210,7 @@ def _checked(
 @untraced()
 def _described(spec: ShardTensorSpec) -> Tensor:
     """A global tensor without data, for natten's checks; of its own dtype with autocast, too, which natten ignores."""
-    meta = spec.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    return without_data(spec.tensor_meta)
 
 
 def _local_additional(
