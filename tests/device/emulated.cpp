@@ -447,6 +447,7 @@ static void refuse_in_capture(const std::string& what) {
 struct Call {
   std::unordered_map<c10::StorageImpl*, c10::Storage> on_cpu;  // by the device tensor's storage
   std::unordered_map<c10::StorageImpl*, at::Tensor> origin;    // by the CPU storage, a device tensor
+  std::unordered_map<c10::TensorImpl*, at::Tensor> aliases;    // by the device tensor: kernels ask if an output is an input, too
   std::unordered_map<c10::TensorImpl*, at::Tensor> same;       // by the alias, its device tensor
   std::vector<std::pair<at::Tensor, at::Tensor>> written;      // device tensor, alias
   DeviceIndex device = -1;
@@ -456,6 +457,11 @@ struct Call {
     if (!t.defined() || !t.is_cuda() || t.layout() != kStrided) return t;
     if (device < 0) device = t.device().index();
     if (t._is_zerotensor()) return at::zeros(t.sizes(), t.options().device(kCPU));
+    auto known = aliases.find(t.unsafeGetTensorImpl());
+    if (known != aliases.end()) {
+      if (is_written) written.emplace_back(t, known->second);
+      return known->second;
+    }
     auto* storage = t.storage().unsafeGetStorageImpl();
     auto found = on_cpu.find(storage);
     if (found == on_cpu.end()) {
@@ -470,6 +476,7 @@ struct Call {
     a._set_neg(t.is_neg());
     if (is_written) written.emplace_back(t, a);
     same[a.unsafeGetTensorImpl()] = t;
+    aliases[t.unsafeGetTensorImpl()] = a;
     return a;
   }
   at::Tensor back(const at::Tensor& result) {
