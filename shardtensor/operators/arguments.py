@@ -34,6 +34,8 @@ class Arguments:
         tensors: ``{argument: spec}`` of the tensors that are ShardTensors when the plan runs.
         lists: the same for arguments that are lists of tensors.
         then: the layout that the result is redistributed to after the plan has run; None leaves it as it is.
+        steps: what is done with arguments before the plan runs, in this order.
+        casts: the dtypes that :meth:`cast` gives arguments.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Arguments:
     lists: dict[str, list[ShardTensorSpec]] = field(default_factory=dict)
     then: ShardTensorSpec | None = None
     steps: dict[str, list[Callable[[Any], Any]]] = field(default_factory=dict)
+    casts: dict[str, torch.dtype] = field(default_factory=dict)
 
     def refuse(self, reason: str, remedy: str) -> UnsupportedSharding:
         """The exception for this call, to be raised."""
@@ -114,6 +117,7 @@ class Arguments:
     def cast(self, dtype: torch.dtype | None, *arguments: str) -> None:
         """Have operands cast before the plan runs, differentiably; None leaves them as they are."""
         for argument in arguments if dtype is not None else ():
+            self.casts[argument] = dtype  # type: ignore[assignment]
             self.then_do(argument, lambda t: t.to(dtype))
             if argument in self.tensors:
                 self.tensors[argument] = self.tensors[argument].with_dtype(dtype)  # type: ignore[arg-type]

@@ -132,16 +132,18 @@ class Operator:
             value, target, wanted = named.get(name), call.tensors.get(name), call.steps.get(name, [])
             to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(value))
             if isinstance(value, DTensor) and to_plain:
-                if placements is not None and not wanted and _keeps_contributions(plan, value, placements):
+                dtype = call.casts.get(name) if wanted else value.dtype
+                if placements is not None and dtype and _keeps_contributions(plan, value, dtype, placements):
                     plan.contributed = {**plan.contributed, i: placements}
-                    wanted = [ShardTensor.from_dtensor]
+                    wanted = [ShardTensor.from_dtensor, *wanted]
                 else:
                     wanted = [partial(_to_local, placements), *wanted]
             elif target is not None and not prepared_spec(value, call.mesh, True).lies_like(target):
                 wanted = [*wanted, partial(redistribute_to, target=target)]
             steps += [(i, step) for step in wanted]
         plan.steps = tuple(steps)
-        plan.sums = plan.total is not None or plan.deferred is not None or bool(plan.contributed)
+        given = any(name in declared.parameters for name in named)
+        plan.sums = given and placements is not None and any(p.is_partial() for p in placements)
 
     def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
         """Arrange for the sum of plain parameters' gradients; returns the placements of DTensors' ones."""
@@ -272,9 +274,13 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
     return spec.tensor_meta
 
 
-def _keeps_contributions(plan: Plan, parameter: Tensor, placements: Sequence[Placement]) -> bool:
-    """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank."""
-    contributes = any(p.is_partial() for p in placements) and wide_dtype(parameter.dtype) != parameter.dtype
+def _keeps_contributions(plan: Plan, parameter: Tensor, dtype: torch.dtype, placements: Sequence[Placement]) -> bool:
+    """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank.
+
+    Args:
+        dtype: that it has in the run.
+    """
+    contributes = any(p.is_partial() for p in placements) and wide_dtype(dtype) != dtype
     return contributes and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
 
 

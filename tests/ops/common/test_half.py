@@ -169,6 +169,26 @@ def test_gradients_of_weights(dtype, others):
     run_distributed(layers, 2, dtype, others)
 
 
+def layers_in_autocast(dtype, others):
+    """Weights in float32, which autocast casts: what ranks contribute to their gradients is not rounded to it."""
+    mesh = shared_mesh(2)
+    autocast = torch.autocast(torch.get_default_device().type, dtype)
+    x = cancelling(2, 4, 16, dim=0, dtype=dtype).float()
+    w, b = (numbers(*n, dtype=dtype, offset=1.0).float() for n in ((4, 4, 3), (4,)))
+    for function in (
+        lambda x, w, b: F.conv1d(x, w, b, padding=1),
+        lambda x, w, b: F.conv_transpose1d(x, w, b, padding=1),
+        lambda x, w, b: F.linear(x.mT, w[..., 0], b),
+        lambda x, w, b: x.mT @ w[..., 0] + b,
+    ):
+        check(autocast(function), [x, w, b], [0], {0: (1, 1)}, mesh, None, others)
+
+
+@pytest.mark.parametrize("others", [leaf, hooked, replicated])
+def test_gradients_of_weights_that_autocast_casts(others):
+    run_distributed(layers_in_autocast, 2, torch.bfloat16, others)
+
+
 def messages_of_a_step(dtype):
     """Forward and backward, once plans are made."""
     torch.manual_seed(0)
