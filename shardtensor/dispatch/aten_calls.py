@@ -71,7 +71,7 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if args and is_open(args[0]) and is_inplace(func):
+    if args and getattr(args[0], "_open", None) is not None and is_inplace(func):
         decide(func, args, kwargs)
     key, plan, tensors, local_args = look_up(func, args, kwargs)
     local_kwargs = {}
