@@ -258,7 +258,7 @@ class ShardTensor(DTensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             raise RuntimeError("only leaf ShardTensors support deepcopy, as with plain tensors; detach() it first")
-        new = _leaf(copy.deepcopy(self._local_tensor, memo), self._spec, self.requires_grad)
+        new = mark_leaf(wrap(copy.deepcopy(self._local_tensor, memo), self._spec), self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             new._is_param = True  # how torch marks a Parameter of a tensor subclass
         if self.grad is not None:
@@ -333,10 +333,6 @@ _AS_THEY_ARE = SCALARS | {ShardTensor}
 # -- leaves -----------------------------------------------------------------------------------------------
 
 
-def _leaf(local: Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
-    return mark_leaf(wrap(local, spec), requires_grad)
-
-
 def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
     """Set ``requires_grad``; the gradient of a leaf that requires it will have the leaf's own layout."""
     if tensor._open is not None:
@@ -393,7 +389,7 @@ def _is_view(self: ShardTensor) -> Any:
 def import_shardtensor_first(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, parameter: bool) -> ShardTensor:
     """What builds a pickled ShardTensor; ``torch.load`` shows this name where shardtensor has not been imported."""
     check_own_shard(spec.mesh)
-    new = _leaf(local, spec, requires_grad)
+    new = mark_leaf(wrap(local, spec), requires_grad)
     if parameter:
         new._is_param = True
     return new

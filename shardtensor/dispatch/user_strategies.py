@@ -47,19 +47,15 @@ def fall_back(call: AtenCall) -> AtenPlan:
     """The rule of operators that fall back on a sharding strategy, see [Note: strategies]."""
     if any(a.alias_info is not None for a in (*call.func._schema.arguments, *call.func._schema.returns)):
         raise call.refuse("operators with a strategy may not write to operands or return views", "return new tensors")
-    specs = _operands(call)
+    mesh = call.specs[0].mesh
+    found = operands(call.args, call.kwargs, (ShardTensorSpec, Tensor))
+    # Plain tensors are replicated.
+    specs = {path: replicated_spec(mesh, meta_of(t)) if isinstance(t, Tensor) else t for path, t in found}
     inputs, outputs = _cheapest(call, specs)
     targets = _aligned(specs, inputs)
     plan = call.plan(_results(call, targets, outputs), {path: targets[path] for path in call.tensors})
     plan.inputs += [(p, specs[p], targets[p]) for p in specs if p not in call.tensors and targets[p].sharded_dims()]
     return plan
-
-
-def _operands(call: AtenCall) -> dict[Path, ShardTensorSpec]:
-    """The specs of all tensors, in order; plain ones are replicated."""
-    mesh = call.specs[0].mesh
-    found = operands(call.args, call.kwargs, (ShardTensorSpec, Tensor))
-    return {path: replicated_spec(mesh, meta_of(t)) if isinstance(t, Tensor) else t for path, t in found}
 
 
 def _filled(call: AtenCall, values: Mapping[Path, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
