@@ -33,11 +33,9 @@ from torch.utils._pytree import (
     KeyEntry,
     PyTree,
     keystr,
-    tree_flatten,
     tree_leaves,
     tree_map,
     tree_map_with_path,
-    tree_unflatten,
 )
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -112,11 +110,9 @@ __all__ = [
     "strategies",
     "takes_gradient_late",
     "tracing",
-    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_with_path",
-    "tree_unflatten",
     "uncached",
     "unflattened",
     "untraced",

@@ -29,7 +29,6 @@ from .planning import (
     AtenCall,
     AtenPlan,
     as_specs,
-    describe,
     disowns,
     distributed_operands,
     is_inplace,
@@ -71,7 +70,7 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if args and is_open(args[0]) and is_inplace(func):
+    if args and getattr(args[0], "_open", None) is not None and is_inplace(func):
         decide(func, args, kwargs)
     key, plan, tensors, local_args = look_up(func, args, kwargs)
     local_kwargs = {}
@@ -190,8 +189,10 @@ def _check(func: OpOverload, specs: Sequence[ShardTensorSpec]) -> None:
 
 def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], base: ShardTensorSpec) -> _Done:
     """Everything is whole on every rank, so each computes for itself; the result tells its own shape."""
-    local_kwargs = dict(zip(kwargs, describe(kwargs.values(), [func], []), strict=True))
-    result = func(*describe(args, [func], []), **local_kwargs)
+    whole_args, whole_kwargs = tree_map(
+        lambda a: a._local_tensor if isinstance(a, DTensor) else a, (tuple(args), kwargs)
+    )
+    result = func(*whole_args, **whole_kwargs)
     returns_self = is_inplace(func)
 
     def spec(value: Any) -> Any:

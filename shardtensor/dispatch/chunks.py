@@ -21,23 +21,11 @@ if TYPE_CHECKING:  # importing them takes long, and most programs save no checkp
 __all__ = ["described", "of_rank", "write_items"]
 
 
-def _own_part(spec: ShardTensorSpec) -> tuple[torch.Size, torch.Size] | None:
-    """Offset and shape of this rank's part, or None.
+def of_rank(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """This rank's part as a list of at most one ``ChunkStorageMetadata``.
 
     A rank whose shard is empty has no part: its offset would be that of the next rank's shard. A global tensor without
     elements is written by every rank, as replicas are, so that the checkpoint has an entry for it.
-    """
-    if spec.partial_mesh_dims():
-        raise refuse("checkpoint", spec, "a Partial is no part of the tensor", "redistribute it to Replicate() first")
-    shape = torch.Size(spec.own_shape)
-    if not shape.numel() and spec.shape.numel():
-        return None
-    starts = {d: spec.interval(m)[0] for d, m in spec.sharded_dims().items()}
-    return torch.Size([starts.get(d, 0) for d in range(len(shape))]), shape
-
-
-def of_rank(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """This rank's part as a list of at most one ``ChunkStorageMetadata``.
 
     Raises:
         UnsupportedSharding: the tensor is Partial.
@@ -46,8 +34,13 @@ def of_rank(tensor: DTensor) -> list[ChunkStorageMetadata]:
 
     spec = tensor._spec
     assert isinstance(spec, ShardTensorSpec)
-    part = _own_part(spec)
-    return [] if part is None else [ChunkStorageMetadata(offsets=part[0], sizes=part[1])]
+    if spec.partial_mesh_dims():
+        raise refuse("checkpoint", spec, "a Partial is no part of the tensor", "redistribute it to Replicate() first")
+    shape = torch.Size(spec.own_shape)
+    if not shape.numel() and spec.shape.numel():
+        return []
+    starts = {d: spec.interval(m)[0] for d, m in spec.sharded_dims().items()}
+    return [ChunkStorageMetadata(offsets=torch.Size([starts.get(d, 0) for d in range(len(shape))]), sizes=shape)]
 
 
 def write_items(name: str, tensor: DTensor) -> list[WriteItem]:

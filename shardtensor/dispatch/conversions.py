@@ -25,7 +25,7 @@ from .wrapping import is_shard_tensor, wrap
 if TYPE_CHECKING:
     from .tensor import ShardTensor
 
-__all__ = ["as_gradient", "from_dtensor", "from_local", "from_part", "promote", "redistribute_to", "to_local"]
+__all__ = ["as_gradient", "from_dtensor", "from_local", "from_part", "promote", "redistribute_to", "to_part"]
 
 
 def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
@@ -41,9 +41,18 @@ def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     return made
 
 
-def to_local(tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
-    """The local tensor, as it is held or in ``dtype``, whose gradient will have the layout ``grad_spec``."""
-    local: Tensor = _ToLocal.apply(tensor, grad_spec, dtype)
+def to_part(tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
+    """The local tensor of a ShardTensor as it is held, or in ``dtype``.
+
+    Differentiable; ``grad_spec`` is the layout in which its gradient arrives.
+    """
+    if tensor._viewed is not None:
+        check_current("to_local", tensor)
+    local: Tensor = tensor._local_tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        local = _ToLocal.apply(tensor, grad_spec, dtype)
+    elif dtype is not None:
+        local = local.to(dtype)
     return local
 
 

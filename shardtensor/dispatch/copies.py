@@ -35,9 +35,12 @@ View = TypeVar("View", bound=Tensor)
 Copies = tuple[tuple[Tensor, Tensor], ...]
 
 
-def mark_copied(view: View, viewed: Tensor) -> View:
-    """Record that ``view`` represents a view of ``viewed`` but is a copy, on some ranks at least."""
-    return _noted(view, viewed, None)
+def mark_copied(view: View, viewed: Tensor, copies: Copies | None = None) -> View:
+    """Record that ``view`` represents a view of ``viewed`` but is a copy: on all ranks, or this one made ``copies``."""
+    noted: Any = view  # these attributes are ShardTensor's, which is defined on top of this module
+    noted._copied, noted._viewed = copies, (viewed, _version(viewed))
+    not_for_graphs(_local(view))  # a graph has no such record, so flattening the tensor is refused
+    return view
 
 
 def note_copies(view: View, viewed: Tensor, *, moved: bool, may_copy: bool) -> View:
@@ -53,20 +56,13 @@ def note_copies(view: View, viewed: Tensor, *, moved: bool, may_copy: bool) -> V
     copy, original = _local(view), _local(viewed)
     if may_copy and not same_memory(copy, original):
         copies = (*copies, (copy, original))
-    return _noted(view, viewed, copies) if copies else view
+    return mark_copied(view, viewed, copies) if copies else view
 
 
 def lose(view: Tensor, viewed: Tensor) -> None:
     """Record that ``view`` does not show what ``viewed`` holds any longer, and cannot: reading it is refused."""
     lost: Any = view
     lost._copied, lost._viewed = None, (viewed, -1)
-
-
-def _noted(view: View, viewed: Tensor, copies: Copies | None) -> View:
-    noted: Any = view  # these attributes are ShardTensor's, which is defined on top of this module
-    noted._copied, noted._viewed = copies, (viewed, _version(viewed))
-    not_for_graphs(_local(view))  # a graph has no such record, so flattening the tensor is refused
-    return view
 
 
 def _local(tensor: Tensor) -> Tensor:

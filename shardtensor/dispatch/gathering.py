@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, tree_flatten, tree_map, tree_unflatten
+from .._compat import OpOverload, tree_map
 from ..communication.redistribute import redistribute_local
 from ..errors import refuse
 from .copies import mark_copied, write_back
@@ -27,22 +27,21 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
     What an in-place operator writes to gets its part of the result.
     """
-    inplace = is_inplace(func)
+    inplace, specs = is_inplace(func), [spec for _, spec in distributed_operands(args, kwargs)]
     later = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments[1:])
     if later or (inplace and not isinstance(args[0], DTensor)):
         raise refuse(
             func,
-            [spec for _, spec in distributed_operands(args, kwargs)],
+            specs,
             "it would write to something else than a ShardTensor, its first operand",
             "use the out-of-place form",
         )
-    leaves, structure = tree_flatten((tuple(args), kwargs))
-    pattern = next(spec_of(a) for a in leaves if isinstance(a, DTensor) and not spec_of(a).is_replicate())
-    whole = [
-        redistribute_local(a._local_tensor, spec_of(a), spec_of(a).replicated()) if isinstance(a, DTensor) else a
-        for a in leaves
-    ]
-    plain_args, plain_kwargs = tree_unflatten(whole, structure)
+    pattern = next(spec for spec in specs if not spec.is_replicate())
+
+    def whole(a: Any) -> Any:
+        return redistribute_local(a._local_tensor, spec_of(a), spec_of(a).replicated()) if isinstance(a, DTensor) else a
+
+    plain_args, plain_kwargs = tree_map(whole, (tuple(args), kwargs))
     if inplace:
         written, spec = args[0], spec_of(args[0])
         value = plain_args[0].clone()

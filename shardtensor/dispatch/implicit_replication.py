@@ -97,8 +97,9 @@ class _Mode(TorchFunctionMode):
         caller = sys._getframe(1).f_globals.get("__name__", "")
         internal = caller.partition(".")[0] in _PACKAGES
         if type(result) is ShardTensor:
-            if not internal or caller.startswith(_COMPUTES):
-                _leave_open(result, args, kwargs)
+            computed = result._spec.is_replicate() and (not internal or caller.startswith(_COMPUTES))
+            if computed and result._open is None and not _is_old(result, args, kwargs):
+                leave_open(result)
         elif not internal and self._makes(func, args, kwargs) and self._may_be_replicated(result):
             if func in _RANDOM:  # its seed may be another on each rank
                 note_operand(func.__name__, result, self.mesh)
@@ -116,11 +117,6 @@ class _Mode(TorchFunctionMode):
         if not (type(t) is Tensor or is_traced(t)) or t.requires_grad or t.layout is not torch.strided or tracing():
             return False
         return bool(t.device.type == self.mesh.device_type)
-
-
-def _leave_open(result: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if result._spec.is_replicate() and result._open is None and not _is_old(result, args, kwargs):
-        leave_open(result)
 
 
 def _is_old(result: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -328,14 +328,17 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
+@cache
 def is_inplace(func: OpOverload) -> bool:
     """Whether the operator writes to its first argument and returns it."""
-    return _traits(func)[0]
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    return first is not None and first.alias_info is not None and bool(first.alias_info.is_write)
 
 
+@cache
 def returns_view(func: OpOverload) -> bool:
-    """Whether the operator's result is a view of its first argument."""
-    return _traits(func)[1]
+    """Whether the operator's result is a view of its first argument: shares memory that is not written to."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 @cache
@@ -346,15 +349,6 @@ def returning(func: OpOverload) -> OpOverload | None:
         return None
     found = getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
     return None if found is None or is_inplace(found) else found
-
-
-@cache
-def _traits(func: OpOverload) -> tuple[bool, bool]:
-    """Whether the operator is in place, and whether its result is a view: shares memory that is not written to."""
-    first = func._schema.arguments[0] if func._schema.arguments else None
-    inplace = first is not None and first.alias_info is not None and first.alias_info.is_write
-    returned = [r.alias_info for r in func._schema.returns]
-    return bool(inplace), any(alias is not None and not alias.is_write for alias in returned)
 
 
 def operands(args: Sequence[Any], kwargs: dict[str, Any], kinds: Any) -> Iterator[tuple[Path, Any]]:

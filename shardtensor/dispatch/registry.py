@@ -247,7 +247,8 @@ def supports(func_or_op: Any) -> Support:
     packet = func_or_op if isinstance(func_or_op, OpOverloadPacket) else _packet_of(func_or_op)
     if packet is None:  # Python code, which calls other operators
         return Support(True, "decomposed", reason="as far as the operators that it calls are")
-    found = [supports(getattr(packet, name)) for name in packet.overloads() if not _writes_out(getattr(packet, name))]
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    found = [supports(op) for op in overloads if not any(a.is_out for a in op._schema.arguments)]
     order = ("refused", "decomposed", "strategy", "elementwise", "declared")
     return max(found, key=lambda answer: order.index(answer.how), default=Support(False, "refused"))
 
@@ -263,10 +264,6 @@ def _support_of_overload(op: OpOverload) -> Support:
         return supports(functional)
     reason = f"no distributed form is known; {REMEDY}"
     return Support(False, "refused", reason=reason)
-
-
-def _writes_out(op: OpOverload) -> bool:
-    return any(a.is_out for a in op._schema.arguments)
 
 
 def _packet_of(function: Any) -> Any:

@@ -148,14 +148,10 @@ class _Link:
     group: dist.ProcessGroup
     together: bool = True
 
-    def start(self, recvs: Sequence[tuple[int, Tensor]], sends: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-        """Start messages from and to global ranks."""
+    def exchange(self, recvs: Sequence[tuple[int, Tensor]], sends: Sequence[tuple[int, Tensor]]) -> None:
+        """Messages from and to global ranks, and wait for them."""
         from_, to = ([(dist.get_group_rank(self.group, r), as_bytes(t)) for r, t in some] for some in (recvs, sends))
-        return c10d_messages(from_, to, self.group, together=self.together)
-
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for messages that :meth:`start` has started."""
-        for work in works:
+        for work in c10d_messages(from_, to, self.group, together=self.together):
             wait_for(work, None, self.group)
 
 
@@ -192,9 +188,9 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, link: _Link) -> T
                 continue
             packed.append((rank_at(spec.mesh, at), _packed(tensor, spec, at)))
             if sum(payload.nbytes for _, payload in packed) >= _TOGETHER:
-                link.wait(link.start((), packed))
+                link.exchange((), packed)
                 packed.clear()
-    link.wait(link.start((), packed))
+    link.exchange((), packed)
     return mine
 
 
@@ -211,7 +207,7 @@ def _packed(tensor: Tensor | None, spec: ShardTensorSpec, at: Sequence[int]) -> 
 def _receive_shard(spec: ShardTensorSpec, src: int, link: _Link) -> Tensor | None:
     """This rank's shard, or None where the source has a problem."""
     payload = _payload(spec, spec.coordinate)
-    link.wait(link.start([(src, payload)], ()))
+    link.exchange([(src, payload)], ())
     return None if bool(payload[-1] != 0) else payload[:-1].view(spec.own_shape)
 
 

@@ -34,8 +34,7 @@ from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from ..ranks.first_use import forget_operands
 from . import chunks, conversions, torch_functions
 from .aten_calls import run
-from .conversions import as_gradient, from_part, promote, redistribute_to
-from .copies import check_current
+from .conversions import as_gradient, from_part, promote, redistribute_to, to_part
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .planning import SCALARS
@@ -135,17 +134,8 @@ class ShardTensor(DTensor):
             grad_placements: how the gradient of the result lies on the ranks; default: like this tensor (Replicate
                 for a Partial). ``Partial()`` on a mesh dim where the ranks use their copy for different work.
         """
-        if self._viewed is not None:
-            check_current("to_local", self)
         if self._open is not None:
             close(self)
-        differentiable = torch.is_grad_enabled() and self.requires_grad
-        local = self._local_tensor
-        wide = self._spec.is_wide(local)
-        if wide and not differentiable:
-            local = local.to(self.dtype)  # see [Note: rounded once] in redistribute.py
-        if grad_placements is None and not differentiable:
-            return local
         spec = self._spec.for_gradient()
         if grad_placements is not None:
             grad_placements = normalize_placements(grad_placements, self.device_mesh, self.ndim)
@@ -153,7 +143,8 @@ class ShardTensor(DTensor):
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
             spec = spec.replace(placements=grad_placements)
-        return conversions.to_local(self, spec, self.dtype if wide else None) if differentiable else local
+        wide = self._spec.is_wide(self._local_tensor)  # see [Note: rounded once] in redistribute.py
+        return to_part(self, spec, self.dtype if wide else None)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The global tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
@@ -267,7 +258,7 @@ class ShardTensor(DTensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             raise RuntimeError("only leaf ShardTensors support deepcopy, as with plain tensors; detach() it first")
-        new = _leaf(copy.deepcopy(self._local_tensor, memo), self._spec, self.requires_grad)
+        new = mark_leaf(wrap(copy.deepcopy(self._local_tensor, memo), self._spec), self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             new._is_param = True  # how torch marks a Parameter of a tensor subclass
         if self.grad is not None:
@@ -339,23 +330,7 @@ claim_dispatch(ShardTensor)
 _AS_THEY_ARE = SCALARS | {ShardTensor}
 
 
-def to_part(tensor: ShardTensor, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
-    """The local tensor of a ShardTensor as it is held, or in ``dtype``.
-
-    Differentiable; ``grad_spec`` is the layout in which its gradient arrives.
-    """
-    if tensor._viewed is not None:
-        check_current("to_local", tensor)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return conversions.to_local(tensor, grad_spec, dtype)
-    return tensor._local_tensor if dtype is None else tensor._local_tensor.to(dtype)
-
-
 # -- leaves -----------------------------------------------------------------------------------------------
-
-
-def _leaf(local: Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
-    return mark_leaf(wrap(local, spec), requires_grad)
 
 
 def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
@@ -414,7 +389,7 @@ def _is_view(self: ShardTensor) -> Any:
 def import_shardtensor_first(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, parameter: bool) -> ShardTensor:
     """What builds a pickled ShardTensor; ``torch.load`` shows this name where shardtensor has not been imported."""
     check_own_shard(spec.mesh)
-    new = _leaf(local, spec, requires_grad)
+    new = mark_leaf(wrap(local, spec), requires_grad)
     if parameter:
         new._is_param = True
     return new

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import DTensorSpec, OpOverload, TensorMeta, acceptable_placements, strategies
+from .._compat import DTensorSpec, OpOverload, TensorMeta, acceptable_placements, strategies, untraced
 from ..context import gather_allowed
 from ..layout.geometry import chunk_sizes
 from ..layout.placements import AxisLayout, normalize_placements
@@ -47,19 +47,15 @@ def fall_back(call: AtenCall) -> AtenPlan:
     """The rule of operators that fall back on a sharding strategy, see [Note: strategies]."""
     if any(a.alias_info is not None for a in (*call.func._schema.arguments, *call.func._schema.returns)):
         raise call.refuse("operators with a strategy may not write to operands or return views", "return new tensors")
-    specs = _operands(call)
+    mesh = call.specs[0].mesh
+    found = operands(call.args, call.kwargs, (ShardTensorSpec, Tensor))
+    # Plain tensors are replicated.
+    specs = {path: replicated_spec(mesh, meta_of(t)) if isinstance(t, Tensor) else t for path, t in found}
     inputs, outputs = _cheapest(call, specs)
     targets = _aligned(specs, inputs)
     plan = call.plan(_results(call, targets, outputs), {path: targets[path] for path in call.tensors})
     plan.inputs += [(p, specs[p], targets[p]) for p in specs if p not in call.tensors and targets[p].sharded_dims()]
     return plan
-
-
-def _operands(call: AtenCall) -> dict[Path, ShardTensorSpec]:
-    """The specs of all tensors, in order; plain ones are replicated."""
-    mesh = call.specs[0].mesh
-    found = operands(call.args, call.kwargs, (ShardTensorSpec, Tensor))
-    return {path: replicated_spec(mesh, meta_of(t)) if isinstance(t, Tensor) else t for path, t in found}
 
 
 def _filled(call: AtenCall, values: Mapping[Path, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -146,10 +142,11 @@ def _results(call: AtenCall, targets: Mapping[Path, ShardTensorSpec], outputs: S
     for at in product(*map(range, mesh.shape)):
         shapes = tuple(spec.local_shape(at) for spec in targets.values())
         if shapes not in known:
-            local = {
-                path: torch.empty(shape, dtype=spec.tensor_meta.dtype, device="meta")
-                for (path, spec), shape in zip(targets.items(), shapes, strict=True)
-            }
+            with untraced():
+                local = {
+                    path: torch.empty(shape, dtype=spec.tensor_meta.dtype, device="meta")
+                    for (path, spec), shape in zip(targets.items(), shapes, strict=True)
+                }
             try:
                 known[shapes] = _metas(on_meta(call.func, *_filled(call, local)))
             except Exception as error:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
-from ..dispatch.planning import converted, disowned, keep_plan, look_up, meta_of, spec_of
+from ..dispatch.planning import converted, disowned, flat, keep_plan, look_up, meta_of, spec_of
 from ..dispatch.registry import declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to
 from ..errors import UnsupportedSharding, refuse
@@ -98,13 +98,14 @@ class Operator:
         declared = self._declared
         at = {name: place_of(given.arguments.get(name)) for name in declared.names}
         named = {name: picked(tensors, place) for name, place in at.items() if place is not None}
-        mesh = common_mesh(self.name, [t for value in named.values() for t in _each(value)])
+        found = [t for t in flat(named.values(), {}) if t is not None]
+        mesh = common_mesh(self.name, found)
         if mesh is None:
             return NotImplemented
-        call = Arguments(self.name, mesh, next(t.device for value in named.values() for t in _each(value)))
+        call = Arguments(self.name, mesh, found[0].device)
         for name, value in named.items():
             if name in declared.parameters:
-                others = [t for k in declared.tensors if k in named for t in _each(named[k])]
+                others = [t for t in flat((named.get(k) for k in declared.tensors), {}) if t is not None]
                 takes_sharded = name in declared.sharded and _is_sharded(value)
                 given.arguments[name] = spec_of(value) if takes_sharded else _parameter(self.name, value, others)
             else:
@@ -157,10 +158,6 @@ class Operator:
             else:
                 plan.total = total
         return placements
-
-
-def _each(value: Any) -> Sequence[Tensor]:
-    return [t for t in value if t is not None] if isinstance(value, (list, tuple)) else [value]
 
 
 def operator(

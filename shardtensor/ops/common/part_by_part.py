@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
 from ...dispatch.gradients import once_differentiable
-from ...layout.geometry import Interval
+from ...layout.geometry import Interval, resized
 from .alignment import wide_dtype
 from .half import widened
 from .ring import Trip, ring_of, trip
@@ -43,10 +43,6 @@ class Tour:
     dim: int
     into: int | None
     intervals: tuple[Interval, ...]
-
-    def shape_at(self, local: Tensor, owner: int) -> tuple[int, ...]:
-        a, b = self.intervals[owner]
-        return tuple(b - a if d == self.dim else n for d, n in enumerate(local.shape))
 
 
 def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
@@ -117,8 +113,8 @@ class _PartByPart(AutogradFunction):
 def _trip(tour: Tour, part: Tensor) -> Trip:
     """The way of the parts around the ring."""
     ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
-    shapes, wide = [tour.shape_at(part, owner) for owner in range(len(tour.intervals))], wide_dtype(part.dtype)
-    forms, gradients = (tuple(((shape, dtype),) for shape in shapes) for dtype in (part.dtype, wide))
+    shapes = [tuple(resized(part.shape, tour.dim, b - a)) for a, b in tour.intervals]
+    forms, gradients = (tuple(((shape, dtype),) for shape in shapes) for dtype in (part.dtype, wide_dtype(part.dtype)))
     return trip(ring, forms, gradients, group_along(tour.mesh, tour.mesh_dim))
 
 

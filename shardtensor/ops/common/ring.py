@@ -196,12 +196,5 @@ def _from_bytes(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     return aligned.view(dtype).view(shape)
 
 
-@cached(maxsize=1024)
-def trip(
-    ring: Ring,
-    forms: tuple[tuple[Form, ...], ...],
-    grad_forms: tuple[tuple[Form, ...], ...] | None,
-    group: dist.ProcessGroup,
-) -> Trip:
-    """The :class:`Trip` with these properties, made once."""
-    return Trip(ring, forms, grad_forms, group)
+# The trip with these properties, of which the forms are tuples, made once.
+trip = cached(maxsize=1024)(Trip)

@@ -62,14 +62,11 @@ def _value(tensor: Tensor) -> Tensor:
 
 def _check_same_part(spec: ShardTensorSpec, ranks: set[int]) -> None:
     for m, placement in enumerate(spec.placements):
-        if isinstance(placement, Shard) and len(ranks.intersection(_along(spec, m))) > 1:
+        along = dist.get_process_group_ranks(group_along(spec.mesh, m))
+        if isinstance(placement, Shard) and len(ranks.intersection(along)) > 1:
             raise refuse(
                 "all_reduce",
                 spec,
                 f"the group's ranks hold different shards of it (mesh dim {m})",
                 "reduce to a number first (mean, sum), or pass the group of the data axis",
             )
-
-
-def _along(spec: ShardTensorSpec, m: int) -> list[int]:
-    return dist.get_process_group_ranks(group_along(spec.mesh, m))
