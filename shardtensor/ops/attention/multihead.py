@@ -106,11 +106,9 @@ def _local_attention(
         q, k, v, None, 0 if options["is_causal"] else None, AttentionOptions(options["dropout_p"], None, False)
     )
     layout = plan.work.layout
-    for spec, target in zip(by_heads, layout.targets):
-        assert target is not None
-        if not spec.lies_like(target) or set(spec.sharded_dims().values()) != set(layout.split):
-            return None
-    return plan
+    lie = all(spec.lies_like(target) for spec, target in zip(by_heads, layout.targets[:3], strict=True))
+    alike = all(set(spec.sharded_dims().values()) == set(layout.split) for spec in by_heads)
+    return plan if lie and alike else None
 
 
 def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torch.dtype | None) -> ShardTensorSpec:

@@ -29,7 +29,7 @@ from ..common.alignment import wide_dtype
 from ..common.half import cast
 from ..common.ring import Form, Trip
 from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
-from .layout import AttentionLayout
+from .layout import NAME, AttentionLayout
 
 _DIMS = 4  # that torch's kernels take
 
@@ -74,7 +74,6 @@ class AttentionWork:
     """What a call asks of this rank. Made by :func:`work_of`.
 
     Attributes:
-        name: of the operator, for errors.
         layout: who has and computes what.
         query: spec of the queries.
         shift: which keys a query sees, see :func:`~.blockwise.pieces`.
@@ -88,7 +87,6 @@ class AttentionWork:
         empty: whether some rank's queries, keys or values are; torch's kernels crash on such.
     """
 
-    name: str
     layout: AttentionLayout
     query: ShardTensorSpec
     shift: int | None
@@ -121,7 +119,7 @@ class AttentionWork:
         m = layout.mesh_dim
         assert m is not None and layout.head_sizes is not None
         rank = self.query.coordinate[m]
-        sequences = [intervals_of(target.sizes_along(m)) for target in layout.targets[:3] if target is not None]
+        sequences = [intervals_of(target.sizes_along(m)) for target in layout.targets[:3]]
         heads = [intervals_of(sizes) for sizes in layout.head_sizes]
         dims = q.ndim - 2, q.ndim - 3
         q, k, v = _Swap.apply(dims, sequences, heads, rank, self.group, q, k, v)
@@ -206,11 +204,10 @@ class AttentionWork:
 
 
 @cached(maxsize=1024)
-def work_of(name: str, layout: AttentionLayout, shift: int | None, scale: float) -> AttentionWork:
+def work_of(layout: AttentionLayout, shift: int | None, scale: float) -> AttentionWork:
     """The work of one rank, from specs alone."""
     query, key, value, _ = layout.targets
     m = layout.mesh_dim
-    assert query is not None and key is not None and value is not None
     sizes = [spec.sizes_along(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
     empty = any(0 in n for n in (query.shape, key.shape, value.shape, *sizes, *(layout.head_sizes or ())))
     group = None if m is None else group_along(query.mesh, m)
@@ -221,13 +218,13 @@ def work_of(name: str, layout: AttentionLayout, shift: int | None, scale: float)
     takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
     flash = Kernel(scale, fused=True) if takes_flash else None
     fetch = _fetch(layout)
-    return AttentionWork(name, layout, query, shift, scale, parts, exchanges, group, fetch, alone, flash, empty)
+    return AttentionWork(layout, query, shift, scale, parts, exchanges, group, fetch, alone, flash, empty)
 
 
 def _fetch(layout: AttentionLayout) -> Fetch | None:
     _, k, v, _ = layout.targets
     m = layout.mesh_dim
-    if layout.fetched is None or k is None or v is None or m is None:
+    if layout.fetched is None or m is None:
         return None
     *rows, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
     transfers = plan_intervals(intervals_of(k.sizes_along(m)), layout.fetched, k.coordinate[m])
@@ -283,7 +280,7 @@ class _Once(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise refuse(
-            ctx.work.name,
+            NAME,
             ctx.work.query,
             "it cannot be differentiated twice",
             "write the attention out as products and a softmax, whose derivatives have derivatives",
