@@ -19,6 +19,7 @@ from ...operators.declaration import Arguments, Operand
 from ...operators.weight_gradients import start_sum
 from .columns import Columns, channels_are_last, columns_of, sums_of_channels
 from .geometry import Geometry
+from .norm import Kept
 from .sharded_norm import ShardedNorm
 
 __all__ = ["ChannelNorm"]
@@ -57,9 +58,7 @@ class ChannelNorm(ShardedNorm):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if torch.is_grad_enabled() or x.is_contiguous() or self._columns(x) is not None:
             return super()._forward(x, weight, bias, *buffers)
         y, kept = super()._forward(x.contiguous(), weight, bias, *buffers)
@@ -69,9 +68,7 @@ class ChannelNorm(ShardedNorm):
         """How to go through a shard that is not contiguous; None if it is to be copied."""
         return self.columns if self.columns is not None and channels_are_last(x) else None
 
-    def _normalized(
-        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
         if self.per_set != 1:
             moments = moments.repeat_interleave(self.per_set, 1)
         mean, var, *_ = moments.unbind()

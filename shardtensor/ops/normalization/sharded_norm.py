@@ -17,7 +17,7 @@ from ..._compat import AutogradFunction
 from ...communication.redistribute import all_reduce
 from ...operators.declaration import Arguments, Operand
 from .geometry import Geometry
-from .norm import Norm
+from .norm import Kept, Norm
 from .statistics import Statistics, centered
 
 __all__ = ["RowNorm", "ShardedNorm"]
@@ -32,19 +32,15 @@ class ShardedNorm(Norm):
         super().__init__(call, geometry, dtype, *parameters)
         self.statistics = Statistics(geometry, call.device)
 
-    def _forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if torch.is_grad_enabled():
             return self._differentiable(x, weight, bias), ()
-        moments, free = self.statistics.of(x)
+        moments = self.statistics.of(x)
         self._note(moments, *buffers)
-        return self._normalized(x, moments, weight, bias, free)
+        return self._normalized(x, moments, weight, bias)
 
-    def _normalized(
-        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The local result and what backward needs. ``free`` is memory for the result, if there is any."""
+    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
+        """The local result and what backward needs."""
         raise NotImplementedError
 
     def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
@@ -75,12 +71,10 @@ class ShardedNorm(Norm):
 class RowNorm(ShardedNorm):
     """Layer norm (or RMS norm, if not centered) over dims of which some are sharded."""
 
-    def _normalized(
-        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
         w, b = self._affine(weight, 0), self._affine(bias, 1)
         moments = moments.view(len(moments), *self.statistics.shape)
-        y = centered(x.reshape(self.geometry.view), moments[0] if self.geometry.centered else None, free)
+        y = centered(x.reshape(self.geometry.view), moments[0] if self.geometry.centered else None)
         y.mul_((moments[-1] + self.geometry.eps).rsqrt_())
         y = y if w is None else y.mul_(w)
         y = y if b is None else y.add_(b)
