@@ -57,11 +57,8 @@ def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Compose
     count = n * (n - 1) // 2
 
     def above_diagonal(axis: AxisLayout) -> AxisLayout:
-        return (
-            axis
-            if axis.sizes is None
-            else axis._replace(sizes=map_boundaries(axis.sizes, lambda c: c * n - c * (c + 1) // 2))
-        )
+        sizes = None if axis.sizes is None else map_boundaries(axis.sizes, lambda c: c * n - c * (c + 1) // 2)
+        return axis._replace(sizes=sizes)
 
     def distances(x: ShardTensor) -> ShardTensor:
         square = torch.cdist(x, x, p, "donot_use_mm_for_euclid_dist")
