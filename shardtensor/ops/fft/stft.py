@@ -16,8 +16,6 @@ from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 
-__all__: list[str] = []
-
 
 def _replicate_window(call: Arguments, window: ShardTensorSpec | None) -> None:
     """Have a sharded window gathered: it is as long as a transform, not as the signal."""
