@@ -133,11 +133,7 @@ def _declare(n: int) -> None:
 
 
 def _plan(
-    spec: ShardTensorSpec,
-    weight: TensorMeta,
-    shape: tuple[int, ...],
-    numbers: Sequence[Sequence[int]],
-    groups: int,
+    spec: ShardTensorSpec, weight: TensorMeta, shape: tuple[int, ...], numbers: Sequence[Sequence[int]], groups: int
 ) -> ConvolutionPlan:
     """This rank's part.
 
