@@ -152,25 +152,20 @@ def _wanted(operands: Targets, held: Sequence[ShardedDim | None]) -> list[Sharde
         sharded = held[i]
         if sharded is not None and sharded.dim <= _HEADS:
             return _along_batch(operands, i, sharded)
-    rows, keys = _sequence_sizes(*held)
+    # Shard sizes of the queries' sequence and of the keys', None where it is replicated.
+    of_queries, of_keys, of_mask = held[0], held[1] or held[2], held[3]
+    rows = None if of_queries is None else of_queries.sizes
+    keys = None if of_keys is None else of_keys.sizes
+    if rows is None and keys is None and of_mask is not None:
+        rows, keys = (of_mask.sizes, None) if of_mask.dim == _SEQUENCE else (None, of_mask.sizes)
     mask = operands[3]
     k = None if keys is None else ShardedDim(_SEQUENCE, keys)
     return [
         None if rows is None else ShardedDim(_SEQUENCE, rows),
         k,
         k,
-        None if mask is None else _of_mask(mask, held[3] is not None, rows, keys),
+        None if mask is None else _of_mask(mask, of_mask is not None, rows, keys),
     ]
-
-
-def _sequence_sizes(
-    query: ShardedDim | None, key: ShardedDim | None, value: ShardedDim | None, mask: ShardedDim | None
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Shard sizes of the queries' sequence and of the keys', None where it is replicated."""
-    if mask is not None and query is None and key is None and value is None:
-        return (mask.sizes, None) if mask.dim == _SEQUENCE else (None, mask.sizes)
-    keys = key or value
-    return None if query is None else query.sizes, None if keys is None else keys.sizes
 
 
 def _of_mask(
