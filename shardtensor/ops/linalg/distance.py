@@ -24,11 +24,7 @@ _BY_PRODUCTS = "use_mm_for_euclid_dist_if_necessary"
 
 @operator(torch.cdist, tensors="x1 x2")
 def plan_cdist(
-    call: Arguments,
-    x1: ShardTensorSpec,
-    x2: ShardTensorSpec,
-    p: float = 2.0,
-    compute_mode: str | None = _BY_PRODUCTS,
+    call: Arguments, x1: ShardTensorSpec, x2: ShardTensorSpec, p: float = 2.0, compute_mode: str | None = _BY_PRODUCTS
 ) -> ContractionPlan:
     """A contraction over the coordinates, of which a sum of powers is only one kind."""
     call.returned(torch.cdist, x1, x2, p, compute_mode)
