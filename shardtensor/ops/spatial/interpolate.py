@@ -66,11 +66,6 @@ def plan_interpolate(
         )
         for d in range(2, ndim + 2)
     }
-    return _plan(spec, meta, dtype, resizes)
-
-
-def _plan(spec: ShardTensorSpec, meta: Tensor, dtype: torch.dtype, resizes: dict[int, Resize]) -> Plan:
-    """The plan for dims that are resampled; the kernel is given ``dtype``."""
     sizes, needs, mine = {}, {}, {}
     for d, resize in resizes.items():
         mine[d] = (0, resize.size), (0, resize.out)
