@@ -1,9 +1,7 @@
 """``scaled_dot_product_attention`` with the sequence, the batch or the heads sharded; see layout.py.
 
-Where queries and keys are both sharded along the sequence, there are three methods. *ring*: blocks of keys and values
-are sent around a ring of ranks, each of which computes with them as they come, see [Note: ring] in common/ring.py.
-*heads*: an all-to-all shards the heads instead of the sequence, and another one reshards the result. *fetch*: each rank
-fetches all keys and values that its queries see. [Note: choice] in layout.py says which is taken.
+Where queries and keys are both sharded along the sequence, there are three methods, see :func:`attention_method`.
+[Note: ring] in common/ring.py describes the ring, [Note: choice] in layout.py which method is taken.
 
 Sources: H. Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889; S. A.
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (heads).
@@ -281,8 +279,8 @@ def _planned(
     if attn_mask is not None:
         rows = given[3] if given[3].ndim > 1 else given[3].unsqueeze(0)
         given[3] = redistribute_to(rows, _unsharded_where_single(rows._spec))
-    q, k, v, mask = (None if t is None else t._spec for t in given)
-    plan = plan_attention(q, k, v, mask, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "ring")
+    specs: list[Any] = [None if t is None else t._spec for t in given]
+    plan = plan_attention(*specs, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "ring")
     pairs = zip(given, plan.work.layout.targets, strict=True)
     return plan, [None if spec is None else redistributed(NAME, t, spec)._local_tensor for t, spec in pairs]
 
