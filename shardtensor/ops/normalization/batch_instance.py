@@ -194,8 +194,10 @@ def plan_native_batch_norm(
     parameters = weight, bias, running_mean, running_var
     dtype = result_dtype(call, lambda t, *p: kernel(t, *p, True, momentum, eps)[1], input, *parameters)
 
+    options: Any = training, momentum, eps, False
+
     def compute(x: ShardTensor, *tensors: Any) -> tuple[Any, ...]:
-        y = torch.batch_norm(x, *tensors, training, momentum, eps, False)
+        y = torch.batch_norm(x, *tensors, *options)
         if training:
             moments = moments_of(x._local_tensor, geometry, x.shape[1:2], {1: 0})
             saved = [t.to(dtype) for t in moments]

@@ -8,7 +8,7 @@ and others are copied. Each rank decides that for itself: what is sent is the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...communication.redistribute import start_sums
 from ...communication.tracing import is_traced
 from ...operators.declaration import Arguments, Operand
-from ...operators.weight_gradients import start_sum
+from ...operators.weight_gradients import GradientSum, contributing
 from .columns import Columns, channels_are_last, columns_of, sums_of_channels
 from .geometry import Geometry
 from .norm import Kept
@@ -52,9 +52,11 @@ class ChannelNorm(ShardedNorm):
         self.as_it_is = [
             same and self.samples == 1 and not part for same, part in zip(alike, self.narrows, strict=True)
         ]
-        self.merged = [m for m, _ in geometry.merges]
         # The gradients of the parameters then travel with the sums that the input's needs.
-        self.defers = not self.merged
+        merged = [m for m, _ in geometry.merges]
+        self.defers = not merged
+        # The mesh dims that shard other dims, over which these gradients are summed apart.
+        self.rest = tuple(m for m in contributing(geometry.spec)[0] if m not in merged)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -93,12 +95,7 @@ class ChannelNorm(ShardedNorm):
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(
-        self,
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-        x: Tensor,
-        weight: Tensor | None,
-        moments: Tensor,
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, moments: Tensor
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
         grad, given = grads[0], x
@@ -117,7 +114,9 @@ class ChannelNorm(ShardedNorm):
         totals, result[1:3] = self._totals(needed, sums, w)
         if self.statistics.replicas is not None and needed[0]:
             totals = self.statistics.replicas.sum(totals)
-        finish = self._start_rest(result)
+        finish = None
+        if self.total is not None and self.rest:
+            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
         if needed[0]:
             dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, rstd, w, totals, columns)
             dx = (dx if dx.dtype == given.dtype else dx.to(given.dtype)).reshape(given.shape)
@@ -150,18 +149,6 @@ class ChannelNorm(ShardedNorm):
         for merge in self.statistics.merges if any(t.numel() for t in sums) else ():
             sums = start_sums(sums, merge.group, overwrite=True)()
         return sums
-
-    def _start_rest(self, grads: list[Tensor | None]) -> Callable[[], list[Tensor | None]] | None:
-        """Start the sum of the parameters' gradients over the mesh dims that shard other dims."""
-        total = self.total
-        rest = [] if total is None else [m for m in total.mesh_dims if m not in self.merged]
-        if not rest or total is None:
-            return None
-        mine = [g if need else None for g, need in zip(grads, total.needed, strict=True)]
-        if all(g is None for g in mine):
-            return None
-        finish = start_sum(mine, total.mesh, rest)
-        return lambda: [g if t is None else t for g, t in zip(grads, finish(), strict=True)]
 
     def _of_input(
         self,

@@ -18,13 +18,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ..common.alignment import wide_dtype
 from .channel_norm import ChannelNorm
-from .geometry import (
-    geometry_of_groups,
-    geometry_of_last_dims,
-    prepare_parameters,
-    result_dtype,
-    with_unsharded_groups,
-)
+from .geometry import geometry_of_groups, geometry_of_last_dims, prepare_parameters, result_dtype, with_unsharded_groups
 from .local_norm import LocalGroupNorm, LocalLayerNorm
 from .sharded_norm import RowNorm
 from .statistics import moments_of

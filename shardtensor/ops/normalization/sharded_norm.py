@@ -81,12 +81,7 @@ class RowNorm(ShardedNorm):
         return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape), (moments,)
 
     def backward(
-        self,
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-        x: Tensor,
-        weight: Tensor | None,
-        moments: Tensor,
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, moments: Tensor
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
         if grads[0] is None:
@@ -104,7 +99,8 @@ class RowNorm(ShardedNorm):
         finish = None if self.total is None else self.total.start(result)
         local = None
         if needed[0]:
-            sums = [self._sum(t, w) for t in ((with_x,) if mean is None else (with_x, grad))]
+            terms = (with_x,) if mean is None else (with_x, grad)
+            sums = [(t if w is None else t * w).sum(geometry.dims, keepdim=True) for t in terms]
             local = self._of_input(grad, x_view, mean, rstd, w, sums)
             local = (local if local.dtype == x.dtype else local.to(x.dtype)).reshape(x.shape)
         result = result if finish is None else finish()
@@ -112,13 +108,7 @@ class RowNorm(ShardedNorm):
         return result
 
     def _of_input(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        mean: Tensor | None,
-        rstd: Tensor,
-        w: Tensor | None,
-        sums: list[Tensor],
+        self, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, sums: list[Tensor]
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
 
@@ -133,9 +123,6 @@ class RowNorm(ShardedNorm):
         if mean is not None:
             local.sub_(means[1])
         return local.addcmul_(grad if w is None else grad * w, rstd)
-
-    def _sum(self, t: Tensor, w: Tensor | None) -> Tensor:
-        return (t if w is None else t * w).sum(self.geometry.dims, keepdim=True)
 
 
 class _SumOverRanks(AutogradFunction):

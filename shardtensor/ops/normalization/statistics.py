@@ -159,12 +159,7 @@ class Merge:
     """
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, mesh: DeviceMesh, mesh_dim: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.group: dist.ProcessGroup = group_along(mesh, mesh_dim)
         total = sum(sizes)
