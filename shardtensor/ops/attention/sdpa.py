@@ -280,7 +280,8 @@ def _planned(
         rows = given[3] if given[3].ndim > 1 else given[3].unsqueeze(0)
         given[3] = redistribute_to(rows, _unsharded_where_single(rows._spec))
     specs: list[Any] = [None if t is None else t._spec for t in given]
-    plan = plan_attention(*specs, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "ring")
+    q, k, v, mask = specs
+    plan = plan_attention(q, k, v, mask, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "ring")
     pairs = zip(given, plan.work.layout.targets, strict=True)
     return plan, [None if spec is None else redistributed(NAME, t, spec)._local_tensor for t, spec in pairs]
 

@@ -173,6 +173,7 @@ class ConvolutionPlan(Plan):
     saves = (0, 1)
     twice = True
     depends = {0: (1,), 1: (0,), 2: ()}
+    outputs: ShardTensorSpec
 
     def __init__(
         self, out_spec: ShardTensorSpec, fetch: Fetch, convolve: LocalConvolution, split: SplitGradient | None = None

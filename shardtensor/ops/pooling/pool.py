@@ -189,7 +189,9 @@ def local_plan(
             values = read.reshape(shape)
             return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
         found = kernel(read)
-        return (taken(found[0]), indices(taken(found[1]))) if isinstance(found, tuple) else taken(found)
+        if indices is None:
+            return taken(found)  # type: ignore[arg-type]
+        return taken(found[0]), indices(taken(found[1]))
 
     return LocalPlan(pool, outputs)
 

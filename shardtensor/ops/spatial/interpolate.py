@@ -41,8 +41,8 @@ def plan_interpolate(
     )
     ndim = len(input.shape) - 2
     if mode == "area":
-        average, out = getattr(F, f"adaptive_avg_pool{ndim}d"), tuple(meta.shape[2:])
-        return Composed(lambda x: average(x, out))
+        average, lengths = getattr(F, f"adaptive_avg_pool{ndim}d"), tuple(meta.shape[2:])
+        return Composed(lambda x: average(x, lengths))
     floating = input.tensor_meta.dtype.is_floating_point
     nearest = mode in ("nearest", "nearest-exact")
     if nearest and not floating:
