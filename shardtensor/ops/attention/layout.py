@@ -28,8 +28,9 @@ from ..common.ring import Ring, ring_of
 from ..shape.view import whole_blocks
 from .blockwise import pieces
 
-__all__ = ["AttentionLayout", "layout_of"]
+__all__ = ["NAME", "AttentionLayout", "layout_of"]
 
+NAME = "scaled_dot_product_attention"
 _FEATURES, _SEQUENCE, _HEADS = -1, -2, -3
 
 
@@ -40,12 +41,16 @@ class ShardedDim(NamedTuple):
     sizes: tuple[int, ...]
 
 
+# Of query, key, value and mask, None without one.
+Targets = tuple[ShardTensorSpec, ShardTensorSpec, ShardTensorSpec, ShardTensorSpec | None]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
     """The layouts of operands and result of one call, and who computes what.
 
     Attributes:
-        targets: specs of query, key, value and mask (None without one).
+        targets: specs of the operands.
         out: of the result, per mesh dim.
         split: mesh dims whose ranks do different work.
         rows: the queries that this rank has.
@@ -59,7 +64,7 @@ class AttentionLayout:
         head_sizes: set where the heads are sharded instead: shard sizes of query, key and value along them.
     """
 
-    targets: tuple[ShardTensorSpec | None, ...]
+    targets: Targets
     out: tuple[AxisLayout, ...]
     split: tuple[int, ...]
     rows: Interval
@@ -74,7 +79,6 @@ class AttentionLayout:
 
 @cached(maxsize=4096)
 def layout_of(
-    name: str,
     query: ShardTensorSpec,
     key: ShardTensorSpec,
     value: ShardTensorSpec,
@@ -92,15 +96,13 @@ def layout_of(
     Raises:
         UnsupportedSharding: sharded features, or two mesh dims that would have to shard the same dim.
     """
-    operands = (query, key, value, mask)
-    held = [_held(name, operands, m) for m in range(query.mesh.ndim)]
+    operands: Targets = (query, key, value, mask)
+    held = [_held(operands, m) for m in range(query.mesh.ndim)]
     wanted = [_wanted(operands, dims) for dims in held]
-    targets = tuple(
-        None if spec is None else _with(spec, [dims[i] for dims in wanted]) for i, spec in enumerate(operands)
-    )
-    _check_targets(name, operands, targets)
-    q, k, _, bias = targets
-    assert q is not None and k is not None
+    q, k, v = (_with(spec, [dims[i] for dims in wanted]) for i, spec in enumerate((query, key, value)))
+    bias = None if mask is None else _with(mask, [dims[3] for dims in wanted])
+    targets = (q, k, v, bias)
+    _check_targets(operands, targets)
     mesh_dim = k.sharded_dims().get(_SEQUENCE + len(k.shape))
     layout = AttentionLayout(
         targets=targets,
@@ -116,12 +118,12 @@ def layout_of(
     return _exchanging(layout, mesh_dim, shift, method, mask)
 
 
-def _held(name: str, operands: Sequence[ShardTensorSpec | None], m: int) -> list[ShardedDim | None]:
+def _held(operands: Targets, m: int) -> list[ShardedDim | None]:
     """What mesh dim ``m`` shards of each operand."""
     held = [None if spec is None else _sharded_dim(spec, m) for spec in operands]
     if any(sharded is not None and sharded.dim == _FEATURES for sharded in held[:3]):
         raise refuse(
-            name,
+            NAME,
             [spec for spec in operands if spec is not None],
             f"mesh dim {m} shards the features, which every score needs unsharded",
             "redistribute to shard the sequence, the heads or the batch",
@@ -129,22 +131,20 @@ def _held(name: str, operands: Sequence[ShardTensorSpec | None], m: int) -> list
     return held
 
 
-def _check_targets(
-    name: str, operands: Sequence[ShardTensorSpec | None], targets: Sequence[ShardTensorSpec | None]
-) -> None:
+def _check_targets(operands: Targets, targets: Targets) -> None:
     """A tensor dim is sharded on one mesh dim only."""
     for target in targets:
         dims = [] if target is None else [p.dim for p in target.placements if isinstance(p, Shard)]
         if len(set(dims)) < len(dims):
             raise refuse(
-                name,
+                NAME,
                 [spec for spec in operands if spec is not None],
                 "two mesh dims would have to shard the same dim of an operand",
                 "redistribute the operands so that each mesh dim shards one and the same of their dims",
             )
 
 
-def _wanted(operands: Sequence[ShardTensorSpec | None], held: Sequence[ShardedDim | None]) -> list[ShardedDim | None]:
+def _wanted(operands: Targets, held: Sequence[ShardedDim | None]) -> list[ShardedDim | None]:
     """What one mesh dim has to shard of query, key, value and mask, given what it shards now."""
     # The mask decides only where it alone is sharded.
     decide = [i for i in range(3) if held[i] is not None] or [3]
@@ -152,25 +152,20 @@ def _wanted(operands: Sequence[ShardTensorSpec | None], held: Sequence[ShardedDi
         sharded = held[i]
         if sharded is not None and sharded.dim <= _HEADS:
             return _along_batch(operands, i, sharded)
-    rows, keys = _sequence_sizes(*held)
+    # Shard sizes of the queries' sequence and of the keys', None where it is replicated.
+    of_queries, of_keys, of_mask = held[0], held[1] or held[2], held[3]
+    rows = None if of_queries is None else of_queries.sizes
+    keys = None if of_keys is None else of_keys.sizes
+    if rows is None and keys is None and of_mask is not None:
+        rows, keys = (of_mask.sizes, None) if of_mask.dim == _SEQUENCE else (None, of_mask.sizes)
     mask = operands[3]
     k = None if keys is None else ShardedDim(_SEQUENCE, keys)
     return [
         None if rows is None else ShardedDim(_SEQUENCE, rows),
         k,
         k,
-        None if mask is None else _of_mask(mask, held[3] is not None, rows, keys),
+        None if mask is None else _of_mask(mask, of_mask is not None, rows, keys),
     ]
-
-
-def _sequence_sizes(
-    query: ShardedDim | None, key: ShardedDim | None, value: ShardedDim | None, mask: ShardedDim | None
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Shard sizes of the queries' sequence and of the keys', None where it is replicated."""
-    if mask is not None and query is None and key is None and value is None:
-        return (mask.sizes, None) if mask.dim == _SEQUENCE else (None, mask.sizes)
-    keys = key or value
-    return None if query is None else query.sizes, None if keys is None else keys.sizes
 
 
 def _of_mask(
@@ -185,9 +180,7 @@ def _of_mask(
     return ShardedDim(-1, keys) if rows is None or is_sharded else None
 
 
-def _along_batch(
-    operands: Sequence[ShardTensorSpec | None], pattern: int, sharded: ShardedDim
-) -> list[ShardedDim | None]:
+def _along_batch(operands: Targets, pattern: int, sharded: ShardedDim) -> list[ShardedDim | None]:
     """All operands sharded along a batch dim or the heads, as operand ``pattern`` is.
 
     Heads of queries stay with the keys that they share: no boundary goes through such a group.
@@ -206,6 +199,10 @@ def _along_batch(
 def _sharded_dim(spec: ShardTensorSpec, m: int) -> ShardedDim | None:
     p = spec.placements[m]
     return ShardedDim(p.dim - len(spec.shape), spec.sizes_along(m)) if isinstance(p, Shard) else None
+
+
+def _is_along_keys(mask: ShardTensorSpec | None, m: int) -> bool:
+    return mask is not None and mask.sharded_dims().get(len(mask.shape) - 1) == m
 
 
 def _interval(spec: ShardTensorSpec, dim: int) -> Interval:
@@ -242,17 +239,15 @@ def _exchanging(
 def _by_ring(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLayout:
     """Keys and values sent around the ranks of mesh dim ``m``."""
     q, k, _, bias = layout.targets
-    assert q is not None and k is not None
     rows, columns = intervals_of(q.sizes_along(m)), intervals_of(k.sizes_along(m))
 
     def needs(r: int, s: int) -> bool:
         return bool(pieces(rows[r], columns[s], shift))
 
-    of_bias = None if bias is None else _sharded_dim(bias, m)
     return replace(
         layout,
         columns=columns,
-        mask_travels=of_bias is not None and of_bias.dim == -1,
+        mask_travels=_is_along_keys(bias, m),
         ring=ring_of(q.coordinate[m], q.mesh.size(m), needs),
     )
 
@@ -263,9 +258,7 @@ def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLa
     None where keys and values do not fit next to each other, or a part of the mask would have to come with them.
     """
     q, k, v, bias = layout.targets
-    assert q is not None and k is not None and v is not None
-    of_bias = None if bias is None else _sharded_dim(bias, m)
-    if k.shape[:-1] != v.shape[:-1] or (of_bias is not None and of_bias.dim == -1):
+    if k.shape[:-1] != v.shape[:-1] or _is_along_keys(bias, m):
         return None
     keys = (0, k.shape[_SEQUENCE])
     seen = [pieces(rows, keys, shift) for rows in intervals_of(q.sizes_along(m))]
@@ -276,7 +269,6 @@ def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLa
 def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> AttentionLayout | None:
     """Mesh dim ``m`` shards the heads instead of the sequence; None where heads or mask do not allow it."""
     q, k, v, bias = layout.targets
-    assert q is not None and k is not None and v is not None
     ranks = q.mesh.size(m)
     # Groups of heads that share keys; where another mesh dim shards the heads too, those that are left.
     heads = [s.local_shape()[_HEADS] if len(s.shape) > 2 else 1 for s in (q, k, v)]
@@ -317,7 +309,6 @@ _OTHER_RATES = (1000.0, 1 << 22)
 
 def _is_small(layout: AttentionLayout) -> bool:
     _, k, v, _ = layout.targets
-    assert k is not None and v is not None
     _, constant = _RATES.get(k.mesh.device_type, _OTHER_RATES)
     sequence, held = len(k.shape) + _SEQUENCE, k.sharded_dims()
     # By the largest shard of the other dims, so that ranks with others decide alike.
@@ -327,7 +318,7 @@ def _is_small(layout: AttentionLayout) -> bool:
 
 def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> bool:
     q, k, v, _ = layout.targets
-    assert q is not None and k is not None and v is not None and layout.head_sizes is not None
+    assert layout.head_sizes is not None
     largest_share = max(layout.head_sizes[0]) / sum(layout.head_sizes[0])
     rate, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
     rows, columns = intervals_of(q.sizes_along(m)), intervals_of(k.sizes_along(m))

@@ -23,8 +23,8 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
-from ..common.alignment import wide_dtype
-from ..common.half import cast, product
+from ..common.half import cast
+from ..linalg.linear import gradients_of_weights
 from .blockwise import DTYPES
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 
@@ -63,8 +63,7 @@ def _plan(call: Arguments, *args: Any) -> Plan:
     shape = (*query.shape[:2], given["out_proj_weight"].shape[0])
     dtype = call.autocast() or query.tensor_meta.dtype
     out = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-    one_step = given["key"] is None and given["value"] is None and not given["use_separate_proj_weight"]
-    return MultiheadPlan(attention, options, one_step, query.replace(meta=out))
+    return MultiheadPlan(attention, options, given, query.replace(meta=out))
 
 
 def _is_usual(given: Mapping[str, Any]) -> bool:
@@ -106,11 +105,9 @@ def _local_attention(
         q, k, v, None, 0 if options["is_causal"] else None, AttentionOptions(options["dropout_p"], None, False)
     )
     layout = plan.work.layout
-    for spec, target in zip(by_heads, layout.targets):
-        assert target is not None
-        if not spec.lies_like(target) or set(spec.sharded_dims().values()) != set(layout.split):
-            return None
-    return plan
+    lie = all(spec.lies_like(target) for spec, target in zip(by_heads, layout.targets[:3], strict=True))
+    alike = all(set(spec.sharded_dims().values()) == set(layout.split) for spec in by_heads)
+    return plan if lie and alike else None
 
 
 def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torch.dtype | None) -> ShardTensorSpec:
@@ -131,7 +128,7 @@ class MultiheadPlan(LocalPlan):
     Args:
         attention: of the projected tensors, ``(batch, heads, sequence, features)``.
         options: torch's arguments that are no tensors.
-        is_self_attention: with one weight for all three projections.
+        given: all of them.
         outputs: the result's spec.
     """
 
@@ -140,15 +137,13 @@ class MultiheadPlan(LocalPlan):
     outputs: ShardTensorSpec
 
     def __init__(
-        self,
-        attention: AttentionPlan,
-        options: Mapping[str, Any],
-        is_self_attention: bool,
-        outputs: ShardTensorSpec,
+        self, attention: AttentionPlan, options: Mapping[str, Any], given: Mapping[str, Any], outputs: ShardTensorSpec
     ) -> None:
         super().__init__(self.attend, outputs)
         self.attention, self.options = attention, options
-        self.one_step = is_self_attention and attention.is_one_step()
+        self.biases = given["in_proj_bias"], given["out_proj_bias"]
+        of_itself = given["key"] is None and given["value"] is None
+        self.one_step = of_itself and not given["use_separate_proj_weight"] and attention.is_one_step()
 
     def attend(self, *tensors: Any) -> Tensor:
         """``(sequence, batch, features)`` of this rank's queries."""
@@ -175,29 +170,17 @@ class MultiheadPlan(LocalPlan):
             return found
         query, in_weight, out_weight, q, *kept = saved
         grad, attended = grads[0].flatten(0, 1), kept[2]
-        found[7], found[8] = self._of_parameters(grad, _merged(attended), needed[7:9], out_weight)
+        merged, (in_bias, out_bias) = _merged(attended).flatten(0, 1), self.biases
+        found[7:9] = gradients_of_weights(needed[7:9], grad, merged, out_weight, out_bias, self.sums)
         of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
         of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], q, None, *kept)
         packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
-        found[3], found[4] = self._of_parameters(packed, query, needed[3:5], in_weight)
+        found[3:5] = gradients_of_weights(needed[3:5], packed, query.flatten(0, 1), in_weight, in_bias, self.sums)
         finish = None if self.total is None else self.total.start(found, overwrite=True)
         of_query = torch.mm(packed, cast(in_weight, packed.dtype)).view(query.shape) if needed[0] else None
         found = found if finish is None else finish()
         found[0] = None if of_query is None else cast(of_query, query.dtype)
         return found
-
-    def _of_parameters(
-        self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias of a projection of ``x``; ``grad`` has rows."""
-        dtype = wide_dtype(weight.dtype) if self.sums else weight.dtype
-        of_weight = of_bias = None
-        if needed[0]:
-            x = cast(x.flatten(0, 1), grad.dtype)
-            of_weight = cast(product(grad, x) if self.sums else torch.mm(grad.t(), x), dtype)
-        if needed[1]:
-            of_bias = cast(grad.sum(0, dtype=wide_dtype(grad.dtype)), dtype)
-        return of_weight, of_bias
 
 
 # -- the steps, on ShardTensors or on local tensors -------------------------------------------------------------------

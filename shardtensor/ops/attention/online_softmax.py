@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from ...communication.redistribute import all_reduce, swap_blocks
 from ...errors import refuse
 from ...layout.caches import cached
 from ...layout.geometry import Interval, intervals_of, length
-from ...layout.spec import ShardTensorSpec
 from ..common.alignment import wide_dtype
 from ..common.half import cast
 from ..common.ring import Form, Trip
 from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
-from .layout import AttentionLayout
+from .layout import NAME, AttentionLayout
 
 _DIMS = 4  # that torch's kernels take
 
@@ -69,12 +68,10 @@ class BlockPart:
         return mask.narrow(-1, *self.mask_columns) if mask.shape[-1] > 1 else mask
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """What a call asks of this rank. Made by :func:`work_of`.
+    """What a call asks of one rank, from specs alone. Made by :func:`work_of`.
 
     Attributes:
-        name: of the operator, for errors.
         layout: who has and computes what.
         query: spec of the queries.
         shift: which keys a query sees, see :func:`~.blockwise.pieces`.
@@ -88,19 +85,23 @@ class AttentionWork:
         empty: whether some rank's queries, keys or values are; torch's kernels crash on such.
     """
 
-    name: str
-    layout: AttentionLayout
-    query: ShardTensorSpec
-    shift: int | None
-    scale: float
-    parts: tuple[tuple[BlockPart, ...], ...]
-    exchanges: bool
-    group: dist.ProcessGroup | None
-    fetch: Fetch | None
-    alone: bool
-    flash: Kernel | None
-    empty: bool
-    _trips: dict[Any, Trip] = field(default_factory=dict, compare=False)
+    def __init__(self, layout: AttentionLayout, shift: int | None, scale: float) -> None:
+        query, key, value, _ = layout.targets
+        m = layout.mesh_dim
+        self.layout, self.query, self.shift, self.scale = layout, query, shift, scale
+        self.parts = [list(_parts(layout, index, shift)) for index in range(len(layout.columns))]
+        self.exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
+        self.group = None if m is None else group_along(query.mesh, m)
+        self.fetch = _fetch(layout)
+        first = self.parts[0]
+        self.alone = not self.exchanges and len(first) == 1 and first[0].rows is None and first[0].columns is None
+        takes_flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS
+        takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
+        self.flash = Kernel(scale, fused=True) if takes_flash else None
+        sizes = [spec.sizes_along(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
+        shapes = query.shape, key.shape, value.shape
+        self.empty = any(0 in n for n in (*shapes, *sizes, *(layout.head_sizes or ())))
+        self._trips: dict[Any, Trip] = {}
 
     @property
     def is_ours(self) -> bool:
@@ -121,7 +122,7 @@ class AttentionWork:
         m = layout.mesh_dim
         assert m is not None and layout.head_sizes is not None
         rank = self.query.coordinate[m]
-        sequences = [intervals_of(target.sizes_along(m)) for target in layout.targets[:3] if target is not None]
+        sequences = [intervals_of(target.sizes_along(m)) for target in layout.targets[:3]]
         heads = [intervals_of(sizes) for sizes in layout.head_sizes]
         dims = q.ndim - 2, q.ndim - 3
         q, k, v = _Swap.apply(dims, sequences, heads, rank, self.group, q, k, v)
@@ -200,34 +201,18 @@ class AttentionWork:
         shapes = [(*t.shape[:-2], n, t.shape[-1]) for t in own[:2]] + [(*t.shape[:-1], n) for t in own[2:]]
         return tuple((shape, t.dtype) for shape, t in zip(shapes, own, strict=True))
 
-    def parts_for(self, index: int, q: Tensor) -> tuple[BlockPart, ...]:
+    def parts_for(self, index: int, q: Tensor) -> Sequence[BlockPart]:
         """The parts of block ``index`` that have to be computed."""
         return () if 0 in q.shape[:-1] else self.parts[index]  # no batch or heads here, on which torch's kernel crashes
 
 
-@cached(maxsize=1024)
-def work_of(name: str, layout: AttentionLayout, shift: int | None, scale: float) -> AttentionWork:
-    """The work of one rank, from specs alone."""
-    query, key, value, _ = layout.targets
-    m = layout.mesh_dim
-    assert query is not None and key is not None and value is not None
-    sizes = [spec.sizes_along(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
-    empty = any(0 in n for n in (query.shape, key.shape, value.shape, *sizes, *(layout.head_sizes or ())))
-    group = None if m is None else group_along(query.mesh, m)
-    exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
-    parts = tuple(tuple(_parts(layout, index, shift)) for index in range(len(layout.columns)))
-    alone = not exchanges and len(parts[0]) == 1 and parts[0][0].rows is None and parts[0][0].columns is None
-    takes_flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS
-    takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
-    flash = Kernel(scale, fused=True) if takes_flash else None
-    fetch = _fetch(layout)
-    return AttentionWork(name, layout, query, shift, scale, parts, exchanges, group, fetch, alone, flash, empty)
+work_of = cached(maxsize=1024)(AttentionWork)  # made once
 
 
 def _fetch(layout: AttentionLayout) -> Fetch | None:
     _, k, v, _ = layout.targets
     m = layout.mesh_dim
-    if layout.fetched is None or k is None or v is None or m is None:
+    if layout.fetched is None or m is None:
         return None
     *rows, features = (1,) * (_DIMS - len(k.shape)) + k.local_shape()
     transfers = plan_intervals(intervals_of(k.sizes_along(m)), layout.fetched, k.coordinate[m])
@@ -283,7 +268,7 @@ class _Once(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise refuse(
-            ctx.work.name,
+            NAME,
             ctx.work.query,
             "it cannot be differentiated twice",
             "write the attention out as products and a softmax, whose derivatives have derivatives",
@@ -362,8 +347,10 @@ def backward(
     keys_needed, mask_needed = needed[1] or needed[2], mask is not None and needed[3]
     if mask_needed and kernel.fused:  # which does not give the gradient of a mask
         kernel = Kernel(kernel.scale, fused=False)
-    gradients = _Gradients(work, kernel, cast(grad, wide), cast(q, wide), mask, cast(out, wide), lse, mask_needed)
     travels = work.layout.mask_travels
+    of_mask = torch.zeros_like(mask, dtype=wide) if mask is not None and mask_needed and not travels else None
+    grad, wide_q, out = (cast(t, wide) for t in (grad, q, out))
+    gradients = _Gradients(work, kernel, grad, wide_q, mask, out, lse, mask_needed, of_mask)
     if work.layout.ring is None:
         sums: Sequence[Tensor] = gradients.contribute(0, (k, v))
         sums = work.returned(sums[0], sums[1]) if keys_needed else sums
@@ -374,33 +361,30 @@ def backward(
     else:
         for index, block in work.blocks(k, v, mask):
             sums = gradients.contribute(index, block)
-    of_mask = sums[2] if travels and mask_needed else gradients.of_mask
-    grads = [gradients.of_queries(), sums[0], sums[1], of_mask]
+    of_queries = torch.zeros_like(wide_q) if gradients.of_queries is None else gradients.of_queries
+    grads = [of_queries, sums[0], sums[1], sums[2] if travels and mask_needed else of_mask]
     return [None if t is None or g is None else cast(g, t.dtype) for g, t in zip(grads, (q, k, v, mask), strict=True)]
 
 
+@dataclass(slots=True)
 class _Gradients:
-    """The gradients of one rank's queries and mask, summed up over the blocks that come by."""
+    """The gradients of one rank's queries and mask, summed up over the blocks that come by.
 
-    def __init__(
-        self,
-        work: AttentionWork,
-        kernel: Kernel,
-        grad: Tensor,
-        q: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        mask_needed: bool,
-    ) -> None:
-        self.work, self.kernel, self.grad, self.q, self.mask = work, kernel, grad, q, mask
-        self.out, self.lse, self.mask_needed = out, lse, mask_needed
-        self._of_queries: Tensor | None = None
-        own = mask is not None and mask_needed and not work.layout.mask_travels
-        self.of_mask = torch.zeros_like(mask, dtype=q.dtype) if own and mask is not None else None
+    Attributes:
+        of_queries: None as long as none has come.
+        of_mask: None where it is not needed, or travels with the mask.
+    """
 
-    def of_queries(self) -> Tensor:
-        return torch.zeros_like(self.q) if self._of_queries is None else self._of_queries
+    work: AttentionWork
+    kernel: Kernel
+    grad: Tensor
+    q: Tensor
+    mask: Tensor | None
+    out: Tensor
+    lse: Tensor
+    mask_needed: bool
+    of_mask: Tensor | None
+    of_queries: Tensor | None = None
 
     def contribute(self, index: int, block: Sequence[Tensor]) -> list[Tensor]:
         """What this rank contributes to the gradients of a block of keys, values and the mask that is sent along."""
@@ -408,14 +392,14 @@ class _Gradients:
         travels = len(block) > 2
         if len(parts) == 1 and parts[0].rows is None and parts[0].columns is None and not travels:  # nothing to add up
             of_q, of_k, of_v = self._differentiate(parts[0], block, self.mask, self.of_mask)
-            self._of_queries = of_q if self._of_queries is None else self._of_queries.add_(of_q)
+            self.of_queries = of_q if self.of_queries is None else self.of_queries.add_(of_q)
             return [of_k, of_v]
-        self._of_queries = self.of_queries()
+        self.of_queries = torch.zeros_like(self.q) if self.of_queries is None else self.of_queries
         sums = [torch.zeros_like(t, dtype=self.q.dtype) for t in block[: 3 if self.mask_needed else 2]]
         mask, of_mask = (block[2], sums[2] if self.mask_needed else None) if travels else (self.mask, self.of_mask)
         for part in parts:
             of_q, of_k, of_v = self._differentiate(part, block, mask, of_mask)
-            part.of_rows(self._of_queries).add_(of_q)
+            part.of_rows(self.of_queries).add_(of_q)
             part.of_columns(sums[0]).add_(of_k)
             part.of_columns(sums[1]).add_(of_v)
         return sums

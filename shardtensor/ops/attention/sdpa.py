@@ -1,9 +1,7 @@
 """``scaled_dot_product_attention`` with the sequence, the batch or the heads sharded; see layout.py.
 
-Where queries and keys are both sharded along the sequence, there are three methods. *ring*: blocks of keys and values
-are sent around a ring of ranks, each of which computes with them as they come, see [Note: ring] in common/ring.py.
-*heads*: an all-to-all shards the heads instead of the sequence, and another one reshards the result. *fetch*: each rank
-fetches all keys and values that its queries see. [Note: choice] in layout.py says which is taken.
+Where queries and keys are both sharded along the sequence, there are three methods, see :func:`attention_method`.
+[Note: ring] in common/ring.py describes the ring, [Note: choice] in layout.py which method is taken.
 
 Sources: H. Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889; S. A.
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (heads).
@@ -26,7 +24,6 @@ from ..._compat import TensorMeta, not_in_graphs
 from ...context import Setting
 from ...dispatch.registry import register
 from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
-from ...errors import refuse
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
@@ -34,8 +31,8 @@ from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
 from ..common.alignment import as_operand, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
-from .blockwise import DTYPES, Dropout, Kernel
-from .layout import AttentionLayout, layout_of
+from .blockwise import DTYPES, Dropout
+from .layout import NAME, AttentionLayout, layout_of
 from .online_softmax import AttentionWork, backward, forward, work_of
 
 if TYPE_CHECKING:
@@ -44,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["attention_method", "global_attention"]
 
 _aten = torch.ops.aten
-NAME = "scaled_dot_product_attention"
-
 _method = Setting("auto")
 
 
@@ -81,28 +76,24 @@ def attention_method(name: str) -> Iterator[None]:
 class AttentionPlan(LocalPlan):
     """Attention on local tensors: one step with a gradient of its own, or local work that autograd differentiates.
 
-    Args:
+    Attributes:
         work: this rank's.
-        by_torch: whether torch's own attention on the local tensors is all of it.
         options: of torch's function.
-        gradients: see :class:`~shardtensor.operators.declaration.LocalPlan`.
+        by_torch: whether that, on the local tensors, is all of it.
     """
 
     saves = (0, 3)
     twice = True
 
-    def __init__(
-        self,
-        work: AttentionWork,
-        by_torch: bool,
-        options: AttentionOptions,
-        outputs: ShardTensorSpec,
-        gradients: Sequence[ShardTensorSpec | None],
-    ) -> None:
-        super().__init__(self.attend, outputs, gradients)
-        self.work, self.by_torch, self.options = work, by_torch, options
+    def __init__(self, work: AttentionWork, options: AttentionOptions) -> None:
+        layout, (query, _, value, _) = work.layout, work.layout.targets
+        out = _result_spec(work, (*query.shape[:-1], value.shape[-1]), query.tensor_meta.dtype)
+        gradients = [None if spec is None else _gradient_spec(spec, layout) for spec in layout.targets]
+        super().__init__(self.attend, out, gradients)
+        self.work, self.options = work, options
+        self.by_torch = not layout.split and work.shift in (None, 0)
         shared = any(spec is not None for spec in gradients)
-        self._by_autograd = by_torch or shared or options.dropout_p > 0 or len(work.query.shape) < 4
+        self._by_autograd = self.by_torch or shared or options.dropout_p > 0 or len(query.shape) < 4
 
     def is_one_step(self) -> bool:
         """Whether :meth:`forward` and :meth:`backward` do it: not where torch's own function does."""
@@ -151,14 +142,16 @@ def plan_attention(
     mask: ShardTensorSpec | None,
     shift: int | None,
     options: AttentionOptions,
+    method: str | None = None,
 ) -> AttentionPlan:
-    """The plan for operands with equal batch dims; the layouts that they need are in ``plan.work.layout.targets``."""
-    layout = layout_of(NAME, query, key, value, mask, shift, _method.value)
-    shape = (*query.shape[:-1], value.shape[-1])
-    work = work_of(NAME, layout, shift, query.shape[-1] ** -0.5 if options.scale is None else options.scale)
-    out = _result_spec(work, shape, query.tensor_meta.dtype)
-    gradients = [None if spec is None else _gradient_spec(spec, layout) for spec in layout.targets]
-    return AttentionPlan(work, not layout.split and shift in (None, 0), options, out, gradients)
+    """The plan for operands with equal batch dims; the layouts that they need are in ``plan.work.layout.targets``.
+
+    Args:
+        method: None: the one that :func:`attention_method` has chosen.
+    """
+    layout = layout_of(query, key, value, mask, shift, method or _method.value)
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    return AttentionPlan(work_of(layout, shift, scale), options)
 
 
 @planned(NAME, tensors="query key value attn_mask")
@@ -177,26 +170,22 @@ def _attention(
     """Attention; ``shift`` tells which keys a query sees, where the mask was a ``torch.nn.attention.bias``."""
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     call.returned(F.scaled_dot_product_attention, query, key, value, attn_mask=attn_mask, **options)
-    given = [query, key, value] + ([] if attn_mask is None else [attn_mask])
     if query.tensor_meta.dtype not in DTYPES:
-        dtype = query.tensor_meta.dtype
-        raise refuse(NAME, given, f"torch's attention does not compute in {dtype}", "convert the operands")
-    names = ("query", "key", "value", "attn_mask")[: len(given)]
-    for name in names:
-        dtype = call.tensors[name].tensor_meta.dtype
+        reason = f"torch's attention does not compute in {query.tensor_meta.dtype}"
+        raise call.refuse(reason, "convert the operands")
+    for name, spec in list(call.tensors.items()):
+        dtype = spec.tensor_meta.dtype
         call.cast(call.autocast() if dtype.is_floating_point and dtype != torch.float64 else None, name)
     batch = _common_batch([query, key, value], enable_gqa)
     if batch is not None or (attn_mask is not None and len(attn_mask.shape) < 2):
         return Composed(partial(_in_common_shapes, batch, 3 if enable_gqa else 2, (*options.values(), shift)))
     if attn_mask is not None:
         call.tensors["attn_mask"] = _unsharded_where_single(call.tensors["attn_mask"])
-    specs = [call.tensors[name] for name in names]
-    q, k, v, mask = *specs[:3], call.tensors.get("attn_mask")
+    q, k, v, mask = *list(call.tensors.values())[:3], call.tensors.get("attn_mask")
     plan = plan_attention(q, k, v, mask, shift, AttentionOptions(dropout_p, scale, enable_gqa))
-    for name, spec, target in zip(names, specs, plan.work.layout.targets):
-        assert target is not None
-        refuse_gathering(NAME, [spec], [target])
-        call.tensors[name] = target
+    targets = [target for target in plan.work.layout.targets if target is not None]
+    refuse_gathering(NAME, list(call.tensors.values()), targets)
+    call.tensors.update(zip(call.tensors, targets))
     return plan
 
 
@@ -280,24 +269,21 @@ def _gradient_spec(spec: ShardTensorSpec, layout: AttentionLayout) -> ShardTenso
 # -- below autograd: what torch's function consists of on the CPU, and autograd's formula for it ----------------------
 
 
-def _prepared(
+def _planned(
     query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None
-) -> tuple[AttentionWork, Kernel, list[Any]]:
+) -> tuple[AttentionPlan, list[Any]]:
+    """The plan, around the ring, and the local operands."""
     mesh = common_mesh(NAME, [query, key, value, attn_mask])
     assert mesh is not None
     given: Any = [None if t is None else as_operand(t, mesh) for t in (query, key, value, attn_mask)]
     if attn_mask is not None:
         rows = given[3] if given[3].ndim > 1 else given[3].unsqueeze(0)
         given[3] = redistribute_to(rows, _unsharded_where_single(rows._spec))
-    shift = 0 if is_causal else None
     specs: list[Any] = [None if t is None else t._spec for t in given]
-    layout = layout_of(NAME, specs[0], specs[1], specs[2], specs[3], shift, "ring")
-    local = [
-        None if target is None else redistributed(NAME, t, target)._local_tensor
-        for t, target in zip(given, layout.targets, strict=True)
-    ]
-    work = work_of(NAME, layout, shift, query.shape[-1] ** -0.5 if scale is None else scale)
-    return work, work.kernel(), local
+    q, k, v, mask = specs
+    plan = plan_attention(q, k, v, mask, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "ring")
+    pairs = zip(given, plan.work.layout.targets, strict=True)
+    return plan, [None if spec is None else redistributed(NAME, t, spec)._local_tensor for t, spec in pairs]
 
 
 def _result_spec(work: AttentionWork, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
@@ -322,10 +308,10 @@ def _flash(
 ) -> Any:
     if dropout_p:
         return NotImplemented
-    work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
-    out, (*_, lse) = forward(work, kernel, *local)
-    shape = (*query.shape[:-1], value.shape[-1])
-    return tuple(wrap(t, _result_spec(work, s, t.dtype)) for t, s in ((out, shape), (lse, shape[:-1])))
+    plan, local = _planned(query, key, value, attn_mask, is_causal, scale)
+    work = plan.work
+    out, (*_, lse) = forward(work, work.kernel(), *local)
+    return plan.wrapped(out), wrap(lse, _result_spec(work, query.shape[:-1], lse.dtype))
 
 
 @register(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -342,17 +328,12 @@ def _flash_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> Any:
-    work, kernel, local = _prepared(query, key, value, attn_mask, is_causal, scale)
-    mesh = work.query.mesh
+    plan, (q, k, v, mask) = _planned(query, key, value, attn_mask, is_causal, scale)
+    work = plan.work
     results = [
-        redistributed(NAME, as_operand(t, mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
+        redistributed(NAME, as_operand(t, work.query.mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
-    q, k, v, mask = local
-    needed = (True, True, True, False)
-    grads = backward(work, kernel, needed, results[0], q, mask, k, v, *results[1:])
-    wrapped = []
-    for grad, target in zip(grads, work.layout.targets[:3]):
-        assert target is not None and grad is not None
-        wrapped.append(wrap(grad, _gradient_spec(target, work.layout) or target))
-    return tuple(wrapped)
+    grads = backward(work, work.kernel(), (True, True, True, False), results[0], q, mask, k, v, *results[1:])
+    layouts = [_gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
+    return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]

@@ -31,38 +31,31 @@ _aten = torch.ops.aten
 # -- entry points above autograd --------------------------------------------------------------------------------------
 
 
-def _plan(
+def plan_batched(
     call: Arguments,
-    x: ShardTensorSpec,
+    input: ShardTensorSpec,
     weight: TensorMeta,
     bias: TensorMeta | None,
-    stride: Sequence[int],
-    pads: Pads,
-    dilation: Sequence[int],
-    groups: int,
     again: Callable[..., Any],
+    make: Callable[[ShardTensorSpec], ConvolutionPlan],
+    *,
+    transposed: bool = False,
 ) -> Plan:
-    """The plan for a batched input.
+    """The plan of a convolution of a batched input, transposed or not.
 
     Args:
-        pads: zeros before and after each spatial dim of the global tensor.
         again: the operator, of other tensors with the same options.
+        make: makes the plan, given the spec that the input has when it runs.
     """
-    if x.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
-        return Composed(lambda x, w, b: as_real_convolution(again, x, w, b))
+    if input.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
+        return Composed(lambda x, w, b: _as_real_convolution(again, x, w, b, transposed=transposed))
     # Sharded channels are spread over the batch or a spatial dim instead, see [Note: whole rows] in sort.py.
-    call.redistribute("input", free_dims(call.name, x, 1))
-    dtype = call.autocast()
-    call.cast(dtype, "input", *(["weight"] if bias is None else ["weight", "bias"]))
-    x = call.tensors["input"]
-    if dtype is None and weight.dtype != x.tensor_meta.dtype:
-        raise RuntimeError(
-            f"{call.name}: input of {x.tensor_meta.dtype} and weight of {weight.dtype} should be the same"
-        )
-    return plan_convolution(x, tuple(weight.shape), tuple(stride), pads, tuple(dilation), groups)
+    call.redistribute("input", free_dims(call.name, input, 1))
+    call.cast(call.autocast(), "input", *(["weight"] if bias is None else ["weight", "bias"]))
+    return make(call.tensors["input"])
 
 
-def as_real_convolution(
+def _as_real_convolution(
     convolve: Callable[..., Any], x: Any, weight: Tensor, bias: Tensor | None, *, transposed: bool = False
 ) -> Any:
     """A complex convolution as a real one of twice the channels, real and imaginary parts side by side.
@@ -87,7 +80,7 @@ def as_real_convolution(
     return torch.view_as_complex(y.unflatten(1, (-1, 2)).movedim(2, -1).contiguous())
 
 
-def per_spatial_dim(value: Any, n: int, name: str, what: str) -> tuple[int, ...]:
+def _per_spatial_dim(value: Any, n: int, name: str, what: str) -> tuple[int, ...]:
     values = (value,) * n if isinstance(value, int) else tuple(value)
     if len(values) == 1:
         values *= n
@@ -108,7 +101,33 @@ def _pads(
             raise RuntimeError(f"{name}: padding='same' is not supported for strided convolutions")
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((t // 2, t - t // 2) for t in totals)
-    return tuple((p, p) for p in per_spatial_dim(padding, n, name, "padding"))
+    return tuple((p, p) for p in _per_spatial_dim(padding, n, name, "padding"))
+
+
+def _plan(
+    call: Arguments,
+    input: ShardTensorSpec,
+    weight: TensorMeta,
+    bias: TensorMeta | None,
+    stride: int | Sequence[int],
+    padding: str | int | Sequence[int],
+    dilation: int | Sequence[int],
+    groups: int,
+    again: Callable[..., Any],
+) -> Plan:
+    n, shape = len(weight.shape) - 2, tuple(weight.shape)
+    name = f"conv{n}d"
+    strides, dilations = _per_spatial_dim(stride, n, name, "stride"), _per_spatial_dim(dilation, n, name, "dilation")
+    pads = _pads(padding, n, name, shape[2:], strides, dilations)
+
+    def make(x: ShardTensorSpec) -> ConvolutionPlan:
+        if call.autocast() is None and weight.dtype != x.tensor_meta.dtype:
+            raise RuntimeError(
+                f"{call.name}: input of {x.tensor_meta.dtype} and weight of {weight.dtype} should be the same"
+            )
+        return plan_convolution(x, shape, strides, pads, dilations, groups)
+
+    return plan_batched(call, input, weight, bias, again, make)
 
 
 def _declare(n: int) -> None:
@@ -125,24 +144,18 @@ def _declare(n: int) -> None:
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
     ) -> Plan:
-        name, ndim = f"conv{n}d", len(input.shape)
-        if ndim not in (n + 1, n + 2) or len(weight.shape) != n + 2:
+        if len(input.shape) not in (n + 1, n + 2) or len(weight.shape) != n + 2:
             raise RuntimeError(
-                f"{name}: expected a {n + 1}-D (unbatched) or {n + 2}-D (batched) input and a {n + 2}-D weight, got "
+                f"conv{n}d: expected a {n + 1}-D (unbatched) or {n + 2}-D (batched) input and a {n + 2}-D weight, got "
                 f"shapes {tuple(input.shape)} and {tuple(weight.shape)}"
             )
-        strides, dilations = (
-            per_spatial_dim(stride, n, name, "stride"),
-            per_spatial_dim(dilation, n, name, "dilation"),
-        )
-        pads = _pads(padding, n, name, weight.shape[2:], strides, dilations)
 
         def again(x: Any, w: Any, b: Any) -> Any:
             return function(x, w, b, stride, padding, dilation, groups)
 
-        if ndim == n + 1:
+        if len(input.shape) == n + 1:
             return Composed(lambda x, w, b: again(x.unsqueeze(0), w, b).squeeze(0))
-        return _plan(call, input, weight, bias, strides, pads, dilations, groups, again)
+        return _plan(call, input, weight, bias, stride, padding, dilation, groups, again)
 
 
 for _n in (1, 2, 3):
@@ -164,39 +177,18 @@ def plan_convolution_of_any_dims(
     groups: int,
 ) -> Plan:
     """``torch.convolution``, transposed or not."""
-    n = len(weight.shape) - 2
     if transposed:
-        function = getattr(torch, f"conv_transpose{n}d")
+        function = getattr(torch, f"conv_transpose{len(weight.shape) - 2}d")
         return Composed(lambda x, w, b: function(x, w, b, stride, padding, output_padding, groups, dilation))
-    name = f"conv{n}d"
-    strides, dilations = per_spatial_dim(stride, n, name, "stride"), per_spatial_dim(dilation, n, name, "dilation")
-    pads = _pads(padding, n, name, weight.shape[2:], strides, dilations)
 
     def again(x: Any, w: Any, b: Any) -> Any:
         return torch.convolution(x, w, b, stride, padding, dilation, False, output_padding, groups)
 
-    return _plan(call, input, weight, bias, strides, pads, dilations, groups, again)
+    return _plan(call, input, weight, bias, stride, padding, dilation, groups, again)
 
 
 # -- below autograd ---------------------------------------------------------------------------------------------------
-
-
-def _replicated(*operands: Any) -> bool:
-    return all(spec_of(t).is_replicate() for t in operands if isinstance(t, DTensor))
-
-
-def _refuse_transposed(transposed: bool, *operands: Any) -> None:
-    if transposed:
-        shown = [t for t in operands if isinstance(t, Tensor)]
-        raise refuse(
-            "conv_transpose",
-            shown,
-            "below autograd, transposed convolution has no distributed form",
-            "call torch.conv_transpose1d/2d/3d",
-        )
-
-
-# The catch-all below autograd, for callers that come past every function above: same kernels, strips exchanged anew.
+# The catch-all, for callers that come past every function above: same kernels, strips exchanged anew.
 
 
 @cached(maxsize=1024)
@@ -206,9 +198,25 @@ def _contributing_plan(*args: Any) -> ConvolutionPlan:
     return plan
 
 
-def _operands(
-    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
-) -> tuple[Any, ...]:
+def _planned(
+    input: Any, weight: Any, bias: Any, options: Sequence[Any], grad: Any = None
+) -> tuple[ConvolutionPlan, list[Any]] | None:
+    """The plan and the local operands; None where all tensors are whole, and transposed convolution goes on as such.
+
+    Args:
+        options: stride, padding, dilation, transposed, output padding and groups.
+        grad: of the result, if it is known.
+    """
+    stride, padding, dilation, transposed, _, groups = options
+    if transposed:
+        if all(spec_of(t).is_replicate() for t in (input, weight, bias, grad) if isinstance(t, DTensor)):
+            return None
+        raise refuse(
+            "conv_transpose",
+            [input, weight],
+            "below autograd, transposed convolution has no distributed form",
+            "call torch.conv_transpose1d/2d/3d",
+        )
     if not isinstance(input, DTensor):
         raise refuse(
             "convolution", [weight], "a plain input meets a ShardTensor weight", "make the input a ShardTensor"
@@ -220,50 +228,28 @@ def _operands(
         if isinstance(t, DTensor) and not spec_of(t).is_replicate():
             raise refuse("convolution", [spec, t], "the weight is sharded", "redistribute it to Replicate() first")
     n = weight.ndim - 2
-    pads = tuple((p, p) for p in per_spatial_dim(padding, n, "convolution", "padding"))
-    stride, dilation = (per_spatial_dim(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
+    pads = tuple((p, p) for p in _per_spatial_dim(padding, n, "convolution", "padding"))
+    stride, dilation = (_per_spatial_dim(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
     plan = _contributing_plan(spec, tuple(weight.shape), stride, pads, dilation, groups)
-    local = [t._local_tensor if isinstance(t, DTensor) else t for t in (input, weight, bias)]
-    return spec, plan, *local
+    return plan, [t._local_tensor if isinstance(t, DTensor) else t for t in (input, weight, bias)]
 
 
 @register(_aten.convolution.default)
-def _aten_convolution(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Any:
-    if transposed and _replicated(input, weight, bias):
+def _aten_convolution(input: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    found = _planned(input, weight, bias, options)
+    if found is None:
         return NotImplemented
-    _refuse_transposed(transposed, input, weight)
-    _, plan, x, w, b = _operands(input, weight, bias, stride, padding, dilation, groups)
-    return plan.wrapped(plan.forward(x, w, b)[0])
+    plan, local = found
+    return plan.wrapped(plan.forward(*local)[0])
 
 
 @register(_aten.convolution_backward.default)
-def _aten_convolution_backward(
-    grad: Any,
-    input: Any,
-    weight: Any,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    output_mask: Sequence[bool],
-) -> Any:
-    if transposed and _replicated(grad, input, weight):
+def _aten_convolution_backward(grad: Any, input: Any, weight: Any, bias_sizes: Any, *options_and_mask: Any) -> Any:
+    *options, output_mask = options_and_mask
+    found = _planned(input, weight, None, options, grad)
+    if found is None:
         return NotImplemented
-    _refuse_transposed(transposed, input, weight)
-    spec, plan, x, w, _ = _operands(input, weight, None, stride, padding, dilation, groups)
+    (plan, (x, w, _)), spec = found, spec_of(input)
     with torch.no_grad():
         local = as_gradient(grad, plan.outputs)._local_tensor
         gx, gw, gb = plan.backward(output_mask, [local], x, w, *plan.fetch.read(x)[1])
@@ -273,6 +259,3 @@ def _aten_convolution_backward(
         return None if g is None else wrap(g, ShardTensorSpec.make(spec.mesh, placements, g.shape, g.dtype))
 
     return None if gx is None else wrap(gx, spec), parameter(gw), parameter(gb)
-
-
-# Called by name, the operator goes through the function above autograd, so that its gradients are complete as well.

@@ -20,8 +20,8 @@ from ...communication.halo import Fetch
 from ...layout.geometry import Interval, intersect, intervals_of, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.alignment import free_dims
-from .conv import as_real_convolution, per_spatial_dim
+from ..common.stencil import per_dim
+from .conv import plan_batched
 from .geometry import output_spec
 from .halo_conv import ConvolutionPlan, LocalConvolution
 
@@ -113,48 +113,27 @@ def _declare(n: int) -> None:
         dilation: Numbers = 1,
     ) -> Plan:
         meta = call.returned(function, input, weight, bias, stride, padding, output_padding, groups, dilation)
-        numbers = [
-            per_spatial_dim(value, n, name, what)
-            for value, what in (
-                (stride, "stride"),
-                (padding, "padding"),
-                (output_padding, "output_padding"),
-                (dilation, "dilation"),
-            )
-        ]
+        numbers = [per_dim(value, n) for value in (stride, padding, output_padding, dilation)]
+
+        def again(x: Any, w: Any, b: Any) -> Any:
+            return function(x, w, b, *numbers[:3], groups, numbers[3])
+
+        def make(x: ShardTensorSpec) -> ConvolutionPlan:
+            dtypes = {"input": x.tensor_meta.dtype, "weight": weight.dtype}
+            if bias is not None:
+                dtypes["bias"] = bias.dtype
+            if call.autocast() is None and len(set(dtypes.values())) > 1:
+                shown = ", ".join(f"{what} of {dtype}" for what, dtype in dtypes.items())
+                raise RuntimeError(f"{call.name}: {shown} should be of the same dtype")
+            return _plan(x, weight, tuple(meta.shape), numbers, groups)
+
         if len(input.shape) == n + 1:
-            *others, apart = numbers
-            return Composed(lambda x, w, b: function(x.unsqueeze(0), w, b, *others, groups, apart).squeeze(0))
-        if input.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
-
-            def again(x: Any, w: Any, b: Any) -> Any:
-                return function(x, w, b, *numbers[:3], groups, numbers[3])
-
-            return Composed(lambda x, w, b: as_real_convolution(again, x, w, b, transposed=True))
-        call.redistribute("input", free_dims(call.name, input, 1))
-        _cast(call, weight, bias)
-        return _plan(call.tensors["input"], weight, tuple(meta.shape), numbers, groups)
-
-
-def _cast(call: Arguments, weight: TensorMeta, bias: TensorMeta | None) -> None:
-    """Have the operands cast as autocast does; otherwise they must have a dtype in common."""
-    given = {"input": call.tensors["input"].tensor_meta.dtype, "weight": weight.dtype}
-    if bias is not None:
-        given["bias"] = bias.dtype
-    dtype = call.autocast()
-    if dtype is not None:
-        call.cast(dtype, *given)
-    elif len(set(given.values())) > 1:
-        shown = ", ".join(f"{name} of {dtype}" for name, dtype in given.items())
-        raise RuntimeError(f"{call.name}: {shown} should be of the same dtype")
+            return Composed(lambda x, w, b: again(x.unsqueeze(0), w, b).squeeze(0))
+        return plan_batched(call, input, weight, bias, again, make, transposed=True)
 
 
 def _plan(
-    spec: ShardTensorSpec,
-    weight: TensorMeta,
-    shape: tuple[int, ...],
-    numbers: Sequence[Sequence[int]],
-    groups: int,
+    spec: ShardTensorSpec, weight: TensorMeta, shape: tuple[int, ...], numbers: Sequence[Sequence[int]], groups: int
 ) -> ConvolutionPlan:
     """This rank's part.
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..._compat import TensorMeta
 from ...communication.halo import Fetch
 from ...errors import refuse
 from ...layout.geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ..common.alignment import wide_dtype
+from ..common.stencil import resized
 from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
 
 __all__ = ["Pads", "output_spec", "plan_convolution"]
@@ -87,12 +87,9 @@ def output_spec(spec: ShardTensorSpec, shape: Sequence[int], sizes: Mapping[int,
     Args:
         sizes: of the shards, by tensor dim, where they differ from the input's.
     """
-    layout, sharded = list(spec.layout), spec.sharded_dims()
-    for dim, new in sizes.items():
-        layout[sharded[dim]] = layout[sharded[dim]]._replace(sizes=new)
     meta = spec.tensor_meta
     stride = stride_like(torch.empty_strided(meta.shape, meta.stride, device="meta"), shape)
-    return spec.with_layout(layout, TensorMeta(torch.Size(shape), stride, meta.dtype))
+    return resized(spec, torch.empty_strided(shape, stride, device="meta"), meta.dtype, sizes)
 
 
 Intervals = Mapping[int, Interval]  # by tensor dim, in global indices

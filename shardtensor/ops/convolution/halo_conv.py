@@ -16,7 +16,7 @@ Which inputs a rank reads, and how the kernel is to pad them, stands in ``geomet
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,20 +54,14 @@ class LocalConvolution:
     arguments: tuple[Any, ...]
     zeros: tuple[int, ...] = ()
     crop: tuple[int, ...] = ()
-    _plain: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_plain", not self.zeros and not self.crop and 0 not in self.out_shape)
 
     def __call__(self, read: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs; differentiable."""
-        if self._plain and read.numel():
-            return torch.convolution(read, weight, bias, *self.arguments)
-        if self._is_empty(read):
+        if 0 in self.out_shape or not read.numel():  # nothing to compute on this rank
             y = read.new_zeros(self.out_shape) + _nothing_of(read, weight)
             return y if bias is None else y + _over_channels(bias, y)
         read = torch.constant_pad_nd(read, self.zeros) if self.zeros else read
-        after = any(n > 0 for n in self.crop)  # outputs that no input reaches: they are the bias
+        after = max(self.crop, default=0) > 0  # outputs that no input reaches: they are the bias
         y = torch.convolution(read, weight, None if after else bias, *self.arguments)
         y = torch.constant_pad_nd(y, self.crop) if self.crop else y
         return y + _over_channels(bias, y) if after and bias is not None else y
@@ -75,12 +69,13 @@ class LocalConvolution:
     def gradients(self, needed: Sequence[bool], grad: Tensor, read: Tensor, weight: Tensor) -> Gradients:
         """Those of input, weight and bias, where they are needed."""
         need_x, need_w, need_b = needed
-        if self._plain and read.numel() and any(needed):
+        empty = 0 in self.out_shape or not read.numel()
+        if not (empty or self.zeros or self.crop) and any(needed):
             found = _convolution_backward(grad, read, weight, self.out_shape[1:2], *self.arguments, needed)
             # Asked for the bias's gradient, oneDNN returns the weight's, too; ranks that do not call it have none.
             return found[0], found[1] if need_w else None, found[2]
         grad_b = grad.sum([0, *range(2, grad.ndim)]) if need_b else None
-        if self._is_empty(read):
+        if empty:
             return torch.zeros_like(read) if need_x else None, torch.zeros_like(weight) if need_w else None, grad_b
         if not (need_x or need_w):
             return None, None, grad_b
@@ -91,10 +86,6 @@ class LocalConvolution:
         if grad_x is not None and self.zeros:
             grad_x = torch.constant_pad_nd(grad_x, [-n for n in self.zeros])
         return grad_x, grad_w, grad_b
-
-    def _is_empty(self, read: Tensor) -> bool:
-        """Whether there is nothing to compute on this rank."""
-        return 0 in self.out_shape or read.numel() == 0
 
 
 def _nothing_of(read: Tensor, weight: Tensor) -> Tensor:
@@ -182,6 +173,7 @@ class ConvolutionPlan(Plan):
     saves = (0, 1)
     twice = True
     depends = {0: (1,), 1: (0,), 2: ()}
+    outputs: ShardTensorSpec
 
     def __init__(
         self, out_spec: ShardTensorSpec, fetch: Fetch, convolve: LocalConvolution, split: SplitGradient | None = None

@@ -229,36 +229,22 @@ def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> T
 # -- entry points -----------------------------------------------------------------------------------------------------
 
 
-def _declare(name: str, transforms: tuple[_Transform, _Transform]) -> None:
-    """The transforms of one, two and any number of dims."""
-    one, two, many = (getattr(torch.fft, name + suffix) for suffix in ("", "2", "n"))
+def _declare(name: str, dims: _Dims, transforms: tuple[_Transform, _Transform]) -> None:
+    function = getattr(torch.fft, name)
 
-    @operator(one, tensors="input")
-    def plan_one(
-        call: Arguments, input: ShardTensorSpec, n: int | None = None, dim: int = -1, norm: str | None = None
-    ) -> Plan:
-        return _plan(call, name, one, transforms, input, n, dim, norm)
-
-    @operator(two, tensors="input")
-    def plan_two(
+    @operator(function, tensors="input")
+    def plan_transform(
         call: Arguments,
         input: ShardTensorSpec,
-        s: int | Sequence[int] | None = None,
-        dim: int | Sequence[int] = (-2, -1),
+        n: int | None = None,
+        s: _Lengths = None,
+        dim: _Dims = dims,
         norm: str | None = None,
     ) -> Plan:
-        return _plan(call, name + "2", two, transforms, input, s, dim, norm)
-
-    @operator(many, tensors="input")
-    def plan_many(
-        call: Arguments,
-        input: ShardTensorSpec,
-        s: int | Sequence[int] | None = None,
-        dim: int | Sequence[int] | None = None,
-        norm: str | None = None,
-    ) -> Plan:
-        return _plan(call, name + "n", many, transforms, input, s, dim, norm)
+        """The length is ``n`` of one dim, ``s`` of several."""
+        return _plan(call, name, function, transforms, input, n if s is None else s, dim, norm)
 
 
 for _name, _pair in _TRANSFORMS.items():
-    _declare(_name, _pair)
+    for _suffix, _dims in {"": -1, "2": (-2, -1), "n": None}.items():
+        _declare(_name + _suffix, _dims, _pair)  # type: ignore[arg-type]

@@ -16,8 +16,6 @@ from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 
-__all__: list[str] = []
-
 
 def _replicate_window(call: Arguments, window: ShardTensorSpec | None) -> None:
     """Have a sharded window gathered: it is as long as a transform, not as the signal."""
@@ -96,14 +94,13 @@ def plan_istft(
     norm = "ortho" if normalized else "backward"
     start = n_fft // 2 if center else 0
 
-    def windows(x: Tensor) -> Tensor:
-        half = halved and not return_complex
-        frames: Tensor = (torch.fft.irfft if half else torch.fft.ifft)(x, n_fft, dim=-2, norm=norm)
-        return frames if half or return_complex else frames.real
+    half = halved and not return_complex
+    transform = torch.fft.irfft if half else torch.fft.ifft
 
     def istft(x: Tensor, window: Tensor | None) -> Tensor:
         window = _padded(window, n_fft if win_length is None else win_length, n_fft, x)
-        frames = windows(x if x.ndim == 3 else x.unsqueeze(0))
+        frames = transform(x if x.ndim == 3 else x.unsqueeze(0), n_fft, dim=-2, norm=norm)
+        frames = frames if half or return_complex else frames.real
         envelope = window.abs().square().unsqueeze(-1) * torch.ones_like(frames[:1].real)
         signal, total = (_overlapped(t, n_fft, hop) for t in (frames * window.unsqueeze(-1), envelope))
         expected = signal.shape[-1]

@@ -10,30 +10,20 @@ from ...operators.declaration import Arguments, operator
 from ..common.contraction import ContractionPlan, Form, batch_labels, plan_contraction
 
 
-def _plan(call: Arguments, a: ShardTensorSpec, b: ShardTensorSpec, dim: int) -> ContractionPlan:
-    (left, right), out = batch_labels(a.shape, b.shape)
-    form = Form((left, right), out, whole=frozenset([dim % len(out) - len(out)]), by_parts=False)
-
-    def local(x: Tensor, y: Tensor) -> Tensor:
-        product: Tensor = torch.linalg.cross(x, y, dim=dim)
-        return product
-
-    return plan_contraction(call, call.name.replace("linalg_", "linalg."), local, form, "input", "other")
-
-
-@operator(torch.linalg.cross, tensors="input other")
-def plan_linalg_cross(
-    call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, *, dim: int = -1
-) -> ContractionPlan:
-    """``torch.linalg.cross``."""
-    call.returned(torch.linalg.cross, input, other, dim=dim)
-    return _plan(call, input, other, dim)
-
-
-@operator(torch.cross, Tensor.cross, tensors="input other")
+@operator(torch.linalg.cross, torch.cross, Tensor.cross, tensors="input other")
 def plan_cross(
     call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, dim: int | None = None
 ) -> ContractionPlan:
-    """``torch.cross``; by default along the first dim of length 3."""
-    meta = call.returned(torch.cross, input, other, dim)
-    return _plan(call, input, other, list(meta.shape).index(3) if dim is None else dim)
+    """By default ``torch.linalg.cross`` goes along the last dim, ``torch.cross`` along the first dim of length 3."""
+    of_linalg = call.name == "linalg_cross"
+    dim = -1 if of_linalg and dim is None else dim
+    meta = call.returned(torch.linalg.cross if of_linalg else torch.cross, input, other, dim=dim)
+    along = list(meta.shape).index(3) if dim is None else dim
+    (left, right), out = batch_labels(input.shape, other.shape)
+    form = Form((left, right), out, whole=frozenset([along % len(out) - len(out)]), by_parts=False)
+
+    def local(x: Tensor, y: Tensor) -> Tensor:
+        product: Tensor = torch.linalg.cross(x, y, dim=along)
+        return product
+
+    return plan_contraction(call, call.name.replace("linalg_", "linalg."), local, form, "input", "other")

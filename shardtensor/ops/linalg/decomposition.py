@@ -199,15 +199,11 @@ _declare("ormqr", lambda input, input2, input3, left=True, transpose=False: (("m
 _declare("lu_unpack", lambda LU_data, LU_pivots, unpack_data=True, unpack_pivots=True: (("mn", "p"), ()))
 
 _declare(
-    "linalg.lstsq",
-    lambda input, b, rcond=None, *, driver=None: (("mn", "mk" if _has_columns(input, b) else "m"), ()),
+    "linalg.lstsq", lambda input, b, rcond=None, *, driver=None: (("mn", "mk" if _has_columns(input, b) else "m"), ())
 )
 _declare("linalg.solve", lambda A, B, *, left=True: _solved(A, B, left))
 _declare("linalg.solve_ex", lambda A, B, *, left=True, check_errors=False: _solved(A, B, left))
-_declare(
-    "linalg.solve_triangular",
-    lambda input, B, *, upper, left=True, unitriangular=False: _solved(input, B, left),
-)
+_declare("linalg.solve_triangular", lambda input, B, *, upper, left=True, unitriangular=False: _solved(input, B, left))
 _declare("cholesky_solve", lambda input, input2, upper=False: (("nK", "nn"), ("nK",)))
 _declare("linalg.ldl_solve", lambda LD, pivots, B, *, hermitian=False: (("nn", "n", "nK"), ("nK",)))
 _declare(
@@ -220,10 +216,6 @@ _declare("lu_solve", lambda input, LU_data, LU_pivots: (("nK", "nn", "n"), ("nK"
 # -- those that are put together of others ----------------------------------------------------------------------------
 
 
-def _solution(b: Tensor, A: Tensor, upper: bool, transpose: bool, unitriangular: bool) -> Tensor:
-    return torch.triangular_solve(b, A, upper, transpose, unitriangular).solution
-
-
 @operator(torch.triangular_solve, Tensor.triangular_solve, tensors="input A")
 def plan_triangular_solve(
     call: Arguments,
@@ -234,8 +226,11 @@ def plan_triangular_solve(
     unitriangular: bool = False,
 ) -> Plan:
     """The matrix is copied to the results from the operand: a rank that computes only some columns has all of it."""
-    options = {"upper": upper, "transpose": transpose, "unitriangular": unitriangular}
-    solve = plan_by_matrix(call, _solution, (("nK", "nn"), ("nK",)), (input, A), options)
+
+    def solution(b: Tensor, matrix: Tensor) -> Tensor:
+        return torch.triangular_solve(b, matrix, upper, transpose, unitriangular).solution
+
+    solve = plan_by_matrix(call, solution, (("nK", "nn"), ("nK",)), (input, A))
     if solve is DECLINED:
         return DECLINED
 

@@ -24,11 +24,7 @@ _BY_PRODUCTS = "use_mm_for_euclid_dist_if_necessary"
 
 @operator(torch.cdist, tensors="x1 x2")
 def plan_cdist(
-    call: Arguments,
-    x1: ShardTensorSpec,
-    x2: ShardTensorSpec,
-    p: float = 2.0,
-    compute_mode: str | None = _BY_PRODUCTS,
+    call: Arguments, x1: ShardTensorSpec, x2: ShardTensorSpec, p: float = 2.0, compute_mode: str | None = _BY_PRODUCTS
 ) -> ContractionPlan:
     """A contraction over the coordinates, of which a sum of powers is only one kind."""
     call.returned(torch.cdist, x1, x2, p, compute_mode)
@@ -57,11 +53,8 @@ def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Compose
     count = n * (n - 1) // 2
 
     def above_diagonal(axis: AxisLayout) -> AxisLayout:
-        return (
-            axis
-            if axis.sizes is None
-            else axis._replace(sizes=map_boundaries(axis.sizes, lambda c: c * n - c * (c + 1) // 2))
-        )
+        sizes = None if axis.sizes is None else map_boundaries(axis.sizes, lambda c: c * n - c * (c + 1) // 2)
+        return axis._replace(sizes=sizes)
 
     def distances(x: ShardTensor) -> ShardTensor:
         square = torch.cdist(x, x, p, "donot_use_mm_for_euclid_dist")

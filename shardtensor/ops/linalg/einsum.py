@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._compat import TensorMeta
 from ...dispatch.planning import spec_of
 from ...dispatch.registry import DECLINED
-from ...dispatch.tensor import ShardTensor, redistribute_to
+from ...dispatch.tensor import redistribute_to
 from ...errors import UnsupportedSharding
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
@@ -28,7 +28,7 @@ def plan_einsum(call: Arguments, equation: str, *operands: ShardTensorSpec) -> P
     if not isinstance(equation, str):  # dims by number; torch calls again with letters
         return DECLINED
     call.returned(torch.einsum, equation, *specs)
-    terms, out = letters(equation, [len(spec.shape) for spec in specs])
+    terms, out = letters(equation, tuple(len(spec.shape) for spec in specs))
     spelled = ",".join(terms) + "->" + out
     try:
         how = arrange("einsum", _einsum_form(terms, out, [spec.shape for spec in specs]), specs)
@@ -41,7 +41,13 @@ def plan_einsum(call: Arguments, equation: str, *operands: ShardTensorSpec) -> P
 
 
 @lru_cache(maxsize=1024)
-def _letters_of(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+def letters(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+    """The operands' and the result's dims, one letter each.
+
+    Example:
+        >>> letters("b...i, ij", (4, 2))
+        (('baci', 'ij'), 'acbj')
+    """
     given, arrow, result = equation.replace(" ", "").partition("->")
     terms = given.split(",")
     free = [c for c in string.ascii_letters if c not in equation]
@@ -57,16 +63,6 @@ def _letters_of(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...],
         once = sorted(c for c in set(given) - set(".,") if given.count(c) == 1)
         result = "..." * ("..." in given) + "".join(once)
     return spelled_terms, result.replace("...", dots)
-
-
-def letters(equation: str, ndims: Sequence[int]) -> tuple[tuple[str, ...], str]:
-    """The operands' and the result's dims, one letter each.
-
-    Example:
-        >>> letters("b...i, ij", [4, 2])
-        (('baci', 'ij'), 'acbj')
-    """
-    return _letters_of(equation, tuple(ndims))
 
 
 def _einsum_form(terms: Sequence[str], out: str, shapes: Sequence[torch.Size]) -> Form:
@@ -140,12 +136,6 @@ def plan_kron(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec) -
 
     def run(input: Tensor, other: Tensor) -> Tensor:
         y = torch.einsum(equation, input.reshape(shapes[0]), other.reshape(shapes[1]))
-        return _with_free(y, inner_dims).reshape(shape)
+        return redistribute_to(y, free_dims("kron", spec_of(y).for_gradient(), *inner_dims)).reshape(shape)
 
     return Composed(call.without_autocast(run))  # which casts products of matrices
-
-
-def _with_free(t: Tensor, dims: Sequence[int]) -> ShardTensor:
-    """``t`` with none of ``dims`` sharded; refused where no other dim can be."""
-    spec = spec_of(t).for_gradient()
-    return redistribute_to(t, free_dims("kron", spec, *dims))

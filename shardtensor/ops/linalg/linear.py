@@ -19,10 +19,11 @@ from ..._compat import TensorMeta
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Operand, Plan, operator
-from ...operators.weight_gradients import GradientSum
 from ..common.alignment import as_operand, wide_dtype
 from ..common.contraction import Form, contract
 from ..common.half import cast, product
+
+__all__ = ["gradients_of_weights"]
 
 _aten = torch.ops.aten
 
@@ -44,48 +45,45 @@ class LinearPlan(Plan):
     def backward(
         self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor
     ) -> Sequence[Tensor | None]:
-        if grads[0] is None:
+        """The sum of the gradients of weight and bias travels while the input's is computed."""
+        grad, bias = grads[0], self.bias
+        if grad is None:
             return None, None, None
-        return _gradients(needed, grads[0], x, weight, self.bias, self.total, self.sums)
+        columns = weight if weight.ndim == 2 else weight.unsqueeze(0)
+        rows = _rows(grad if weight.ndim == 2 else grad.unsqueeze(-1))
+        grad_x, given = None, _rows(x) if needed[1] else x
+        grad_w, grad_b = gradients_of_weights(needed[1:], rows, given, weight, bias, self.sums)
+        finish = None if self.total is None else self.total.start([None, grad_w, grad_b], overwrite=True)
+        if needed[0]:
+            factors = rows, _like(columns, rows)
+            # By columns where the input is, so that what follows has both in one order of memory.
+            by_columns = needed[1] and given.stride(0) == 1 and given.stride(1) >= given.shape[0] > 1
+            grad_x = torch.mm(factors[1].t(), factors[0].t()).t() if by_columns else torch.mm(*factors)
+            grad_x = cast(grad_x.view(x.shape), x.dtype)
+        if finish is not None:
+            _, grad_w, grad_b = finish()
+        return grad_x, grad_w, grad_b
 
 
-def _gradients(
-    needed: Sequence[bool],
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: TensorMeta | None,
-    total: GradientSum | None,
-    sums: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, weight and bias. The sum of the latter two travels while the input's is computed.
+def gradients_of_weights(
+    needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor, bias: TensorMeta | None, sums: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, out of the rows of a result's gradient and of the input.
 
     Args:
-        sums: whether the latter two are contributions, which must not be rounded yet.
+        sums: they are contributions, which must not be rounded yet.
     """
-    columns = weight if weight.ndim == 2 else weight.unsqueeze(0)
-    rows = _rows(grad if weight.ndim == 2 else grad.unsqueeze(-1))
-    grad_x = grad_w = grad_b = None
-    by_columns, held = False, wide_dtype if sums else lambda dtype: dtype
-    if needed[1]:
-        given = _rows(x)
-        by_columns = given.stride(0) == 1 and given.stride(1) >= given.shape[0] > 1
-        factors = rows, _like(given, rows)
+    held = wide_dtype if sums else lambda dtype: dtype
+    grad_w = grad_b = None
+    if needed[0]:
+        factors = grad, _like(x, grad)
         grad_w = (product(*factors) if sums else torch.mm(factors[0].t(), factors[1])).view(weight.shape)
         grad_w = cast(grad_w, held(weight.dtype))
-    if needed[2] and bias is not None:
-        grad_b = rows.sum(0, dtype=held(rows.dtype))
-        grad_b = cast(grad_b if bias.shape == columns.shape[:1] else grad_b.sum_to_size(bias.shape), held(bias.dtype))
-    finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
-    if needed[0]:
-        factors = rows, _like(columns, rows)
-        # By columns where the input is, so that what follows has both in one order of memory.
-        grad_x = torch.mm(factors[1].t(), factors[0].t()).t() if by_columns else torch.mm(*factors)
-        grad_x = grad_x.view(x.shape)
-        grad_x = grad_x if grad_x.dtype == x.dtype else grad_x.to(x.dtype)
-    if finish is not None:
-        _, grad_w, grad_b = finish()
-    return grad_x, grad_w, grad_b
+    if needed[1] and bias is not None:
+        grad_b = grad.sum(0, dtype=wide_dtype(grad.dtype))
+        grad_b = grad_b if bias.shape == grad_b.shape else grad_b.sum_to_size(bias.shape)
+        grad_b = cast(grad_b, held(bias.dtype))
+    return grad_w, grad_b
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -95,7 +93,7 @@ def _rows(t: Tensor) -> Tensor:
 
 def _like(t: Tensor, grad: Tensor) -> Tensor:
     """What a gradient is multiplied with: of its dtype, which under autocast is another, and conjugate."""
-    t = t if t.dtype == grad.dtype else t.to(grad.dtype)
+    t = cast(t, grad.dtype)
     return t.conj() if t.is_complex() else t
 
 

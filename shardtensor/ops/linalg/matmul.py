@@ -230,14 +230,20 @@ def plan_product(call: planning.AtenCall) -> planning.AtenPlan:
 # Two operators in a row, each with a plan of its own.
 
 
-@register(_aten.addmm.default)
-def _addmm_below(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
-    return _added_below(input, _product_below(_aten.mm.default, a, b), beta, alpha)
+def _register_added_below(op: OpOverload, product: OpOverload) -> None:
+    @register(op)
+    def added(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
+        result = _product_below(product, a, b)
+        if alpha != 1:
+            result = result * alpha
+        if beta == 0 and isinstance(result, DTensor):
+            return result  # what input holds, NaN even, does not matter then
+        total: Tensor = run(_aten.add.Tensor, (result, input), {"alpha": beta})
+        return total
 
 
-@register(_aten.baddbmm.default)
-def _baddbmm_below(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
-    return _added_below(input, _product_below(_aten.bmm.default, a, b), beta, alpha)
+_register_added_below(_aten.addmm.default, _aten.mm.default)
+_register_added_below(_aten.baddbmm.default, _aten.bmm.default)
 
 
 @register(_aten.mv.default)
@@ -250,15 +256,6 @@ def _mv_below(a: Tensor, b: Tensor) -> Tensor:
 def _product_below(op: OpOverload, a: Tensor, b: Tensor) -> Tensor:
     product: Tensor = run(op, (a, b), {}) if isinstance(a, DTensor) or isinstance(b, DTensor) else op(a, b)
     return product
-
-
-def _added_below(input: Tensor, product: Tensor, beta: Number, alpha: Number) -> Tensor:
-    if alpha != 1:
-        product = product * alpha
-    if beta == 0 and isinstance(product, DTensor):
-        return product  # what input holds, NaN even, does not matter then
-    total: Tensor = run(_aten.add.Tensor, (product, input), {"alpha": beta})
-    return total
 
 
 @operator(_aten.dot.default, _aten.vdot.default)

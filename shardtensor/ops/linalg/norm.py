@@ -123,21 +123,7 @@ def _plan_spectral(
     return Composed(norm)
 
 
-@operator(torch.linalg.matrix_norm, tensors="input")
-def plan_matrix_norm(
-    call: Arguments,
-    input: ShardTensorSpec,
-    ord: float | str = "fro",
-    dim: Sequence[int] = (-2, -1),
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Plan:
-    """``torch.linalg.matrix_norm``; norms that are not made of singular values are sums and extremes."""
-    return _plan_spectral(call, input, ord, dim, keepdim, dtype)
-
-
-@operator(torch.linalg.norm, tensors="input")
+@operator(torch.linalg.matrix_norm, torch.linalg.norm, tensors="input")
 def plan_norm(
     call: Arguments,
     input: ShardTensorSpec,
@@ -147,12 +133,14 @@ def plan_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Plan:
-    """``torch.linalg.norm``, of matrices where ``dim`` names two dims or the tensor has two."""
-    if ord is None or isinstance(dim, int):
+    """``torch.linalg.norm`` and ``matrix_norm``, of matrices: ``dim`` names two dims, or the tensor has two.
+
+    Norms that are not made of singular values are sums and extremes.
+    """
+    if isinstance(dim, int):
         return DECLINED
-    return _plan_spectral(
-        call, input, ord, (0, 1) if dim is None and len(input.shape) == 2 else dim or (), keepdim, dtype
-    )
+    of_last = dim is None and (call.name == "linalg_matrix_norm" or len(input.shape) == 2)
+    return _plan_spectral(call, input, ord, (-2, -1) if of_last else dim or (), keepdim, dtype)
 
 
 @operator(torch.norm, Tensor.norm, tensors="input")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -64,49 +64,44 @@ def tiled_attention(
     if additional is not None:
         everything = torch.cat([everything, additional], 1)
     plan = _plan(dims, 0 if additional is None else additional.shape[1], len(query), query.device)
-    boxes = [query]
-    for i, (order, widths) in enumerate(zip(plan.order, plan.widths), 1):
-        ordered = boxes if order is None else [box.index_select(i, constant_like(order, box)) for box in boxes]
-        boxes = [part for box in ordered for part in box.split_with_sizes(widths, i)]
-    keys = constant_like(plan.keys, query)
+    queries, keys = constant_like(plan.queries, query), constant_like(plan.keys, query)
+    boxes = query.flatten(0, len(dims)).index_select(0, queries).split_with_sizes([kind.queries for kind in plan.kinds])
     # All copies at once: their gradients are added up in one go, too.
     gathered = everything.flatten(0, 1).index_select(0, keys).split_with_sizes([kind.keys for kind in plan.kinds])
     results = [_attend(*of_kind, scale, return_lse) for of_kind in zip(boxes, gathered, plan.kinds)]
-    return tuple(_joined(parts, plan) for parts in zip(*results))
+    back = constant_like(plan.back, query)
+    return tuple(torch.cat(parts).index_select(0, back).view(*query.shape[:-1], -1) for parts in zip(*results))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Tiles that look alike, a box of them.
+    """Tiles that look alike.
 
     Attributes:
-        tiles, length: per dim, how many tiles there are, and how many queries a tile has.
-        keys: how many keys are copied for all of them.
+        length: how many queries a tile has.
+        queries, keys: how many are copied for all of them.
         mask: ``(queries of a tile, keys of a tile)``, True where the query sees the key; None where all see all.
     """
 
-    tiles: tuple[int, ...]
-    length: tuple[int, ...]
+    length: int
+    queries: int
     keys: int
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """Everything about the tiles that follows from the dims.
 
     Attributes:
-        order: per dim, the queries in the order of the kinds; None where that is their own.
-        back: per dim, the inverse.
-        widths: per dim, how many queries each kind has.
         kinds: those of all dims together, the last dim's varying fastest.
+        queries: for each kind, batch entry, tile and query, its index in the flattened queries.
+        back: the inverse.
         keys: for each kind, batch entry, tile and key, its index in the flattened keys.
     """
 
-    order: tuple[Tensor | None, ...]
-    back: tuple[Tensor | None, ...]
-    widths: tuple[list[int], ...]
-    kinds: tuple[_Kind, ...]
+    kinds: list[_Kind]
+    queries: Tensor
+    back: Tensor
     keys: Tensor
 
 
@@ -115,45 +110,32 @@ class _Plan:
 @torch.inference_mode(False)  # a plan that inference makes first must serve training, too
 def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
     of_dims = [_tiles_of(dim, _tile_length(dim, len(dims))) for dim in dims]
-    sizes = [length(dim.keys) for dim in dims]
+    query_sizes, sizes = [length(dim.queries) for dim in dims], [length(dim.keys) for dim in dims]
     extra = math.prod(sizes) + torch.arange(additional)
-    entries = torch.arange(batch)[:, None, None] * (math.prod(sizes) + additional)
-    kinds, keys = [], []
+    entries = torch.arange(batch)[:, None, None]
+    kinds, queries, keys = [], [], []
     for of_kind in itertools.product(*of_dims):
-        at = _flat_indices([of_dim.keys for of_dim in of_kind], sizes)
-        at = (entries + torch.cat([at, extra.expand(len(at), -1)], 1)).flatten()
-        mask = F.pad(_outer([of_dim.mask for of_dim in of_kind]), (0, additional), value=True)
-        keys.append(at)
-        kinds.append(
-            _Kind(
-                tiles=tuple(of_dim.number for of_dim in of_kind),
-                length=tuple(len(of_dim.mask) for of_dim in of_kind),
-                keys=at.numel(),
-                mask=None if mask.all() else mask.to(device),
-            )
-        )
-    orders = [torch.cat([of_kind.queries for of_kind in of_dim]) for of_dim in of_dims]
-    identity = [bool((order.diff() == 1).all()) for order in orders]
-    return _Plan(
-        order=tuple(None if same else order.to(device) for same, order in zip(identity, orders)),
-        back=tuple(None if same else order.argsort().to(device) for same, order in zip(identity, orders)),
-        widths=tuple([of_kind.queries.numel() for of_kind in of_dim] for of_dim in of_dims),
-        kinds=tuple(kinds),
-        keys=torch.cat(keys).to(device),
-    )
+        at = _flat_indices([of_dim.queries for of_dim in of_kind], query_sizes)
+        queries.append((entries * math.prod(query_sizes) + at).flatten())
+        rows, at = at.shape[1], _flat_indices([of_dim.keys for of_dim in of_kind], sizes)
+        at = torch.cat([at, extra.expand(len(at), -1)], 1)
+        keys.append((entries * (math.prod(sizes) + additional) + at).flatten())
+        mask = _outer(torch.logical_and, [of_dim.mask for of_dim in of_kind])
+        mask = F.pad(mask, (0, additional), value=True)
+        kinds.append(_Kind(rows, len(queries[-1]), len(keys[-1]), None if mask.all() else mask.to(device)))
+    order = torch.cat(queries)
+    return _Plan(kinds, order.to(device), order.argsort().to(device), torch.cat(keys).to(device))
 
 
 class _KindOfDim(NamedTuple):
     """Tiles of one dim that look alike.
 
     Attributes:
-        number: of the tiles.
-        queries: the places of all their queries among this rank's.
+        queries: ``(tiles, queries of a tile)``, the places of their queries among this rank's.
         keys: ``(tiles, keys of a tile)``, the places of their keys among those at hand.
         mask: ``(queries of a tile, keys of a tile)``, True where the query sees the key.
     """
 
-    number: int
     queries: Tensor
     keys: Tensor
     mask: Tensor
@@ -161,14 +143,16 @@ class _KindOfDim(NamedTuple):
 
 def _tiles_of(dim: Dim, most: int) -> list[_KindOfDim]:
     """The tiles of one dim, of at most ``most`` queries, by kind."""
+    found: dict[object, list[Tile]] = {}
+    for tile in dim.neighborhood.tiles(dim.queries, most):
+        found.setdefault((tile.keys, tile.windows), []).append(tile)
     return [
         _KindOfDim(
-            number=len(tiles),
-            queries=_places([t.query for t in tiles], len(tiles[0].windows), dim, dim.queries).flatten(),
+            queries=_places([t.query for t in tiles], len(tiles[0].windows), dim, dim.queries),
             keys=_places([t.key for t in tiles], tiles[0].keys, dim, dim.keys),
             mask=_mask(tiles[0]),
         )
-        for tiles in _kinds(dim, most)
+        for tiles in found.values()
     ]
 
 
@@ -179,13 +163,6 @@ def _tile_length(dim: Dim, ndim: int) -> int:
         return length(dim.queries)
     most = max((32, 8, 4)[ndim - 1], 3 * window.kernel // 4)
     return -(-most // window.stride) * window.stride  # so that all tiles begin alike
-
-
-def _kinds(dim: Dim, most: int) -> list[list[Tile]]:
-    found: dict[object, list[Tile]] = {}
-    for tile in dim.neighborhood.tiles(dim.queries, most):
-        found.setdefault((tile.keys, tile.windows), []).append(tile)
-    return list(found.values())
 
 
 def _places(firsts: Sequence[int], count: int, dim: Dim, held: Interval) -> Tensor:
@@ -200,40 +177,28 @@ def _mask(tile: Tile) -> Tensor:
 
 
 def _flat_indices(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """From ``(tiles, keys)`` of places in each dim to those of all dims together, in the flattened tensor."""
-    result = places[0]
-    for at, size in zip(places[1:], sizes[1:]):
-        result = (result[:, None, :, None] * size + at[:, None, :]).flatten(2).flatten(0, 1)
-    return result
+    """From the places in each dim to those in the flattened tensor."""
+    steps = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return _outer(torch.add, [at * step for at, step in zip(places, steps)])
 
 
-def _outer(masks: Sequence[Tensor]) -> Tensor:
-    result = masks[0]
-    for mask in masks[1:]:
-        result = (result[:, None, :, None] & mask[:, None, :]).flatten(2).flatten(0, 1)
+def _outer(function: Callable[[Tensor, Tensor], Tensor], of_dims: Sequence[Tensor]) -> Tensor:
+    """From a matrix for each dim to one for all dims together, whose rows and columns are all pairs of theirs."""
+    result = of_dims[0]
+    for t in of_dims[1:]:
+        result = function(result[:, None, :, None], t[:, None, :]).flatten(2).flatten(0, 1)
     return result
 
 
 def _attend(query: Tensor, key_value: Tensor, kind: _Kind, scale: float, return_lse: bool) -> tuple[Tensor, ...]:
-    """The outputs of one kind of tiles: its box of the queries, the keys that are copied for it."""
-    n, batch, (heads, head_dim) = len(kind.tiles), len(query), query.shape[-2:]
-    split = [entry for pair in zip(kind.tiles, kind.length) for entry in pair]
-    tiles_first = [0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1, 2 * n + 2]
-    tiles = query.reshape(batch, *split, heads, head_dim).permute(tiles_first)
-    q = tiles.reshape(-1, math.prod(kind.length), heads, head_dim)
-    widths = [head_dim, key_value.shape[-1] - head_dim]
+    """The outputs of one kind of tiles, row by row: of the queries and the keys that are copied for it."""
+    q = query.view(-1, kind.length, *query.shape[1:])
+    widths = [q.shape[-1], key_value.shape[-1] - q.shape[-1]]
     k, v = key_value.view(len(q), -1, *key_value.shape[1:]).split_with_sizes(widths, -1)
     attention = _with_lse if return_lse else _without_lse
     mask = None if kind.mask is None else constant_like(kind.mask, q)
     results = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
-    dims_first = [0, *(d for i in range(n) for d in (1 + i, 1 + n + i)), 2 * n + 1, 2 * n + 2]
-    return tuple(
-        r.transpose(1, 2)
-        .reshape(batch, *kind.tiles, *kind.length, heads, r.shape[-1])
-        .permute(dims_first)
-        .reshape(*query.shape[:-1], r.shape[-1])
-        for r in results
-    )
+    return tuple(r.transpose(1, 2).flatten(0, 1) for r in results)
 
 
 def _without_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, ...]:
@@ -251,16 +216,6 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         scores = scores.masked_fill(~mask, -math.inf)
     lse = scores.logsumexp(-1, keepdim=True)
     return ((scores - lse).exp() @ v).to(dtype), lse
-
-
-def _joined(parts: Sequence[Tensor], plan: _Plan) -> Tensor:
-    """The boxes of all kinds as one tensor, the queries in their own order."""
-    for i, (back, widths) in reversed(list(enumerate(zip(plan.back, plan.widths), 1))):
-        rows = [parts[at : at + len(widths)] for at in range(0, len(parts), len(widths))]
-        joined = [row[0] if len(row) == 1 else torch.cat(list(row), i) for row in rows]
-        parts = joined if back is None else [part.index_select(i, constant_like(back, part)) for part in joined]
-    (result,) = parts
-    return result
 
 
 def _nothing(query: Tensor, key_value: Tensor, additional: Tensor | None, return_lse: bool) -> tuple[Tensor, ...]:

@@ -124,10 +124,12 @@ def plan_channels(
 # -- entry points ----------------------------------------------------------------------------------------------------
 
 
-def _declare_batch_norm(function: Callable[..., Tensor]) -> None:
-    # Each on its own, for torch's checks: the one in torch.nn.functional refuses channels of one value.
+def _declare(function: Callable[..., Tensor]) -> None:
+    of_samples = function in (F.instance_norm, torch.instance_norm)
+
+    # Each on its own, for torch's checks: the ones in torch.nn.functional refuse channels of one value.
     @operator(function, tensors="input", **PARAMETERS)
-    def plan_batch_norm(
+    def plan_norm(
         call: Arguments,
         input: ShardTensorSpec,
         weight: Operand | None = None,
@@ -135,16 +137,22 @@ def _declare_batch_norm(function: Callable[..., Tensor]) -> None:
         running_mean: TensorMeta | None = None,
         running_var: TensorMeta | None = None,
         training: bool = False,
+        use_input_stats: bool = True,
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Plan:
+        """Batch norm, which has ``training``, or instance norm, which has ``use_input_stats``."""
+        use_input = use_input_stats if of_samples else training
         parameters = weight, bias, running_mean, running_var
-        if function is F.batch_norm:
-            call.returned(function, input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if function in (F.batch_norm, F.instance_norm):
+            call.returned(function, input, running_mean, running_var, weight, bias, use_input, momentum, eps)
         else:
-            call.returned(function, input, *parameters, training, momentum, eps, False)
-        geometry = geometry_of_batches(call, input, eps)
-        return plan_channels(call, geometry, parameters, training, momentum)
+            call.returned(function, input, *parameters, use_input, momentum, eps, False)
+        if of_samples:
+            geometry = geometry_over("instance_norm", input, range(2, len(input.shape)), 1, 2, eps)
+        else:
+            geometry = geometry_of_batches(call, input, eps)
+        return plan_channels(call, geometry, parameters, use_input, momentum)
 
 
 def geometry_of_batches(call: Arguments, spec: ShardTensorSpec, eps: float) -> Geometry:
@@ -154,38 +162,19 @@ def geometry_of_batches(call: Arguments, spec: ShardTensorSpec, eps: float) -> G
     return geometry_over("batch_norm", spec, [d for d in range(n) if d != 1], 1, 2, eps)
 
 
-def _declare_instance_norm(function: Callable[..., Tensor]) -> None:
-    @operator(function, tensors="input", **PARAMETERS)
-    def plan_instance_norm(
-        call: Arguments,
-        input: ShardTensorSpec,
-        weight: Operand | None = None,
-        bias: Operand | None = None,
-        running_mean: TensorMeta | None = None,
-        running_var: TensorMeta | None = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Plan:
-        parameters = weight, bias, running_mean, running_var
-        if function is F.instance_norm:
-            call.returned(function, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-        else:
-            call.returned(function, input, *parameters, use_input_stats, momentum, eps, False)
-        geometry = geometry_over("instance_norm", input, range(2, len(input.shape)), 1, 2, eps)
-        return plan_channels(call, geometry, parameters, use_input_stats, momentum)
-
-
-for _function in (F.batch_norm, torch.batch_norm):
-    _declare_batch_norm(_function)
-for _function_of_samples in (F.instance_norm, torch.instance_norm):
-    _declare_instance_norm(_function_of_samples)
+for _function in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm):
+    _declare(_function)
 
 
 # -- called by the operators' names: they return the statistics, too ---------------------------------------------------
 
 
-@operator(torch.native_batch_norm, _aten.native_batch_norm, tensors="input", **PARAMETERS)
+@operator(
+    *(torch.native_batch_norm, _aten.native_batch_norm),
+    *(batch_norm_legit_no_training, _aten._native_batch_norm_legit_no_training, _aten._batch_norm_with_update),
+    tensors="input",
+    **PARAMETERS,
+)
 def plan_native_batch_norm(
     call: Arguments,
     input: ShardTensorSpec,
@@ -193,66 +182,32 @@ def plan_native_batch_norm(
     bias: Operand | None,
     running_mean: TensorMeta | None,
     running_var: TensorMeta | None,
-    training: bool,
     momentum: float,
     eps: float,
+    training: bool | None = None,
 ) -> Plan:
     """Batch norm with mean and reciprocal standard deviation, whose gradients torch ignores."""
+    with_update = call.name == "_batch_norm_with_update"
+    training = with_update if training is None else training
     geometry = geometry_of_batches(call, input, eps)
     kernel: Any = torch.native_batch_norm
     parameters = weight, bias, running_mean, running_var
     dtype = result_dtype(call, lambda t, *p: kernel(t, *p, True, momentum, eps)[1], input, *parameters)
 
+    options: Any = training, momentum, eps, False
+
     def compute(x: ShardTensor, *tensors: Any) -> tuple[Any, ...]:
-        options: Any = training, momentum, eps, False
         y = torch.batch_norm(x, *tensors, *options)
         if training:
-            return y, *(t.to(dtype) for t in moments_of(x._local_tensor, geometry, x.shape[1:2], {1: (0, 1)}))
-        # As empty as torch returns them.
-        one = torch.ones(1, dtype=y.dtype)
-        saved = torch.native_batch_norm(one[None].expand(2, 1), None, None, one, one, False, momentum, eps)[1:]
-        return y, *(promote(t.to(x.device), x.device_mesh) for t in saved)
-
-    return Composed(compute)
-
-
-@operator(
-    batch_norm_legit_no_training,
-    _aten._native_batch_norm_legit_no_training,
-    tensors="input",
-    **PARAMETERS,
-)
-def plan_native_batch_norm_of_running_statistics(
-    call: Arguments,
-    input: ShardTensorSpec,
-    weight: Operand | None,
-    bias: Operand | None,
-    running_mean: TensorMeta,
-    running_var: TensorMeta,
-    momentum: float,
-    eps: float,
-) -> Plan:
-    options: Any = False, momentum, eps
-    return Composed(lambda *tensors: torch.native_batch_norm(*tensors, *options))
-
-
-@operator(_aten._batch_norm_with_update, tensors="input", **PARAMETERS)
-def plan_batch_norm_with_update(
-    call: Arguments,
-    input: ShardTensorSpec,
-    weight: Operand | None,
-    bias: Operand | None,
-    running_mean: TensorMeta,
-    running_var: TensorMeta,
-    momentum: float,
-    eps: float,
-) -> Plan:
-    def compute(x: ShardTensor, *tensors: Any) -> tuple[Any, ...]:
-        # What a GPU's kernel keeps for its backward comes last.
-        reserved = torch.empty(0, dtype=torch.uint8, device=x.device)
-        options: Any = True, momentum, eps
-        results = torch.native_batch_norm(x, *tensors, *options)
-        return *results, promote(reserved, x.device_mesh)
+            moments = moments_of(x._local_tensor, geometry, x.shape[1:2], {1: 0})
+            saved = [t.to(dtype) for t in moments]
+        else:  # as empty as torch returns them
+            one = torch.ones(1, dtype=y.dtype)
+            empty = kernel(one[None].expand(2, 1), None, None, one, one, False, momentum, eps)[1:]
+            saved = [promote(t.to(x.device), x.device_mesh) for t in empty]
+        if with_update:  # what a GPU's kernel keeps for its backward comes last
+            saved.append(promote(torch.empty(0, dtype=torch.uint8, device=x.device), x.device_mesh))
+        return y, *saved
 
     return Composed(compute)
 

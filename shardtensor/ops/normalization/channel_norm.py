@@ -8,7 +8,7 @@ and others are copied. Each rank decides that for itself: what is sent is the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch import Tensor
 from ...communication.redistribute import start_sums
 from ...communication.tracing import is_traced
 from ...operators.declaration import Arguments, Operand
-from ...operators.weight_gradients import start_sum
+from ...operators.weight_gradients import GradientSum, contributing
 from .columns import Columns, channels_are_last, columns_of, sums_of_channels
 from .geometry import Geometry
+from .norm import Kept
 from .sharded_norm import ShardedNorm
 
 __all__ = ["ChannelNorm"]
@@ -51,15 +52,15 @@ class ChannelNorm(ShardedNorm):
         self.as_it_is = [
             same and self.samples == 1 and not part for same, part in zip(alike, self.narrows, strict=True)
         ]
-        self.merged = [m for m, _ in geometry.merges]
         # The gradients of the parameters then travel with the sums that the input's needs.
-        self.defers = not self.merged
+        merged = [m for m, _ in geometry.merges]
+        self.defers = not merged
+        # The mesh dims that shard other dims, over which these gradients are summed apart.
+        self.rest = tuple(m for m in contributing(geometry.spec)[0] if m not in merged)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if torch.is_grad_enabled() or x.is_contiguous() or self._columns(x) is not None:
             return super()._forward(x, weight, bias, *buffers)
         y, kept = super()._forward(x.contiguous(), weight, bias, *buffers)
@@ -69,9 +70,7 @@ class ChannelNorm(ShardedNorm):
         """How to go through a shard that is not contiguous; None if it is to be copied."""
         return self.columns if self.columns is not None and channels_are_last(x) else None
 
-    def _normalized(
-        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
         if self.per_set != 1:
             moments = moments.repeat_interleave(self.per_set, 1)
         mean, var, *_ = moments.unbind()
@@ -96,12 +95,7 @@ class ChannelNorm(ShardedNorm):
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(
-        self,
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-        x: Tensor,
-        weight: Tensor | None,
-        moments: Tensor,
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, moments: Tensor
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
         grad, given = grads[0], x
@@ -120,7 +114,9 @@ class ChannelNorm(ShardedNorm):
         totals, result[1:3] = self._totals(needed, sums, w)
         if self.statistics.replicas is not None and needed[0]:
             totals = self.statistics.replicas.sum(totals)
-        finish = self._start_rest(result)
+        finish = None
+        if self.total is not None and self.rest:
+            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
         if needed[0]:
             dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, rstd, w, totals, columns)
             dx = (dx if dx.dtype == given.dtype else dx.to(given.dtype)).reshape(given.shape)
@@ -153,18 +149,6 @@ class ChannelNorm(ShardedNorm):
         for merge in self.statistics.merges if any(t.numel() for t in sums) else ():
             sums = start_sums(sums, merge.group, overwrite=True)()
         return sums
-
-    def _start_rest(self, grads: list[Tensor | None]) -> Callable[[], list[Tensor | None]] | None:
-        """Start the sum of the parameters' gradients over the mesh dims that shard other dims."""
-        total = self.total
-        rest = [] if total is None else [m for m in total.mesh_dims if m not in self.merged]
-        if not rest or total is None:
-            return None
-        mine = [g if need else None for g, need in zip(grads, total.needed, strict=True)]
-        if all(g is None for g in mine):
-            return None
-        finish = start_sum(mine, total.mesh, rest)
-        return lambda: [g if t is None else t for g, t in zip(grads, finish(), strict=True)]
 
     def _of_input(
         self,

@@ -18,18 +18,14 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ..common.alignment import wide_dtype
 from .channel_norm import ChannelNorm
-from .geometry import (
-    geometry_of_groups,
-    geometry_of_last_dims,
-    prepare_parameters,
-    result_dtype,
-    with_unsharded_groups,
-)
+from .geometry import geometry_of_groups, geometry_of_last_dims, prepare_parameters, result_dtype, with_unsharded_groups
 from .local_norm import LocalGroupNorm, LocalLayerNorm
 from .sharded_norm import RowNorm
 from .statistics import moments_of
 
 _aten = torch.ops.aten
+
+_OPERANDS: Any = {"tensors": "input", "parameters": "weight bias", "sharded": "weight bias"}
 
 
 # -- group norm ------------------------------------------------------------------------------------------------------
@@ -37,7 +33,7 @@ _aten = torch.ops.aten
 
 def _declare_group_norm(function: Callable[..., Tensor]) -> None:
     # Each on its own, because only the one in torch.nn.functional refuses groups of one value.
-    @operator(function, tensors="input", parameters="weight bias", sharded="weight bias")
+    @operator(function, **_OPERANDS)
     def plan_group_norm(
         call: Arguments,
         input: ShardTensorSpec,
@@ -62,13 +58,7 @@ for _function in (F.group_norm, torch.group_norm):
     _declare_group_norm(_function)
 
 
-@operator(
-    torch.native_group_norm,
-    _aten.native_group_norm,
-    tensors="input",
-    parameters="weight bias",
-    sharded="weight bias",
-)
+@operator(torch.native_group_norm, _aten.native_group_norm, **_OPERANDS)
 def plan_native_group_norm(
     call: Arguments,
     input: ShardTensorSpec,
@@ -102,7 +92,7 @@ def plan_native_group_norm(
 # -- layer norm ------------------------------------------------------------------------------------------------------
 
 
-@operator(F.layer_norm, torch.layer_norm, tensors="input", parameters="weight bias", sharded="weight bias")
+@operator(F.layer_norm, torch.layer_norm, **_OPERANDS)
 def plan_layer_norm(
     call: Arguments,
     input: ShardTensorSpec,
@@ -120,13 +110,7 @@ def plan_layer_norm(
     return kind(call, geometry, dtype, weight, bias)
 
 
-@operator(
-    torch.native_layer_norm,
-    _aten.native_layer_norm,
-    tensors="input",
-    parameters="weight bias",
-    sharded="weight bias",
-)
+@operator(torch.native_layer_norm, _aten.native_layer_norm, **_OPERANDS)
 def plan_native_layer_norm(
     call: Arguments,
     input: ShardTensorSpec,
@@ -146,7 +130,7 @@ def plan_native_layer_norm(
 
     def compute(x: ShardTensor, weight: Any, bias: Any) -> tuple[Any, ...]:
         y = torch.layer_norm(x, shape, weight, bias, eps)
-        moments = moments_of(x._local_tensor, geometry, of_moments, {d: (d, 1) for d in kept})
+        moments = moments_of(x._local_tensor, geometry, of_moments, {d: d for d in kept})
         return y, *(t.to(dtype) for t in moments)
 
     return Composed(compute)

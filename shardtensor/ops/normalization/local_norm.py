@@ -13,7 +13,7 @@ from ..._compat import batch_norm_legit, kernel
 from ...operators.declaration import Arguments, Operand
 from ..common.half import widened
 from .geometry import Geometry
-from .norm import Norm
+from .norm import Kept, Norm
 
 __all__ = ["LocalBatchNorm", "LocalGroupNorm", "LocalLayerNorm"]
 
@@ -31,9 +31,7 @@ class LocalNorm(Norm):
     # Whether a kernel computes the gradients of the parameters without those of the input in less time.
     divides: ClassVar[bool] = False
 
-    def _kernel(
-        self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _kernel(self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None) -> Kept:
         """The result, and what its gradient needs besides."""
         raise NotImplementedError
 
@@ -41,9 +39,7 @@ class LocalNorm(Norm):
         """The gradients of input, weight and bias; None for those that the mask leaves out."""
         raise NotImplementedError
 
-    def _forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if self.empty:
             y = x.to(self.dtype, copy=True)
             for p in (weight, bias):  # of which it is a function, for autograd
@@ -95,9 +91,7 @@ class LocalLayerNorm(LocalNorm):
     saves = (0, 1, 2)
     divides = True
 
-    def _kernel(
-        self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _kernel(self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None) -> Kept:
         y, *kept = torch.native_layer_norm(x, self._normalized_shape, w, b, self.geometry.eps)
         return y, tuple(kept)
 
@@ -123,9 +117,7 @@ class LocalGroupNorm(LocalNorm):
         self.sizes = n, channels, math.prod(inner), geometry.view[1]
         self.on_cpu = call.device.type == "cpu"
 
-    def _kernel(
-        self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _kernel(self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None) -> Kept:
         y, *kept = torch.native_group_norm(_channels(x, self._last(x)), w, b, *self.sizes, self.geometry.eps)
         return _with_shape(y, x), tuple(kept)
 
@@ -158,9 +150,7 @@ class LocalBatchNorm(LocalNorm):
         if not use_input:
             self.depends = {**self.depends, 0: (1,)}
 
-    def _kernel(
-        self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    def _kernel(self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None) -> Kept:
         settings: Any = (self.use_input, self.momentum, self.geometry.eps)
         views = _channels(x, not x.is_contiguous())
         if self.use_input and not torch.is_grad_enabled() and any(t is not None for t in buffers):

@@ -11,7 +11,9 @@ from ...operators.declaration import Arguments, Operand, Plan
 from ..common.alignment import wide_dtype
 from .geometry import Geometry
 
-__all__ = ["Norm"]
+__all__ = ["Kept", "Norm"]
+
+Kept = tuple[Tensor, tuple[Tensor, ...]]  # a local result, and what its gradient needs besides
 
 
 class Norm(Plan):
@@ -32,17 +34,13 @@ class Norm(Plan):
         self.narrows = [isinstance(p, TensorMeta) and geometry.own_shape(p.shape) != p.shape for p in parameters]
         self.metas = [p.tensor_meta if isinstance(p, ShardTensorSpec) else p for p in parameters]
 
-    def forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None) -> Kept:
         if self.casts:
             with torch.autocast(x.device.type, enabled=False):
                 return self._forward(x, weight, bias, *buffers)
         return self._forward(x, weight, bias, *buffers)
 
-    def _forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         raise NotImplementedError
 
     def _own(self, parameter: Tensor | None, i: int) -> Tensor | None:

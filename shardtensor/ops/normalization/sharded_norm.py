@@ -17,7 +17,7 @@ from ..._compat import AutogradFunction
 from ...communication.redistribute import all_reduce
 from ...operators.declaration import Arguments, Operand
 from .geometry import Geometry
-from .norm import Norm
+from .norm import Kept, Norm
 from .statistics import Statistics, centered
 
 __all__ = ["RowNorm", "ShardedNorm"]
@@ -32,19 +32,15 @@ class ShardedNorm(Norm):
         super().__init__(call, geometry, dtype, *parameters)
         self.statistics = Statistics(geometry, call.device)
 
-    def _forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if torch.is_grad_enabled():
             return self._differentiable(x, weight, bias), ()
-        moments, free = self.statistics.of(x)
+        moments = self.statistics.of(x)
         self._note(moments, *buffers)
-        return self._normalized(x, moments, weight, bias, free)
+        return self._normalized(x, moments, weight, bias)
 
-    def _normalized(
-        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The local result and what backward needs. ``free`` is memory for the result, if there is any."""
+    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
+        """The local result and what backward needs."""
         raise NotImplementedError
 
     def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
@@ -75,24 +71,17 @@ class ShardedNorm(Norm):
 class RowNorm(ShardedNorm):
     """Layer norm (or RMS norm, if not centered) over dims of which some are sharded."""
 
-    def _normalized(
-        self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, free: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
         w, b = self._affine(weight, 0), self._affine(bias, 1)
         moments = moments.view(len(moments), *self.statistics.shape)
-        y = centered(x.reshape(self.geometry.view), moments[0] if self.geometry.centered else None, free)
+        y = centered(x.reshape(self.geometry.view), moments[0] if self.geometry.centered else None)
         y.mul_((moments[-1] + self.geometry.eps).rsqrt_())
         y = y if w is None else y.mul_(w)
         y = y if b is None else y.add_(b)
         return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape), (moments,)
 
     def backward(
-        self,
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-        x: Tensor,
-        weight: Tensor | None,
-        moments: Tensor,
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, moments: Tensor
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
         if grads[0] is None:
@@ -110,7 +99,8 @@ class RowNorm(ShardedNorm):
         finish = None if self.total is None else self.total.start(result)
         local = None
         if needed[0]:
-            sums = [self._sum(t, w) for t in ((with_x,) if mean is None else (with_x, grad))]
+            terms = (with_x,) if mean is None else (with_x, grad)
+            sums = [(t if w is None else t * w).sum(geometry.dims, keepdim=True) for t in terms]
             local = self._of_input(grad, x_view, mean, rstd, w, sums)
             local = (local if local.dtype == x.dtype else local.to(x.dtype)).reshape(x.shape)
         result = result if finish is None else finish()
@@ -118,13 +108,7 @@ class RowNorm(ShardedNorm):
         return result
 
     def _of_input(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        mean: Tensor | None,
-        rstd: Tensor,
-        w: Tensor | None,
-        sums: list[Tensor],
+        self, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, sums: list[Tensor]
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
 
@@ -139,9 +123,6 @@ class RowNorm(ShardedNorm):
         if mean is not None:
             local.sub_(means[1])
         return local.addcmul_(grad if w is None else grad * w, rstd)
-
-    def _sum(self, t: Tensor, w: Tensor | None) -> Tensor:
-        return (t if w is None else t * w).sum(self.geometry.dims, keepdim=True)
 
 
 class _SumOverRanks(AutogradFunction):

@@ -74,35 +74,34 @@ class Statistics:
         self.piece = max((n for n in _PIECE if self.row % n == 0), default=0)
         self.merges = [Merge(geometry.spec.mesh, m, sizes, self.dtype, device) for m, sizes in geometry.merges]
 
-    def of(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def of(self, x: Tensor) -> Tensor:
         """Mean and biased variance ``(2, sets)`` of the global sets of elements, in float32 at least.
 
         Not centered, the mean square alone ``(1, sets)``. With :attr:`replicas`, the number of elements, too: ``(3,
-        sets)``. Also returns memory of the shape and layout of the view of
-        ``x``, the local shard, that is free for use; None where none was needed.
+        sets)``.
         """
-        moments, free = self._of_shard(x)
+        moments = self._of_shard(x)
         for merge in self.merges:
             moments = merge(moments)
-        return moments if self.replicas is None else self.replicas(moments), free
+        return moments if self.replicas is None else self.replicas(moments)
 
-    def _of_shard(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _of_shard(self, x: Tensor) -> Tensor:
         if self.empty:
-            return x.new_zeros((1 + self.centered, self.sets), dtype=self.dtype), None
+            return x.new_zeros((1 + self.centered, self.sets), dtype=self.dtype)
         if not self.centered:
             x = x.reshape(self.view)
             squares = x.square() if x.dtype == self.dtype else x.to(self.dtype).square_()
-            return squares.mean(self.dims).view(1, -1), squares
+            return squares.mean(self.dims).view(1, -1)
         x = x if x.dtype == self.dtype else x.to(self.dtype)
         if self.in_rows and x.is_contiguous() and not is_traced(x):
-            return self._of_rows(x), None
+            return self._of_rows(x)
         if not self.on_cpu or self.few or is_traced(x):
             var, mean = torch.var_mean(x.reshape(self.view), self.dims, correction=0)
-            return torch.stack((mean, var)).view(2, -1), None
+            return torch.stack((mean, var)).view(2, -1)
         if self.columns is not None and channels_are_last(x):
             moments = self.columns.moments(x, self.sets)
             if moments is not None:
-                return moments, None
+                return moments
         return self._in_passes(x.reshape(self.view))
 
     def _of_rows(self, x: Tensor) -> Tensor:
@@ -121,14 +120,14 @@ class Statistics:
         _, mean, rstd = torch.native_layer_norm(x.view(-1, self.row), (self.row,), None, None, self.smallest)
         return torch.stack((mean, rstd.pow_(-2)))
 
-    def _in_passes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _in_passes(self, x: Tensor) -> Tensor:
         dims = self.first
         mean = x.mean(dims, keepdim=True)
         deviations = centered(x, mean)
         # What rounding the mean has left; the second pass is of numbers around zero, so it is known exactly.
         rest = deviations.mean(dims, keepdim=True)
         var = deviations.square_().mean(dims, keepdim=True).addcmul_(rest, rest, value=-1).clamp_(min=0)
-        return self._joined(torch.stack((mean.add_(rest), var))), deviations
+        return self._joined(torch.stack((mean.add_(rest), var)))
 
     def _joined(self, moments: Tensor) -> Tensor:
         """Mean and variance of sets of elements, from those of equally large parts of them, in the view's dims."""
@@ -143,12 +142,12 @@ def _reduced(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if d in dims else n for d, n in enumerate(shape))
 
 
-def centered(x: Tensor, mean: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """``x - mean`` (or ``x``, if there is no mean) in float32 at least, as a new tensor or in ``out``."""
+def centered(x: Tensor, mean: Tensor | None) -> Tensor:
+    """``x - mean`` (or ``x``, if there is no mean) in float32 at least, as a new tensor."""
     if mean is not None and x.dtype == mean.dtype:
-        return torch.sub(x, mean, out=out)
+        return torch.sub(x, mean)
     # Operators on tensors of two dtypes take several times as long as a conversion.
-    copy = x.to(wide_dtype(x.dtype), copy=True) if out is None else out.copy_(x)
+    copy = x.to(wide_dtype(x.dtype), copy=True)
     return copy if mean is None else copy.sub_(mean)
 
 
@@ -160,12 +159,7 @@ class Merge:
     """
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, mesh: DeviceMesh, mesh_dim: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.group: dist.ProcessGroup = group_along(mesh, mesh_dim)
         total = sum(sizes)
@@ -249,23 +243,20 @@ class Replicas:
         return all_reduce(value / self._ranks, self._group)
 
 
-def moments_of(
-    x: Tensor, geometry: Geometry, shape: Sequence[int], dims: Mapping[int, tuple[int, int]]
-) -> list[Tensor]:
+def moments_of(x: Tensor, geometry: Geometry, shape: Sequence[int], dims: Mapping[int, int]) -> list[Tensor]:
     """Mean and reciprocal standard deviation as ShardTensors, as torch's operators return them with their result.
 
     Args:
         x: the local shard.
         shape: theirs.
-        dims: ``{dim of the input: (their dim, how many entries of the input share one of theirs)}``.
+        dims: ``{dim of the input: their dim}``.
     """
     source, sizes = geometry.spec, {}
     placements: list[Placement] = [Replicate()] * source.mesh.ndim
     for d, m in source.sharded_dims().items():
         if d in dims:
-            at, step = dims[d]
-            placements[m], sizes[m] = Shard(at), tuple(n // step for n in source.sizes_along(m))
+            placements[m], sizes[m] = Shard(dims[d]), source.sizes_along(m)
     with torch.no_grad():
-        mean, var = Statistics(geometry, x.device).of(x)[0].unbind()
+        mean, var = Statistics(geometry, x.device).of(x).unbind()
         spec = ShardTensorSpec.make(source.mesh, placements, shape, mean.dtype, shard_sizes=sizes)
         return [wrap(t.reshape(spec.local_shape()), spec) for t in (mean, (var + geometry.eps).rsqrt())]

@@ -191,36 +191,32 @@ def _declare_adaptive(n: int) -> None:
             return _adaptive_pool(call, n, meta, average, indices=False)
         return Composed(lambda x: average(x.mean(to_one, keepdim=True), output_size))
 
-    name = f"adaptive_max_pool{n}d"
-    best = getattr(F, f"{name}_with_indices")
 
-    def plan(call: Arguments, spec: ShardTensorSpec, output_size: Numbers, indices: bool) -> Plan:
+def _declare_adaptive_max(n: int, returns_indices: bool, *spellings: Callable[..., Any]) -> None:
+    best = getattr(F, f"adaptive_max_pool{n}d_with_indices")
+
+    @operator(*spellings, tensors="input")
+    def plan_adaptive_max_pool(
+        call: Arguments, input: ShardTensorSpec, output_size: Numbers, return_indices: bool = False
+    ) -> Plan:
         """See [Note: output size 1]."""
-        meta = call.returned(best, spec, output_size)[0]
+        meta = call.returned(best, input, output_size)[0]
         inside = _adaptive_pool(call, n, meta, best, indices=True)
-        to_one = [d for d in spec.sharded_dims() if d >= len(spec.shape) - n and meta.shape[d] == 1]
+        to_one = [d for d in input.sharded_dims() if d >= len(input.shape) - n and meta.shape[d] == 1]
 
         def pool(x: Tensor) -> Any:
             values, places = inside.run([x])
             if to_one:
                 values, places = _best_of_ranks(values, places, meta, to_one)
-            return (values, places) if indices else values
+            return (values, places) if returns_indices or return_indices else values
 
         return Composed(pool)
-
-    @operator(getattr(F, name), tensors="input")
-    def plan_adaptive_max_pool(
-        call: Arguments, input: ShardTensorSpec, output_size: Numbers, return_indices: bool = False
-    ) -> Plan:
-        return plan(call, input, output_size, return_indices)
-
-    # Below torch.nn.functional, these always return the indices too.
-    @operator(getattr(torch if n == 1 else _nn, name), best, getattr(_aten, name), tensors="input")
-    def plan_adaptive_max_pool_with_indices(
-        call: Arguments, input: ShardTensorSpec, output_size: Numbers, return_indices: bool = True
-    ) -> Plan:
-        return plan(call, input, output_size, True)
 
 
 for _n in (1, 2, 3):
     _declare_adaptive(_n)
+    _name = f"adaptive_max_pool{_n}d"
+    _declare_adaptive_max(_n, False, getattr(F, _name))
+    # Below torch.nn.functional, these always return the indices too.
+    _below = getattr(torch if _n == 1 else _nn, _name), getattr(F, f"{_name}_with_indices"), getattr(_aten, _name)
+    _declare_adaptive_max(_n, True, *_below)

@@ -176,49 +176,40 @@ def local_plan(
     outputs = out if indices is None else (out, resized(spec, meta, torch.int64, sizes))
     casts, fetches, shape = dtype != spec.tensor_meta.dtype, bool(fetch), out.local_shape()
 
-    def read(local: Tensor) -> Tensor:
-        if fetches:
-            local = fetch(local)
-        return local.to(dtype) if casts else local
-
-    def nothing(local: Tensor) -> Pooled:
-        # Kernels refuse empty dims, yet this rank takes part in the exchange of the backward pass.
-        values = read(local).reshape(shape)
-        return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
-
     def taken(found: Tensor) -> Tensor:
         for place in wanted:
             found = found.narrow(*place)
         return found.clone() if wanted else found  # dense, in its memory format, and without the rest
 
-    def values(local: Tensor) -> Pooled:
-        return taken(kernel(read(local)))  # type: ignore[arg-type]
+    def pool(local: Tensor) -> Pooled:
+        read = fetch(local) if fetches else local
+        read = read.to(dtype) if casts else read
+        if 0 in shape:
+            # Kernels refuse empty dims, yet this rank takes part in the exchange of the backward pass.
+            values = read.reshape(shape)
+            return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
+        found = kernel(read)
+        if indices is None:
+            return taken(found)  # type: ignore[arg-type]
+        return taken(found[0]), indices(taken(found[1]))
 
-    def values_and_indices(local: Tensor) -> Pooled:
-        found, at = map(taken, kernel(read(local)))
-        return found, indices(at)  # type: ignore[misc]
-
-    return LocalPlan(nothing if 0 in shape else values if indices is None else values_and_indices, outputs)
+    return LocalPlan(pool, outputs)
 
 
 def values_of(result: Pooled) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _per_dim(n: int, *arguments: Numbers) -> list[tuple[int, ...]]:
-    return [per_dim(a, n) for a in arguments]
-
-
 def _windows(
-    spec: ShardTensorSpec,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil: bool,
+    spec: ShardTensorSpec, kernel: Sequence[int], stride: Sequence[int], padding: Numbers, dilation: Numbers, ceil: bool
 ) -> list[Window]:
-    columns = spec.shape[-len(kernel) :], kernel, stride, dilation, padding
+    n = len(kernel)
+    columns = spec.shape[-n:], kernel, stride, per_dim(dilation, n), per_dim(padding, n)
     return [Window(n, k, s, d, p, p, ceil) for n, k, s, d, p in zip(*columns, strict=True)]
+
+
+def _stride(kernel_size: Numbers, stride: Numbers | None) -> Numbers:
+    return kernel_size if stride is None or stride in ((), []) else stride
 
 
 # -- entry points ------------------------------------------------------------------------------------------------------
@@ -250,12 +241,8 @@ def _declare_max_pool(n: int) -> None:
     name = f"max_pool{n}d_with_indices"
 
     @operator(
-        plain,
-        function,
-        getattr(_aten, f"max_pool{n}d"),
-        with_indices,
-        getattr(F, name),
-        getattr(_aten, name),
+        *(plain, function, getattr(_aten, f"max_pool{n}d")),
+        *(with_indices, getattr(F, name), getattr(_aten, name)),
         tensors="input",
     )
     def plan_max_pool(
@@ -269,14 +256,13 @@ def _declare_max_pool(n: int) -> None:
         return_indices: bool = False,
     ) -> Plan:
         indices = return_indices or call.name == name
-        step = kernel_size if stride in (None, (), []) else stride
-        assert step is not None
+        step, run = _stride(kernel_size, stride), with_indices if indices else plain
         meta = call.returned(function, input, kernel_size, step, padding, dilation, ceil_mode, indices)
-        run, size, step, dilation = (with_indices if indices else plain), *_per_dim(n, kernel_size, step, dilation)
+        size, step, dilation = (per_dim(value, n) for value in (kernel_size, step, dilation))
         return _pool(
             call,
             meta,
-            _windows(input, size, step, per_dim(padding, n), dilation, ceil_mode),
+            _windows(input, size, step, padding, dilation, ceil_mode),
             lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
             None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
         )
@@ -296,17 +282,16 @@ def _declare_avg_pool(n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Plan:
-        step = kernel_size if stride in (None, (), []) else stride
-        assert step is not None
+        step = _stride(kernel_size, stride)
         options = (ceil_mode, count_include_pad, *(() if divisor_override is None else (divisor_override,)))
         meta = call.returned(function, input, kernel_size, step, padding, *options)
-        size, step = _per_dim(n, kernel_size, step)
+        size, step = per_dim(kernel_size, n), per_dim(step, n)
         call.redistribute("input", keeping_sums(input))
         last = ceil_mode, count_include_pad, divisor_override
         return _pool(
             call,
             meta,
-            _windows(input, size, step, per_dim(padding, n), (1,) * n, ceil_mode),
+            _windows(input, size, step, padding, 1, ceil_mode),
             lambda pads: lambda t: function(t, size, step, pads, *options),
             None if n == 1 else lambda pads: _avg_pool(n, size, step, tuple(pads), *last),
             full_windows=n == 3,

@@ -24,8 +24,6 @@ from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.batch_parallel import by_batch
 
-__all__: list[str] = []
-
 # One state, or of an LSTM a pair: as the caller gave them.
 States = ShardTensor | Sequence[ShardTensor]
 StateSpecs = ShardTensorSpec | Sequence[ShardTensorSpec]

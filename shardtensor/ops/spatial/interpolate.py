@@ -19,7 +19,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import CHANNELS_LAST
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import LinearStencilPlan, keeping_sums, per_dim, resized, result_dtype, scaled_boundary
-from .resample import MODES, LocalResampling
+from .resample import MODES, resampling
 from .taps import Resize
 
 
@@ -41,8 +41,8 @@ def plan_interpolate(
     )
     ndim = len(input.shape) - 2
     if mode == "area":
-        average, out = getattr(F, f"adaptive_avg_pool{ndim}d"), tuple(meta.shape[2:])
-        return Composed(lambda x: average(x, out))
+        average, lengths = getattr(F, f"adaptive_avg_pool{ndim}d"), tuple(meta.shape[2:])
+        return Composed(lambda x: average(x, lengths))
     floating = input.tensor_meta.dtype.is_floating_point
     nearest = mode in ("nearest", "nearest-exact")
     if nearest and not floating:
@@ -66,11 +66,6 @@ def plan_interpolate(
         )
         for d in range(2, ndim + 2)
     }
-    return _plan(call, spec, meta, dtype, resizes)
-
-
-def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dtype, resizes: dict[int, Resize]) -> Plan:
-    """The plan for dims that are resampled; the kernel is given ``dtype``."""
     sizes, needs, mine = {}, {}, {}
     for d, resize in resizes.items():
         mine[d] = (0, resize.size), (0, resize.out)
@@ -80,8 +75,10 @@ def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dty
             needs[d] = resize.taps().reads(sizes[d])
             mine[d] = needs[d][spec.coordinate[m]], intervals_of(sizes[d])[spec.coordinate[m]]
     fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)
-    local = LocalResampling(resizes, dtype, call.device, _lost_format(meta))
-    function = local.function(fetch.shape, out.local_shape(), mine)
+    # What a result, resampled dim after dim or taken out of a larger one, may have lost.
+    last = CHANNELS_LAST.get(meta.ndim)
+    lost = last is not None and not meta.is_contiguous() and meta.is_contiguous(memory_format=last)
+    function = resampling(resizes, mine, fetch.shape, out, last if lost else None)
     casts = dtype != spec.tensor_meta.dtype
     if not casts and not spec.partial_mesh_dims():
         return LinearStencilPlan(fetch, function, out)
@@ -91,12 +88,6 @@ def _plan(call: Arguments, spec: ShardTensorSpec, meta: Tensor, dtype: torch.dty
         return function.forward(t.to(dtype) if casts else t)[0]
 
     return LocalPlan(resample, out)
-
-
-def _lost_format(meta: Tensor) -> torch.memory_format | None:
-    """What a result, resampled dim after dim or taken out of a larger one, may have lost; None for row-major."""
-    last = CHANNELS_LAST.get(meta.ndim)
-    return None if last is None or meta.is_contiguous() or not meta.is_contiguous(memory_format=last) else last
 
 
 # -- called by the operators' names ------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from whoever holds it: for circular padding the ranks at the other end, for refl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,31 +66,42 @@ def pad_sources(mode: str, n: int, left: int, right: int) -> tuple[Interval, Int
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class _PaddedDim:
-    """How one sharded dim is padded on this rank, except with constants.
+    """How one sharded dim of a local tensor is padded, except with constants.
+
+    Args:
+        shape: of the local tensor.
+        pads: what is added at the start and at the end.
+        parts: what each rank has then of the padding before, of the input and of the padding after.
 
     Attributes:
-        dim: the tensor dim.
-        body: fetches what the rank's outputs hold of the input itself.
-        ends: of the padding at the start and at the end: what fetches its source, and what is made of that; None
-            where no rank has any.
         shape: of the result.
     """
 
-    dim: int
-    body: Fetch
-    ends: tuple[tuple[Fetch, Callable[[Tensor], Tensor]] | None, ...]
-    shape: tuple[int, ...]
+    def __init__(
+        self,
+        mode: str,
+        spec: ShardTensorSpec,
+        dim: int,
+        shape: Sequence[int],
+        pads: Interval,
+        parts: Sequence[tuple[Interval, Interval, Interval]],
+    ) -> None:
+        before, body, after = zip(*parts, strict=True)
+        start, end = pad_sources(mode, spec.shape[dim], *pads)
+        self._dim, self._body = dim, _fetch(spec, dim, shape, body)
+        self._ends = _end(mode, spec, dim, shape, start, before), _end(mode, spec, dim, shape, end, after)
+        here = parts[spec.coordinate[spec.sharded_dims()[dim]]]
+        self.shape = tuple(sum(map(length, here)) if d == dim else n for d, n in enumerate(shape))
 
     def __call__(self, local: Tensor) -> Tensor:
-        body = self.body(local)
-        first, last = (None if end is None else end[1](end[0](local)) for end in self.ends)
+        body = self._body(local)
+        first, last = (None if end is None else end[1](end[0](local)) for end in self._ends)
         pieces = [t for t in (first, body, last) if t is not None]
         if len(pieces) == 1:
             return body
         stride = stride_like(local, self.shape)
-        return _Joined.apply(self.dim, stride, *pieces)  # type: ignore[no-any-return]
+        return _Joined.apply(self._dim, stride, *pieces)  # type: ignore[no-any-return]
 
 
 class _Joined(AutogradFunction):
@@ -137,49 +147,21 @@ def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: fl
             left[d] = length(here[0]), length(here[2])
             step: Fetch | _PaddedDim = _fetch(spec, d, shape, [p[1] for p in parts])
         else:
-            step = _padded_dim(mode, spec, d, shape, pads[d], parts)
+            step = _PaddedDim(mode, spec, d, shape, pads[d], parts)
         steps.append(step)
         shape = step.shape
     flat = [left.get(ndim - 1 - i // 2, (0, 0))[i % 2] for i in range(len(pad))]
     out = resized(spec, meta, dtype, sizes)
-    finish = _local_padding(flat, mode, value, shape, out.local_shape())
-    casts = dtype != spec.tensor_meta.dtype
+    empty, out_shape, casts = mode != "constant" and 0 in shape, out.local_shape(), dtype != spec.tensor_meta.dtype
 
     def padded(local: Tensor) -> Tensor:
         for step in steps:
             local = step(local)
-        local = local if finish is None else finish(local)
+        if any(flat):
+            local = local.reshape(out_shape) if empty else F.pad(local, flat, mode=mode, value=value)
         return local.to(dtype) if casts else local
 
     return LocalPlan(padded, out)
-
-
-def _padded_dim(
-    mode: str,
-    spec: ShardTensorSpec,
-    dim: int,
-    shape: Sequence[int],
-    pads: Interval,
-    parts: Sequence[tuple[Interval, Interval, Interval]],
-) -> _PaddedDim:
-    """How one sharded dim of a local tensor of ``shape`` is padded, except with constants; ``parts`` per rank."""
-    sources = pad_sources(mode, spec.shape[dim], *pads)
-    body = _fetch(spec, dim, shape, [p[1] for p in parts])
-    ends = tuple(_end(mode, spec, dim, shape, sources[i // 2], [p[i] for p in parts]) for i in (0, 2))
-    here = parts[spec.coordinate[spec.sharded_dims()[dim]]]
-    padded = tuple(sum(map(length, here)) if d == dim else n for d, n in enumerate(shape))
-    return _PaddedDim(dim, body, ends, padded)
-
-
-def _local_padding(
-    flat: Sequence[int], mode: str, value: float | None, shape: Sequence[int], out_shape: Sequence[int]
-) -> Callable[[Tensor], Tensor] | None:
-    """What pads a local tensor of ``shape`` by ``flat``; None where there is nothing to do."""
-    if not any(flat):
-        return None
-    if mode != "constant" and 0 in shape:
-        return lambda local: local.reshape(out_shape)
-    return lambda local: F.pad(local, flat, mode=mode, value=value)
 
 
 def _parts(out: Interval, left: int, n: int) -> tuple[Interval, Interval, Interval]:
@@ -236,16 +218,11 @@ def _end(
 _nn, _aten = nn_functions, torch.ops.aten
 
 
-@operator(F.pad, _nn.pad, _aten.pad, tensors="input", partial="input")
+@operator(*(F.pad, _nn.pad, _aten.pad, torch.constant_pad_nd, _aten.constant_pad_nd), tensors="input", partial="input")
 def plan_pad(
     call: Arguments, input: ShardTensorSpec, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Plan:
     return _plan(call, pad, mode, value)
-
-
-@operator(torch.constant_pad_nd, _aten.constant_pad_nd, tensors="input", partial="input")
-def plan_constant_pad(call: Arguments, input: ShardTensorSpec, pad: Sequence[int], value: float = 0) -> Plan:
-    return _plan(call, pad, "constant", value)
 
 
 def _declare_pad(name: str, mode: str, n: int) -> None:

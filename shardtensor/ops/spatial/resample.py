@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..._compat import kernel, nn_functions
 from ...layout.geometry import Interval, length
+from ...layout.spec import ShardTensorSpec
 from ..common.stencil import Differentiated, nothing, taken
 from .taps import Resize, as_local
 
-__all__ = ["MODES", "LocalResampling"]
+__all__ = ["MODES", "resampling"]
 
 # The operators of torch by which F.interpolate does it: mode, number of dims, antialiasing.
 MODES = {
@@ -31,53 +32,46 @@ MODES = {
 _OPERATORS = {mode: name for name, mode in MODES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class LocalResampling:
-    """What resamples local tensors of some dtype and device.
+def resampling(
+    resizes: Mapping[int, Resize],
+    mine: Mapping[int, tuple[Interval, Interval]],
+    shape: Sequence[int],
+    out: ShardTensorSpec,
+    last: torch.memory_format | None,
+) -> Differentiated:
+    """What resamples this rank's part, a tensor of ``shape``.
 
-    Attributes:
+    Args:
         resizes: per dim, how the global tensor is resampled.
+        mine: per dim, the global input interval that the part holds and the outputs wanted.
+        out: of the result; its dtype is the part's.
         last: the memory format of results; None for row-major.
     """
+    if 0 in shape:
+        return nothing(shape, out.local_shape(), linear=True)
+    parts = {d: as_local(resizes[d], *mine[d]) for d in mine}
+    found = {d: part for d, part in parts.items() if part is not None}
+    if len(found) < len(parts):
+        return _in_format(_dim_by_dim(shape, resizes, mine, out.tensor_meta.dtype), last)
+    # One call of torch's kernel, as if these parts were all there is: several times faster than dim after dim.
+    local = [part for part, _ in found.values()]
+    wanted = {
+        d: (drop, length(mine[d][1]), part.out)
+        for d, (part, drop) in found.items()
+        if (drop, length(mine[d][1])) != (0, part.out)
+    }
+    function = taken(_by_torch(shape, local), wanted, len(shape))
+    if last is None and math.prod(part.size for part in local) <= math.prod(part.out for part in local):
+        # Given channels-last memory under other strides, as a transposed sequence of one sample has, torch's kernel
+        # computes channels-last and copies its result, twice. The input is smaller.
+        return replace(function, forward=lambda t: function.forward(t.contiguous()))
+    return _in_format(function, last)
 
-    resizes: dict[int, Resize]
-    dtype: torch.dtype
-    device: torch.device
-    last: torch.memory_format | None
 
-    def function(
-        self, shape: Sequence[int], out_shape: Sequence[int], mine: Mapping[int, tuple[Interval, Interval]]
-    ) -> Differentiated:
-        """What resamples a tensor of ``shape``.
-
-        Args:
-            mine: per dim, the global input interval that the tensor holds and the outputs wanted.
-        """
-        if 0 in shape:
-            return nothing(shape, out_shape, linear=True)
-        parts = {d: as_local(self.resizes[d], *mine[d]) for d in mine}
-        found = {d: part for d, part in parts.items() if part is not None}
-        if len(found) < len(parts):
-            return self._in_format(_dim_by_dim(shape, self.resizes, mine, self.dtype, self.device))
-        # One call of torch's kernel, as if these parts were all there is: several times faster than dim after dim.
-        local = [part for part, _ in found.values()]
-        wanted = {
-            d: (drop, length(mine[d][1]), part.out)
-            for d, (part, drop) in found.items()
-            if (drop, length(mine[d][1])) != (0, part.out)
-        }
-        function = taken(_by_torch(shape, local), wanted, len(shape))
-        if self.last is None and math.prod(part.size for part in local) <= math.prod(part.out for part in local):
-            # Given channels-last memory under other strides, as a transposed sequence of one sample has, torch's kernel
-            # computes channels-last and copies its result, twice. The input is smaller.
-            return replace(function, forward=lambda t: function.forward(t.contiguous()))
-        return self._in_format(function)
-
-    def _in_format(self, function: Differentiated) -> Differentiated:
-        last = self.last
-        if last is None:
-            return function
-        return replace(function, forward=lambda t: (function.forward(t)[0].contiguous(memory_format=last), ()))
+def _in_format(function: Differentiated, last: torch.memory_format | None) -> Differentiated:
+    if last is None:
+        return function
+    return replace(function, forward=lambda t: (function.forward(t)[0].contiguous(memory_format=last), ()))
 
 
 def _by_torch(shape: Sequence[int], parts: Sequence[Resize]) -> Differentiated:
@@ -116,12 +110,11 @@ def _dim_by_dim(
     resizes: Mapping[int, Resize],
     mine: Mapping[int, tuple[Interval, Interval]],
     dtype: torch.dtype,
-    device: torch.device,
 ) -> Differentiated:
     steps = []
     for d, (part, out) in mine.items():
         compute = dtype if resizes[d].mode in ("nearest", "nearest-exact") else resizes[d].dtype
-        steps.append((d, compute, resizes[d].taps().of(out, part[0], compute, device)))
+        steps.append((d, compute, resizes[d].taps().of(out, part[0], compute, resizes[d].device)))
 
     def resample(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         for d, compute, weighted in steps:

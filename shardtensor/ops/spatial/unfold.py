@@ -25,8 +25,6 @@ from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, opera
 from ..common.stencil import keeping_sums, per_dim, resized
 from ..shape.view import carry, fitted, moved_off, wrap_dim
 
-__all__: list[str] = []
-
 _aten = torch.ops.aten
 Numbers = int | Sequence[int]
 

@@ -157,9 +157,9 @@ def test_einsum(ranks):
 
 
 def test_letters():
-    assert letters("b...i, ij", [4, 2]) == (("baci", "ij"), "acbj")
-    assert letters("ij,jk", [2, 2]) == (("ij", "jk"), "ik")
-    assert letters("...,...->...", [0, 2]) == (("", "ab"), "ab")
+    assert letters("b...i, ij", (4, 2)) == (("baci", "ij"), "acbj")
+    assert letters("ij,jk", (2, 2)) == (("ij", "jk"), "ik")
+    assert letters("...,...->...", (0, 2)) == (("", "ab"), "ab")
     assert batch_labels((5, 1, 3), (2, 3)) == ([(-3, None, -1), (-2, -1)], (-3, -2, -1))
 
 
