@@ -63,8 +63,8 @@ def full_precision(device: str) -> Iterator[Callable[[Any], Any]]:
 # Called from Python below torch.nn.functional, torch's losses do not reduce by default, though they are declared to.
 _REDUCTION_OF_BINDINGS = "none" if torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim else "mean"
 
-# Makes the plan of a loss from its arguments by name (specs for tensors) and its reduction.
-PlanLoss = Callable[[Arguments, dict[str, Any], str], Plan]
+# Makes the plan of a loss from the function, its arguments by name (specs for tensors) and its reduction.
+PlanLoss = Callable[[Callable[..., Tensor], Arguments, dict[str, Any], str], Plan]
 
 
 def loss(
@@ -81,16 +81,13 @@ def loss(
     def decorate(plan: PlanLoss) -> PlanLoss:
         def declare(*spellings: Callable[..., Any], reduction: Any = None) -> None:
             def build(call: Arguments, *args: Any, **kwargs: Any) -> Plan:
-                bound = signature_of_loss.bind(*args, **kwargs)
-                bound.apply_defaults()
-                given = dict(bound.arguments)
-                return plan(call, given, _reduction(function, given))
+                given = dict(zip(own.parameters, args)) | kwargs
+                return plan(function, call, given, _reduction(function, given))
 
             arguments = [
                 p.replace(default=reduction) if p.name == "reduction" and reduction is not None else p
                 for p in own.parameters.values()
             ]
-            signature_of_loss = own.replace(parameters=arguments)
             first = inspect.Parameter("call", inspect.Parameter.POSITIONAL_OR_KEYWORD)
             build.__signature__ = own.replace(parameters=[first, *arguments])  # type: ignore[attr-defined]
             build.__module__ = plan.__module__
@@ -127,7 +124,7 @@ def composed_loss(
     order = [name for name in inspect.signature(function).parameters if name in wanted]
 
     def decorate(compute: Callable[[dict[str, Any], str], Any]) -> Any:
-        def plan(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
+        def plan(_: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
             def run(*found: Any) -> Any:
                 return compute(given | {n: t for n, t in zip(order, found, strict=True) if t is not None}, reduction)
 
