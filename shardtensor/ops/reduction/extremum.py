@@ -87,8 +87,7 @@ def plan_position(call: AtenCall) -> AtenPlan:
 def plan_aminmax(call: AtenCall) -> AtenPlan:
     """Two Partials, reduced when they are needed."""
     spec = call.reduced()[(0,)]
-    dim, keepdim = call.kwargs.get("dim"), call.kwargs.get("keepdim", False)
-    dims = reduced_dims(dim, len(spec.shape))
+    dims, keepdim = reduced_dims(call.kwargs.get("dim"), len(spec.shape)), call.kwargs.get("keepdim", False)
     outputs = [reduced_spec(spec, meta, dims, keepdim, op) for meta, op in zip(call.meta, ("min", "max"), strict=True)]
     check_dtype(call)
     empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
