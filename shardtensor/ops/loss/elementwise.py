@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import untraced
 from ...dispatch.planning import meta_of
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.spec import ShardTensorSpec
+from ...operators.arguments import autocast_dtype
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
 from .base import composed_loss, loss, outputs_spec, reduced
@@ -60,7 +59,14 @@ def _plan_elementwise(function: Callable[..., Tensor], call: Arguments, given: d
         refuse_gathering(call.name, [own], [target])
         expanded = None if name.endswith("weight") else spec.own_shape
         call.prepare_locally(name, partial(_operand, target, spec, expanded))
-    dtype = meta.dtype if call.autocast() is None else _dtype_under_autocast(call, function, specs, options)
+    dtype = meta.dtype
+    if call.autocast() is not None:
+
+        def terms(*operands: Tensor) -> Tensor:
+            return function(**dict(zip(specs, operands, strict=True)), **options, reduction="none")
+
+        dtypes = [spec.tensor_meta.dtype for spec in specs.values()]
+        dtype = autocast_dtype(terms, [[1]] * len(specs), dtypes, call.device)
     at_once = reduction != "none" and wide_dtype(dtype) == dtype
 
     def compute(*operands: Tensor | None) -> Tensor:
@@ -78,15 +84,6 @@ def _operand(target: ShardTensorSpec, out: ShardTensorSpec, shape: Sequence[int]
     """The local part of an operand, for terms with spec ``out``; expanded to ``shape`` if that is given."""
     local = local_part(redistribute_to(t, target), out)
     return local if shape is None or local.shape == shape else local.expand(shape)
-
-
-def _dtype_under_autocast(
-    call: Arguments, function: Callable[..., Tensor], specs: Mapping[str, ShardTensorSpec], options: Mapping[str, Any]
-) -> torch.dtype:
-    # Asked of torch on single elements: which losses autocast casts differs by device and version.
-    with torch.no_grad(), untraced():
-        ones = {name: torch.ones(1, dtype=s.tensor_meta.dtype, device=call.device) for name, s in specs.items()}
-        return function(**ones, **options, reduction="none").dtype
 
 
 def _weighted_mean(
