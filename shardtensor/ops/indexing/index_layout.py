@@ -167,8 +167,11 @@ class IndexLayout:
             axis.broadcast = label, clipped(map_boundaries(spec.sizes_along(m), lambda b: b * n // total), n)
 
     def target(self, path: Path) -> ShardTensorSpec:
-        """The spec that an operand needs."""
-        spec = self.call.tensors[path]
+        """The spec that an operand needs; a plain one counts as replicated."""
+        spec = self.call.tensors.get(path)
+        if spec is None:
+            plain = operand(self.call.args, path)
+            spec = ShardTensorSpec.make(self.mesh, [Replicate()] * self.mesh.ndim, plain.shape, plain.dtype)
         return spec.with_layout([self._target_axis(path, spec, m) for m in range(self.mesh.ndim)])
 
     def _target_axis(self, path: Path, spec: ShardTensorSpec, m: int) -> AxisLayout:
