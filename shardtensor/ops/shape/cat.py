@@ -134,7 +134,8 @@ def _along_sharded(
     shapes = []
     for i, (n, own), at in zip(joined, pieces, boundaries_of([n for n, _ in pieces])):
         if own is None:  # every rank has what it needs of it
-            owned.append([_or_empty(intersect(each, (at, at + n))) for each in need])
+            common = (intersect(each, (at, at + n)) for each in need)
+            owned.append([each if length(each) else (0, 0) for each in common])
             a, b = owned[-1][rank]
             narrowed[i] = (a - at if b > a else 0, b - a)
         else:
@@ -192,10 +193,6 @@ def _pattern(specs: Sequence[ShardTensorSpec]) -> ShardTensorSpec:
         if found is not None:
             pattern = pattern.with_axes({m: found})
     return pattern
-
-
-def _or_empty(interval: Interval) -> Interval:
-    return interval if length(interval) else (0, 0)
 
 
 def _operand_layout(spec: ShardTensorSpec, pattern: ShardTensorSpec, dim: int, m: int | None) -> ShardTensorSpec:

@@ -60,20 +60,16 @@ def _roll(call: AtenCall) -> AtenPlan:
     for d, shift in zip(dims, shifts):  # a dim may be named several times
         d = wrap_dim(d, len(spec.shape))
         amounts[d] = amounts.get(d, 0) + shift
-    moved = [d for d in amounts if d in sharded and spec.shape[d] and amounts[d] % spec.shape[d]]
-    if not moved:
-        free = {d: shift for d, shift in amounts.items() if d not in sharded}
-        if not amounts or free == amounts:
-            return AtenPlan(out)
-        shifts, dims = list(free.values()), list(free)
-        return AtenPlan(out, call=lambda x, *_, **__: x.roll(shifts, dims) if dims else x.clone())
-    works = [_rolling(spec, d, amounts[d]) for d in moved]
     dims = [d for d in amounts if d not in sharded]
+    if len(dims) == len(amounts):
+        return AtenPlan(out)
     shifts = [amounts[d] for d in dims]
+    moved = [d for d in amounts if d in sharded and spec.shape[d] and amounts[d] % spec.shape[d]]
+    works = [_rolling(spec, d, amounts[d]) for d in moved]
 
     def compute(x: Tensor, *_: Sequence[int], **__: Sequence[int]) -> Tensor:
-        if dims:
-            x = x.roll(shifts, dims)
+        if dims or not works:
+            x = x.roll(shifts, dims) if dims else x.clone()
         for work in works:
             x = work(x)
         return x

@@ -178,7 +178,8 @@ def _view(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     if 0 in spec.shape:
         kept = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
-        out = carry(call, _without(spec, kept), call.meta, kept)
+        free = {m: AxisLayout(Replicate()) for d, m in spec.sharded_dims().items() if d not in kept}
+        out = carry(call, spec.with_axes(free), call.meta, kept)
         shape = out.local_shape()
         return AtenPlan(out, call=lambda x, *_: x.new_empty(shape))
     dims = regroup(spec.shape, call.meta.shape)
@@ -259,11 +260,6 @@ def _view_dtype(call: AtenCall) -> AtenPlan:
         reason = f"elements of {spec.tensor_meta.dtype} and {call.meta.dtype} have different sizes"
         raise call.refuse(reason, "view its to_local(), and make a ShardTensor of that")
     return call.plan(spec.replace(meta=meta_of(call.meta)), {(0,): spec})
-
-
-def _without(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
-    """``spec`` of a tensor without elements, replicated on the mesh dims that shard a dim which ``dims`` lacks."""
-    return spec.with_axes({m: AxisLayout(Replicate()) for d, m in spec.sharded_dims().items() if d not in dims})
 
 
 @operator(_aten.permute.default)
