@@ -16,7 +16,7 @@ from ..._compat import TensorMeta, nn_functions
 from ...layout.caches import cached
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
-from ...operators.declaration import Arguments, Composed, Plan, operator
+from ...operators.declaration import Arguments, Plan, operator
 from ..common.alignment import wide_dtype
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -114,24 +114,3 @@ def _reduction(function: Callable[..., Tensor], given: dict[str, Any]) -> str:
     if reduction not in REDUCTIONS and (function, reduction) != (F.kl_div, "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
     return reduction  # type: ignore[no-any-return]
-
-
-def composed_loss(
-    function: Callable[..., Tensor], *names: str, tensors: str, parameters: str = ""
-) -> Callable[[Callable[[dict[str, Any], str], Any]], Any]:
-    """:func:`loss` for a composition of other operators: the function below it gets the tensors themselves."""
-    wanted = (*tensors.split(), *parameters.split())
-    order = [name for name in inspect.signature(function).parameters if name in wanted]
-
-    def decorate(compute: Callable[[dict[str, Any], str], Any]) -> Any:
-        def plan(_: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-            def run(*found: Any) -> Any:
-                return compute(given | {n: t for n, t in zip(order, found, strict=True) if t is not None}, reduction)
-
-            return Composed(run)
-
-        plan.__module__ = compute.__module__
-        loss(function, *names, tensors=tensors, parameters=parameters)(plan)
-        return compute
-
-    return decorate

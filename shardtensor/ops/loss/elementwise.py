@@ -21,7 +21,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.arguments import autocast_dtype
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
-from .base import composed_loss, loss, outputs_spec, reduced
+from .base import loss, outputs_spec, reduced
 
 # Each with its tensor arguments.
 _ELEMENTWISE: dict[Callable[..., Tensor], str] = {
@@ -103,12 +103,17 @@ for _function, _tensors in _ELEMENTWISE.items():
 # -- composed ---------------------------------------------------------------------------------------------------------
 
 
-@composed_loss(F.multilabel_soft_margin_loss, tensors="input target weight")
-def multilabel_soft_margin(given: dict[str, Any], reduction: str) -> Any:
+@loss(F.multilabel_soft_margin_loss, tensors="input target weight")
+def _plan_multilabel_soft_margin(
+    function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str
+) -> Composed:
     """Torch's own composition; its ``logsigmoid`` has no distributed form below autograd."""
-    x, y, weight = given["input"], given["target"], given["weight"]
-    loss = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
-    if weight is not None:
-        loss = loss * weight
-    loss = loss.sum(x.ndim - 1) / x.shape[x.ndim - 1]
-    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+    def multilabel_soft_margin(x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        terms = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
+        if weight is not None:
+            terms = terms * weight
+        terms = terms.sum(x.ndim - 1) / x.shape[x.ndim - 1]
+        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
+
+    return Composed(multilabel_soft_margin)
