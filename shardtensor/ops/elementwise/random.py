@@ -49,8 +49,6 @@ from ..common.reduce import mesh_dims_of, reduce_over
 from ..shape.view import carry
 from .pointwise import pointwise_plan
 
-__all__ = ["common_draw", "shard_seed"]
-
 _aten = torch.ops.aten
 _STATES = 2**56  # digests of generators' states, each of which fits into an integer with its negative
 # The generator that the running call was given.

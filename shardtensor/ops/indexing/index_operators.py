@@ -26,8 +26,6 @@ from ..shape.view import dim_of, wrap_dim
 from .index_layout import INDEXED, Labels, operand
 from .index_plan import labelled
 
-__all__ = ["is_mask", "numbers"]
-
 _aten = torch.ops.aten
 
 Indices = Sequence["Tensor | None"]

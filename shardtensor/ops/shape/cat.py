@@ -24,8 +24,6 @@ from ...operators.declaration import Arguments, Composed, operator
 from .blocks import Assembly
 from .view import carry, wrap_dim
 
-__all__ = ["joined_sizes"]
-
 _aten = torch.ops.aten
 
 # -- geometry ---------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from ...operators.declaration import operator
 from .blocks import Assembly
 from .view import carry, wrap_dim
 
-__all__ = ["rolled"]
-
 _aten = torch.ops.aten
 
 Moving = Callable[[Tensor], Tensor]
