@@ -80,9 +80,17 @@ def _diagonal(call: AtenCall) -> AtenPlan:
     return AtenPlan(out, call=compute, call_moves=True)
 
 
-def _embedded(call: AtenCall, grad: ShardTensorSpec, offset: int, dims: Sequence[int]) -> AtenPlan:
-    """Zeros of the result's shape with ``grad`` on a diagonal."""
+@operator(_aten.diagonal_backward.default, _aten.diag_embed.default)
+def _embedded(call: AtenCall) -> AtenPlan:
+    """Zeros of the result's shape with the tensor on a diagonal."""
+    if call.func == _aten.diag_embed.default:
+        grad, offset = call.specs[0], argument(call, 1, "offset", 0)
+        given = [argument(call, i, f"dim{i - 1}", i - 4) for i in (2, 3)]
+    else:
+        grad = call.reduced()[(0,)]
+        offset, *given = call.args[2:]
     shape, last = call.meta.shape, len(grad.shape) - 1
+    dims = [wrap_dim(d, len(shape)) for d in given]
     source = source_of(("diagonal", offset, *dims), shape, grad)
     out = None if source is None else source.for_gradient().replace(meta=meta_of(call.meta))
     if out is None or not _taken_from(out, grad.tensor_meta, offset, dims).lies_like(grad):
@@ -105,20 +113,6 @@ def _embedded(call: AtenCall, grad: ShardTensorSpec, offset: int, dims: Sequence
         return result
 
     return call.plan(out, {(0,): grad}, call=compute)
-
-
-@operator(_aten.diagonal_backward.default)
-def _diagonal_backward(call: AtenCall) -> AtenPlan:
-    offset, *dims = call.args[2:]
-    n = call.meta.ndim
-    return _embedded(call, call.reduced()[(0,)], offset, [wrap_dim(d, n) for d in dims])
-
-
-@operator(_aten.diag_embed.default)
-def _diag_embed(call: AtenCall) -> AtenPlan:
-    n = call.meta.ndim
-    dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 4), n) for i in (2, 3)]
-    return _embedded(call, call.specs[0], argument(call, 1, "offset", 0), dims)
 
 
 @operator(torch.block_diag, tensors="tensors", partial="tensors")

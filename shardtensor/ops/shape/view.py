@@ -269,21 +269,15 @@ def _permute(call: AtenCall) -> AtenPlan:
     return AtenPlan(carry(call, spec, call.meta, {d: i for i, d in enumerate(order)}))
 
 
-@operator(_aten.transpose.int)
+@operator(_aten.transpose.int, _aten.t.default)
 def _transpose(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     n = len(spec.shape)
-    a, b = (wrap_dim(d, n) for d in call.args[1:3])
+    a, b = (wrap_dim(d, n) for d in call.args[1:3] or (0, n - 1))
     dims = {d: d for d in range(n)}
     if n:
         dims[a], dims[b] = b, a
     return AtenPlan(carry(call, spec, call.meta, dims))
-
-
-@operator(_aten.t.default)
-def _t(call: AtenCall) -> AtenPlan:
-    n = len(call.specs[0].shape)
-    return AtenPlan(carry(call, call.specs[0], call.meta, {0: 1, 1: 0} if n == 2 else {0: 0}))
 
 
 @operator(_aten.unsqueeze.default)
