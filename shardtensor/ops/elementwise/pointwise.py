@@ -275,32 +275,24 @@ def _like(call: AtenCall) -> AtenPlan:
     return AtenPlan(call.specs[0].for_gradient().replace(meta=meta_of(call.meta)))
 
 
-@operator(_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default)
+@operator(
+    *(_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default),
+    _aten.new_empty_strided.default,
+)
 def _new(call: AtenCall) -> AtenPlan:
     """A new tensor has the old one's layout; one of another shape, on those mesh dims whose dim has kept its length.
 
     One with another number of dims is replicated.
     """
-    out = _like_old(call, tuple(call.args[1]))
-    size = list(out.local_shape())
-    func = call.func
-    return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
-
-
-@operator(_aten.new_empty_strided.default)
-def _new_strided(call: AtenCall) -> AtenPlan:
-    out = _like_old(call, tuple(call.args[1]))
-    shape, stride = out.local_shape(), out.tensor_meta.stride
-    # The shard's dims lie in memory in the order of the global tensor's, without gaps.
-    local, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
-        local[d] = step
-        step *= max(1, shape[d])
-    return AtenPlan(out, call=lambda x, _, __, **kwargs: _aten.new_empty_strided.default(x, shape, local, **kwargs))
-
-
-def _like_old(call: AtenCall, shape: tuple[int, ...]) -> ShardTensorSpec:
-    spec = call.specs[0].for_gradient()
+    func, spec, shape = call.func, call.specs[0].for_gradient(), call.args[1]
     gone = [m for d, m in spec.sharded_dims().items() if len(shape) != len(spec.shape) or shape[d] != spec.shape[d]]
-    layout = [AxisLayout(Replicate()) if m in gone else axis for m, axis in enumerate(spec.layout)]
-    return spec.with_layout(layout, meta_of(call.meta))
+    out = spec.with_axes({m: AxisLayout(Replicate()) for m in gone}).replace(meta=meta_of(call.meta))
+    size, stride = list(out.local_shape()), out.tensor_meta.stride
+    if func != _aten.new_empty_strided.default:
+        return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
+    # The shard's dims lie in memory in the order of the global tensor's, without gaps.
+    local, step = [0] * len(size), 1
+    for d in sorted(range(len(size)), key=lambda d: (stride[d], -d)):
+        local[d] = step
+        step *= max(1, size[d])
+    return AtenPlan(out, call=lambda x, _, __, **kwargs: func(x, size, local, **kwargs))
