@@ -95,8 +95,8 @@ def labelled(
                 "index",
                 "shard all operands alike along a dim that is not indexed",
             )
-        placement = call.tensors[first].placements[m] if picks and first in call.tensors else None
-        if isinstance(placement, Partial) and axis.along is None and axis.broadcast is None:
+        placement = layout.specs[first].placements[m]
+        if picks and isinstance(placement, Partial) and axis.along is None and axis.broadcast is None:
             axis.keeps = placement
     layouts = {path: layout.target(path) for path in roles}
     targets = {path: layouts[path] for path in call.tensors}
