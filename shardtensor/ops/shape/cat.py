@@ -102,9 +102,8 @@ def _join(call: AtenCall) -> AtenPlan:
         return _along_sharded(call, pattern, targets, joined, dim, m)
     dims = {d: d + (stacks and d >= dim) for d in range(ndim - stacks)}
     out, function = carry(call, pattern, call.meta, dims), torch.stack if stacks else torch.cat
-    if len(targets) == len(call.args[0]):
-        if len(joined) == len(targets):
-            return call.plan(out, targets, call=lambda tensors, *_, **__: function(tensors, dim))
+    if len(joined) == len(targets) == len(call.args[0]):
+        return call.plan(out, targets, call=lambda tensors, *_, **__: function(tensors, dim))
     parts = _own_parts(call, pattern, joined, None)
     return call.plan(out, targets, call=lambda tensors, *_, **__: function([part(tensors) for part in parts], dim))
 

@@ -120,11 +120,8 @@ def _rot90(call: AtenCall) -> AtenPlan:
     a, b = (wrap_dim(d, n) for d in argument(call, 2, "dims", (0, 1)))
     turns = argument(call, 1, "k", 1) % 4
     to = {d: d for d in range(n)}
-    if turns == 0:
-        return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: x.clone())
-    if turns == 2:
-        work = _flipping(spec, [a, b])
+    work = _flipping(spec, ([], [b], [a, b], [a])[turns])
+    if turns in (0, 2):
         return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x))
     to[a], to[b] = b, a
-    work = _flipping(spec, [b if turns == 1 else a])
     return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x).transpose(a, b))
