@@ -120,7 +120,7 @@ def _register_reduce(op: OpOverload) -> None:
         count = torch.zeros_like(x, dtype=x.dtype if exact else torch.int64)
         count = add(count, dim, index, torch.ones_like(source, dtype=count.dtype))
         count = redistribute_to(count, spec_of(count).for_gradient())  # used more than once
-        start = x
+        start: Tensor = x
         if not include_self:
             start = x.masked_fill(count != 0, neutral_element(_KINDS.get(reduce, "sum"), x.dtype))
         if reduce == "mean":

@@ -78,10 +78,10 @@ def plan_scan(call: AtenCall) -> AtenPlan:
     return call.plan(out, {(0,): spec}, call=lambda x, *_, **__: _scanned(x, spec, dim, kind, dtype, False))
 
 
-def _scan(x: ShardTensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
-    spec = x._spec
+def _scan(x: Tensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
+    spec: ShardTensorSpec = x._spec  # type: ignore[attr-defined]
     out = spec.with_dtype(dtype)
-    return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)
+    return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)  # type: ignore[attr-defined]
 
 
 class _CumulativeSum(AutogradFunction):
@@ -112,12 +112,12 @@ class _DifferentiatedOnce(AutogradFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        gradient = _of_product if ctx.kind == "product" else _of_logsumexp
+        gradient: Callable[..., Tensor] = _of_product if ctx.kind == "product" else _of_logsumexp
         result = gradient(*ctx.saved_tensors, as_gradient(grad, ctx.spec), ctx.dim)
         return result.to(ctx.spec.tensor_meta.dtype), None, None, None
 
 
-def _of_product(x: ShardTensor, out: ShardTensor, grad: ShardTensor, dim: int) -> Tensor:
+def _of_product(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
     """Exact with zeros: behind the first zero of a row nothing has a gradient, at it the others' products count."""
     dtype = out.dtype
 
@@ -134,7 +134,7 @@ def _of_product(x: ShardTensor, out: ShardTensor, grad: ShardTensor, dim: int) -
     return torch.where(zeros == 0, before, torch.where(first, at_first, torch.zeros_like(before)))
 
 
-def _of_logsumexp(x: ShardTensor, out: ShardTensor, grad: ShardTensor, dim: int) -> Tensor:
+def _of_logsumexp(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
     """Of positive and negative parts, in logarithms."""
     lowest = torch.finfo(x.dtype).min
 

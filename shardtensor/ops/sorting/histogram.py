@@ -7,6 +7,7 @@ and these operators are registered below autograd without plans; they have no gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,7 +139,7 @@ def _bin_edges(
 @register(_aten._histogramdd_from_bin_cts.default, _aten._histogramdd_from_bin_tensors.default)
 def _from_bins(
     x: Tensor,
-    bins: Sequence[int] | Sequence[Tensor],
+    bins: Sequence[Any],
     *,
     range: Range = None,
     weight: Tensor | None = None,
