@@ -32,7 +32,7 @@ def plan_glu(call: Arguments, input: ShardTensorSpec, dim: int = -1) -> Composed
     return Composed(glu)
 
 
-@operator(F.rrelu, torch.rrelu, _aten.rrelu, tensors="input", partial="input")
+@operator(F.rrelu, torch.rrelu, _aten.rrelu, torch.rrelu_, _aten.rrelu_, tensors="input", partial="input")
 def plan_rrelu(
     call: Arguments,
     input: ShardTensorSpec,
@@ -43,6 +43,7 @@ def plan_rrelu(
     generator: Generator | None = None,
 ) -> Composed:
     """Slopes are drawn like all random numbers of shards; torch's own writes them into a plain tensor."""
+    inplace = inplace or call.name == "rrelu_"
 
     def rrelu(x: Any) -> Any:
         if not training:
@@ -52,19 +53,6 @@ def plan_rrelu(
         return x.copy_(result) if inplace else result
 
     return Composed(rrelu)
-
-
-@operator(torch.rrelu_, _aten.rrelu_, tensors="input", partial="input")
-def plan_rrelu_(
-    call: Arguments,
-    input: ShardTensorSpec,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Generator | None = None,
-) -> Composed:
-    """The same in place."""
-    return plan_rrelu(call, input, lower, upper, training, True, generator)
 
 
 @operator(F.logsigmoid, tensors="input")

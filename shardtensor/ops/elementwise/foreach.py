@@ -19,8 +19,6 @@ from ...dispatch.registry import default_rule, rule_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 
-__all__: list[str] = []
-
 _aten = torch.ops.aten
 
 # The overload for one item, by that for lists: the first one that there is.

@@ -133,8 +133,10 @@ def _planned(call: AtenCall) -> AtenPlan:
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
     written = targets.pop((0,)) if inplace else None
     returned = specs if isinstance(meta, (list, tuple)) else specs[0]
+    ranks = [target.mesh.size(m) for m in target.sharded_dims().values()]
+    small = target.shape.numel() // math.prod(ranks) if ranks else 1  # an even shard
     try:
-        plan = call.plan(returned, targets, small=_share(target), returns_self=inplace)
+        plan = call.plan(returned, targets, small=small, returns_self=inplace)
     except UnsupportedSharding:
         if not inplace:
             raise
@@ -143,16 +145,10 @@ def _planned(call: AtenCall) -> AtenPlan:
             "redistribute that tensor first; one that a network makes itself gets the layout of the first value inside "
             "shardtensor.implicit_replication(mesh)",
         ) from None
-    plan.call = _with_slices(call, target)
+    plan.call = with_slices(call, target, call.func)
     if written is not None and written != call.specs[0]:
         plan.call = _written_to_partial(call.specs[0], written, plan.call or call.func)
     return plan
-
-
-def _share(spec: ShardTensorSpec) -> int:
-    """The number of elements of an even shard; 1 where nothing is sharded."""
-    ranks = [spec.mesh.size(m) for m in spec.sharded_dims().values()]
-    return spec.shape.numel() // math.prod(ranks) if ranks else 1
 
 
 def _target(call: AtenCall, current: dict[Path, ShardTensorSpec], inplace: bool) -> ShardTensorSpec:
@@ -242,8 +238,8 @@ def _adds_to_partial(call: AtenCall) -> bool:
     ) and not any(p.is_partial() and p != Partial("sum") for p in written.placements)
 
 
-def _with_slices(call: AtenCall, target: ShardTensorSpec) -> Callable[..., Any] | None:
-    """The operator on this rank's slices of plain operands, which count as replicated; None: nothing to slice."""
+def with_slices(call: AtenCall, target: ShardTensorSpec, func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``func`` on this rank's slices of plain operands, which count as replicated; None: nothing to slice."""
     ndim = len(target.shape)
     slices: list[tuple[int, int, int, int]] = []
     for i, a in enumerate(call.args):
@@ -254,7 +250,6 @@ def _with_slices(call: AtenCall, target: ShardTensorSpec) -> Callable[..., Any] 
                 slices.append((i, dim, start, stop - start))
     if not slices:
         return None
-    func = call.func
 
     def sliced(*args: Any, **kwargs: Any) -> Any:
         local = list(args)
@@ -281,36 +276,23 @@ def _like(call: AtenCall) -> AtenPlan:
 
 
 @operator(
-    _aten.new_zeros.default,
-    _aten.new_ones.default,
-    _aten.new_full.default,
-    _aten.new_empty.default,
+    *(_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default),
+    _aten.new_empty_strided.default,
 )
 def _new(call: AtenCall) -> AtenPlan:
     """A new tensor has the old one's layout; one of another shape, on those mesh dims whose dim has kept its length.
 
     One with another number of dims is replicated.
     """
-    out = _like_old(call, tuple(call.args[1]))
-    size = list(out.local_shape())
-    func = call.func
-    return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
-
-
-@operator(_aten.new_empty_strided.default)
-def _new_strided(call: AtenCall) -> AtenPlan:
-    out = _like_old(call, tuple(call.args[1]))
-    shape, stride = out.local_shape(), out.tensor_meta.stride
-    # The shard's dims lie in memory in the order of the global tensor's, without gaps.
-    local, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
-        local[d] = step
-        step *= max(1, shape[d])
-    return AtenPlan(out, call=lambda x, _, __, **kwargs: _aten.new_empty_strided.default(x, shape, local, **kwargs))
-
-
-def _like_old(call: AtenCall, shape: tuple[int, ...]) -> ShardTensorSpec:
-    spec = call.specs[0].for_gradient()
+    func, spec, shape = call.func, call.specs[0].for_gradient(), call.args[1]
     gone = [m for d, m in spec.sharded_dims().items() if len(shape) != len(spec.shape) or shape[d] != spec.shape[d]]
-    layout = [AxisLayout(Replicate()) if m in gone else axis for m, axis in enumerate(spec.layout)]
-    return spec.with_layout(layout, meta_of(call.meta))
+    out = spec.with_axes({m: AxisLayout(Replicate()) for m in gone}).replace(meta=meta_of(call.meta))
+    size, stride = list(out.local_shape()), out.tensor_meta.stride
+    if func != _aten.new_empty_strided.default:
+        return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
+    # The shard's dims lie in memory in the order of the global tensor's, without gaps.
+    local, step = [0] * len(size), 1
+    for d in sorted(range(len(size)), key=lambda d: (stride[d], -d)):
+        local[d] = step
+        step *= max(1, size[d])
+    return AtenPlan(out, call=lambda x, _, __, **kwargs: func(x, size, local, **kwargs))

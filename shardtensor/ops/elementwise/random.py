@@ -22,13 +22,11 @@ those of replicated ones come from torch's generator, which goes on from replay 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
@@ -41,16 +39,15 @@ from ...dispatch.tensor import run
 from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
+from ...ranks.agreement import gather_over_mesh
 from ...ranks.cuda_graphs import check_not_captured, is_capturing
-from ...ranks.debug_mode import check_call, debug_enabled
+from ...ranks.debug_mode import debug_enabled
 from ...ranks.history import record
 from ...ranks.summaries import digest
 from ..common.alignment import free_dims
 from ..common.reduce import mesh_dims_of, reduce_over
 from ..shape.view import carry
 from .pointwise import pointwise_plan
-
-__all__ = ["common_draw", "shard_seed"]
 
 _aten = torch.ops.aten
 _STATES = 2**56  # digests of generators' states, each of which fits into an integer with its negative
@@ -78,16 +75,24 @@ def _own_generator(spec: ShardTensorSpec, like: Tensor) -> torch.Generator | Non
     device = like.device
     if not is_sharded(spec):
         if not is_traced(like) and not is_capturing(device):
-            state = digest(_state(_given.get(), device)) % _STATES
-            _note_source(state, spec)
-            if debug_enabled():
-                _check_agreement(state, spec, device)
+            _note_source(digest(_state(_given.get(), device)) % _STATES, spec)
         return _given.get()
     return _generator_of(common_draw(spec, device), _place(spec), device)
 
 
 def _note_source(number: int, spec: ShardTensorSpec) -> None:
-    """Have the ranks that hold copies of a tensor with ``spec`` compare the number with the next one that they read."""
+    """Have the ranks that hold copies of a tensor with ``spec`` compare the number with the next one that they read.
+
+    Raises:
+        RuntimeError: under ``SHARDTENSOR_DEBUG=1``, on every rank of the mesh where two of them have different ones.
+    """
+    if debug_enabled():
+        table = gather_over_mesh([number], spec.mesh, "comparison of random numbers")
+        if len({theirs for [theirs] in table.values()}) > 1:
+            raise RuntimeError(
+                f"the ranks' random generators differ: random numbers for {spec} need the same state on every rank of "
+                "the mesh; call torch.manual_seed with the same seed on all ranks, and draw on all of them alike"
+            )
     for m, p in enumerate(spec.placements):
         if spec.mesh.size(m) > 1 and not isinstance(p, Shard):
             record(group_along(spec.mesh, m).group_name, f"random numbers from the state {number:x} for copies")
@@ -130,8 +135,6 @@ def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
         )
     drawn = 0 if is_traced(number) else int(number)
     _note_source(drawn, spec)
-    if debug_enabled():
-        _check_agreement(drawn, spec, device)
     return drawn
 
 
@@ -142,29 +145,6 @@ def _state(generator: torch.Generator | None, device: torch.device) -> Tensor:
         torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     )
     return state
-
-
-def _check_agreement(drawn: int, spec: ShardTensorSpec, device: torch.device) -> None:
-    """RuntimeError on every rank of the mesh where two of them have drawn different numbers."""
-    least = torch.tensor([drawn, -drawn], dtype=torch.int64, device=device)
-    for m in range(spec.mesh.ndim):
-        check_call("comparison of random numbers", group_along(spec.mesh, m), device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group_along(spec.mesh, m))
-    low, high = least.tolist()
-    if low != -high:
-        raise RuntimeError(
-            f"the ranks' random generators differ: random numbers for {spec} need the same state on every rank of the "
-            "mesh; call torch.manual_seed with the same seed on all ranks, and draw on all of them alike"
-        )
-
-
-@contextmanager
-def _generator(generator: torch.Generator | None) -> Iterator[None]:
-    before = _given.set(generator)
-    try:
-        yield
-    finally:
-        _given.reset(before)
 
 
 def _index_of_generator(func: OpOverload) -> int | None:
@@ -187,8 +167,11 @@ def _with_generator(func: OpOverload) -> Callable[..., Any]:
             generator, args = args[at], (*args[:at], None, *args[at + 1 :])
         if generator is None:
             return DECLINED
-        with _generator(generator):
+        before = _given.set(generator)
+        try:
             return run(func, args, kwargs)
+        finally:
+            _given.reset(before)
 
     return handler
 
@@ -221,24 +204,11 @@ def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -
 
 
 @operator(
-    _aten.bernoulli.default,
-    _aten.bernoulli.p,
-    _aten.bernoulli_.float,
-    _aten.uniform.default,
-    _aten.uniform_.default,
-    _aten.normal_.default,
-    _aten.normal_functional.default,
-    _aten.normal.Tensor_float,
-    _aten.normal.float_Tensor,
-    _aten.normal.Tensor_Tensor,
-    _aten.exponential_.default,
-    _aten.geometric_.default,
-    _aten.cauchy_.default,
-    _aten.log_normal_.default,
-    _aten.random_.default,
-    getattr(_aten.random_, "from"),
-    _aten.random_.to,
-    _aten.poisson.default,
+    *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.float, _aten.poisson.default),
+    *(_aten.uniform.default, _aten.uniform_.default, _aten.normal_.default, _aten.normal_functional.default),
+    *(_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor),
+    *(_aten.exponential_.default, _aten.geometric_.default, _aten.cauchy_.default, _aten.log_normal_.default),
+    *(_aten.random_.default, getattr(_aten.random_, "from"), _aten.random_.to),
 )
 def plan_draw(call: AtenCall) -> AtenPlan:
     """Elementwise, from the shard's own generator."""
@@ -272,15 +242,6 @@ operator(_aten._dirichlet_grad.default, meta=lambda x, alpha, total: x + alpha)(
 # -- new tensors like an old one: drawn in place, because these operators take no generator --------------------------
 
 
-def _filling(name: str) -> Callable[[Tensor, Sequence[int], ShardTensorSpec], Tensor]:
-    """How the operator of this name fills an empty tensor; ``bounds`` are what randint_like is given."""
-    if name == "rand_like":
-        return lambda out, bounds, spec: drawn_into(out, "uniform_", spec=spec)
-    if name == "randn_like":
-        return lambda out, bounds, spec: drawn_into(out, "normal_", spec=spec)
-    return lambda out, bounds, spec: out.random_(*bounds, generator=_own_generator(spec, out))
-
-
 _LIKE = [
     getattr(packet, overload)
     for packet in (_aten.rand_like, _aten.randn_like, _aten.randint_like)
@@ -293,11 +254,14 @@ _LIKE = [
 def plan_draw_like(call: AtenCall) -> AtenPlan:
     """``rand_like``, ``randn_like``, ``randint_like``."""
     out = call.specs[0].for_gradient().replace(meta=meta_of(call.meta))
-    fill = _filling(call.func._schema.name.removeprefix("aten::"))
-    bounds = call.args[1:] if len(call.args) > 2 else (0, *call.args[1:])
+    how = {"aten::rand_like": "uniform_", "aten::randn_like": "normal_"}.get(call.func._schema.name)
+    bounds = call.args[1:] if len(call.args) > 2 else (0, *call.args[1:])  # of randint_like
 
     def drawn(x: Tensor, *_: object, generator: None = None, **kwargs: Any) -> Tensor:
-        return fill(torch.empty_like(x, **kwargs), bounds, out)
+        empty = torch.empty_like(x, **kwargs)
+        if how is not None:
+            return drawn_into(empty, how, spec=out)
+        return empty.random_(*bounds, generator=_own_generator(out, empty))
 
     return AtenPlan(out, call=drawn)
 

@@ -18,6 +18,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import common_layout, fit, wide_dtype
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims
+from .pointwise import with_slices
 
 _aten = torch.ops.aten
 
@@ -59,16 +60,9 @@ def plan_softmax_backward(call: AtenCall) -> AtenPlan:
     dims = reduced_dims(call.args[2], len(base.shape))
     over = mesh_dims_of(base, dims)
     logs = call.func == _aten._log_softmax_backward_data.default
-    plain = [i for i in (0, 1) if (i,) not in reduced]
-    slices = [(d, *base.interval(m)) for d, m in base.sharded_dims().items()]
-    func, dtype = call.func, call.meta.dtype
-    reduce = rank_reduction(base, over)
+    dtype, reduce = call.meta.dtype, rank_reduction(base, over)
 
-    def compute(grad: Tensor, output: Tensor, *args: object) -> Tensor:
-        if plain:  # an operand that every rank holds
-            grad, output = (_sliced(t, slices) if i in plain else t for i, t in enumerate((grad, output)))
-        if not over:
-            return func(grad, output, *args)  # type: ignore[no-any-return]
+    def across(grad: Tensor, output: Tensor, *_: object) -> Tensor:
         wide = wide_dtype(output.dtype)
         grad, output = grad.to(wide), output.to(wide)
         if not logs:
@@ -76,13 +70,9 @@ def plan_softmax_backward(call: AtenCall) -> AtenPlan:
         total = reduce(grad.sum(dims, keepdim=True), "sum")
         return (grad - (output.exp() if logs else output) * total).to(dtype).contiguous()
 
+    compute = across if over else call.func
+    compute = with_slices(call, base, compute) or compute
     return call.plan(base, {path: fit(s, base) for path, s in reduced.items()}, call=compute)
-
-
-def _sliced(x: Tensor, slices: list[tuple[int, int, int]]) -> Tensor:
-    for dim, start, stop in slices:
-        x = x.narrow(dim, start, stop - start)
-    return x
 
 
 @operator(safe_softmax, _aten._safe_softmax, tensors="input")

@@ -9,8 +9,6 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from .gather import gathered
 
-__all__: list[str] = []
-
 
 @operator(torch.combinations, tensors="input", partial="input")
 def _combinations(call: Arguments, input: ShardTensorSpec, r: int = 2, with_replacement: bool = False) -> Composed:

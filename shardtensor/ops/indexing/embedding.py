@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,6 @@ from .index_layout import INDEXED
 from .index_plan import labelled
 
 _aten = torch.ops.aten
-
-__all__: list[str] = []
 
 
 @operator(
@@ -122,8 +121,14 @@ def _embedding_above_autograd(
     if padding_idx is not None and not -n <= padding_idx < n:
         raise AssertionError("padding_idx must be within num_embeddings")
 
+    def read(table: ShardTensor, indices: Sequence[Tensor]) -> Any:
+        return run(_aten.embedding.default, (table, *indices), {})
+
+    def add(zeros: ShardTensor, indices: Sequence[Tensor], grad: Tensor) -> Any:
+        return _aten.index_put.default(zeros, list(indices), grad, True)
+
     def embed(indices: Tensor, table: Tensor) -> Tensor:
-        rows = Read.apply(table, _rows, _add_to_rows, indices) if by_row else F.embedding(indices, table)
+        rows = Read.apply(table, read, add, indices) if by_row else F.embedding(indices, table)
         if padding_idx is not None:
             padded = (indices == padding_idx % n).unsqueeze(-1)
             rows = torch.where(padded, rows.detach(), rows)
@@ -133,16 +138,6 @@ def _embedding_above_autograd(
         return rows
 
     return Composed(embed)
-
-
-def _rows(table: ShardTensor, indices: Sequence[Tensor]) -> Tensor:
-    rows: Tensor = run(_aten.embedding.default, (table, *indices), {})
-    return rows
-
-
-def _add_to_rows(zeros: ShardTensor, indices: Sequence[Tensor], grad: Tensor) -> Tensor:
-    sums: Tensor = _aten.index_put.default(zeros, list(indices), grad, True)
-    return sums
 
 
 def _frequencies(indices: Tensor, table: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ hashed, so there is no key to keep a plan under. What they are made of has plans
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -31,8 +31,6 @@ from .gather import any_sharded, flat_cumsum, gathered, written
 from .index_operators import check_mask, is_mask
 from .masked_select import selected
 
-__all__: list[str] = []
-
 _aten = torch.ops.aten
 
 # What an index consists of: a number, a slice, a tensor, None or an ellipsis; and the dim that it acts on, if any.
@@ -43,9 +41,11 @@ def _items(index: object) -> tuple[Any, ...]:
     return index if type(index) is tuple else (index,)
 
 
-def _entries(x: Tensor, index: object) -> list[Entry] | None:
-    """The entries of an index with the dim that each one acts on; None where that is left to torch."""
-    items = _items(index)
+def _entries(x: Tensor, items: Sequence[Any]) -> list[Entry] | None:
+    """The entries of an index with the dim that each one acts on; None where that is left to torch.
+
+    An ellipsis is as many full slices.
+    """
     used = 0
     for item in items:
         if isinstance(item, (Tensor, slice)) or _is_integer(item):
@@ -57,12 +57,9 @@ def _entries(x: Tensor, index: object) -> list[Entry] | None:
     result: list[Entry] = []
     dim = 0
     for item in items:
-        if item is None or item is Ellipsis:
-            result.append((item, None))
-            dim += x.ndim - used if item is Ellipsis else 0
-        else:
-            result.append((item, dim))
-            dim += _dims_of(item)
+        for entry in [slice(None)] * (x.ndim - used) if item is Ellipsis else [item]:
+            result.append((entry, None if entry is None else dim))
+            dim += 0 if entry is None else _dims_of(entry)
     return result
 
 
@@ -71,8 +68,8 @@ def _dims_of(item: object) -> int:
     return item.ndim if is_mask(item) else 1
 
 
-def _with_tensors(index: object, device: torch.device) -> object:
-    """An index with lists of numbers and arrays made tensors, and what acts as a number made one."""
+def _with_tensors(items: Sequence[Any], device: torch.device) -> list[Any]:
+    """The items of an index with lists of numbers and arrays made tensors, and what acts as a number made one."""
 
     def convert(item: Any) -> object:
         if isinstance(item, Tensor):
@@ -82,12 +79,12 @@ def _with_tensors(index: object, device: torch.device) -> object:
             return int(item) if not item.ndim and item.dtype != torch.bool else item
         return python_operator.index(item) if hasattr(item, "__index__") and not isinstance(item, bool) else item
 
-    return tuple(convert(item) for item in index) if type(index) is tuple else convert(index)
+    return [convert(item) for item in items]
 
 
-def _is_view(index: object) -> bool:
+def _is_view(items: Sequence[Any]) -> bool:
     """Whether an index has slices only: torch itself calls the operators for those."""
-    return all(type(item) is slice or item is None or item is Ellipsis for item in _items(index))
+    return all(type(item) is slice or item is None or item is Ellipsis for item in items)
 
 
 def _of_numbers(items: Sequence[object]) -> bool:
@@ -115,32 +112,28 @@ def _is_sharded_mask(item: object) -> TypeGuard[ShardTensor]:
 
 @register(Tensor.__getitem__)
 def _getitem(self: Tensor, index: object) -> Tensor:
-    masks = [item for item in _items(index) if _is_sharded_mask(item)]
+    given = _items(index)
+    masks = [item for item in given if _is_sharded_mask(item)]
     if masks:
         x = as_operand(self, masks[0].device_mesh)
-    elif isinstance(self, ShardTensor) and not _is_view(index) and self._spec.sharded_dims():
+    elif isinstance(self, ShardTensor) and not _is_view(given) and self._spec.sharded_dims():
         x = self
     else:
         return DECLINED
-    entries = _entries(x, _with_tensors(index, x.device))
+    entries = _entries(x, _with_tensors(given, x.device))
     if entries is None or not (masks or _concerns_shards(x, entries)):
         return DECLINED
     if any(isinstance(item, Tensor) for item, _ in entries):
-        return _gathered_by(x, entries)
+        items, tensors = _part(x, entries, numbers_stay=False)
+        part = x[tuple(items)] if any(item != slice(None) for item in items) else x
+        if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
+            return selected(part, *tensors[0])
+        return gathered(part, _indices(part, tensors))
     items, numbers = _part(x, entries, numbers_stay=True)
     part = x[tuple(items)]
     for dim, _ in reversed(numbers):
         part = torch.select(part, dim, 0)
     return part
-
-
-def _gathered_by(x: ShardTensor, entries: Sequence[Entry]) -> Tensor:
-    """``x[index]`` with tensors in the index."""
-    items, tensors = _part(x, entries, numbers_stay=False)
-    part = x[tuple(items)] if any(item != slice(None) for item in items) else x
-    if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
-        return selected(part, *tensors[0])
-    return gathered(part, _indices(part, tensors))
 
 
 def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tuple[list[Any], list[tuple[int, Any]]]:
@@ -150,7 +143,6 @@ def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tu
         numbers_stay: a number on a sharded dim becomes a slice of length 1, which keeps the dim.
     """
     sharded = x._spec.sharded_dims()
-    consumed = sum(_dims_of(item) for item, dim in entries if dim is not None)
     items: list[Any] = []
     tensors: list[tuple[int, Any]] = []
     at = 0
@@ -170,7 +162,7 @@ def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tu
                 items.append(item)
         else:
             items.append(item)
-            at += x.ndim - consumed if item is Ellipsis else 1
+            at += 1
     return items, tensors
 
 
@@ -196,7 +188,7 @@ def _indices(x: Tensor, tensors: Sequence[tuple[int, Tensor]]) -> list[Tensor | 
 def _setitem(self: Tensor, index: object, value: Any) -> object:
     if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
         return DECLINED
-    entries = _entries(self, _with_tensors(index, self.device))
+    entries = _entries(self, _with_tensors(_items(index), self.device))
     if entries is None or not _concerns_shards(self, entries):
         return DECLINED
     items, chosen = _part(self, entries, numbers_stay=True)
@@ -271,8 +263,17 @@ def masked(x: Tensor, dim: int, mask: Tensor, values: Tensor, accumulate: bool) 
     return torch.where(wide, x + values if accumulate else values, x)
 
 
-def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec) -> Callable[..., Tensor]:
-    """The work of ``masked_scatter``: how many values are used depends on data."""
+@operator(
+    *(torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_),
+    tensors="input mask source",
+    partial="input mask source",
+)
+def _masked_scatter(
+    call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
+) -> Composed:
+    """How many values are used depends on data."""
+    if not any_sharded(input, mask, source):
+        return DECLINED
     dtypes = [spec.tensor_meta.dtype for spec in (input, source, mask)]
     if dtypes[0] != dtypes[1] or dtypes[2] != torch.bool:
         raise RuntimeError(
@@ -292,27 +293,7 @@ def _scattered_by(input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTe
         found = gathered(values.reshape(-1), [(place - 1).clamp(min=0)])
         return torch.where(where, same_layout(found, x), x)
 
-    return scatter
-
-
-@operator(
-    *(torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_),
-    tensors="input mask source",
-    partial="input mask source",
-)
-def _masked_scatter(
-    call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpec, source: ShardTensorSpec
-) -> Composed:
-    return written(call, _scattered_by(input, mask, source)) if any_sharded(input, mask, source) else DECLINED
-
-
-def _sharded_mask(indices: Sequence[ShardTensorSpec | None], values: ShardTensorSpec | None) -> int | None:
-    """The dim of the one index of an ``index_put``, if that is a sharded mask."""
-    found = [(dim, spec) for dim, spec in enumerate(indices) if isinstance(spec, ShardTensorSpec)]
-    if len(found) != 1 or values is None or not found[0][1].sharded_dims():
-        return None
-    dim, spec = found[0]
-    return dim if spec.tensor_meta.dtype in (torch.bool, torch.uint8) else None
+    return written(call, scatter)
 
 
 @operator(
@@ -328,8 +309,11 @@ def _index_put(
     accumulate: bool = False,
 ) -> Composed:
     """Of one mask that is sharded; other indices go below autograd."""
-    dim = _sharded_mask(indices, call.tensors.get("values"))
-    if dim is None:
+    found = [(dim, spec) for dim, spec in enumerate(indices) if isinstance(spec, ShardTensorSpec)]
+    if len(found) != 1 or "values" not in call.tensors:
+        return DECLINED
+    ((dim, mask),) = found
+    if not mask.sharded_dims() or mask.tensor_meta.dtype not in (torch.bool, torch.uint8):
         return DECLINED
     return written(call, lambda x, found, new: masked(x, dim, found[dim], new, accumulate))
 

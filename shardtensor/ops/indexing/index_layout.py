@@ -23,6 +23,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ...dispatch.planning import AtenCall, Path, meta_of
@@ -78,21 +79,18 @@ class IndexLayout:
         self.accumulates, self.writes = accumulates, writes
         self.first = next(iter(roles))
         self.mesh = call.specs[0].mesh
+        self.specs = {path: call.tensors.get(path) or self._replicated(operand(call.args, path)) for path in roles}
         lengths: dict[Hashable, list[int]] = {}
         for path, labels in roles.items():
-            for label, n in zip(labels, operand(call.args, path).shape, strict=True):
+            for label, n in zip(labels, self.specs[path].shape, strict=True):
                 lengths.setdefault(label, []).append(n)
         self.longest = {label: max(ns) for label, ns in lengths.items()}
         self.shortest = {label: min(ns) for label, ns in lengths.items()}
         self.axes: list[IndexedAxis] = []
 
-    def sharded(self, path: Path, m: int) -> Along | None:
-        """The label along which mesh dim ``m`` shards an operand, if it does."""
-        spec = self.call.tensors.get(path)
-        p = spec.placements[m] if spec is not None else None
-        if spec is None or not isinstance(p, Shard):
-            return None
-        return self.roles[path][p.dim], spec.sizes_along(m)
+    def _replicated(self, plain: Tensor) -> ShardTensorSpec:
+        """As what a plain operand counts."""
+        return ShardTensorSpec.make(self.mesh, [Replicate()] * self.mesh.ndim, plain.shape, plain.dtype)
 
     def taken(self) -> list[Hashable]:
         """The labels that mesh dims before have."""
@@ -102,25 +100,24 @@ class IndexLayout:
         """What happens on mesh dim ``m``; ``reads``: a dim that is indexed may be sharded."""
         axis = self._of_first(m, reads)
         for path in list(self.roles)[1:]:
-            found = self.sharded(path, m)
-            if found is None or found[0] is None:
-                continue
-            if axis.along is None or axis.along[0] not in self.roles[path]:
-                self._add_operand(axis, path, m, (found[0], clipped(found[1], self.longest[found[0]])))
+            spec, p = self.specs[path], self.specs[path].placements[m]
+            label = self.roles[path][p.dim] if isinstance(p, Shard) else None
+            if label is not None and (axis.along is None or axis.along[0] not in self.roles[path]):
+                self._add_operand(axis, path, m, (label, clipped(spec.sizes_along(m), self.longest[label])))
         return axis
 
     def _of_first(self, m: int, reads: bool) -> IndexedAxis:
         """What the first operand decides."""
-        own = self.sharded(self.first, m)
-        if own is None:
+        spec = self.specs[self.first]
+        p = spec.placements[m]
+        if not isinstance(p, Shard):
             return IndexedAxis()
-        if own[0] != INDEXED:
-            return IndexedAxis(along=(own[0], clipped(own[1], self.longest[own[0]])))
-        spec = self.call.tensors[self.first]
-        dim = next(d for d, k in spec.sharded_dims().items() if k == m)
-        if not reads and spec.shape[dim] > 1:
+        label = self.roles[self.first][p.dim]
+        if label != INDEXED:
+            return IndexedAxis(along=(label, clipped(spec.sizes_along(m), self.longest[label])))
+        if not reads and spec.shape[p.dim] > 1:
             raise self._fixed(self.first, m)
-        return IndexedAxis(indexed=dim if reads else None)
+        return IndexedAxis(indexed=p.dim if reads else None)
 
     def _add_operand(self, axis: IndexedAxis, path: Path, m: int, along: Along) -> None:
         """Let another operand, which is sharded along a label that is not decided yet, have it or be broadcast."""
@@ -139,11 +136,13 @@ class IndexLayout:
         """Whether the ranks send each other less in contributions to the first operand than in parts of the others."""
         if not self.writes or not self.accumulates or label in self.roles[self.first]:
             return False
-        parts = [path for path, labels in self.roles.items() if path in self.call.tensors and label in labels]
-        return self.call.tensors[self.first].shape.numel() < sum(self.call.tensors[p].shape.numel() for p in parts)
+        parts = [
+            self.specs[path] for path, labels in self.roles.items() if path in self.call.tensors and label in labels
+        ]
+        return self.specs[self.first].shape.numel() < sum(spec.shape.numel() for spec in parts)
 
     def _fixed(self, path: Path, m: int) -> UnsupportedSharding:
-        dim = next(d for d, k in self.call.tensors[path].sharded_dims().items() if k == m)
+        dim = next(d for d, k in self.specs[path].sharded_dims().items() if k == m)
         return self.call.refuse(
             f"tensor dim {dim} of operand {path[0]}, sharded on mesh dim {m}, is read or written to by index",
             "redistribute to shard another dim",
@@ -154,7 +153,7 @@ class IndexLayout:
         axis, ranks = self.axes[m], self.mesh.size(m)
         if axis.indexed is None or axis.broadcast is not None:
             return
-        spec = self.call.tensors[self.first]
+        spec = self.specs[self.first]
         if self.call.meta.numel() * ranks <= spec.shape.numel():
             return
         taken = self.taken()
@@ -168,7 +167,7 @@ class IndexLayout:
 
     def target(self, path: Path) -> ShardTensorSpec:
         """The spec that an operand needs."""
-        spec = self.call.tensors[path]
+        spec = self.specs[path]
         return spec.with_layout([self._target_axis(path, spec, m) for m in range(self.mesh.ndim)])
 
     def _target_axis(self, path: Path, spec: ShardTensorSpec, m: int) -> AxisLayout:

@@ -5,7 +5,7 @@ What the operands' dims have to do with each other is said by labels; index_plan
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeGuard
 
 import torch
@@ -26,52 +26,12 @@ from ..shape.view import dim_of, wrap_dim
 from .index_layout import INDEXED, Labels, operand
 from .index_plan import labelled
 
-__all__ = ["is_mask", "numbers"]
-
 _aten = torch.ops.aten
 
 Indices = Sequence["Tensor | None"]
 
 
-def _tensors(items: Iterable[tuple[Path, object, Labels]]) -> dict[Path, Labels]:
-    return {path: labels for path, value, labels in items if isinstance(value, (Tensor, ShardTensorSpec))}
-
-
 # -- along a dim ------------------------------------------------------------------------------------------
-
-
-def _along(ndim: int, dim: int, label: Hashable) -> list[Hashable]:
-    return [label if d == dim else d for d in range(ndim)]
-
-
-@operator(
-    _aten.gather.default,
-    _aten.scatter.src,
-    _aten.scatter.value,
-    _aten.scatter.reduce,
-    _aten.scatter.value_reduce,
-    _aten.scatter_.src,
-    _aten.scatter_.value,
-    _aten.scatter_.reduce,
-    _aten.scatter_.value_reduce,
-    _aten.scatter_add.default,
-    _aten.scatter_add_.default,
-    _aten.scatter_reduce.two,
-    _aten.scatter_reduce_.two,
-)
-def _gather_or_scatter(call: AtenCall) -> AtenPlan:
-    ndim = len(call.args[0].shape)
-    if any(len(a.shape) != ndim for a in call.args[2:4] if hasattr(a, "shape")):  # 0-dim tensors among 1-dim ones
-        raise call.refuse("the operands differ in their number of dims", "give all of them the same")
-    dim = wrap_dim(call.args[1], ndim)
-    within, position = _along(ndim, dim, INDEXED), _along(ndim, dim, "position")
-    roles = _tensors(((i,), a, within if i == 0 else position) for i, a in enumerate(call.args))
-    if call.func == _aten.gather.default:
-        return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
-    adds = call.func in (_aten.scatter_add.default, _aten.scatter_add_.default)
-    kind, once = ("sum", False) if adds else _reduction(call)
-    return labelled(call, roles, within, indexed={(2,): dim}, writes=True, accumulates=kind, in_blocks=not once)
-
 
 # What reductions are called as those of a Partial; a mean is none.
 _KINDS = {"sum": "sum", "add": "sum", "prod": "product", "multiply": "product", "amax": "max", "amin": "min"}
@@ -91,71 +51,40 @@ def _reduction(call: AtenCall) -> tuple[str | None, bool]:
 
 
 @operator(
-    _aten.index_select.default,
-    _aten.index_add.default,
-    _aten.index_add_.default,
-    _aten.index_copy.default,
-    _aten.index_copy_.default,
-    _aten.index_fill.int_Scalar,
-    _aten.index_fill.int_Tensor,
-    _aten.index_fill_.int_Scalar,
-    _aten.index_fill_.int_Tensor,
-    _aten.index_reduce.default,
-    _aten.index_reduce_.default,
+    *(_aten.gather.default, _aten.index_select.default),
+    *(_aten.scatter.src, _aten.scatter.value, _aten.scatter.reduce, _aten.scatter.value_reduce),
+    *(_aten.scatter_.src, _aten.scatter_.value, _aten.scatter_.reduce, _aten.scatter_.value_reduce),
+    *(_aten.scatter_add.default, _aten.scatter_add_.default, _aten.scatter_reduce.two, _aten.scatter_reduce_.two),
+    *(_aten.index_add.default, _aten.index_add_.default, _aten.index_copy.default, _aten.index_copy_.default),
+    *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor),
+    *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor),
+    *(_aten.index_reduce.default, _aten.index_reduce_.default),
 )
-def _by_index(call: AtenCall) -> AtenPlan:
-    ndim = len(call.args[0].shape)
+def _along_dim(call: AtenCall) -> AtenPlan:
+    """``gather`` and ``scatter`` have an index for each element, the others one for each position along the dim."""
+    ndim, name = len(call.args[0].shape), call.func._schema.name.removeprefix("aten::").rstrip("_")
     dim = wrap_dim(call.args[1], ndim)
-    within, position = _along(ndim, dim, INDEXED), _along(ndim, dim, "position")
-    roles: dict[Path, Labels] = {(0,): within, (2,): ["position"] if len(call.args[2].shape) else []}
+    within, position = ([label if d == dim else d for d in range(ndim)] for label in (INDEXED, "position"))
+    roles: dict[Path, Labels] = {(0,): within}
+    if name == "gather" or name.startswith("scatter"):
+        if any(len(a.shape) != ndim for a in call.args[2:4] if hasattr(a, "shape")):  # 0-dim tensors among 1-dim ones
+            raise call.refuse("the operands differ in their number of dims", "give all of them the same")
+        roles[(2,)] = position
+    else:
+        roles[(2,)] = ["position"] if len(call.args[2].shape) else []
     if len(call.args) > 3 and isinstance(call.args[3], (Tensor, ShardTensorSpec)):
         roles[(3,)] = position if len(call.args[3].shape) == ndim else []
-    if call.func == _aten.index_select.default:
+    if name in ("gather", "index_select"):
         return labelled(call, roles, position, indexed={(2,): dim}, picks=True)
-    adds = call.func in (_aten.index_add.default, _aten.index_add_.default)
-    kind, once = ("sum", False) if adds else _reduction(call)
-    wraps = call.func._schema.name.startswith("aten::index_fill")
+    kind, once = ("sum", False) if name in ("scatter_add", "index_add") else _reduction(call)
+    indexed, wraps = {(2,): dim}, name == "index_fill"
     return labelled(
-        call,
-        roles,
-        within,
-        indexed={(2,): dim},
-        writes=True,
-        accumulates=kind,
-        wraps=wraps,
-        in_blocks=not once,
+        call, roles, within, indexed=indexed, writes=True, accumulates=kind, wraps=wraps, in_blocks=not once
     )
 
 
 # -- reductions that are more than one addition for each entry ---------------------------------------------------
 # Other operators in a row, which have plans; so these are registered and have none themselves.
-
-
-def _step_by_step(
-    op: OpOverload, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, include_self: bool = True
-) -> Tensor:
-    """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
-    scatters = op._schema.name.startswith("aten::scatter")
-    sharded = _seen_in_parts(x, [(index, dim if scatters else 0), (source, dim)])
-    if not sharded or (reduce != "mean" and include_self):
-        return DECLINED
-    if not isinstance(x, DTensor):
-        if is_inplace(op):
-            return DECLINED  # which refuses it
-        x = replicated(x, spec_of(sharded[0]))
-    add = torch.scatter_add if scatters else torch.index_add
-    exact = x.dtype.is_floating_point or x.dtype.is_complex
-    count = torch.zeros_like(x, dtype=x.dtype if exact else torch.int64)
-    count = _whole(add(count, dim, index, torch.ones_like(source, dtype=count.dtype)))
-    start: Tensor = x
-    if not include_self:
-        start = x.masked_fill(count != 0, neutral_element(_KINDS.get(reduce, "sum"), x.dtype))
-    if reduce != "mean":
-        again = torch.scatter_reduce if scatters else torch.index_reduce
-        return again(start, dim, index, source, reduce)
-    count = count + (1 if include_self else (count == 0).to(count.dtype))
-    mean = torch.div(add(start, dim, index, source), count, rounding_mode=None if exact else "floor")
-    return mean.to(x.dtype)
 
 
 def _seen_in_parts(x: Tensor, others: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
@@ -172,18 +101,35 @@ def _seen_in_parts(x: Tensor, others: Sequence[tuple[Tensor, int]]) -> list[Tens
     return found
 
 
-def _whole(t: Tensor) -> Tensor:
-    """A Partial that is used more than once, reduced."""
-    return redistribute_to(t, spec_of(t).for_gradient())
-
-
 def _register_reduce(op: OpOverload) -> None:
+    """A mean, or one that leaves out what was there, in steps that can be done block by block of the index."""
+    scatters = op._schema.name.startswith("aten::scatter")
+    add, again = (torch.scatter_add, torch.scatter_reduce) if scatters else (torch.index_add, torch.index_reduce)
+
     @register(op)
     def _(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
-        result = _step_by_step(op, x, dim, index, source, reduce, include_self)
-        if result is DECLINED or not is_inplace(op):
-            return result
-        return x.copy_(result)
+        sharded = _seen_in_parts(x, [(index, dim if scatters else 0), (source, dim)])
+        if not sharded or (reduce != "mean" and include_self):
+            return DECLINED
+        given = x
+        if not isinstance(x, DTensor):
+            if is_inplace(op):
+                return DECLINED  # which refuses it
+            x = replicated(x, spec_of(sharded[0]))
+        exact = x.dtype.is_floating_point or x.dtype.is_complex
+        count = torch.zeros_like(x, dtype=x.dtype if exact else torch.int64)
+        count = add(count, dim, index, torch.ones_like(source, dtype=count.dtype))
+        count = redistribute_to(count, spec_of(count).for_gradient())  # used more than once
+        start: Tensor = x
+        if not include_self:
+            start = x.masked_fill(count != 0, neutral_element(_KINDS.get(reduce, "sum"), x.dtype))
+        if reduce == "mean":
+            count = count + (1 if include_self else (count == 0).to(count.dtype))
+            mean = torch.div(add(start, dim, index, source), count, rounding_mode=None if exact else "floor")
+            result = mean.to(x.dtype)
+        else:
+            result = again(start, dim, index, source, reduce)
+        return given.copy_(result) if is_inplace(op) else result
 
 
 for _op in _REDUCES:
@@ -193,18 +139,17 @@ for _op in _REDUCES:
 # -- x[index] ---------------------------------------------------------------------------------------------
 
 
-def _advanced(call: AtenCall) -> tuple[dict[Path, Labels], list[Hashable], list[Hashable]]:
-    """Labels of the tensor and its indices, those of the tensor, and those of what ``tensor[indices]`` would be."""
+def _advanced(call: AtenCall) -> tuple[dict[Path, Labels], dict[Path, int], list[Hashable]]:
+    """Labels of the tensor and its indices, the dims that these are of, and labels of what ``tensor[indices]`` is."""
     ndim, indices = len(call.args[0].shape), call.args[1]
     used = [d for d, index in enumerate(indices) if index is not None]
-    within: list[Hashable] = [INDEXED if d in used else d for d in range(ndim)]
     width = max(len(indices[d].shape) for d in used)
     lengths = [1] * width
     for d in used:
         shape = indices[d].shape
         for j, n in enumerate(shape, width - len(shape)):
             lengths[j] = n if n != 1 else lengths[j]
-    roles: dict[Path, Labels] = {(0,): within}
+    roles: dict[Path, Labels] = {(0,): [INDEXED if d in used else d for d in range(ndim)]}
     for d in used:
         shape = indices[d].shape
         first = width - len(shape)
@@ -214,27 +159,20 @@ def _advanced(call: AtenCall) -> tuple[dict[Path, Labels], list[Hashable], list[
     at = used[0] if together else 0
     rest: list[Hashable] = [d for d in range(ndim) if d not in used]
     result = [*rest[:at], *(f"index {j}" for j in range(width)), *rest[at:]]
-    return roles, within, result
+    return roles, {(1, d): d for d in used}, result
 
 
 @operator(_aten.index.Tensor, _aten._unsafe_index.Tensor)
 def _index(call: AtenCall) -> AtenPlan:
-    roles, _, result = _advanced(call)
-    return labelled(call, roles, result, indexed=_index_dims(call), picks=True, wraps=True)
-
-
-def _index_dims(call: AtenCall) -> dict[Path, int]:
-    return {(1, d): d for d, index in enumerate(call.args[1]) if index is not None}
+    roles, indexed, result = _advanced(call)
+    return labelled(call, roles, result, indexed=indexed, picks=True, wraps=True)
 
 
 @operator(
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-    _aten._unsafe_index_put.default,
+    _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default, _aten._unsafe_index_put.default
 )
 def _index_put(call: AtenCall) -> AtenPlan:
-    roles, within, result = _advanced(call)
+    roles, indexed, result = _advanced(call)
     values = call.args[2].shape
     lengths = {label: n for path, labels in roles.items() for label, n in zip(labels, operand(call.args, path).shape)}
     if len(values) > len(result):
@@ -243,9 +181,8 @@ def _index_put(call: AtenCall) -> AtenPlan:
         raise RuntimeError(f"shape mismatch: {text}")
     trailing = result[len(result) - len(values) :]
     roles[(2,)] = [label if n == lengths.get(label, n) else None for label, n in zip(trailing, values, strict=True)]
-    accumulates = bool(call.args[3]) if len(call.args) > 3 else bool(call.kwargs.get("accumulate", False))
-    kind = "sum" if accumulates else None
-    return labelled(call, roles, within, indexed=_index_dims(call), writes=True, accumulates=kind, wraps=True)
+    kind = "sum" if argument(call, 3, "accumulate", False) else None
+    return labelled(call, roles, roles[(0,)], indexed=indexed, writes=True, accumulates=kind, wraps=True)
 
 
 def is_mask(index: object) -> TypeGuard[Tensor]:
@@ -292,27 +229,23 @@ def _index_by_mask(x: Tensor, indices: Indices) -> Tensor:
     return chosen
 
 
-def _put_by_mask(op: OpOverload, x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> Tensor:
-    if not any(is_mask(index) for index in indices):
-        return DECLINED
-    if isinstance(x, ShardTensor) and len(indices) == 1 and values.numel() == 1 and not accumulate:
-        # One value wherever the mask says so: elementwise, with a mask that may be sharded.
-        mask = indices[0]
-        assert mask is not None
-        check_mask(x, 0, mask)
-        for _ in range(x.ndim - mask.ndim):
-            mask = mask.unsqueeze(-1)
-        fill = _aten.masked_fill_.Tensor if is_inplace(op) else _aten.masked_fill.Tensor
-        filled: Tensor = fill(x, mask.bool(), values.reshape(()))
-        return filled
-    written: Tensor = run(op, (x, numbers(op, x, indices), values, accumulate), {})
-    return written
-
-
 def _register_put(op: OpOverload) -> None:
     @register(op)
     def _(x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False, *rest: bool) -> Tensor:
-        return _put_by_mask(op, x, indices, values, accumulate)
+        if not any(is_mask(index) for index in indices):
+            return DECLINED
+        mask = indices[0]
+        if isinstance(x, ShardTensor) and len(indices) == 1 and mask is not None:
+            if values.numel() == 1 and not accumulate:
+                # One value wherever the mask says so: elementwise, with a mask that may be sharded.
+                check_mask(x, 0, mask)
+                for _ in range(x.ndim - mask.ndim):
+                    mask = mask.unsqueeze(-1)
+                fill = _aten.masked_fill_.Tensor if is_inplace(op) else _aten.masked_fill.Tensor
+                filled: Tensor = fill(x, mask.bool(), values.reshape(()))
+                return filled
+        written: Tensor = run(op, (x, numbers(op, x, indices), values, accumulate), {})
+        return written
 
 
 for _op in (_aten.index_put.default, _aten.index_put_.default):

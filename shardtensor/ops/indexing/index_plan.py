@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial
 
 from ..._compat import OpOverload
 from ..._compat.c10d import group_along
@@ -29,7 +29,7 @@ from ...communication.redistribute import redistribute_local, reduce_scatter
 from ...communication.tracing import is_traced
 from ...dispatch.planning import AtenCall, AtenPlan, Path, is_inplace, meta_of
 from ...errors import PLAIN_TARGET
-from ...layout.geometry import Interval, intervals_of
+from ...layout.geometry import intervals_of
 from ...layout.spec import ShardTensorSpec
 from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, Labels, clipped, operand
@@ -95,15 +95,16 @@ def labelled(
                 "index",
                 "shard all operands alike along a dim that is not indexed",
             )
-        placement = call.tensors[first].placements[m] if picks and first in call.tensors else None
-        if isinstance(placement, Partial) and axis.along is None and axis.broadcast is None:
+        placement = layout.specs[first].placements[m]
+        if picks and isinstance(placement, Partial) and axis.along is None and axis.broadcast is None:
             axis.keeps = placement
-    targets = {path: layout.target(path) for path in call.tensors}
+    layouts = {path: layout.target(path) for path in roles}
+    targets = {path: layouts[path] for path in call.tensors}
     if writes and first in targets:
         result = targets[first].replace(meta=meta_of(call.meta))
     else:
         result = layout.result()
-    work: Callable[..., Any] = _IndexWork(layout, indexed or {}, wraps, result)
+    work: Callable[..., Any] = _IndexWork(layout, layouts, indexed or {}, wraps, result)
     inplace = is_inplace(call.func)
     if inplace:
         _check_written(call, layout, targets)
@@ -138,23 +139,28 @@ def _reduced(work: Callable[..., Tensor], partial: ShardTensorSpec, whole: Shard
 def _check_written(call: AtenCall, layout: IndexLayout, targets: Mapping[Path, ShardTensorSpec]) -> None:
     """UnsupportedSharding where what is written to would have to be another tensor."""
     first = layout.first
-    if first in call.tensors:
-        # A replicated tensor may be contributed to.
-        pairs = zip(call.tensors[first].layout, targets[first].layout, strict=True)
-        if all(own == new or (own.placement.is_replicate() and new.placement.is_partial()) for own, new in pairs):
-            return
-    else:
+    if first not in call.tensors:
         raise call.refuse(*PLAIN_TARGET)
-    raise call.refuse(
-        "what is written is sharded otherwise than the tensor it is written to",
-        "use the out-of-place form, or redistribute first",
-    )
+    # A replicated tensor may be contributed to.
+    pairs = zip(call.tensors[first].layout, targets[first].layout, strict=True)
+    if not all(own == new or (own.placement.is_replicate() and new.placement.is_partial()) for own, new in pairs):
+        raise call.refuse(
+            "what is written is sharded otherwise than the tensor it is written to",
+            "use the out-of-place form, or redistribute first",
+        )
 
 
 class _IndexWork:
     """What a rank does with its local tensors."""
 
-    def __init__(self, layout: IndexLayout, indexed: Mapping[Path, int], wraps: bool, result: ShardTensorSpec) -> None:
+    def __init__(
+        self,
+        layout: IndexLayout,
+        layouts: Mapping[Path, ShardTensorSpec],
+        indexed: Mapping[Path, int],
+        wraps: bool,
+        result: ShardTensorSpec,
+    ) -> None:
         self.func, self.roles, self.out, self.first = layout.call.func, layout.roles, list(layout.out), layout.first
         self.writes, self.wraps, self.result = layout.writes, wraps, result
         self.accumulates = layout.accumulates
@@ -162,7 +168,13 @@ class _IndexWork:
         self.shortest = layout.shortest
         self.axes = layout.axes
         self.inplace = is_inplace(self.func)
-        self.narrowings = self._narrowings(layout.call)
+        # What of a plain tensor this rank works on: ``(path, dim, start, stop)``.
+        self.narrowings = [
+            (path, d, *spec.interval(m))
+            for path, spec in layouts.items()
+            for d, m in spec.sharded_dims().items()
+            if path not in layout.call.tensors
+        ]
         # What this rank owns; and the index tensors that index it.
         spec = layout.call.tensors.get(self.first)
         self.own: Own = {}
@@ -176,8 +188,14 @@ class _IndexWork:
         # The value is on the first rank; a plain tensor is on all.
         summed = [m for m, axis in enumerate(self.axes) if axis.along is not None and axis.along[0] not in self.out]
         self.starts_neutral = self.writes and spec is None and any(self.coordinate[m] for m in summed)
-        self.broadcast = [m for m, axis in enumerate(self.axes) if axis.broadcast is not None]
-        self.held = self._held(layout.call)
+        self.broadcast = {m: axis.broadcast for m, axis in enumerate(self.axes) if axis.broadcast is not None}
+        # Which operands are sharded along what is broadcast on a mesh dim, and each rank's interval.
+        self.held = {
+            (path, m): intervals_of(spec.sizes_along(m))
+            for path, spec in layouts.items()
+            for d, m in spec.sharded_dims().items()
+            if m in self.broadcast and self.roles[path][d] == self.broadcast[m][0]
+        }
 
     def _fits_a_shard(self, call: AtenCall, m: int) -> bool:
         """Whether contributions to all ranks are no larger than the shard that they are made of."""
@@ -186,42 +204,12 @@ class _IndexWork:
         largest = max(spec.shape.numel() for spec in parts)
         return call.tensors[self.first].shape.numel() * self.mesh.size(m) <= largest
 
-    def _narrowings(self, call: AtenCall) -> list[tuple[Path, int, int, int]]:
-        """What of a plain tensor this rank works on: ``(path, dim, start, length)``."""
-        result = []
-        for m, axis in enumerate(self.axes):
-            if axis.along is None:
-                continue
-            for path, labels in self.roles.items():
-                if path not in call.tensors and axis.along[0] in labels:
-                    d = list(labels).index(axis.along[0])
-                    sizes = clipped(axis.along[1], operand(call.args, path).shape[d])
-                    a, b = intervals_of(sizes)[self.coordinate[m]]
-                    result.append((path, d, a, b - a))
-        return result
-
-    def _held(self, call: AtenCall) -> dict[tuple[Path, int], tuple[Interval, ...]]:
-        """Which operands are sharded along what is broadcast on a mesh dim, and each rank's interval."""
-        held = {}
-        for m in self.broadcast:
-            axis = self.axes[m]
-            assert axis.broadcast is not None
-            label, sizes = axis.broadcast
-            for path, labels in self.roles.items():
-                spec = call.tensors.get(path)
-                if spec is None or (path == self.first and axis.indexed is not None):
-                    continue
-                along = axis.along is not None and axis.along[0] in labels
-                if isinstance(spec.placements[m], Shard) and label in labels and not along:
-                    held[path, m] = intervals_of(clipped(sizes, spec.shape[list(labels).index(label)]))
-        return held
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         values = _copied(args)
-        for path, d, a, n in self.narrowings:
-            _put(values, path, operand(values, path).narrow(d, a, n))
+        for path, d, a, b in self.narrowings:
+            _put(values, path, operand(values, path).narrow(d, a, b - a))
         if not self.writes:
-            return self._in_blocks(self.broadcast, values, kwargs, self.own)
+            return self._in_blocks([*self.broadcast], values, kwargs, self.own)
         if self.starts_neutral:
             plain = operand(values, self.first)
             _put(values, self.first, torch.full_like(plain, neutral_element(self.accumulates or "sum", plain.dtype)))
@@ -273,7 +261,7 @@ class _IndexWork:
             room = torch.cat([room, row], d)
         values = _copied(values)
         _put(values, self.first, room)
-        self._in_blocks(self.broadcast, values, kwargs, own)
+        self._in_blocks([*self.broadcast], values, kwargs, own)
         for d in own:
             room = room.narrow(d, 0, room.shape[d] - 1)
         return room
@@ -283,7 +271,7 @@ class _IndexWork:
         if not mesh_dims:
             return self._on_own(_copied(values), kwargs, own)
         m = mesh_dims[0]
-        label, sizes = self.axes[m].broadcast  # type: ignore[misc]
+        label, sizes = self.broadcast[m]
         ranks, rank, group = self.mesh.size(m), self.coordinate[m], group_along(self.mesh, m)
         indexed = self.axes[m].indexed is not None
         pieces: list[Tensor] = []
@@ -296,7 +284,7 @@ class _IndexWork:
                     continue
                 d, value = list(labels).index(label), operand(values, path)
                 if (path, m) in self.held:
-                    transfers = plan_intervals(tuple(self.held[path, m]), ((a, b),) * ranks, rank)
+                    transfers = plan_intervals(self.held[path, m], ((a, b),) * ranks, rank)
                     block = Fetch([Axis(d, m, transfers)], self.mesh, value.shape).read(value)[0]
                 else:
                     block = value.narrow(d, a, b - a)

@@ -50,9 +50,8 @@ def _places(line: Tensor, spec: ShardTensorSpec, mesh_dim: int | None) -> tuple[
     places = line.nonzero().squeeze(1)
     if mesh_dim is None:
         return places, (len(places),)
-    return places, tuple(
-        all_gather(torch.tensor(len(places), device=line.device), group_along(spec.mesh, mesh_dim)).tolist()
-    )
+    mine = torch.tensor(len(places), device=line.device)
+    return places, tuple(all_gather(mine, group_along(spec.mesh, mesh_dim)).tolist())
 
 
 def _flattened(x: ShardTensor, start: int, n: int) -> ShardTensor:
@@ -114,16 +113,12 @@ def _masked_select(call: Arguments, input: ShardTensorSpec, mask: ShardTensorSpe
         x, where = x.expand(shape), where.expand(shape)
         if not shape:
             x, where = x.unsqueeze(0), where.unsqueeze(0)
-        return selected(x, 0, where if is_sharded(where) else _laid_out_like(where, x))
+        if not is_sharded(where):
+            spec, own = spec_of(x), as_operand(where, spec_of(x).mesh)
+            where = redistribute_to(own, own._spec.with_layout(spec.for_gradient().layout))
+        return selected(x, 0, where)
 
     return Composed(select)
-
-
-def _laid_out_like(mask: Tensor, x: Tensor) -> ShardTensor:
-    """A replicated mask, sharded as ``x`` is."""
-    spec = spec_of(x)
-    mask = as_operand(mask, spec.mesh)
-    return redistribute_to(mask, spec.for_gradient().replace(meta=mask._spec.tensor_meta))
 
 
 # The shape of the result depends on data, so there is no plan.
@@ -138,14 +133,11 @@ def _nonzero(x: ShardTensor) -> ShardTensor:
         flat = run(_aten.reshape.default, (x, [-1]), {})
     m = flat._spec.sharded_dims().get(0)
     places, counts = _places(flat._local_tensor, flat._spec, m)
-    rest, of_dims = places if m is None else places + flat._spec.interval(m)[0], []
-    for length in reversed(x.shape):
-        of_dims.append(rest % length)
-        rest = rest.div(length, rounding_mode="floor")
+    start = 0 if m is None else flat._spec.interval(m)[0]
     placements = [Shard(0) if i == m else Replicate() for i in range(x.device_mesh.ndim)]
     sizes = {} if m is None else {m: counts}
     shape = (sum(counts), x.ndim)
-    places = torch.stack(of_dims[::-1], 1)
+    places = torch.stack(torch.unravel_index(places + start, x.shape), 1)
     return wrap(places, ShardTensorSpec.make(x.device_mesh, placements, shape, torch.int64, shard_sizes=sizes))
 
 

@@ -14,8 +14,6 @@ from ..common.alignment import broadcast_shape
 from ..shape.view import dim_of
 from .gather import any_sharded, gathered, is_written
 
-__all__: list[str] = []
-
 _aten = torch.ops.aten
 
 

@@ -16,7 +16,7 @@ from ..._compat import TensorMeta, nn_functions
 from ...layout.caches import cached
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
-from ...operators.declaration import Arguments, Composed, Plan, operator
+from ...operators.declaration import Arguments, Plan, operator
 from ..common.alignment import wide_dtype
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -63,8 +63,8 @@ def full_precision(device: str) -> Iterator[Callable[[Any], Any]]:
 # Called from Python below torch.nn.functional, torch's losses do not reduce by default, though they are declared to.
 _REDUCTION_OF_BINDINGS = "none" if torch.kl_div(torch.zeros(2), torch.zeros(2)).ndim else "mean"
 
-# Makes the plan of a loss from its arguments by name (specs for tensors) and its reduction.
-PlanLoss = Callable[[Arguments, dict[str, Any], str], Plan]
+# Makes the plan of a loss from the function, its arguments by name (specs for tensors) and its reduction.
+PlanLoss = Callable[[Callable[..., Tensor], Arguments, dict[str, Any], str], Plan]
 
 
 def loss(
@@ -81,16 +81,13 @@ def loss(
     def decorate(plan: PlanLoss) -> PlanLoss:
         def declare(*spellings: Callable[..., Any], reduction: Any = None) -> None:
             def build(call: Arguments, *args: Any, **kwargs: Any) -> Plan:
-                bound = signature_of_loss.bind(*args, **kwargs)
-                bound.apply_defaults()
-                given = dict(bound.arguments)
-                return plan(call, given, _reduction(function, given))
+                given = dict(zip(own.parameters, args)) | kwargs
+                return plan(function, call, given, _reduction(function, given))
 
             arguments = [
                 p.replace(default=reduction) if p.name == "reduction" and reduction is not None else p
                 for p in own.parameters.values()
             ]
-            signature_of_loss = own.replace(parameters=arguments)
             first = inspect.Parameter("call", inspect.Parameter.POSITIONAL_OR_KEYWORD)
             build.__signature__ = own.replace(parameters=[first, *arguments])  # type: ignore[attr-defined]
             build.__module__ = plan.__module__
@@ -117,24 +114,3 @@ def _reduction(function: Callable[..., Tensor], given: dict[str, Any]) -> str:
     if reduction not in REDUCTIONS and (function, reduction) != (F.kl_div, "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction of {function.__name__}")
     return reduction  # type: ignore[no-any-return]
-
-
-def composed_loss(
-    function: Callable[..., Tensor], *names: str, tensors: str, parameters: str = ""
-) -> Callable[[Callable[[dict[str, Any], str], Any]], Any]:
-    """:func:`loss` for a composition of other operators: the function below it gets the tensors themselves."""
-    wanted = (*tensors.split(), *parameters.split())
-    order = [name for name in inspect.signature(function).parameters if name in wanted]
-
-    def decorate(compute: Callable[[dict[str, Any], str], Any]) -> Any:
-        def plan(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-            def run(*found: Any) -> Any:
-                return compute(given | {n: t for n, t in zip(order, found, strict=True) if t is not None}, reduction)
-
-            return Composed(run)
-
-        plan.__module__ = compute.__module__
-        loss(function, *names, tensors=tensors, parameters=parameters)(plan)
-        return compute
-
-    return decorate

@@ -20,21 +20,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
-from ..._compat import TensorMeta
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce, start_all_reduce
-from ...dispatch.planning import meta_of
 from ...dispatch.tensor import redistribute_to
 from ...errors import refuse
-from ...layout.caches import cached
 from ...layout.spec import ShardTensorSpec
-from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, planned
 from ...operators.plan import picked
 from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype
 from ..common.half import widened
+from ..common.reduce import reduced_spec
 from .base import full_precision, loss, outputs_spec, reduced, scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
@@ -44,24 +41,10 @@ _ELSEWHERE = -(2**62)
 # -- layouts --------------------------------------------------------------------------------------------------------
 
 
-@cached(maxsize=4096)
 def _with_dim(spec: ShardTensorSpec, dim: int, pattern: ShardTensorSpec) -> ShardTensorSpec:
     """The spec with one more dim in front of ``dim``, to have the shape of ``pattern``."""
     placements = [Shard(p.dim + (p.dim >= dim)) if isinstance(p, Shard) else p for p in spec.placements]
     return ShardTensorSpec.of(spec.mesh, placements, pattern.tensor_meta, spec.sizes)
-
-
-@cached(maxsize=4096)
-def _without_dim(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSpec:
-    """The spec without ``dim``; replicated where that was sharded."""
-    placements: list[Any] = []
-    sizes = list(spec.sizes)
-    for m, p in enumerate(spec.placements):
-        if isinstance(p, Shard):
-            p = Shard(p.dim - (p.dim > dim)) if p.dim != dim else Replicate()
-        sizes[m] = sizes[m] if isinstance(p, Shard) else None
-        placements.append(p)
-    return ShardTensorSpec.of(spec.mesh, placements, meta, tuple(sizes))
 
 
 # -- weights of the classes -------------------------------------------------------------------------------------------
@@ -127,6 +110,8 @@ def _without_autocast(
 # -- cross entropy and negative log likelihood ------------------------------------------------------------------------
 
 
+@loss(F.cross_entropy, "cross_entropy_loss", tensors="input target", parameters="weight")
+@loss(F.nll_loss, "nll_loss", "nll_loss_nd", "nll_loss2d", tensors="input target", parameters="weight")
 def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Cross entropy (a log-softmax before the other) or negative log likelihood.
 
@@ -136,7 +121,7 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
     if call.autocast() is not None:
         return _without_autocast(call, function, given, reduction)
     input, target, weight = given["input"], given["target"], given["weight"]
-    meta = meta_of(call.returned(function, **given, reduction="none"))
+    meta = call.returned(function, **given, reduction="none")
     soft = input.shape == target.shape and function is F.cross_entropy
     classes = min(1, len(input.shape) - 1)
     _check_rows(input.shape, target.shape, classes, soft)
@@ -145,7 +130,7 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
     refuse_gathering(call.name, [input], [common])
     call.redistribute("input", common)
     if classes not in common.sharded_dims() and not soft:
-        rows = _without_dim(common, classes, meta)
+        rows = reduced_spec(common, meta, [classes], False, "sum")
         target_spec = rows.replace(meta=target.tensor_meta)
         refuse_gathering(call.name, [target], [target_spec])
         call.redistribute("target", target_spec)
@@ -208,11 +193,10 @@ def _plan_of_logs(
     """The loss of logarithms whose classes are sharded, or of targets that are probabilities. ``dtype`` is its own."""
     classes = min(1, len(logs.shape) - 1)
     m = logs.sharded_dims().get(classes)
-    shape = torch.Size([n for d, n in enumerate(logs.shape) if d != classes])
-    rows = _without_dim(logs, classes, TensorMeta(shape, contiguous_stride(shape), dtype))
-    terms = rows.replace(placements=[Partial() if i == m else p for i, p in enumerate(rows.placements)])
+    meta = call.returned(torch.sum, logs, classes, dtype=dtype)
+    terms = reduced_spec(logs, meta, [classes], False, "sum")  # a Partial where the classes are sharded
     own_weights = _own_weights(_prepare_weights(call, weight, logs, classes))
-    share, count = smoothing / logs.shape[classes], shape.numel()
+    share, count = smoothing / logs.shape[classes], meta.numel()
 
     def soft_loss(logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         weighted = _weighted(logs, own_weights(weight), classes)
@@ -222,7 +206,7 @@ def _plan_of_logs(
         return LocalPlan(soft_loss, outputs_spec(terms, reduction, dtype))
     assert m is not None
     # A number per row, gathered if need be.
-    call.tensors["target"] = rows.replace(meta=target.tensor_meta)
+    call.tensors["target"] = terms.for_gradient().replace(meta=target.tensor_meta)
     here, number = logs.interval(m), logs.shape[classes]
     groups, own_shape = _groups(terms), terms.local_shape()
 
@@ -302,32 +286,22 @@ def _start_total_weight(
     return lambda: reduce(all_reduce, groups[1:], first())
 
 
-@loss(F.cross_entropy, "cross_entropy_loss", tensors="input target", parameters="weight")
-def plan_cross_entropy(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-    """Of class indices, or of probabilities."""
-    return _plan_likelihood(F.cross_entropy, call, given, reduction)
-
-
-@loss(F.nll_loss, "nll_loss", "nll_loss_nd", "nll_loss2d", tensors="input target", parameters="weight")
-def plan_nll_loss(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-    """Of logarithms of probabilities."""
-    return _plan_likelihood(F.nll_loss, call, given, reduction)
-
-
 # -- margins ----------------------------------------------------------------------------------------------------------
 
 
+@loss(F.multi_margin_loss, "multi_margin_loss", tensors="input target", parameters="weight")
+@loss(F.multilabel_margin_loss, "multilabel_margin_loss", tensors="input target")
 def _plan_margins(function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """Margins between all classes of a row, which must not be sharded: see [Note: whole rows] in sorting/sort.py."""
     if call.autocast() is not None:
         return _without_autocast(call, function, given, reduction)
     input, target, weight = given["input"], given["target"], given.get("weight")
-    meta = meta_of(call.returned(function, **given, reduction="none"))
+    meta = call.returned(function, **given, reduction="none")
     classes = len(input.shape) - 1
     per_class = len(target.shape) == len(input.shape)
     like_input = target if per_class else _with_dim(target, classes, input)
     common = free_dims(call.name, common_layout([input, like_input], input.tensor_meta), classes)
-    rows = _without_dim(common, classes, meta)
+    rows = reduced_spec(common, meta, [classes], False, "sum")
     call.tensors["input"] = common
     # A number per row, or per class of it; gathered if need be.
     call.tensors["target"] = (common if per_class else rows).replace(meta=target.tensor_meta)
@@ -347,26 +321,16 @@ def _plan_margins(function: Callable[..., Tensor], call: Arguments, given: dict[
     return plan(compute, outputs_spec(rows, reduction, meta.dtype))
 
 
-@loss(F.multi_margin_loss, "multi_margin_loss", tensors="input target", parameters="weight")
-def plan_multi_margin(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-    """Of one class per row."""
-    return _plan_margins(F.multi_margin_loss, call, given, reduction)
-
-
-@loss(F.multilabel_margin_loss, "multilabel_margin_loss", tensors="input target")
-def plan_multilabel_margin(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-    """Of several classes per row."""
-    return _plan_margins(F.multilabel_margin_loss, call, given, reduction)
-
-
 # -- with a linear layer ----------------------------------------------------------------------------------------------
 
 _OF_LINEAR = "linear_weight linear_bias weight"
 
 
-def plan_linear_cross_entropy(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
+def plan_linear_cross_entropy(
+    function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str
+) -> Plan:
     """Torch's reference: a linear layer, then ``cross_entropy``. With ``options`` torch keeps logits in float32."""
-    call.returned(F.linear_cross_entropy, **{**given, "options": None}, reduction=reduction)
+    call.returned(function, **{**given, "options": None}, reduction=reduction)
     names = [name for name in given if name in ("input", "target", *_OF_LINEAR.split())]
     ignored, smoothing = given["ignore_index"], given["label_smoothing"]
 

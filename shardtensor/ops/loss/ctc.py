@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...dispatch.tensor import ShardTensor
+from ...operators.declaration import Arguments, Composed
 from ...ranks.cuda_graphs import check_not_captured
 from ..common.batch_parallel import Names, by_batch
-from .base import composed_loss, full_precision
+from .base import full_precision, loss
 
 
 def _whole_numbers(value: Any, device: torch.device) -> Tensor:
@@ -36,36 +38,42 @@ def _check_batch(given: dict[str, Any], batch: int) -> None:
         raise RuntimeError(f"targets of shape {tuple(targets.shape)} are not of size {batch} at dimension 0")
 
 
-@composed_loss(F.ctc_loss, tensors="log_probs", parameters="targets input_lengths target_lengths")
-def ctc_loss(given: dict[str, Any], reduction: str) -> Any:
-    logs, targets = given["log_probs"], given["targets"]
-    check_not_captured("ctc_loss", logs.device)
-    mesh = logs.device_mesh
-    batched = logs.ndim == 3
-    _check_batch(given, logs.shape[1] if batched else 1)
-    inputs, lengths = (_whole_numbers(given[k], logs.device).reshape(-1) for k in ("input_lengths", "target_lengths"))
-    if not batched:
-        logs, targets = logs.unsqueeze(1), targets.unsqueeze(0)
-    if targets.ndim == 1:
-        # One after the other: side by side, so that each entry of the batch has a row.
-        numbers = _whole_numbers(targets, logs.device)
-        longest = int(lengths.max()) if lengths.numel() else 0
-        there = torch.arange(longest, device=lengths.device) < lengths[:, None]
-        targets = numbers.new_zeros(there.shape).masked_scatter(there, numbers)
-    elif not isinstance(targets, ShardTensor):
-        targets = targets.to(logs.device)
+@loss(F.ctc_loss, tensors="log_probs", parameters="targets input_lengths target_lengths")
+def plan_ctc(function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Composed:
+    names = ("log_probs", "targets", "input_lengths", "target_lengths")
 
-    def loss_of(logs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor) -> Tensor:
-        return F.ctc_loss(logs, targets, inputs, lengths, given["blank"], "none", given["zero_infinity"])
+    def ctc_loss(*tensors: Any) -> Any:
+        found = given | {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
+        logs, targets = found["log_probs"], found["targets"]
+        check_not_captured("ctc_loss", logs.device)
+        mesh = logs.device_mesh
+        batched = logs.ndim == 3
+        _check_batch(found, logs.shape[1] if batched else 1)
+        inputs, lengths = (_whole_numbers(found[name], logs.device).reshape(-1) for name in names[2:])
+        if not batched:
+            logs, targets = logs.unsqueeze(1), targets.unsqueeze(0)
+        if targets.ndim == 1:
+            # One after the other: side by side, so that each entry of the batch has a row.
+            numbers = _whole_numbers(targets, logs.device)
+            longest = int(lengths.max()) if lengths.numel() else 0
+            there = torch.arange(longest, device=lengths.device) < lengths[:, None]
+            targets = numbers.new_zeros(there.shape).masked_scatter(there, numbers)
+        elif not isinstance(targets, ShardTensor):
+            targets = targets.to(logs.device)
 
-    with full_precision(mesh.device_type) as cast:
-        operands: list[tuple[Any, Names]] = [
-            (cast(logs), [None, "batch", None]),
-            (targets, ["batch", None]),
-            (inputs, ["batch"]),
-            (lengths, ["batch"]),
-        ]
-        (loss,) = by_batch("ctc_loss", loss_of, operands, [(lengths.shape, ["batch"])])
-        if reduction == "mean":
-            return (loss / lengths.clamp(min=1).to(loss.device, loss.dtype)).mean()
-        return loss.sum() if reduction == "sum" else loss if batched else loss.squeeze(0)
+        def loss_of(logs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor) -> Tensor:
+            return F.ctc_loss(logs, targets, inputs, lengths, given["blank"], "none", given["zero_infinity"])
+
+        with full_precision(mesh.device_type) as cast:
+            operands: list[tuple[Any, Names]] = [
+                (cast(logs), [None, "batch", None]),
+                (targets, ["batch", None]),
+                (inputs, ["batch"]),
+                (lengths, ["batch"]),
+            ]
+            (terms,) = by_batch("ctc_loss", loss_of, operands, [(lengths.shape, ["batch"])])
+            if reduction == "mean":
+                return (terms / lengths.clamp(min=1).to(terms.device, terms.dtype)).mean()
+            return terms.sum() if reduction == "sum" else terms if batched else terms.squeeze(0)
+
+    return Composed(ctc_loss)

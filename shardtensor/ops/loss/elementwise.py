@@ -3,7 +3,6 @@
 Each rank computes the terms of its shard with torch's own function, sums them, and divides by the *global* count or
 weight: the result is a Partial(sum) scalar, reduced when it is needed. Targets and weights whose layout is not the
 input's are brought to it; plain ones count as replicated and are sharded locally.
-
 Losses that torch composes of other operators, like ``cosine_embedding_loss``, need nothing here.
 """
 
@@ -13,17 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import untraced
 from ...dispatch.planning import meta_of
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.spec import ShardTensorSpec
+from ...operators.arguments import autocast_dtype
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
-from .base import composed_loss, loss, outputs_spec
+from .base import loss, outputs_spec, reduced
 
 # Each with its tensor arguments.
 _ELEMENTWISE: dict[Callable[..., Tensor], str] = {
@@ -41,14 +39,9 @@ _ELEMENTWISE: dict[Callable[..., Tensor], str] = {
 }
 
 
-def _plan_elementwise(
-    function: Callable[..., Tensor],
-    names: Sequence[str],
-    call: Arguments,
-    given: dict[str, Any],
-    reduction: str,
-) -> Plan:
+def _plan_elementwise(function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
     """A loss whose terms depend on one element of each operand. Weights do not count for the terms' shape."""
+    names = _ELEMENTWISE[function].split()
     specs = {name: given[name] for name in names if given.get(name) is not None}
     options = {name: value for name, value in given.items() if name not in names}
     if "weight" in specs and reduction == "mean" and function in (F.mse_loss, F.l1_loss):
@@ -66,49 +59,31 @@ def _plan_elementwise(
         refuse_gathering(call.name, [own], [target])
         expanded = None if name.endswith("weight") else spec.own_shape
         call.prepare_locally(name, partial(_operand, target, spec, expanded))
-    dtype = meta.dtype if call.autocast() is None else _dtype_under_autocast(call, function, specs, options)
-    compute = _local_loss(function, names, options, reduction, dtype, count)
-    return LocalPlan(compute, outputs_spec(spec, reduction, dtype))
+    dtype = meta.dtype
+    if call.autocast() is not None:
 
+        def terms(*operands: Tensor) -> Tensor:
+            return function(**dict(zip(specs, operands, strict=True)), **options, reduction="none")
 
-def _local_loss(
-    function: Callable[..., Tensor],
-    names: Sequence[str],
-    options: Mapping[str, Any],
-    reduction: str,
-    dtype: torch.dtype,
-    count: int,
-) -> Callable[..., Tensor]:
-    """This rank's terms, or their contribution to the loss."""
-    # In float32 at least: a mean of half precision numbers must not overflow on its way.
-    wide = wide_dtype(dtype)
-    at_once = "none" if reduction == "none" or wide != dtype else "sum"
+        dtypes = [spec.tensor_meta.dtype for spec in specs.values()]
+        dtype = autocast_dtype(terms, [[1]] * len(specs), dtypes, call.device)
+    at_once = reduction != "none" and wide_dtype(dtype) == dtype
 
     def compute(*operands: Tensor | None) -> Tensor:
         named = {name: t for name, t in zip(names, operands, strict=True) if t is not None}
-        value = function(**named, **options, reduction=at_once)
-        if reduction == "none":
-            return value
-        value = value if at_once == "sum" else value.sum(dtype=wide)
+        value = function(**named, **options, reduction="sum" if at_once else "none")
+        if not at_once:
+            return reduced(value, reduction, count)
         value = value / count if reduction == "mean" else value
         return value if value.dtype == dtype else value.to(dtype)
 
-    return compute
+    return LocalPlan(compute, outputs_spec(spec, reduction, dtype))
 
 
 def _operand(target: ShardTensorSpec, out: ShardTensorSpec, shape: Sequence[int] | None, t: ShardTensor) -> Tensor:
     """The local part of an operand, for terms with spec ``out``; expanded to ``shape`` if that is given."""
     local = local_part(redistribute_to(t, target), out)
     return local if shape is None or local.shape == shape else local.expand(shape)
-
-
-def _dtype_under_autocast(
-    call: Arguments, function: Callable[..., Tensor], specs: Mapping[str, ShardTensorSpec], options: Mapping[str, Any]
-) -> torch.dtype:
-    # Asked of torch on single elements: which losses autocast casts differs by device and version.
-    with torch.no_grad(), untraced():
-        ones = {name: torch.ones(1, dtype=s.tensor_meta.dtype, device=call.device) for name, s in specs.items()}
-        return function(**ones, **options, reduction="none").dtype
 
 
 def _weighted_mean(
@@ -121,27 +96,24 @@ def _weighted_mean(
     return patched(**named, **options, reduction="sum") / named["weight"].sum()
 
 
-def _declare(function: Callable[..., Tensor], tensors: str) -> None:
-    names = tensors.split()
-
-    @loss(function, function.__name__, tensors=tensors)
-    def plan_loss(call: Arguments, given: dict[str, Any], reduction: str) -> Plan:
-        return _plan_elementwise(function, names, call, given, reduction)
-
-
 for _function, _tensors in _ELEMENTWISE.items():
-    _declare(_function, _tensors)
+    loss(_function, _function.__name__, tensors=_tensors)(_plan_elementwise)
 
 
 # -- composed ---------------------------------------------------------------------------------------------------------
 
 
-@composed_loss(F.multilabel_soft_margin_loss, tensors="input target weight")
-def multilabel_soft_margin(given: dict[str, Any], reduction: str) -> Any:
+@loss(F.multilabel_soft_margin_loss, tensors="input target weight")
+def _plan_multilabel_soft_margin(
+    function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str
+) -> Composed:
     """Torch's own composition; its ``logsigmoid`` has no distributed form below autograd."""
-    x, y, weight = given["input"], given["target"], given["weight"]
-    loss = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
-    if weight is not None:
-        loss = loss * weight
-    loss = loss.sum(x.ndim - 1) / x.shape[x.ndim - 1]
-    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+    def multilabel_soft_margin(x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        terms = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
+        if weight is not None:
+            terms = terms * weight
+        terms = terms.sum(x.ndim - 1) / x.shape[x.ndim - 1]
+        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
+
+    return Composed(multilabel_soft_margin)

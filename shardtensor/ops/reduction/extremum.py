@@ -1,4 +1,4 @@
-"""Extremes and their positions: ``max``, ``min``, ``amax``, ``amin``, ``aminmax``, ``argmax``, ``argmin``.
+"""Extremes along a dim, and positions: ``max``, ``min``, ``aminmax``, ``argmax``, ``argmin``. Others are reductions.
 
 [Note: positions] Indices are global. Among equal values the first one wins, as it does on one device: the ranks agree
 on the extreme by one all-reduce, and on the smallest index that holds it by another.
@@ -20,20 +20,8 @@ from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, Operand, operator
 from ..common.pick import plain_tuple, plan_picking
 from ..common.reduce import check_dtype, mesh_dims_of, neutral_element, reduced_dims, reduced_spec
-from .reductions import reduction_plan
 
 _aten = torch.ops.aten
-
-
-@operator(_aten.amax.default, _aten.amin.default)
-def plan_amax(call: AtenCall) -> AtenPlan:
-    op = "max" if call.func == _aten.amax.default else "min"
-    return reduction_plan(call, argument(call, 1, "dim", ()), argument(call, 2, "keepdim", False), op)
-
-
-@operator(_aten.max.default, _aten.min.default)
-def plan_max_of_all(call: AtenCall) -> AtenPlan:
-    return reduction_plan(call, None, False, "max" if call.func == _aten.max.default else "min")
 
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -56,26 +44,29 @@ def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
     return value, torch.full(shape, _NOWHERE, dtype=torch.int64, device=x.device)
 
 
-@operator(_aten.argmax.default, _aten.argmin.default)
-def plan_argmax(call: AtenCall) -> AtenPlan:
+@operator(_aten.argmax.default, _aten.argmin.default, _aten.max.dim, _aten.min.dim)
+def plan_position(call: AtenCall) -> AtenPlan:
+    """The position of an extreme, of all elements or along a dim; of ``max`` and ``min`` with the extreme itself."""
+    func, position_only = call.func, isinstance(call.meta, Tensor)
     spec = call.reduced()[(0,)]
     dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
     dims = reduced_dims(dim, len(spec.shape))
-    out = reduced_spec(spec, call.meta, dims, keepdim, "sum").for_gradient()
-    over = mesh_dims_of(spec, dims)
+    metas = [call.meta] if position_only else call.meta
+    outputs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in metas]
+    returned, over = outputs[0] if position_only else outputs, mesh_dims_of(spec, dims)
     if not over:
-        return call.plan(out, {(0,): spec})
+        return call.plan(returned, {(0,): spec}, call=None if position_only else plain_tuple(func))
     check_dtype(call)
-    op = "max" if call.func == _aten.argmax.default else "min"
+    op = "max" if func in (_aten.argmax.default, _aten.max.dim) else "min"
+    along = getattr(_aten, op).dim
     starts = [0] * len(spec.shape)
     for d, m in spec.sharded_dims().items():
         starts[d] = spec.interval(m)[0] if d in dims else 0
     strides = contiguous_stride(spec.shape)
     row = [1 if d in dims else n for d, n in enumerate(spec.local_shape())]
-    shape, empty = out.local_shape(), any(spec.local_shape()[d] == 0 for d in dims)
-    func = call.func
+    shape, empty = outputs[0].local_shape(), any(spec.local_shape()[d] == 0 for d in dims)
 
-    def compute(x: Tensor, *_: object, **__: object) -> Tensor:
+    def compute(x: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor, Tensor]:
         if empty:
             value, index = _nothing(x, row, op)
         elif dim is None:
@@ -84,46 +75,19 @@ def plan_argmax(call: AtenCall) -> AtenPlan:
             places = torch.unravel_index(index, x.shape)
             index = sum(((i + a) * s for i, a, s in zip(places, starts, strides, strict=True)), 0 * index).reshape(row)
         else:
-            index = func(x, dims[0], True)
-            value = x.gather(dims[0], index)
+            value, index = along(x, dims[0], True)
             index = index + starts[dims[0]]
-        return _agreed(value, index, spec, over, op)[1].reshape(shape)
-
-    return call.plan(out, {(0,): spec}, call=compute)
-
-
-@operator(_aten.max.dim, _aten.min.dim)
-def plan_max_along(call: AtenCall) -> AtenPlan:
-    spec = call.reduced()[(0,)]
-    dims = reduced_dims(call.args[1], len(spec.shape))
-    keepdim = argument(call, 2, "keepdim", False)
-    outputs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in call.meta]
-    over = mesh_dims_of(spec, dims)
-    if not over:
-        return call.plan(outputs, {(0,): spec}, call=plain_tuple(call.func))
-    check_dtype(call)
-    op, dim, func = "max" if call.func == _aten.max.dim else "min", dims[0], call.func
-    start, _ = spec.interval(over[0])
-    row = [1 if d == dim else n for d, n in enumerate(spec.local_shape())]
-
-    def compute(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        if x.shape[dim]:
-            value, index = func(x, dim, True)
-            index = index + start
-        else:
-            value, index = _nothing(x, row, op)
         value, index = _agreed(value, index, spec, over, op)
-        return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+        return index.reshape(shape) if position_only else (value.reshape(shape), index.reshape(shape))
 
-    return call.plan(outputs, {(0,): spec}, call=compute)
+    return call.plan(returned, {(0,): spec}, call=compute)
 
 
 @operator(_aten.aminmax.default)
 def plan_aminmax(call: AtenCall) -> AtenPlan:
     """Two Partials, reduced when they are needed."""
     spec = call.reduced()[(0,)]
-    dim, keepdim = call.kwargs.get("dim"), call.kwargs.get("keepdim", False)
-    dims = reduced_dims(dim, len(spec.shape))
+    dims, keepdim = reduced_dims(call.kwargs.get("dim"), len(spec.shape)), call.kwargs.get("keepdim", False)
     outputs = [reduced_spec(spec, meta, dims, keepdim, op) for meta, op in zip(call.meta, ("min", "max"), strict=True)]
     check_dtype(call)
     empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
@@ -136,23 +100,16 @@ def plan_aminmax(call: AtenCall) -> AtenPlan:
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-def _declare(name: str) -> None:
-    op = getattr(_aten, name).dim
-
-    @operator(getattr(torch, name), getattr(Tensor, name), tensors="input")
-    def plan_extremum(
-        call: Arguments,
-        input: ShardTensorSpec,
-        dim: int | Operand | None = None,
-        keepdim: bool = False,
-        *,
-        other: Operand | None = None,
-    ) -> Composed:
-        """Along a dim. Of all elements, and of two tensors, the aten operators have plans."""
-        if not isinstance(dim, int) or other is not None:
-            return DECLINED
-        return plan_picking(name, op, input, dim, keepdim)
-
-
-_declare("max")
-_declare("min")
+@operator(torch.max, Tensor.max, torch.min, Tensor.min, tensors="input")
+def plan_extremum(
+    call: Arguments,
+    input: ShardTensorSpec,
+    dim: int | Operand | None = None,
+    keepdim: bool = False,
+    *,
+    other: Operand | None = None,
+) -> Composed:
+    """Along a dim. Of all elements, and of two tensors, the aten operators have plans."""
+    if not isinstance(dim, int) or other is not None:
+        return DECLINED
+    return plan_picking(call.name, getattr(_aten, call.name).dim, input, dim, keepdim)

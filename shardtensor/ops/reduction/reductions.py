@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import OpOverload
 from ...dispatch import planning
 from ...dispatch.planning import AtenCall, argument
 from ...dispatch.registry import DECLINED
@@ -69,22 +70,37 @@ def reduction_plan(
     return call.plan(out, {(0,): spec}, call=local)
 
 
-@operator(_aten.sum.default, _aten.sum.dim_IntList)
-def plan_sum_below(call: AtenCall) -> planning.AtenPlan:
-    return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum")
+# What the ranks' contributions are reduced by.
+_OPS: dict[OpOverload, str] = {
+    _aten.sum.default: "sum",
+    _aten.sum.dim_IntList: "sum",
+    _aten.nansum.default: "sum",
+    _aten.count_nonzero.default: "sum",
+    _aten.count_nonzero.dim_IntList: "sum",
+    _aten.prod.default: "product",
+    _aten.prod.dim_int: "product",
+    _aten.amax.default: "max",
+    _aten.amin.default: "min",
+    _aten.max.default: "max",
+    _aten.min.default: "min",
+    _aten.any.default: "max",
+    _aten.any.dim: "max",
+    _aten.any.dims: "max",
+    _aten.all.default: "min",
+    _aten.all.dim: "min",
+    _aten.all.dims: "min",
+    _aten._is_any_true.default: "max",
+    _aten._is_all_true.default: "min",
+}
 
 
-@operator(_aten.nansum.default)
-def plan_nansum(call: AtenCall) -> planning.AtenPlan:
-    # NaN in a Partial is none in the sum.
-    return reduction_plan(
-        call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "sum", of_partial=False
-    )
-
-
-@operator(_aten.count_nonzero.default, _aten.count_nonzero.dim_IntList)
-def plan_count_nonzero(call: AtenCall) -> planning.AtenPlan:
-    return reduction_plan(call, argument(call, 1, "dim", None), False, "sum", of_partial=False)
+@operator(*_OPS)
+def plan_reduction(call: AtenCall) -> planning.AtenPlan:
+    """Of all elements, or along dims, by torch's own operator on each rank."""
+    dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
+    # What counts or leaves out elements has to see the sum: NaN in a Partial is none in it.
+    of_partial = call.func in (_aten.sum.default, _aten.sum.dim_IntList)
+    return reduction_plan(call, dim, keepdim, _OPS[call.func], of_partial=of_partial)
 
 
 @operator(_aten.mean.default, _aten.mean.dim)
@@ -99,23 +115,6 @@ def plan_mean_below(call: AtenCall) -> planning.AtenPlan:
     return reduction_plan(call, dims, keepdim, "sum", lambda x, *_, **__: mean(x))
 
 
-@operator(_aten.prod.default, _aten.prod.dim_int)
-def plan_prod_below(call: AtenCall) -> planning.AtenPlan:
-    return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), "product")
-
-
-@operator(_aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims)
-def plan_any_or_all(call: AtenCall) -> planning.AtenPlan:
-    op = "max" if call.func._schema.name == "aten::any" else "min"
-    return reduction_plan(call, argument(call, 1, "dim", None), argument(call, 2, "keepdim", False), op)
-
-
-@operator(_aten._is_all_true.default, _aten._is_any_true.default)
-def plan_truth(call: AtenCall) -> planning.AtenPlan:
-    """Of all elements, or of any."""
-    return reduction_plan(call, None, False, "min" if call.func == _aten._is_all_true.default else "max")
-
-
 def _local_mean(dims: list[int], keepdim: bool, count: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """A rank's contribution to a mean over ``count`` elements."""
     wide = wide_dtype(dtype)
@@ -125,15 +124,17 @@ def _local_mean(dims: list[int], keepdim: bool, count: int, dtype: torch.dtype) 
 # -- sum and mean above autograd: their gradient is expanded to the shard, never to the global tensor ------------------
 
 
-def _plan_sum_or_mean(
+@operator(torch.sum, Tensor.sum, torch.mean, Tensor.mean, tensors="input", partial="input")
+def plan_sum_or_mean(
     call: Arguments,
-    function: Callable[..., Tensor],
     input: ShardTensorSpec,
-    dim: int | Sequence[int] | None,
-    keepdim: bool,
-    dtype: torch.dtype | None,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> LocalPlan:
     """Autograd differentiates the local work: it expands the gradient, which is replicated where the sum is Partial."""
+    function: Callable[..., Tensor] = getattr(torch, call.name)
     dims = reduced_dims(dim, len(input.shape))
     dtype = kernel_dtype(call, function, input, dtype=dtype)
     if any(input.placements[m].reduce_op != "sum" for m in input.partial_mesh_dims()):  # type: ignore[attr-defined]
@@ -144,34 +145,6 @@ def _plan_sum_or_mean(
         return LocalPlan(_local_mean(dims, keepdim, count_along(input, dims), dtype), out)
     held = out.held_dtype
     return LocalPlan(lambda x: function(x, dims, keepdim, dtype=held), out)
-
-
-@operator(torch.sum, Tensor.sum, tensors="input", partial="input")
-def plan_sum(
-    call: Arguments,
-    input: ShardTensorSpec,
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    axis: int | Sequence[int] | None = None,
-) -> LocalPlan:
-    """``torch.sum``."""
-    return _plan_sum_or_mean(call, torch.sum, input, dim if axis is None else axis, keepdim, dtype)
-
-
-@operator(torch.mean, Tensor.mean, tensors="input", partial="input")
-def plan_mean(
-    call: Arguments,
-    input: ShardTensorSpec,
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    axis: int | Sequence[int] | None = None,
-) -> LocalPlan:
-    """``torch.mean``."""
-    return _plan_sum_or_mean(call, torch.mean, input, dim if axis is None else axis, keepdim, dtype)
 
 
 # -- prod above autograd: torch's formula would flatten the shards -----------------------------------------------------

@@ -78,10 +78,10 @@ def plan_scan(call: AtenCall) -> AtenPlan:
     return call.plan(out, {(0,): spec}, call=lambda x, *_, **__: _scanned(x, spec, dim, kind, dtype, False))
 
 
-def _scan(x: ShardTensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
-    spec = x._spec
+def _scan(x: Tensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
+    spec: ShardTensorSpec = x._spec  # type: ignore[attr-defined]
     out = spec.with_dtype(dtype)
-    return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)
+    return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)  # type: ignore[attr-defined]
 
 
 class _CumulativeSum(AutogradFunction):
@@ -99,89 +99,74 @@ class _CumulativeSum(AutogradFunction):
         return _CumulativeSum.apply(grad, ctx.dim, dtype, not ctx.reverse), None, None, None
 
 
-class _CumulativeProduct(AutogradFunction):
+class _DifferentiatedOnce(AutogradFunction):
+    """The other scans. Their gradients are scans from the other end, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, dim: int, dtype: torch.dtype, kind: str) -> Any:
+        out = _scan(x, dim, kind, dtype)
+        ctx.spec, ctx.dim, ctx.kind = x._spec, dim, kind
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        gradient: Callable[..., Tensor] = _of_product if ctx.kind == "product" else _of_logsumexp
+        result = gradient(*ctx.saved_tensors, as_gradient(grad, ctx.spec), ctx.dim)
+        return result.to(ctx.spec.tensor_meta.dtype), None, None, None
+
+
+def _of_product(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
     """Exact with zeros: behind the first zero of a row nothing has a gradient, at it the others' products count."""
+    dtype = out.dtype
 
-    @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dim: int, dtype: torch.dtype) -> Any:
-        out = _scan(x, dim, "product", dtype)
-        ctx.spec, ctx.dim, ctx.dtype = x._spec, dim, dtype
-        ctx.save_for_backward(x, out)
-        return out
+    def from_the_end(t: Tensor) -> ShardTensor:
+        return _scan(t, dim, "sum", dtype, reverse=True)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:
-        x, out = ctx.saved_tensors
-        grad, x, dim, dtype = as_gradient(grad, ctx.spec), x.to(ctx.dtype), ctx.dim, ctx.dtype
-
-        def from_the_end(t: ShardTensor) -> ShardTensor:
-            return _scan(t, dim, "sum", dtype, reverse=True)
-
-        zero = x == 0
-        zeros = _scan(zero, dim, "sum", torch.int64)  # up to each element
-        first = zero & (zeros == 1)
-        others = x.masked_fill(first, 1)
-        at_first = from_the_end(grad * _scan(others, dim, "product", dtype).conj())
-        before = from_the_end(grad * out.conj()) / others.conj()
-        result = torch.where(zeros == 0, before, torch.where(first, at_first, torch.zeros_like(before)))
-        return result.to(ctx.spec.tensor_meta.dtype), None, None
+    x = x.to(dtype)
+    zero = x == 0
+    zeros = _scan(zero, dim, "sum", torch.int64)  # up to each element
+    first = zero & (zeros == 1)
+    others = x.masked_fill(first, 1)
+    at_first = from_the_end(grad * _scan(others, dim, "product", dtype).conj())
+    before = from_the_end(grad * out.conj()) / others.conj()
+    return torch.where(zeros == 0, before, torch.where(first, at_first, torch.zeros_like(before)))
 
 
-class _LogCumulativeSumExp(AutogradFunction):
-    """The gradient is a scan from the other end, too, of positive and negative parts in logarithms."""
+def _of_logsumexp(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
+    """Of positive and negative parts, in logarithms."""
+    lowest = torch.finfo(x.dtype).min
 
-    @staticmethod
-    def forward(ctx: Any, x: ShardTensor, dim: int) -> Any:
-        out = _scan(x, dim, "logsumexp", x.dtype)
-        ctx.spec, ctx.dim = x._spec, dim
-        ctx.save_for_backward(x, out)
-        return out
+    def part(positive: Tensor) -> Tensor:
+        # As torch has it, down to the NaN where a result is -inf.
+        exponent = positive.log().clamp(min=lowest) - out
+        total: Tensor = _scan(exponent, dim, "logsumexp", x.dtype, reverse=True) + x
+        return total.exp()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:
-        x, out = ctx.saved_tensors
-        grad = as_gradient(grad, ctx.spec)
-
-        lowest = torch.finfo(x.dtype).min
-
-        def part(positive: ShardTensor) -> Tensor:
-            # As torch has it, down to the NaN where a result is -inf.
-            exponent = positive.log().clamp(min=lowest) - out
-            total: Tensor = _scan(exponent, ctx.dim, "logsumexp", x.dtype, reverse=True) + x
-            return total.exp()
-
-        return part(grad.clamp(min=0)) - part((-grad).clamp(min=0)), None
+    return part(grad.clamp(min=0)) - part((-grad).clamp(min=0))
 
 
-@operator(torch.cumsum, Tensor.cumsum, tensors="input")
-def plan_cumsum(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Composed:
-    """``torch.cumsum``."""
+@operator(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, tensors="input")
+def plan_sum_or_product(
+    call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None
+) -> Composed:
     if not input.shape:
         return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
-    dtype = kernel_dtype(call, torch.cumsum, input, along, dtype=dtype)
-    return Composed(lambda x: _CumulativeSum.apply(x, along, dtype, False))
-
-
-@operator(torch.cumprod, Tensor.cumprod, tensors="input")
-def plan_cumprod(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Composed:
-    """``torch.cumprod``."""
-    if not input.shape:
-        return DECLINED
-    (along,) = reduced_dims(dim, len(input.shape))
-    dtype = kernel_dtype(call, torch.cumprod, input, along, dtype=dtype)
-    return Composed(lambda x: _CumulativeProduct.apply(x, along, dtype))
+    dtype = kernel_dtype(call, getattr(torch, call.name), input, along, dtype=dtype)
+    if call.name == "cumsum":
+        return Composed(lambda x: _CumulativeSum.apply(x, along, dtype, False))
+    return Composed(lambda x: _DifferentiatedOnce.apply(x, along, dtype, "product"))
 
 
 @operator(torch.logcumsumexp, Tensor.logcumsumexp, tensors="input")
 def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
-    """``torch.logcumsumexp``; that of complex numbers is differentiated by torch's formula."""
+    """That of complex numbers is differentiated by torch's formula."""
     if not input.shape or not input.tensor_meta.dtype.is_floating_point:
         return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
-    return Composed(lambda x: _LogCumulativeSumExp.apply(x, along))
+    return Composed(lambda x: _DifferentiatedOnce.apply(x, along, x.dtype, "logsumexp"))
 
 
 # -- cumulative extremes ----------------------------------------------------------------------------------------------
@@ -224,13 +209,6 @@ def plan_extreme_scan(call: AtenCall) -> AtenPlan:
     return call.plan(outputs, {(0,): spec}, call=compute)
 
 
-@operator(torch.cummax, Tensor.cummax, tensors="input")
-def plan_cummax(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
-    """``torch.cummax``."""
-    return plan_picking("cummax", _aten.cummax.default, input, dim, None)
-
-
-@operator(torch.cummin, Tensor.cummin, tensors="input")
-def plan_cummin(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
-    """``torch.cummin``."""
-    return plan_picking("cummin", _aten.cummin.default, input, dim, None)
+@operator(torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin, tensors="input")
+def plan_cumulative_extreme(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
+    return plan_picking(call.name, getattr(_aten, call.name).default, input, dim, None)

@@ -24,8 +24,6 @@ from ...operators.declaration import Arguments, Composed, operator
 from .blocks import Assembly
 from .view import carry, wrap_dim
 
-__all__ = ["joined_sizes"]
-
 _aten = torch.ops.aten
 
 # -- geometry ---------------------------------------------------------------------------------------------
@@ -104,9 +102,8 @@ def _join(call: AtenCall) -> AtenPlan:
         return _along_sharded(call, pattern, targets, joined, dim, m)
     dims = {d: d + (stacks and d >= dim) for d in range(ndim - stacks)}
     out, function = carry(call, pattern, call.meta, dims), torch.stack if stacks else torch.cat
-    if len(targets) == len(call.args[0]):
-        if len(joined) == len(targets):
-            return call.plan(out, targets, call=lambda tensors, *_, **__: function(tensors, dim))
+    if len(joined) == len(targets) == len(call.args[0]):
+        return call.plan(out, targets, call=lambda tensors, *_, **__: function(tensors, dim))
     parts = _own_parts(call, pattern, joined, None)
     return call.plan(out, targets, call=lambda tensors, *_, **__: function([part(tensors) for part in parts], dim))
 
@@ -134,7 +131,8 @@ def _along_sharded(
     shapes = []
     for i, (n, own), at in zip(joined, pieces, boundaries_of([n for n, _ in pieces])):
         if own is None:  # every rank has what it needs of it
-            owned.append([_or_empty(intersect(each, (at, at + n))) for each in need])
+            common = (intersect(each, (at, at + n)) for each in need)
+            owned.append([each if length(each) else (0, 0) for each in common])
             a, b = owned[-1][rank]
             narrowed[i] = (a - at if b > a else 0, b - a)
         else:
@@ -192,10 +190,6 @@ def _pattern(specs: Sequence[ShardTensorSpec]) -> ShardTensorSpec:
         if found is not None:
             pattern = pattern.with_axes({m: found})
     return pattern
-
-
-def _or_empty(interval: Interval) -> Interval:
-    return interval if length(interval) else (0, 0)
 
 
 def _operand_layout(spec: ShardTensorSpec, pattern: ShardTensorSpec, dim: int, m: int | None) -> ShardTensorSpec:

@@ -14,17 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
+from ...dispatch.planning import AtenCall, AtenPlan, argument, is_inplace, meta_of
 from ...dispatch.registry import DECLINED
 from ...layout.geometry import intersect, map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from .slice import boundary_of_slice, sizes_before_slice
+from .slice import boundary_of_slice, own_interval, sizes_before_slice
 from .slice_sources import record_source, source_of
 from .view import wrap_dim
-
-__all__: list[str] = []
 
 _aten = torch.ops.aten
 
@@ -62,7 +60,7 @@ def _diagonal(call: AtenCall) -> AtenPlan:
     if any(d in sharded for d in dims):
         part = _taken_from(spec.for_gradient(), out.tensor_meta, offset, dims)
         record_source(("diagonal", offset, *dims), spec, part)
-    a, b = ((0, spec.shape[d]) if d not in sharded else spec.interval(sharded[d]) for d in dims)
+    a, b = (own_interval(spec, d) for d in dims)
     local_offset = offset + a[0] - b[0]
     if not all(d in sharded for d in dims):
         return AtenPlan(out, call=lambda x, *_, **__: x.diagonal(local_offset, *dims))
@@ -79,12 +77,20 @@ def _diagonal(call: AtenCall) -> AtenPlan:
             entries.narrow(-1, max(start, 0) - first, found.shape[-1]).copy_(found)
         return entries
 
-    return AtenPlan(out, [((0,), spec, spec)], call=compute)  # with an input that moves: it is a copy
+    return AtenPlan(out, call=compute, call_moves=True)
 
 
-def _embedded(call: AtenCall, grad: ShardTensorSpec, offset: int, dims: Sequence[int]) -> AtenPlan:
-    """Zeros of the result's shape with ``grad`` on a diagonal."""
+@operator(_aten.diagonal_backward.default, _aten.diag_embed.default)
+def _embedded(call: AtenCall) -> AtenPlan:
+    """Zeros of the result's shape with the tensor on a diagonal."""
+    if call.func == _aten.diag_embed.default:
+        grad, offset = call.specs[0], argument(call, 1, "offset", 0)
+        given = [argument(call, i, f"dim{i - 1}", i - 4) for i in (2, 3)]
+    else:
+        grad = call.reduced()[(0,)]
+        offset, *given = call.args[2:]
     shape, last = call.meta.shape, len(grad.shape) - 1
+    dims = [wrap_dim(d, len(shape)) for d in given]
     source = source_of(("diagonal", offset, *dims), shape, grad)
     out = None if source is None else source.for_gradient().replace(meta=meta_of(call.meta))
     if out is None or not _taken_from(out, grad.tensor_meta, offset, dims).lies_like(grad):
@@ -98,8 +104,7 @@ def _embedded(call: AtenCall, grad: ShardTensorSpec, offset: int, dims: Sequence
             for d, m in grad.sharded_dims().items()
         }
         out = grad.with_layout([axes.get(m, own) for m, own in enumerate(grad.layout)], meta_of(call.meta))
-    sharded = out.sharded_dims()
-    a, b = (0 if d not in sharded else out.interval(sharded[d])[0] for d in dims)
+    (a, _), (b, _) = (own_interval(out, d) for d in dims)
     local = out.local_shape()
 
     def compute(g: Tensor, *_: int, **__: int) -> Tensor:
@@ -108,20 +113,6 @@ def _embedded(call: AtenCall, grad: ShardTensorSpec, offset: int, dims: Sequence
         return result
 
     return call.plan(out, {(0,): grad}, call=compute)
-
-
-@operator(_aten.diagonal_backward.default)
-def _diagonal_backward(call: AtenCall) -> AtenPlan:
-    offset, *dims = call.args[2:]
-    n = call.meta.ndim
-    return _embedded(call, call.reduced()[(0,)], offset, [wrap_dim(d, n) for d in dims])
-
-
-@operator(_aten.diag_embed.default)
-def _diag_embed(call: AtenCall) -> AtenPlan:
-    n = call.meta.ndim
-    dims = [wrap_dim(argument(call, i, f"dim{i - 1}", i - 4), n) for i in (2, 3)]
-    return _embedded(call, call.specs[0], argument(call, 1, "offset", 0), dims)
 
 
 @operator(torch.block_diag, tensors="tensors", partial="tensors")
@@ -147,14 +138,10 @@ def _block_diag(call: Arguments, *tensors: ShardTensorSpec) -> Composed:
 def _triangle(call: AtenCall) -> AtenPlan:
     """A shard's diagonal is that of the global tensor, counted from where the shard begins."""
     spec, func = call.specs[0], call.func
-    diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
-    sharded = spec.sharded_dims()
-    row, column = (
-        spec.interval(sharded[d])[0] if d in sharded else 0 for d in (len(spec.shape) - 2, len(spec.shape) - 1)
-    )
+    (row, _), (column, _) = (own_interval(spec, d) for d in (len(spec.shape) - 2, len(spec.shape) - 1))
+    diagonal = argument(call, 1, "diagonal", 0) + row - column
     out = spec.replace(meta=meta_of(call.meta))
-    inplace = func in (_aten.tril_.default, _aten.triu_.default)
-    return AtenPlan(out, call=lambda x, *_, **__: func(x, diagonal + row - column), returns_self=inplace)
+    return AtenPlan(out, call=lambda x, *_, **__: func(x, diagonal), returns_self=is_inplace(func))
 
 
 @operator(Tensor.fill_diagonal_, tensors="input", partial="input")

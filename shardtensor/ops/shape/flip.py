@@ -17,8 +17,6 @@ from ...operators.declaration import operator
 from .blocks import Assembly
 from .view import carry, wrap_dim
 
-__all__ = ["rolled"]
-
 _aten = torch.ops.aten
 
 Moving = Callable[[Tensor], Tensor]
@@ -60,20 +58,16 @@ def _roll(call: AtenCall) -> AtenPlan:
     for d, shift in zip(dims, shifts):  # a dim may be named several times
         d = wrap_dim(d, len(spec.shape))
         amounts[d] = amounts.get(d, 0) + shift
-    moved = [d for d in amounts if d in sharded and spec.shape[d] and amounts[d] % spec.shape[d]]
-    if not moved:
-        free = {d: shift for d, shift in amounts.items() if d not in sharded}
-        if not amounts or free == amounts:
-            return AtenPlan(out)
-        shifts, dims = list(free.values()), list(free)
-        return AtenPlan(out, call=lambda x, *_, **__: x.roll(shifts, dims) if dims else x.clone())
-    works = [_rolling(spec, d, amounts[d]) for d in moved]
     dims = [d for d in amounts if d not in sharded]
+    if len(dims) == len(amounts):
+        return AtenPlan(out)
     shifts = [amounts[d] for d in dims]
+    moved = [d for d in amounts if d in sharded and spec.shape[d] and amounts[d] % spec.shape[d]]
+    works = [_rolling(spec, d, amounts[d]) for d in moved]
 
     def compute(x: Tensor, *_: Sequence[int], **__: Sequence[int]) -> Tensor:
-        if dims:
-            x = x.roll(shifts, dims)
+        if dims or not works:
+            x = x.roll(shifts, dims) if dims else x.clone()
         for work in works:
             x = work(x)
         return x
@@ -126,11 +120,8 @@ def _rot90(call: AtenCall) -> AtenPlan:
     a, b = (wrap_dim(d, n) for d in argument(call, 2, "dims", (0, 1)))
     turns = argument(call, 1, "k", 1) % 4
     to = {d: d for d in range(n)}
-    if turns == 0:
-        return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: x.clone())
-    if turns == 2:
-        work = _flipping(spec, [a, b])
+    work = _flipping(spec, ([], [b], [a, b], [a])[turns])
+    if turns in (0, 2):
         return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x))
     to[a], to[b] = b, a
-    work = _flipping(spec, [b if turns == 1 else a])
     return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x).transpose(a, b))

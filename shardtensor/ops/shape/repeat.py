@@ -15,8 +15,6 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from .view import carry, dim_of
 
-__all__: list[str] = []
-
 _aten = torch.ops.aten
 
 

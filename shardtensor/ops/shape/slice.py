@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta
 from ...dispatch.copies import mark_copied
-from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, meta_of
+from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
 from ...layout.geometry import Interval, intervals_of, map_boundaries, resized, sizes_of
@@ -26,7 +26,7 @@ from ...operators.declaration import Arguments, Composed, operator
 from .slice_sources import record_source, source_of
 from .view import carry, dim_of, moved_off, wrap_dim
 
-__all__ = ["boundary_of_slice", "entry_of", "sizes_before_slice"]
+__all__ = ["boundary_of_slice", "entry_of", "own_interval", "sizes_before_slice"]
 
 _aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ def _sliced(spec: ShardTensorSpec, meta: TensorMeta, dim: int, taken: range) -> 
     return spec.with_axes({m: axis}).replace(meta=meta)
 
 
-def _own_interval(spec: ShardTensorSpec, dim: int) -> Interval:
+def own_interval(spec: ShardTensorSpec, dim: int) -> Interval:
     """What of a dim this rank holds: all of it where it is free."""
     m = spec.sharded_dims().get(dim)
     return (0, spec.shape[dim]) if m is None else spec.interval(m)
@@ -93,7 +93,7 @@ def _slice(call: AtenCall) -> AtenPlan:
     out = _sliced(spec, meta_of(call.meta), dim, taken)
     if dim in spec.sharded_dims():
         record_source((dim, taken), spec, out.for_gradient())
-    a, b = _own_bounds(taken, _own_interval(spec, dim))
+    a, b = _own_bounds(taken, own_interval(spec, dim))
     if step == 1:  # the quickest way to a slice
         return AtenPlan(out, call=lambda x, *_, **__: x.narrow(dim, a, b - a))
     return AtenPlan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
@@ -111,7 +111,7 @@ def _slice_backward(call: AtenCall) -> AtenPlan:
         source = source_of((dim, taken), shape, grad)
         sizes = sizes_before_slice(taken, shape[dim], grad.sizes_along(m)) if source is None else source.sizes_along(m)
         out = out.with_axes({m: grad.layout[m]._replace(sizes=sizes)})
-    a, b = _own_bounds(taken, _own_interval(out, dim))
+    a, b = _own_bounds(taken, own_interval(out, dim))
     local = list(out.local_shape())
     target = _sliced(out, grad.tensor_meta, dim, taken)
     return call.plan(out, {(0,): target}, call=lambda g, *_: _aten.slice_backward.default(g, local, dim, a, b, step))
@@ -126,7 +126,7 @@ def _slice_backward(call: AtenCall) -> AtenPlan:
 def _split(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 2, "dim", 0), len(spec.shape))
-    own = _own_interval(spec, dim)
+    own = own_interval(spec, dim)
     outputs, bounds, at = [], [], 0
     for meta in call.meta:
         taken = range(at, at + meta.shape[dim])
@@ -215,7 +215,7 @@ def _select(call: AtenCall) -> AtenPlan:
     def entry(x: Tensor, *_: int) -> Tensor:
         return x.select(dim, index - a).clone() if a <= index < b else x.new_zeros(shape)
 
-    return AtenPlan(out, _as_copy(spec), call=entry)
+    return AtenPlan(out, call=entry, call_moves=True)
 
 
 @operator(_aten.select_backward.default)
@@ -243,9 +243,4 @@ def _unbind(call: AtenCall) -> AtenPlan:
     def entries(x: Tensor, *_: int) -> list[Tensor]:
         return [x.select(dim, i - a) if a <= i < b else x.new_zeros(shape) for i in range(len(outputs))]
 
-    return AtenPlan(outputs, _as_copy(spec), call=entries)
-
-
-def _as_copy(spec: ShardTensorSpec) -> list[tuple[Path, ShardTensorSpec, ShardTensorSpec]]:
-    """Inputs of a plan whose result is a copy where torch has a view: that is noted where an operand moves."""
-    return [((0,), spec, spec)]
+    return AtenPlan(outputs, call=entries, call_moves=True)

@@ -178,7 +178,8 @@ def _view(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     if 0 in spec.shape:
         kept = {d: d for d in range(len(spec.shape)) if call.meta.shape[: d + 1] == spec.shape[: d + 1]}
-        out = carry(call, _without(spec, kept), call.meta, kept)
+        free = {m: AxisLayout(Replicate()) for d, m in spec.sharded_dims().items() if d not in kept}
+        out = carry(call, spec.with_axes(free), call.meta, kept)
         shape = out.local_shape()
         return AtenPlan(out, call=lambda x, *_: x.new_empty(shape))
     dims = regroup(spec.shape, call.meta.shape)
@@ -261,11 +262,6 @@ def _view_dtype(call: AtenCall) -> AtenPlan:
     return call.plan(spec.replace(meta=meta_of(call.meta)), {(0,): spec})
 
 
-def _without(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
-    """``spec`` of a tensor without elements, replicated on the mesh dims that shard a dim which ``dims`` lacks."""
-    return spec.with_axes({m: AxisLayout(Replicate()) for d, m in spec.sharded_dims().items() if d not in dims})
-
-
 @operator(_aten.permute.default)
 def _permute(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
@@ -273,21 +269,15 @@ def _permute(call: AtenCall) -> AtenPlan:
     return AtenPlan(carry(call, spec, call.meta, {d: i for i, d in enumerate(order)}))
 
 
-@operator(_aten.transpose.int)
+@operator(_aten.transpose.int, _aten.t.default)
 def _transpose(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     n = len(spec.shape)
-    a, b = (wrap_dim(d, n) for d in call.args[1:3])
+    a, b = (wrap_dim(d, n) for d in call.args[1:3] or (0, n - 1))
     dims = {d: d for d in range(n)}
     if n:
         dims[a], dims[b] = b, a
     return AtenPlan(carry(call, spec, call.meta, dims))
-
-
-@operator(_aten.t.default)
-def _t(call: AtenCall) -> AtenPlan:
-    n = len(call.specs[0].shape)
-    return AtenPlan(carry(call, call.specs[0], call.meta, {0: 1, 1: 0} if n == 2 else {0: 0}))
 
 
 @operator(_aten.unsqueeze.default)

@@ -11,50 +11,28 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..._compat import OpOverload
+from ..._compat import OpOverload, tree_map
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, run
-
-__all__: list[str] = []
 
 _aten = torch.ops.aten
 
 # -- a view, copied ---------------------------------------------------------------------------------------------
 
-_VIEWS = (
-    "alias",
-    "detach",
-    "diagonal",
-    "expand",
-    "narrow",
-    "permute",
-    "select",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "t",
-    "transpose",
-    "unbind",
-    "unfold",
-    "unsqueeze",
-    "view",
-    "view_as_complex",
-    "view_as_real",
-)
+_VIEWS = """
+    alias detach diagonal expand narrow permute select slice split split_with_sizes squeeze t transpose unbind unfold
+    unsqueeze view view_as_complex view_as_real
+"""
 
 
 def _register_copy(view: OpOverload, copy: OpOverload) -> None:
     @register(copy)
     def _(*args: Any, **kwargs: Any) -> Any:
         # The view first: only its plan knows where shards have to be moved.
-        views = view(*args, **kwargs)
-        if isinstance(views, DTensor):
-            return views.clone(memory_format=torch.contiguous_format)
-        return [v.clone(memory_format=torch.contiguous_format) for v in views]
+        return tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), view(*args, **kwargs))
 
 
-for _name in _VIEWS:
+for _name in _VIEWS.split():
     _view, _copy = getattr(_aten, _name), getattr(_aten, f"{_name}_copy")
     for _overload in _copy.overloads():
         if "out" not in _overload and _overload in _view.overloads():

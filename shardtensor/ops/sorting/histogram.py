@@ -7,6 +7,7 @@ and these operators are registered below autograd without plans; they have no gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ...communication.redistribute import redistribute_local
 from ...dispatch.planning import AtenCall, AtenPlan, spec_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, wrap
+from ...dispatch.tensor import ShardTensor, promote, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
 from ...ranks.cuda_graphs import OUTSIDE, check_not_captured
@@ -52,13 +53,8 @@ def _weights(op: str, weight: Tensor | None, spec: ShardTensorSpec) -> Tensor | 
     """The weights of a shard's elements, or of its points."""
     if weight is None:
         return None
-    if isinstance(weight, DTensor):
-        target = spec_of(weight).with_layout(spec.layout)
-        return redistributed(op, ShardTensor.from_dtensor(weight), target)._local_tensor
-    for d, m in spec.sharded_dims().items():
-        start, stop = spec.interval(m)
-        weight = weight.narrow(d, start, stop - start)
-    return weight
+    given = ShardTensor.from_dtensor(weight) if isinstance(weight, DTensor) else promote(weight, spec.mesh)
+    return redistributed(op, given, given._spec.with_layout(spec.layout))._local_tensor
 
 
 def _range(x: Tensor, spec: ShardTensorSpec, columns: bool = False) -> Tensor:
@@ -140,30 +136,28 @@ def _bin_edges(
     return [replicated(t, spec) for t in _edges(local, spec, bins, range)]
 
 
-@register(_aten._histogramdd_from_bin_cts.default)
-def _from_counts(
-    x: Tensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
+@register(_aten._histogramdd_from_bin_cts.default, _aten._histogramdd_from_bin_tensors.default)
+def _from_bins(
+    x: Tensor,
+    bins: Sequence[Any],
+    *,
+    range: Range = None,
+    weight: Tensor | None = None,
+    density: bool = False,
 ) -> ShardTensor:
+    """``bins`` are how many there are along each coordinate, or their edges."""
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
     _check_weight("histogramdd", weight, x.shape[:-1])
     local, spec = _free_coordinates(x)
-    edges, weight = _edges(local, spec, bins, range), _weights("histogramdd", weight, spec)
-    ends = [float(t[i]) for t in edges for i in (0, -1)]
-    counts = _aten._histogramdd_from_bin_cts.default(local, bins, range=ends, weight=weight)
-    return _counted(counts, spec, edges, density)
-
-
-@register(_aten._histogramdd_from_bin_tensors.default)
-def _from_tensors(
-    x: Tensor, bins: Sequence[Tensor], *, weight: Tensor | None = None, density: bool = False
-) -> ShardTensor:
-    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
-        return DECLINED
-    _check_weight("histogramdd", weight, x.shape[:-1])
-    local, spec = _free_coordinates(x)
-    edges, weight = [_plain("histogramdd", t) for t in bins], _weights("histogramdd", weight, spec)
-    counts = _aten._histogramdd_from_bin_tensors.default(local, edges, weight=weight)
+    weight, given = _weights("histogramdd", weight, spec), [t for t in bins if isinstance(t, Tensor)]
+    if given:
+        edges = [_plain("histogramdd", t) for t in given]
+        counts = _aten._histogramdd_from_bin_tensors.default(local, edges, weight=weight)
+    else:
+        edges = _edges(local, spec, bins, range)
+        ends = [float(t[i]) for t in edges for i in (0, -1)]
+        counts = _aten._histogramdd_from_bin_cts.default(local, bins, range=ends, weight=weight)
     return _counted(counts, spec, edges, density)
 
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
 from ...dispatch.gradients import once_differentiable
-from ...dispatch.planning import AtenCall, AtenPlan, meta_of, spec_of
+from ...dispatch.planning import AtenCall, AtenPlan, meta_of
 from ...dispatch.registry import DECLINED
-from ...dispatch.tensor import ShardTensor, as_gradient, redistribute_to, wrap
+from ...dispatch.tensor import ShardTensor, as_gradient, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
+from ..common.alignment import as_operand
 from ..common.distributed_sort import find_places, sort_keys
 from ..common.reduce import check_dtype, mesh_dims_of, reduce_over, reduced_dims
+from .sort import place_of_median
 
 _aten = torch.ops.aten
 
@@ -44,11 +46,7 @@ def _median(call: AtenCall) -> AtenPlan:
     def compute(x: Tensor) -> Tensor:
         row = x.reshape(1, -1).sort(-1).values
         missing = reduce_over(row.isnan().sum(-1, keepdim=True), spec, over, "sum")
-        if ignores:
-            place = (count - missing - 1).clamp(min=0) // 2
-        else:
-            place = torch.where(missing > 0, count - 1, (count - 1) // 2)
-        found = find_places(sort_keys(row), x.dtype, place, groups)
+        found = find_places(sort_keys(row), x.dtype, place_of_median(count, missing, ignores), groups)
         return found.pick(row, groups).reshape(())
 
     return call.plan(out, {(0,): spec}, call=compute)
@@ -93,62 +91,47 @@ class _AtPlaces(AutogradFunction):
         return wrap(local, ctx.spec), None, None
 
 
-def _quantile(
-    x: ShardTensor, q: Tensor | float, dim: int | None, keepdim: bool, interpolation: str, ignores: bool
-) -> Tensor:
-    function = torch.nanquantile if ignores else torch.quantile
-    like = torch.ones([1] * x.ndim, dtype=x.dtype, device=x.device)
-    points = q if isinstance(q, Tensor) else torch.full((), q, dtype=x.dtype, device=x.device)
-    if isinstance(points, ShardTensor):
-        points = points.full_tensor()
-    function(like, points.detach(), dim, keepdim, interpolation=interpolation)  # torch's own errors
-    if not x.numel():
-        raise RuntimeError("quantile() input tensor must be non-empty")
-    dims = reduced_dims(dim, x.ndim)
-    x = _reduced(x)
-    count = math.prod(x.shape[d] for d in dims)
-    missing = _reduced(x.detach().isnan().sum(dims, keepdim=True) if dims else x.detach().isnan().to(torch.int64))
-    steps = points.reshape(-1, *[1] * x.ndim)
-    if ignores:
-        ranks = (steps * (count - missing - 1)).clamp(min=0)
-    else:
-        ranks = torch.where(missing > 0, count - 1.0, steps * (count - 1))
-    if interpolation in ("lower", "higher", "nearest"):
-        ranks = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](ranks)
-    below, above = ranks.detach().long(), ranks.detach().ceil().long()
-    if interpolation in ("linear", "midpoint"):
-        low, high = _AtPlaces.apply(x, torch.cat([below, above]), dims).chunk(2)
-        result = torch.lerp(low, high, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5))
-    else:
-        result = _AtPlaces.apply(x, below, dims)
-    if not keepdim and dims:
-        result = result.squeeze([d + 1 for d in dims])
-    return result if points.ndim else result.squeeze(0)
+@operator(torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile, tensors="input q", partial="input q")
+def _plan_quantile(
+    call: Arguments,
+    input: ShardTensorSpec,
+    q: ShardTensorSpec | float,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
+) -> Composed:
+    if input.is_replicate():
+        return DECLINED
+    function: Callable[..., Tensor] = getattr(torch, call.name)
+    number = 0 if isinstance(q, ShardTensorSpec) else q
 
+    def quantile(x: ShardTensor, points: ShardTensor | None) -> Tensor:
+        like = torch.ones([1] * x.ndim, dtype=x.dtype, device=x.device)
+        at: Tensor = torch.full((), number, dtype=x.dtype, device=x.device) if points is None else points.full_tensor()
+        function(like, at.detach(), dim, keepdim, interpolation=interpolation)  # torch's own errors
+        if not x.numel():
+            raise RuntimeError("quantile() input tensor must be non-empty")
+        dims = reduced_dims(dim, x.ndim)
+        x = as_operand(x, x.device_mesh)
+        count = math.prod(x.shape[d] for d in dims)
+        missing: Tensor = x.detach().isnan().sum(dims, keepdim=True) if dims else x.detach().isnan().to(torch.int64)
+        missing = as_operand(missing, x.device_mesh)
+        steps = at.reshape(-1, *[1] * x.ndim)
+        if function is torch.nanquantile:
+            ranks = (steps * (count - missing - 1)).clamp(min=0)
+        else:
+            ranks = torch.where(missing > 0, count - 1.0, steps * (count - 1))
+        if interpolation in ("lower", "higher", "nearest"):
+            ranks = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](ranks)
+        below, above = ranks.detach().long(), ranks.detach().ceil().long()
+        if interpolation in ("linear", "midpoint"):
+            low, high = _AtPlaces.apply(x, torch.cat([below, above]), dims).chunk(2)
+            result = torch.lerp(low, high, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5))
+        else:
+            result = _AtPlaces.apply(x, below, dims)
+        if not keepdim and dims:
+            result = result.squeeze([d + 1 for d in dims])
+        return result if at.ndim else result.squeeze(0)
 
-def _reduced(x: Tensor) -> ShardTensor:
-    return redistribute_to(x, spec_of(x).for_gradient())
-
-
-def _declare_quantile(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
-    @operator(function, method, tensors="input q", partial="input q")
-    def plan(
-        call: Arguments,
-        input: ShardTensorSpec,
-        q: ShardTensorSpec | float,
-        dim: int | None = None,
-        keepdim: bool = False,
-        *,
-        interpolation: str = "linear",
-    ) -> Composed:
-        if input.is_replicate():
-            return DECLINED
-        ignores = function is torch.nanquantile
-        number = None if isinstance(q, ShardTensorSpec) else q
-        return Composed(
-            lambda x, places: _quantile(x, places if number is None else number, dim, keepdim, interpolation, ignores)
-        )
-
-
-_declare_quantile(torch.quantile, Tensor.quantile)
-_declare_quantile(torch.nanquantile, Tensor.nanquantile)
+    return Composed(quantile)

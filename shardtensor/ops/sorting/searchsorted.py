@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
 from ...dispatch.planning import AtenCall, AtenPlan, Path
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import run
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
 from ..indexing.index_layout import INDEXED, Labels
@@ -48,29 +46,21 @@ def _searchsorted(call: AtenCall) -> AtenPlan:
     return labelled(call, roles, names, counts=True)
 
 
-def _by_sorter(op: OpOverload, sequence: Tensor, values: Tensor | float, **kwargs: Any) -> Tensor:
-    sorter = kwargs.pop("sorter", None)
-    if sorter is None:
-        return DECLINED
-    torch.searchsorted(  # torch's own errors
-        torch.empty(sequence.shape, dtype=sequence.dtype, device="meta"),
-        torch.empty(values.shape, device="meta") if isinstance(values, Tensor) else values,
-        sorter=torch.empty(sorter.shape, dtype=sorter.dtype, device="meta"),
-    )
-    if not isinstance(sequence, DTensor) and not isinstance(sorter, DTensor):
-        ordered = sequence.gather(-1, sorter)
-    else:
-        ordered = run(_aten.gather.default, (sequence, -1, sorter), {})
-    plain = not isinstance(ordered, DTensor) and not isinstance(values, DTensor)
-    places: Tensor = op(ordered, values, **kwargs) if plain else run(op, (ordered, values), kwargs)
-    return places
-
-
 # The order of the table depends on data: the sorter's elements are gathered first.
 def _register_sorted(op: OpOverload) -> None:
     @register(op)
     def _(sequence: Tensor, values: Tensor | float, **kwargs: Any) -> Tensor:
-        return _by_sorter(op, sequence, values, **kwargs)
+        sorter = kwargs.pop("sorter", None)
+        if sorter is None:
+            return DECLINED
+        torch.searchsorted(  # torch's own errors
+            torch.empty(sequence.shape, dtype=sequence.dtype, device="meta"),
+            torch.empty(values.shape, device="meta") if isinstance(values, Tensor) else values,
+            sorter=torch.empty(sorter.shape, dtype=sorter.dtype, device="meta"),
+        )
+        ordered = _aten.gather.default(sequence, -1, sorter)
+        places: Tensor = op(ordered, values, **kwargs)
+        return places
 
 
 for _op in (_aten.searchsorted.Tensor, _aten.searchsorted.Scalar):

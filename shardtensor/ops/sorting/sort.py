@@ -39,17 +39,14 @@ _aten = torch.ops.aten
 # -- operators that need complete rows -------------------------------------------------------------------------------
 
 
-# operator: (positions of dim and keepdim among its arguments, default of dim)
-_ROWS: dict[OpOverload, tuple[int, int | None, int]] = {
-    _aten.sort.default: (1, None, -1),
-    _aten.sort.stable: (99, None, -1),
-    _aten.topk.default: (2, None, -1),
-    _aten.kthvalue.default: (2, 3, -1),
-    _aten.median.dim: (1, 2, -1),
-    _aten.nanmedian.dim: (1, 2, -1),
-    _aten.mode.default: (1, 2, -1),
-}
 _SORTS = (_aten.sort.default, _aten.sort.stable)
+_MEDIANS = (_aten.median.dim, _aten.nanmedian.dim)
+
+
+def _argument(call: AtenCall, name: str) -> Any:
+    """An argument of the call, which its operator has in a place of its own; None where it has none."""
+    found = ((i, a) for i, a in enumerate(call.func._schema.arguments) if a.name == name)
+    return next((argument(call, i, name, a.default_value) for i, a in found), None)
 
 
 def _with_free_rows(op: OpOverload, spec: ShardTensorSpec, dim: int) -> ShardTensorSpec | None:
@@ -62,23 +59,21 @@ def _with_free_rows(op: OpOverload, spec: ShardTensorSpec, dim: int) -> ShardTen
         raise
 
 
-@operator(*_ROWS)
+@operator(*_SORTS, *_MEDIANS, _aten.topk.default, _aten.kthvalue.default, _aten.mode.default)
 def _on_rows(call: AtenCall) -> AtenPlan:
-    dim_at, keepdim_at, default = _ROWS[call.func]
     given = call.reduced()[(0,)]
-    dims = reduced_dims(argument(call, dim_at, "dim", default), len(given.shape))
+    dims = reduced_dims(_argument(call, "dim"), len(given.shape))
     spec = _with_free_rows(call.func, given, dims[0]) if dims else given
     if spec is None:
         return _ACROSS[call.func](call, given, dims[0])
-    if keepdim_at is None:
+    keepdim = _argument(call, "keepdim")
+    if keepdim is None:
         spread = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
     else:
-        keepdim = argument(call, keepdim_at, "keepdim", False)
         spread = [reduced_spec(spec, meta, dims, keepdim, "sum") for meta in call.meta]
     func = call.func
     if call.func not in _SORTS or spec == given:
-        medians = func in (_aten.median.dim, _aten.nanmedian.dim)
-        return call.plan(spread, {(0,): spec}, call=plain_tuple(_of_dense(func) if medians else func))
+        return call.plan(spread, {(0,): spec}, call=plain_tuple(_of_dense(func) if func in _MEDIANS else func))
     outputs = [given.replace(meta=meta_of(meta)) for meta in call.meta]
 
     def compute(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
@@ -132,8 +127,7 @@ def _check_order(spec: ShardTensorSpec) -> None:
 
 def _sort_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     _check_order(spec)
-    at = 2 if call.func == _aten.sort.default else 3
-    descending = argument(call, at, "descending", False)
+    descending = _argument(call, "descending")
     outputs = [spec.replace(meta=meta_of(meta)) for meta in call.meta]
 
     def compute(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -152,7 +146,7 @@ def _is_few(spec: ShardTensorSpec, dim: int, k: int) -> bool:
 def _topk_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     """A few are gathered from every rank; many are taken from the sorted rows."""
     _check_order(spec)
-    k, largest = call.args[1], argument(call, 3, "largest", True)
+    k, largest = call.args[1], _argument(call, "largest")
     m = spec.sharded_dims()[dim]
     sizes, group, (start, stop) = spec.sizes_along(m), group_along(spec.mesh, m), spec.interval(m)
     if _is_few(spec, dim, k):
@@ -181,13 +175,23 @@ def _topk_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     return call.plan(outputs, {(0,): spec}, call=sorted_)
 
 
+def place_of_median(length: int, missing: Tensor, ignores: bool) -> Tensor:
+    """The place of a median among ``length`` elements in order, of which ``missing`` are NaN; ``ignores``: these.
+
+    Otherwise it is the first NaN, if there is one.
+    """
+    if ignores:
+        return (length - missing - 1).clamp(min=0) // 2
+    return torch.where(missing > 0, length - missing, (length - 1) // 2)
+
+
 def _kth_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
     """Found by counting, without moving anything: kthvalue, median, nanmedian."""
     _check_order(spec)
     func, length = call.func, spec.shape[dim]
     m = spec.sharded_dims()[dim]
     group, (start, _) = group_along(spec.mesh, m), spec.interval(m)
-    keepdim = argument(call, _ROWS[func][1] or 0, "keepdim", False)
+    keepdim = _argument(call, "keepdim")
     outputs = [reduced_spec(spec, meta, [dim], keepdim, "sum").for_gradient() for meta in call.meta]
     given = call.args[1] - 1 if func == _aten.kthvalue.default else None
 
@@ -197,10 +201,7 @@ def _kth_across(call: AtenCall, spec: ShardTensorSpec, dim: int) -> AtenPlan:
             place = torch.full((len(ordered), 1), given, device=x.device)
         else:
             missing = all_reduce(ordered.isnan().sum(-1, keepdim=True), group)
-            if func == _aten.median.dim:  # the first NaN, if there is one
-                place = torch.where(missing > 0, length - missing, (length - 1) // 2)
-            else:
-                place = (length - missing - 1).clamp(min=0) // 2
+            place = place_of_median(length, missing, func == _aten.nanmedian.dim)
         found = find_places(sort_keys(ordered), x.dtype, place, [group])
         pairs = [_from_rows(found.pick(t, [group]), dim, x.shape) for t in (ordered, order + start)]
         return tuple(t if keepdim else t.squeeze(dim) for t in pairs)

@@ -19,7 +19,7 @@ from ...communication.redistribute import all_gather, redistribute_local
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, run, wrap
 from ...errors import refuse
-from ...layout.geometry import boundaries_of, chunk_sizes, intervals_of
+from ...layout.geometry import boundaries_of, chunk_sizes, intervals_of, resized
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...ranks.cuda_graphs import check_not_captured
@@ -97,16 +97,6 @@ def _results(
     return values, inverse if return_inverse else nothing, counts if return_counts else nothing.clone()
 
 
-def _line_of(spec: ShardTensorSpec) -> tuple[int | None, tuple[int, ...] | None]:
-    """The mesh dim that shards a tensor with one sharded dim, and how many elements each of its ranks has."""
-    dims = spec.sharded_dims()
-    if not dims:
-        return None, None
-    ((d, m),) = dims.items()
-    others = math.prod(n for i, n in enumerate(spec.shape) if i != d)
-    return m, tuple(n * others for n in spec.sizes_along(m))
-
-
 @register(_aten.unique_consecutive.default)
 def _unique_consecutive(
     x: ShardTensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
@@ -140,11 +130,12 @@ def _unique(
     local, spec = reduced_value(x)
     if len(spec.sharded_dims()) > 1:
         raise refuse("unique", [spec], "it is sharded on several mesh dims", "shard it on one mesh dim only")
-    m, sizes = _line_of(spec)
-    if m is None or sizes is None:
+    if not spec.sharded_dims():
         args = (wrap(local, spec), sorted, return_inverse, return_counts)
         found: tuple[Tensor, Tensor, Tensor] = run(_aten._unique2.default, args, {})
         return found
+    ((d, m),) = spec.sharded_dims().items()
+    sizes = tuple(n * math.prod(resized(spec.shape, d, 1)) for n in spec.sizes_along(m))  # elements on each rank
     rows = Sorted(local.reshape(1, -1), sizes, sizes, False, group_along(spec.mesh, m))
     line = _line_spec(spec, m, spec.shape.numel(), sizes, x.dtype)
     values, inverse, counts = _runs(rows.values.flatten(), line, 0)
