@@ -35,7 +35,7 @@ from ..layout.geometry import Interval, intersect
 from ..ranks.debug_mode import begin
 from ..ranks.failures import lost
 from ..ranks.groups import connect
-from ..ranks.history import calling, operator
+from ..ranks.history import calling, here
 from ..ranks.waiting import wait_for
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
@@ -131,10 +131,10 @@ def plan_intervals(own: Sequence[Interval], need: Sequence[Interval], rank: int)
         places[s] = i
     # The places of those that own a part of what a rank needs.
     spans = [(bisect_right(stops, a), bisect_left(starts, b)) if b > a else (0, 0) for a, b in need]
-    mine, here = own[rank], places[rank]
+    mine, place = own[rank], places[rank]
     first, last = spans[rank]
     recvs = sorted((s, intersect(need[rank], (start, stop))) for start, stop, s in owners[first:last] if s != rank)
-    sends = [(r, intersect(mine, need[r])) for r, (i, j) in enumerate(spans) if i <= here < j and r != rank]
+    sends = [(r, intersect(mine, need[r])) for r, (i, j) in enumerate(spans) if i <= place < j and r != rank]
     return Transfers(rank, mine, need[rank], tuple(sends), tuple(recvs), _most_peers(owners, places, spans))
 
 
@@ -211,7 +211,7 @@ class Exchange:
         else:
             packed = _packed(pieces) if pieces else like.new_empty(0)
         if type(packed) is not Tensor and goes_into_graph(packed):
-            ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, operator())
+            ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, here.operator)
             return _PendingInGraph(self, (), None, ticket, packed)
         group = process_group(self._group_name)
         chosen = _transport.value

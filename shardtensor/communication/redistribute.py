@@ -36,7 +36,7 @@ from ..layout.placements import AxisLayout, wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import cat_like
 from ..ranks.debug_mode import begin
-from ..ranks.history import calling, here, operator
+from ..ranks.history import calling, here
 from ..ranks.waiting import wait_for
 from .exchange import start_swap
 from .halo import Fetch
@@ -199,7 +199,7 @@ def start_all_reduce(
     if group.size() == 1:
         return lambda: local if overwrite else local.clone()
     if goes_into_graph(local):
-        ticket = _all_reduce(local, op, group.group_name, operator())
+        ticket = _all_reduce(local, op, group.group_name, here.operator)
         return lambda: wait_in_graph(ticket, local, local.shape, None)
     begin(f"all-reduce {op}", local, group, local.numel())
     if op == "sum" and local.dtype in _SUMMABLE:  # most are
@@ -314,7 +314,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
     if type(local) is not Tensor and goes_into_graph(local):
-        return _all_gather(local, ranks, group.group_name, operator())
+        return _all_gather(local, ranks, group.group_name, here.operator)
     begin("all-gather", local, group, local.numel())
     gathered = local.new_empty((ranks, *local.shape))
     wire = gathered

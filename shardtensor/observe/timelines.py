@@ -115,7 +115,7 @@ class _Calls(LocalCalls):  # type: ignore[no-untyped-call]
         self._record, self._inside = record, False
 
     def on_shards(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside or history.operator() or ShardTensor not in types:
+        if self._inside or history.here.operator or ShardTensor not in types:
             return NotImplemented
         start, self._inside = self._record.now(), True
         try:

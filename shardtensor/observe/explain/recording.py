@@ -23,7 +23,7 @@ from ..._compat import OpOverload, tree_leaves
 from ...dispatch.patches import observed
 from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
-from ...ranks.history import operator as running_operator
+from ...ranks.history import here
 from .._compat import current_node, next_node
 from ..counting import Communication, LocalCalls
 from ..simulate import complete
@@ -206,7 +206,7 @@ class Recorder:
         if self._phase:
             return self._of_node(current_node())
         if self._row is None:  # an operator of a library that torch does not dispatch
-            self.open(running_operator().partition(" to ")[0] or "(outside of operators)")
+            self.open(here.operator.partition(" to ")[0] or "(outside of operators)")
         assert self._row is not None
         return self._row
 
