@@ -36,8 +36,7 @@ __all__ = [
 
 
 def _asynchronous(options: Any) -> Any:
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
+    options.asyncOp = True
     return options
 
 
