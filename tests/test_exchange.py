@@ -477,10 +477,10 @@ def test_an_unknown_transport_is_refused():
     with shardtensor.set_transport("p2p"):
         with pytest.raises(ValueError), shardtensor.set_transport("pigeon"):
             pass
-        assert exchange.transport() == "p2p"
-    assert exchange.transport() == "auto"
+        assert exchange._transport.value == "p2p"
+    assert exchange._transport.value == "auto"
     shardtensor.set_transport("p2p")  # without a block: from here on
-    assert exchange.transport() == "p2p"
+    assert exchange._transport.value == "p2p"
     shardtensor.set_transport("auto")
 
 

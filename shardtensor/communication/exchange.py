@@ -40,7 +40,7 @@ from ..ranks.waiting import wait_for
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 
-__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
+__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap"]
 
 Pieces = Sequence[Sequence[Tensor]]
 Shapes = Sequence[Sequence[Sequence[int]]]
@@ -82,11 +82,6 @@ class set_transport:  # named like torch.set_grad_enabled, which works alike
 
     def __exit__(self, *_: object) -> None:
         _transport.restore(self._before)
-
-
-def transport() -> str:
-    """The one that is chosen now."""
-    return _transport.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,8 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
     if isinstance(old, Partial):
         if isinstance(new, Shard):
             if _is_of_owner(src.layout[m].owner, dst.sizes_along(m)):
-                return partial(_own_slice, new.dim, dst.sizes_along(m)[rank])
+                dim, size = new.dim, dst.sizes_along(m)[rank]
+                return lambda local: local.narrow(dim, 0, size)
             return partial(reduce_scatter, old, new.dim, intervals_of(dst.sizes_along(m)), rank, group)
         reduced = partial(all_reduce, group=group, op=old.reduce_op)
         if not isinstance(new, Partial):
@@ -202,15 +203,6 @@ def start_all_reduce(
         ticket = _all_reduce(local, op, group.group_name, here.operator)
         return lambda: wait_in_graph(ticket, local, local.shape, None)
     begin(f"all-reduce {op}", local, group, local.numel())
-    if op == "sum" and local.dtype in _SUMMABLE:  # most are
-        total = local if overwrite else local.clone(memory_format=torch.contiguous_format)
-        summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
-
-        def wait() -> Tensor:
-            wait_for(summing, total, group)
-            return total
-
-        return wait
     via = _WIDENED.get(local.dtype)
     if via is not None:
         value = local.to(via)
@@ -428,7 +420,3 @@ def _replicate_to_partial(partial: Partial, has_it: bool, local: Tensor) -> Tens
 def _is_of_owner(owner: int | None, sizes: Sequence[int]) -> bool:
     """Whether the rank that has all of a Partial has all of what it becomes the shards of."""
     return owner is not None and not any(n for rank, n in enumerate(sizes) if rank != owner)
-
-
-def _own_slice(dim: int, size: int, local: Tensor) -> Tensor:
-    return local.narrow(dim, 0, size)
