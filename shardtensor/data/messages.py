@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import SUPPORTED_NODES, PyTree
 from ..ranks.agreement import DTYPES
@@ -78,7 +77,8 @@ def _encoded(value: Any, types: set[str]) -> Any:
     if kind is dict:
         return ["d", *(_encoded(k, types) for k in value), *(_encoded(v, types) for v in value.values())]
     if kind is MeshlessSpec:
-        return ["p", value.shape, str(value.dtype), [_dim(p) for p in value.placements], value.sizes]
+        dims = [p.dim if isinstance(p, Shard) else None for p in value.placements]
+        return ["p", value.shape, str(value.dtype), dims, value.sizes]
     if kind is bytes:
         return ["b", base64.b64encode(value).decode()]
     if kind in SUPPORTED_NODES:
@@ -130,10 +130,6 @@ _DECODERS: dict[str, Callable[[list[Any]], Any]] = {
     "b": lambda rest: base64.b64decode(rest[0]),
     "n": _decoded_node,
 }
-
-
-def _dim(placement: Placement) -> int | None:
-    return placement.dim if isinstance(placement, Shard) else None
 
 
 # -- types ------------------------------------------------------------------------------------------------------------
