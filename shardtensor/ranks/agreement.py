@@ -94,7 +94,8 @@ def agree_on_local(
     problem = problem_of(local, mesh)
     if shard_sizes is None or debug_enabled():
         asked = described(placements, shard_sizes)
-        looked_at = _is_first(mesh) and not problem
+        _calls[mesh] += 1
+        looked_at = (_calls[mesh] <= _FIRST or debug_enabled()) and not problem
         sample = digest_of_some(local) if looked_at and isinstance(local, Tensor) and not is_traced(local) else 0
         claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
         spec = _from_claims(claims, local, mesh, placements, shard_sizes)
@@ -372,15 +373,10 @@ def _from_claims(
     return _checked(local, mesh, placements, shape, inferred)
 
 
+# Of a mesh's first calls values are looked at; all ranks count the same.
 _FIRST = 16
 _calls: Counter[DeviceMesh] = Counter()
 forgets(_calls.clear)
-
-
-def _is_first(mesh: DeviceMesh) -> bool:
-    """Whether this is one of the mesh's first calls, whose values are looked at; all ranks count the same."""
-    _calls[mesh] += 1
-    return _calls[mesh] <= _FIRST or debug_enabled()
 
 
 def _warn_of_copies(claims: Mapping[tuple[int, ...], Claim], spec: ShardTensorSpec) -> None:

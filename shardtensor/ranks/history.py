@@ -332,7 +332,7 @@ class _Told:
         seen: Counter[tuple[str, str]] = Counter()
         for value in map(_Value._make, values):
             at = value.key, value.what
-            self.values[(*at, seen[at])] = value
+            self.values[value.key, value.what, seen[at]] = value
             seen[at] += 1
 
 
