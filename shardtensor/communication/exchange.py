@@ -40,10 +40,8 @@ from ..ranks.waiting import wait_for
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 
-__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap"]
+__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport"]
 
-Pieces = Sequence[Sequence[Tensor]]
-Shapes = Sequence[Sequence[Sequence[int]]]
 Transfer = tuple[int, Interval]  # a peer, and an interval that it sends or gets
 _Counts = tuple[list[int], list[int]]  # peers in ascending order, and how many elements each sends or gets
 
@@ -292,16 +290,6 @@ class _PendingInGraph(Pending):
 
     def buffer(self, after: Tensor | None = None) -> Tensor:
         return wait_in_graph(self._received, self._keep, [self._exchange.received], after)
-
-
-def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: Tensor) -> Pending:
-    """Send ``pieces[r]`` to rank ``r`` of ``group`` and receive tensors of ``shapes[s]`` from each rank ``s``.
-
-    An :class:`Exchange` between all ranks that is used once. All pieces have the dtype and device of ``like``.
-    """
-    sends = [(peer, p.shape) for peer, row in enumerate(pieces) for p in row]
-    recvs = [(peer, shape) for peer, row in enumerate(shapes) for shape in row]
-    return Exchange(sends, recvs, group, group.size() - 1).start([p for row in pieces for p in row], like)
 
 
 # Dtypes that every backend knows in every collective. Others travel as bytes: nothing is computed on the way.

@@ -38,7 +38,7 @@ from ..layout.strides import cat_like
 from ..ranks.debug_mode import begin
 from ..ranks.history import calling, here
 from ..ranks.waiting import wait_for
-from .exchange import start_swap
+from .exchange import Exchange
 from .halo import Fetch
 from .tracing import goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
@@ -369,9 +369,11 @@ def swapped(
     """``pieces[r]`` sent to every rank ``r``; returns what comes from each, of ``shapes[r]``. The own ones stay."""
     if len(pieces) == 1:
         return list(pieces)
-    send = [() if r == rank else row for r, row in enumerate(pieces)]
-    recv = [() if r == rank else row for r, row in enumerate(shapes)]
-    received = iter(start_swap(send, recv, group, pieces[rank][0]).wait())
+    others = [r for r in range(len(pieces)) if r != rank]
+    sent = [(r, piece) for r in others for piece in pieces[r]]
+    expected = [(r, shape) for r in others for shape in shapes[r]]
+    exchange = Exchange([(r, piece.shape) for r, piece in sent], expected, group, len(others))
+    received = iter(exchange.start([piece for _, piece in sent], pieces[rank][0]).wait())
     return [pieces[rank] if r == rank else [next(received) for _ in row] for r, row in enumerate(shapes)]
 
 
