@@ -22,8 +22,6 @@ import shardtensor
 from .observe import migrate
 from .observe.explain import Machine, UnfitArguments
 
-__all__ = ["main"]
-
 _MACHINE = {
     "flops": "floating-point operations per second of a rank",
     "memory_bandwidth": "bytes per second that a rank reads and writes",

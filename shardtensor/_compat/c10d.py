@@ -18,22 +18,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _world,
 )
 
-__all__ = [
-    "c10d_all_gather",
-    "c10d_all_reduce",
-    "c10d_all_reduce_coalesced",
-    "c10d_all_to_all",
-    "c10d_messages",
-    "default_store",
-    "explain_what_is_gone",
-    "group_along",
-    "is_eager",
-    "make_group",
-    "number_of_groups",
-    "process_group",
-    "program_timeout",
-]
-
 
 def _asynchronous(options: Any) -> Any:
     options.asyncOp = True

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MANIFEST", "DamagedCheckpoint", "DigestingFile", "Digests", "Manifest", "open_checked", "write_synced"]
-
 MANIFEST = ".manifest"
 _BLOCK = 1 << 22
 _VERSION = 1

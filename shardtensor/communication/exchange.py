@@ -40,8 +40,6 @@ from ..ranks.waiting import wait_for
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 
-__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport"]
-
 Transfer = tuple[int, Interval]  # a peer, and an interval that it sends or gets
 _Counts = tuple[list[int], list[int]]  # peers in ascending order, and how many elements each sends or gets
 

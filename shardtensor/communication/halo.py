@@ -22,8 +22,6 @@ from ..layout.spec import ShardTensorSpec
 from ..layout.strides import CHANNELS_LAST, cat_like, stride_like, with_stride, zeros_like
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 
-__all__ = ["Axis", "Fetch", "Narrow"]
-
 Narrow = tuple[int, int, int]  # (dim, start, length)
 
 

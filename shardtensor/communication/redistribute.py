@@ -43,19 +43,6 @@ from .halo import Fetch
 from .tracing import goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "redistribute_local",
-    "reduce_scatter",
-    "reduced",
-    "rounded",
-    "start_all_reduce",
-    "start_sums",
-    "swap_blocks",
-    "swapped",
-]
-
 # For each reduction of a Partial: the collective's name of it, and the same between two tensors.
 _REDUCE: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),

@@ -17,9 +17,6 @@ from ..layout.placements import ShardSizes, Sizes, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
 
-__all__ = ["Layout", "MeshlessSpec", "make_spec"]
-
-
 # :func:`make_spec` for one leaf of a batch, whose layout is known: of its shape, dtype and, if it has any, chunks.
 MakeSpec = Callable[..., ShardTensorSpec]
 

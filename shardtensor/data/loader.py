@@ -47,8 +47,6 @@ from . import messages
 from .copies import Copies
 from .layout import Layout, MakeSpec, MeshlessSpec
 
-__all__ = ["ShardLoader"]
-
 _SMALL = 1 << 20  # bytes; tensors below this, such as a label that a loop keeps, do not delay the next batch
 _BLOCK = 1 << 23  # bytes that are packed and sent at once
 _FIRST = 1 << 12  # bytes of a message that are sent together with its length

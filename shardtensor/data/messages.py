@@ -24,8 +24,6 @@ from .._compat import SUPPORTED_NODES, PyTree
 from ..ranks.agreement import DTYPES
 from .layout import MeshlessSpec
 
-__all__ = ["build", "cannot_send", "decode_error", "encode", "encode_error", "is_side_data", "parse", "unknown"]
-
 _PLAIN = {type(None), bool, int, float, str}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
 # Classes that were found, by their names.

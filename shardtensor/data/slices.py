@@ -26,8 +26,6 @@ from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import Table, check_process_group, gather_over_mesh
 from .layout import Layout, MakeSpec, MeshlessSpec, make_spec
 
-__all__ = ["SliceDataset", "read"]
-
 
 class Array(Protocol):
     """What is read from; ``chunks``, the length of a chunk in each dim, is optional."""

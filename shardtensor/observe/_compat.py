@@ -12,16 +12,6 @@ from torch.distributed.tensor import DTensor
 from .._compat import OpOverload, tree_leaves
 from .._compat.c10d import process_group
 
-__all__ = [
-    "Kernel",
-    "clear_dtensor_caches",
-    "current_node",
-    "group_of",
-    "init_fake_process_group",
-    "next_node",
-    "put_in_front",
-]
-
 Kernel: TypeAlias = Callable[..., Any]
 
 

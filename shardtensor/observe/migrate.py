@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["ORIGINS", "Finding", "Origin", "add_arguments", "find", "show"]
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -26,8 +26,6 @@ from ..ranks import history, waiting
 from ..ranks.rows import gather_rows
 from .counting import Communication, LocalCalls
 
-__all__ = ["timeline"]
-
 _recording = False
 
 

@@ -29,8 +29,6 @@ from torch.utils.hooks import RemovableHandle
 
 from .._compat import not_in_graphs
 
-__all__ = ["Style", "apply_style"]
-
 
 @dataclass(frozen=True)
 class Style:

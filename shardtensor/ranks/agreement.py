@@ -35,26 +35,6 @@ from .rows import gather_rows, gather_texts
 from .summaries import digest_of_some
 from .waiting import wait_for
 
-__all__ = [
-    "DTYPES",
-    "MAX_NDIM",
-    "OTHER_META",
-    "Claim",
-    "Table",
-    "agree_on_local",
-    "check_process_group",
-    "check_same",
-    "claims_of",
-    "compare_histories",
-    "described",
-    "gather_over_mesh",
-    "gather_with_history",
-    "problem_of",
-    "record_over_mesh",
-    "say",
-    "show",
-]
-
 MAX_NDIM = 16
 # In the same order on every rank, so that a dtype can be sent as its index.
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)

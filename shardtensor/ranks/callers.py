@@ -10,8 +10,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["called_from", "raised_at"]
-
 _PACKAGE = str(Path(__file__).parents[1])
 _OPERATORS = os.path.join(_PACKAGE, "ops", "")
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), "<")

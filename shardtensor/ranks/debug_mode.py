@@ -19,8 +19,6 @@ from .callers import called_from
 from .history import record
 from .rows import gather_rows, gather_texts
 
-__all__ = ["begin", "check_call", "debug_enabled"]
-
 # The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
 _environment = os.environ._data  # type: ignore[attr-defined]
 _NAME, *_OFF = (os.environ.encodekey(text) for text in ("SHARDTENSOR_DEBUG", "", "0"))

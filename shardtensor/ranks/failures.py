@@ -37,8 +37,6 @@ from ..errors import LostRankError, ThreadConflict
 from .callers import called_from, raised_at
 from .history import at_conflict, at_first, check_before, counts, here, last_entry
 
-__all__ = ["check_raised", "communicating", "lost", "note_raised", "watch"]
-
 GRACE = 3.0  # seconds, for others to say that they have failed as well
 _POLL = 0.05
 

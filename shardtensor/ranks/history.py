@@ -43,30 +43,6 @@ from ..errors import ThreadConflict
 from ..layout.caches import forgets
 from .summaries import differ
 
-__all__ = [
-    "SAME_VALUES",
-    "WIDTH",
-    "as_text",
-    "at_conflict",
-    "at_first",
-    "calling",
-    "check_before",
-    "check_conflict",
-    "conflicts",
-    "counts",
-    "difference",
-    "fingerprint",
-    "forget_history",
-    "forget_values",
-    "here",
-    "last_entry",
-    "note_values",
-    "observed",
-    "record",
-    "take_turns",
-    "values_compared",
-]
-
 Key = TypeVar("Key")
 
 WIDTH = 2  # integers of a fingerprint

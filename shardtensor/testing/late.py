@@ -40,8 +40,6 @@ from .._compat import DisableTorchFunction, tree_leaves, tree_map, without_modes
 from ..layout.strides import as_bytes
 from ..observe._compat import Kernel, group_of, put_in_front
 
-__all__ = ["late_communication", "stay_late"]
-
 # Of c10d's operators the first argument is written and the second one read, ...
 _OUT_OF_PLACE = (
     "_allgather_base_",

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .failures import DistributedFailure, Outcome, failure, own_threads
+from .failures import Outcome, failure, own_threads
 from .late import stay_late
 
 START_TIMEOUT = 180.0
@@ -288,14 +288,3 @@ class Pool:
                 process.kill()
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-__all__ = [
-    "DistributedFailure",
-    "Pool",
-    "TooFewDevices",
-    "on_device",
-    "run_distributed",
-    "run_expecting_errors",
-    "shutdown_pools",
-]

@@ -15,8 +15,6 @@ from ...layout.geometry import aligned_sizes, chunk_sizes
 from .prepare import UnfitArguments
 from .results import Explanation, Layer
 
-__all__ = ["Advice", "Choice", "Machine", "advise"]
-
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
 _GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it
 _PAYS = 1.2  # and sharding at all

@@ -11,8 +11,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ..._compat import OpOverload
 
-__all__ = ["flops_of"]
-
 _aten = torch.ops.aten
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from .report import bytes_text, shape_text
 from .results import PHASES, Explanation, Layer, imbalance
 
-__all__ = ["as_page"]
-
 
 def as_page(found: Explanation) -> str:
     """See :meth:`Explanation.to_html`. The page is page.html, a template of jinja2."""

@@ -15,8 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 from ..._compat import tree_leaves
 from ...layout.geometry import chunk_sizes
 
-__all__ = ["FEW", "Job", "Sizes", "UnfitArguments", "prepared", "sample_of"]
-
 FEW = 8  # up to so many ranks are all run
 
 Sizes = Mapping[int, Sequence[int]]

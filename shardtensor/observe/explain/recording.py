@@ -30,8 +30,6 @@ from ..simulate import complete
 from .flops import flops_of
 from .substitute import substitute
 
-__all__ = ["WEIGHTS", "Recorder", "Row"]
-
 WEIGHTS = "gradients of weights"
 _READS = ("__get__", "__set__")  # of attributes
 _c10d = torch.ops.c10d

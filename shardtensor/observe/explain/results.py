@@ -11,8 +11,6 @@ from typing import Any
 
 from ..counting import Communication
 
-__all__ = ["PHASES", "Explanation", "Layer", "Share"]
-
 PHASES = ("forward", "backward")
 
 

@@ -26,8 +26,6 @@ from .prepare import Job, Sizes
 from .recording import Recorder, Row
 from .results import Explanation, Layer, Share
 
-__all__ = ["explained"]
-
 Run = tuple[list[Row], str]  # what one rank has recorded, and why it has stopped; "" where it has not
 
 

@@ -13,8 +13,6 @@ from ..._compat import AutogradFunction, tree_leaves, tree_map, without_modes
 from ...dispatch.tensor import ShardTensor, wrap
 from ...layout.spec import ShardTensorSpec
 
-__all__ = ["substitute"]
-
 
 def substitute(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A result without meaning, of the shapes and dtypes that ``func`` has on global tensors.
