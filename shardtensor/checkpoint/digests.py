@@ -198,7 +198,10 @@ class Manifest:
         """Write the manifest of ``folder``, to the disk and not only to its cache."""
         content = {"version": _VERSION, "block": _BLOCK, "files": {name: asdict(d) for name, d in files.items()}}
         body = json.dumps(content, sort_keys=True).encode()
-        write_synced(folder / MANIFEST, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        with open(folder / MANIFEST, "xb") as file:
+            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+            file.flush()
+            os.fsync(file.fileno())
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -223,14 +226,6 @@ class Manifest:
         for name, digests in self.files.items():
             with open_checked(folder / name, {name: digests}):
                 pass
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file, to the disk and not only to its cache."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _open_or_damaged(path: Path) -> io.FileIO:

@@ -68,9 +68,6 @@ def _encoded(value: Any, types: set[str]) -> Any:
     if kind in _PLAIN:
         return value
     if kind is list or kind is tuple:
-        # Lists of names and numbers may be long.
-        if _PLAIN.issuperset(map(type, value)):
-            return ["L" if kind is list else "T", *value]
         return ["l" if kind is list else "t", *(_encoded(v, types) for v in value)]
     if kind is dict:
         return ["d", *(_encoded(k, types) for k in value), *(_encoded(v, types) for v in value.values())]
@@ -119,8 +116,6 @@ def _decoded_node(rest: list[Any]) -> Any:
 
 
 _DECODERS: dict[str, Callable[[list[Any]], Any]] = {
-    "L": list,
-    "T": tuple,
     "l": lambda rest: list(map(build, rest)),
     "t": lambda rest: tuple(map(build, rest)),
     "d": _decoded_dict,

@@ -227,21 +227,20 @@ def compare_histories(what: str, mesh: DeviceMesh) -> None:
     gather_over_mesh((), mesh, what)
 
 
-def gather_with_history(what: str, number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`
     compares.
 
     Args:
-        what: what asks for it.
         dtype: of the tensor that it belongs to; contributions may be held in another one.
 
     Raises:
         RuntimeError: on all ranks of the group, where they have not communicated the same.
     """
     device, name = number.device, group.group_name
-    record(name, what, dtype, 1)
+    record(name, "item", dtype, 1)
     if debug_enabled():
-        check_call(what, group, device)
+        check_call("item", group, device)
     # Complex numbers of double precision take two integers.
     row = torch.tensor([0, 0, *fingerprint(name)], device=device)
     row[:2].view(torch.uint8)[: number.nbytes].copy_(as_bytes(number))
