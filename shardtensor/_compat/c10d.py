@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -147,9 +147,8 @@ def make_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.devi
     return group
 
 
-def default_store() -> Any:
-    """The store by which the ranks have found each other."""
-    return _get_default_store()
+# The store by which the ranks have found each other.
+default_store: Callable[[], Any] = _get_default_store
 
 
 def program_timeout() -> timedelta | None:

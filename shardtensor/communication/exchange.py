@@ -155,18 +155,6 @@ class Exchange:
         received: how many elements this rank gets.
     """
 
-    __slots__ = (
-        "_by_rank",
-        "_few",
-        "_group_name",
-        "_most_peers",
-        "_recv_shapes",
-        "_recv_sizes",
-        "_recvs",
-        "_sends",
-        "received",
-    )
-
     def __init__(
         self,
         sends: Sequence[tuple[int, Sequence[int]]],

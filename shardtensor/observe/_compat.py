@@ -31,7 +31,7 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
 
 def clear_dtensor_caches() -> None:
     """Clear what DTensor has cached for earlier operators; it may be valid for this process's earlier rank only."""
-    torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
 
 

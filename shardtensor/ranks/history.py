@@ -207,13 +207,11 @@ def _communication(kind: str, dtype: Any, elements: int, operator: str) -> bytes
 def observed(observer: Callable[[str, str], None]) -> Iterator[None]:
     """Inside the block ``observer`` is told of each change of the operator that runs: the one before, and the new."""
     global _observer
-    before, _observer = _observer, observer
-    here.__class__ = _ObservedHere
+    _observer, here.__class__ = observer, _ObservedHere
     try:
         yield
     finally:
-        _observer = before
-        here.__class__ = _Here if before is None else _ObservedHere
+        _observer, here.__class__ = None, _Here
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._compat import tree_leaves
 from ...layout.geometry import aligned_sizes, chunk_sizes
 from .prepare import UnfitArguments
-from .results import Explanation, Layer
+from .results import Explanation
 
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
 _GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it
@@ -42,14 +42,13 @@ class Machine:
 
     def seconds(self, found: Explanation, rank: int) -> float:
         """How long a rank takes."""
-        return sum(self._of_layer(layer, rank, found.differentiated) for layer in found.layers)
-
-    def _of_layer(self, layer: Layer, rank: int, differentiated: bool) -> float:
-        share = layer.shares[rank]
-        # Each result is read and written once, in backward its gradient and the operand's likewise.
-        traffic = share.output_bytes * (6 if differentiated else 2)
-        local = max(sum(share.flops) / self.flops, traffic / self.memory_bandwidth)
-        return local + (share.messages + share.collectives) * self.latency + share.bytes_sent / self.bandwidth
+        total = 0.0
+        for share in (layer.shares[rank] for layer in found.layers):
+            # Each result is read and written once, in backward its gradient and the operand's likewise.
+            traffic = share.output_bytes * (6 if found.differentiated else 2)
+            local = max(sum(share.flops) / self.flops, traffic / self.memory_bandwidth)
+            total += local + (share.messages + share.collectives) * self.latency + share.bytes_sent / self.bandwidth
+        return total
 
 
 @dataclass(frozen=True)
