@@ -38,10 +38,10 @@ from .._compat import PyTree, tree_leaves, tree_map
 from .._compat.c10d import program_timeout
 from ..dispatch.scatter import part_at
 from ..dispatch.tensor import ShardTensor, wrap
-from ..layout.placements import check_order, given_mesh, mesh_coordinate, rank_at
+from ..layout.placements import check_order, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
-from ..ranks.agreement import check_process_group
+from ..ranks.agreement import usable_mesh
 from ..ranks.rows import gather_rows, gather_texts
 from . import messages
 from .copies import Copies
@@ -109,9 +109,7 @@ class ShardLoader:
         source: int = 0,
         pickled: bool = False,
     ) -> None:
-        check_process_group()
-        self.mesh = given_mesh(mesh)
-        mesh_coordinate(self.mesh)
+        self.mesh = usable_mesh(mesh)
         check_order(self.mesh)
         ranks = self.mesh.mesh.flatten().tolist()
         if not 0 <= source < len(ranks):

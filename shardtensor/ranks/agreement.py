@@ -43,13 +43,16 @@ DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstanc
 Table = dict[tuple[int, ...], list[int]]
 
 
-def check_process_group() -> None:
-    """RuntimeError with the remedy where ``torch.distributed`` has not been initialized."""
+def usable_mesh(mesh: object) -> DeviceMesh:
+    """:func:`given_mesh`, checked: ``torch.distributed`` has been initialized, and the mesh holds this rank."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "ShardTensor needs a process group: start with torchrun and call torch.distributed.init_process_group() "
             "or init_device_mesh() first"
         )
+    found = given_mesh(mesh)
+    mesh_coordinate(found)
+    return found
 
 
 def agree_on_local(
@@ -60,9 +63,7 @@ def agree_on_local(
     With sizes given nothing is compared, so that nothing is communicated: a rank whose local tensor does not fit them
     then raises alone.
     """
-    check_process_group()
-    mesh = given_mesh(mesh)
-    mesh_coordinate(mesh)
+    mesh = usable_mesh(mesh)
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     if isinstance(placements, Placement):
