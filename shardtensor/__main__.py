@@ -80,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the lines to change in a program that comes from elsewhere",
         description=(migrate.__doc__ or "").split("\n\n")[0],
     )
-    migrate.add_arguments(migrating)
+    migrating.add_argument("paths", nargs="+", metavar="PATH", help="Python files, or folders of them")
+    migrating.add_argument(
+        "--only", choices=migrate.ORIGINS, help="where the program comes from; default: any of these"
+    )
     migrating.set_defaults(command=migrate.show)
     return parser
 

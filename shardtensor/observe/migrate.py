@@ -196,12 +196,6 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``python -m shardtensor migrate`` is given."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="Python files, or folders of them")
-    parser.add_argument("--only", choices=ORIGINS, help="where the program comes from; default: any of these")
-
-
 def show(options: argparse.Namespace) -> int:
     """Print the lines to change. Returns the exit status: 1 where a file could not be read or parsed, otherwise 0."""
     lines = status = 0
