@@ -22,8 +22,6 @@ import shardtensor
 from .observe import migrate
 from .observe.explain import Machine, UnfitArguments
 
-__all__ = ["main"]
-
 _MACHINE = {
     "flops": "floating-point operations per second of a rank",
     "memory_bandwidth": "bytes per second that a rank reads and writes",
@@ -82,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the lines to change in a program that comes from elsewhere",
         description=(migrate.__doc__ or "").split("\n\n")[0],
     )
-    migrate.add_arguments(migrating)
+    migrating.add_argument("paths", nargs="+", metavar="PATH", help="Python files, or folders of them")
+    migrating.add_argument(
+        "--only", choices=migrate.ORIGINS, help="where the program comes from; default: any of these"
+    )
     migrating.set_defaults(command=migrate.show)
     return parser
 

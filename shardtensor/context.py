@@ -19,8 +19,6 @@ from typing import Any, Generic, TypeVar
 
 from ._compat import backward_pass, keep_for_backward, kept_for_backward, not_in_graphs
 
-__all__ = ["Setting", "allow_gather", "caller_of_backward", "gather_allowed", "settings"]
-
 T = TypeVar("T")
 
 

@@ -7,17 +7,6 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "PLAIN_TARGET",
-    "LocalSizeError",
-    "LostRankError",
-    "ThreadConflict",
-    "UnsupportedSharding",
-    "different_meshes",
-    "error_text",
-    "refuse",
-]
-
 # Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
 PLAIN_TARGET = (
     "a ShardTensor cannot be written into a plain tensor",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 import shardtensor
 from shardtensor import ThreadConflict, UnsupportedSharding, context
-from shardtensor.communication.exchange import transport
+from shardtensor.communication.exchange import _transport
 from shardtensor.ops.attention.sdpa import _method
 from shardtensor.ranks import history, waiting
 from shardtensor.testing import run_distributed, shard, shared_mesh
@@ -55,7 +55,7 @@ def in_thread(function, name="other"):
 
 
 def seen():
-    return context.gather_allowed(), _method.value, transport(), context.settings()
+    return context.gather_allowed(), _method.value, _transport.value, context.settings()
 
 
 def settings_of_a_thread():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -18,26 +18,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _world,
 )
 
-__all__ = [
-    "c10d_all_gather",
-    "c10d_all_reduce",
-    "c10d_all_reduce_coalesced",
-    "c10d_all_to_all",
-    "c10d_messages",
-    "default_store",
-    "explain_what_is_gone",
-    "group_along",
-    "is_eager",
-    "make_group",
-    "number_of_groups",
-    "process_group",
-    "program_timeout",
-]
-
 
 def _asynchronous(options: Any) -> Any:
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
+    options.asyncOp = True
     return options
 
 
@@ -164,9 +147,8 @@ def make_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.devi
     return group
 
 
-def default_store() -> Any:
-    """The store by which the ranks have found each other."""
-    return _get_default_store()
+# The store by which the ranks have found each other.
+default_store: Callable[[], Any] = _get_default_store
 
 
 def program_timeout() -> timedelta | None:

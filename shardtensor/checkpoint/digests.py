@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MANIFEST", "DamagedCheckpoint", "DigestingFile", "Digests", "Manifest", "open_checked", "write_synced"]
-
 MANIFEST = ".manifest"
 _BLOCK = 1 << 22
 _VERSION = 1
@@ -43,13 +41,12 @@ class Digests:
     blocks: list[str] = field(default_factory=list)
 
 
-class DigestingFile(io.RawIOBase):
+class DigestingFile(io.BufferedWriter):
     """A new file that is written from its start to its end; ``digests`` are complete when it has been closed."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         # Not over another file: a process that was believed dead may still write to the same folder.
-        self._file = open(path, "xb")  # noqa: SIM115
+        super().__init__(io.FileIO(str(path), "x"))
         self._path = path
         self._block = hashlib.sha256()
         self._filled = 0
@@ -68,7 +65,7 @@ class DigestingFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         with self._noting():
-            self._file.write(view)
+            super().write(view)
         rest = view
         while rest:
             part = rest[: _BLOCK - self._filled]
@@ -84,27 +81,17 @@ class DigestingFile(io.RawIOBase):
         self.digests.blocks.append(self._block.hexdigest())
         self._block, self._filled = hashlib.sha256(), 0
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def flush(self) -> None:
-        if not self._file.closed:
+        if not self.closed:
             with self._noting():
-                self._file.flush()
+                super().flush()
 
     def close(self) -> None:
         if not self.closed:
             with self._noting():
-                self._file.close()
+                super().close()
             if self._filled:
                 self._end_block()
-        super().close()
 
 
 class _CheckedFile(io.RawIOBase):
@@ -200,7 +187,10 @@ class Manifest:
         """Write the manifest of ``folder``, to the disk and not only to its cache."""
         content = {"version": _VERSION, "block": _BLOCK, "files": {name: asdict(d) for name, d in files.items()}}
         body = json.dumps(content, sort_keys=True).encode()
-        write_synced(folder / MANIFEST, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        with open(folder / MANIFEST, "xb") as file:
+            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+            file.flush()
+            os.fsync(file.fileno())
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -225,14 +215,6 @@ class Manifest:
         for name, digests in self.files.items():
             with open_checked(folder / name, {name: digests}):
                 pass
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file, to the disk and not only to its cache."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _open_or_damaged(path: Path) -> io.FileIO:

@@ -35,15 +35,11 @@ from ..layout.geometry import Interval, intersect
 from ..ranks.debug_mode import begin
 from ..ranks.failures import lost
 from ..ranks.groups import connect
-from ..ranks.history import calling, operator
+from ..ranks.history import calling, here
 from ..ranks.waiting import wait_for
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
 
-__all__ = ["Exchange", "Pending", "Transfers", "plan_intervals", "set_transport", "start_swap", "transport"]
-
-Pieces = Sequence[Sequence[Tensor]]
-Shapes = Sequence[Sequence[Sequence[int]]]
 Transfer = tuple[int, Interval]  # a peer, and an interval that it sends or gets
 _Counts = tuple[list[int], list[int]]  # peers in ascending order, and how many elements each sends or gets
 
@@ -82,11 +78,6 @@ class set_transport:  # named like torch.set_grad_enabled, which works alike
 
     def __exit__(self, *_: object) -> None:
         _transport.restore(self._before)
-
-
-def transport() -> str:
-    """The one that is chosen now."""
-    return _transport.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +122,10 @@ def plan_intervals(own: Sequence[Interval], need: Sequence[Interval], rank: int)
         places[s] = i
     # The places of those that own a part of what a rank needs.
     spans = [(bisect_right(stops, a), bisect_left(starts, b)) if b > a else (0, 0) for a, b in need]
-    mine, here = own[rank], places[rank]
+    mine, place = own[rank], places[rank]
     first, last = spans[rank]
     recvs = sorted((s, intersect(need[rank], (start, stop))) for start, stop, s in owners[first:last] if s != rank)
-    sends = [(r, intersect(mine, need[r])) for r, (i, j) in enumerate(spans) if i <= here < j and r != rank]
+    sends = [(r, intersect(mine, need[r])) for r, (i, j) in enumerate(spans) if i <= place < j and r != rank]
     return Transfers(rank, mine, need[rank], tuple(sends), tuple(recvs), _most_peers(owners, places, spans))
 
 
@@ -163,18 +154,6 @@ class Exchange:
     Attributes:
         received: how many elements this rank gets.
     """
-
-    __slots__ = (
-        "_by_rank",
-        "_few",
-        "_group_name",
-        "_most_peers",
-        "_recv_shapes",
-        "_recv_sizes",
-        "_recvs",
-        "_sends",
-        "received",
-    )
 
     def __init__(
         self,
@@ -211,7 +190,7 @@ class Exchange:
         else:
             packed = _packed(pieces) if pieces else like.new_empty(0)
         if type(packed) is not Tensor and goes_into_graph(packed):
-            ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, operator())
+            ticket = _exchange(packed, *self._sends, *self._recvs, self._most_peers, self._group_name, here.operator)
             return _PendingInGraph(self, (), None, ticket, packed)
         group = process_group(self._group_name)
         chosen = _transport.value
@@ -297,16 +276,6 @@ class _PendingInGraph(Pending):
 
     def buffer(self, after: Tensor | None = None) -> Tensor:
         return wait_in_graph(self._received, self._keep, [self._exchange.received], after)
-
-
-def start_swap(pieces: Pieces, shapes: Shapes, group: dist.ProcessGroup, like: Tensor) -> Pending:
-    """Send ``pieces[r]`` to rank ``r`` of ``group`` and receive tensors of ``shapes[s]`` from each rank ``s``.
-
-    An :class:`Exchange` between all ranks that is used once. All pieces have the dtype and device of ``like``.
-    """
-    sends = [(peer, p.shape) for peer, row in enumerate(pieces) for p in row]
-    recvs = [(peer, shape) for peer, row in enumerate(shapes) for shape in row]
-    return Exchange(sends, recvs, group, group.size() - 1).start([p for row in pieces for p in row], like)
 
 
 # Dtypes that every backend knows in every collective. Others travel as bytes: nothing is computed on the way.

@@ -22,8 +22,6 @@ from ..layout.spec import ShardTensorSpec
 from ..layout.strides import CHANNELS_LAST, cat_like, stride_like, with_stride, zeros_like
 from .exchange import Exchange, Pending, Transfers, plan_intervals
 
-__all__ = ["Axis", "Fetch", "Narrow"]
-
 Narrow = tuple[int, int, int]  # (dim, start, length)
 
 
@@ -78,7 +76,8 @@ class Fetch:
         axes = []
         for dim, need in needs.items():
             m = sharded[dim]
-            axes.append(Axis(dim, m, _transfers(intervals_of(spec.sizes_along(m)), need, spec.coordinate[m])))
+            need = [(a, b) if b > a else (0, 0) for a, b in need]
+            axes.append(Axis(dim, m, plan_intervals(intervals_of(spec.sizes_along(m)), need, spec.coordinate[m])))
         return cls(axes, spec.mesh, spec.local_shape(), zeros)
 
     def __bool__(self) -> bool:
@@ -231,10 +230,6 @@ class _GivenBack(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> Any:
         again = torch.is_grad_enabled()
         return _Fetched.apply(grad, ctx.step) if again else ctx.step.fetch(grad), None
-
-
-def _transfers(own: Sequence[Interval], need: Sequence[Interval], rank: int) -> Transfers:
-    return plan_intervals(tuple(own), tuple((a, b) if b > a else (0, 0) for a, b in need), rank)
 
 
 def _copied(t: Tensor, place: Narrow) -> Tensor:

@@ -36,25 +36,12 @@ from ..layout.placements import AxisLayout, wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import cat_like
 from ..ranks.debug_mode import begin
-from ..ranks.history import calling, here, operator
+from ..ranks.history import calling, here
 from ..ranks.waiting import wait_for
-from .exchange import start_swap
+from .exchange import Exchange
 from .halo import Fetch
 from .tracing import goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
-
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "redistribute_local",
-    "reduce_scatter",
-    "reduced",
-    "rounded",
-    "start_all_reduce",
-    "start_sums",
-    "swap_blocks",
-    "swapped",
-]
 
 # For each reduction of a Partial: the collective's name of it, and the same between two tensors.
 _REDUCE: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = {
@@ -162,7 +149,8 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
     if isinstance(old, Partial):
         if isinstance(new, Shard):
             if _is_of_owner(src.layout[m].owner, dst.sizes_along(m)):
-                return partial(_own_slice, new.dim, dst.sizes_along(m)[rank])
+                dim, size = new.dim, dst.sizes_along(m)[rank]
+                return lambda local: local.narrow(dim, 0, size)
             return partial(reduce_scatter, old, new.dim, intervals_of(dst.sizes_along(m)), rank, group)
         reduced = partial(all_reduce, group=group, op=old.reduce_op)
         if not isinstance(new, Partial):
@@ -199,18 +187,9 @@ def start_all_reduce(
     if group.size() == 1:
         return lambda: local if overwrite else local.clone()
     if goes_into_graph(local):
-        ticket = _all_reduce(local, op, group.group_name, operator())
+        ticket = _all_reduce(local, op, group.group_name, here.operator)
         return lambda: wait_in_graph(ticket, local, local.shape, None)
     begin(f"all-reduce {op}", local, group, local.numel())
-    if op == "sum" and local.dtype in _SUMMABLE:  # most are
-        total = local if overwrite else local.clone(memory_format=torch.contiguous_format)
-        summing = c10d_all_reduce(total, dist.ReduceOp.SUM, group)
-
-        def wait() -> Tensor:
-            wait_for(summing, total, group)
-            return total
-
-        return wait
     via = _WIDENED.get(local.dtype)
     if via is not None:
         value = local.to(via)
@@ -314,7 +293,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     if ranks == 1 or not local.numel():  # equal shapes: no rank of the group has any element
         return local.expand(ranks, *local.shape)
     if type(local) is not Tensor and goes_into_graph(local):
-        return _all_gather(local, ranks, group.group_name, operator())
+        return _all_gather(local, ranks, group.group_name, here.operator)
     begin("all-gather", local, group, local.numel())
     gathered = local.new_empty((ranks, *local.shape))
     wire = gathered
@@ -377,9 +356,11 @@ def swapped(
     """``pieces[r]`` sent to every rank ``r``; returns what comes from each, of ``shapes[r]``. The own ones stay."""
     if len(pieces) == 1:
         return list(pieces)
-    send = [() if r == rank else row for r, row in enumerate(pieces)]
-    recv = [() if r == rank else row for r, row in enumerate(shapes)]
-    received = iter(start_swap(send, recv, group, pieces[rank][0]).wait())
+    others = [r for r in range(len(pieces)) if r != rank]
+    sent = [(r, piece) for r in others for piece in pieces[r]]
+    expected = [(r, shape) for r in others for shape in shapes[r]]
+    exchange = Exchange([(r, piece.shape) for r, piece in sent], expected, group, len(others))
+    received = iter(exchange.start([piece for _, piece in sent], pieces[rank][0]).wait())
     return [pieces[rank] if r == rank else [next(received) for _ in row] for r, row in enumerate(shapes)]
 
 
@@ -428,7 +409,3 @@ def _replicate_to_partial(partial: Partial, has_it: bool, local: Tensor) -> Tens
 def _is_of_owner(owner: int | None, sizes: Sequence[int]) -> bool:
     """Whether the rank that has all of a Partial has all of what it becomes the shards of."""
     return owner is not None and not any(n for rank, n in enumerate(sizes) if rank != owner)
-
-
-def _own_slice(dim: int, size: int, local: Tensor) -> Tensor:
-    return local.narrow(dim, 0, size)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..ranks.streams import wait_for_streams
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """Copies from pinned memory on a stream of their own. On the CPU nothing is copied.

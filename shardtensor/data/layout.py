@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,15 +17,8 @@ from ..layout.placements import ShardSizes, Sizes, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
 
-__all__ = ["Layout", "MeshlessSpec", "make_spec"]
-
-
-class MakeSpec(Protocol):
-    """:func:`make_spec` for one leaf of a batch, whose layout is known."""
-
-    def __call__(
-        self, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[int] | None = None, /
-    ) -> ShardTensorSpec: ...
+# :func:`make_spec` for one leaf of a batch, whose layout is known: of its shape, dtype and, if it has any, chunks.
+MakeSpec = Callable[..., ShardTensorSpec]
 
 
 @dataclass(frozen=True)

@@ -38,16 +38,14 @@ from .._compat import PyTree, tree_leaves, tree_map
 from .._compat.c10d import program_timeout
 from ..dispatch.scatter import part_at
 from ..dispatch.tensor import ShardTensor, wrap
-from ..layout.placements import check_order, given_mesh, mesh_coordinate, rank_at
+from ..layout.placements import check_order, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
-from ..ranks.agreement import check_process_group
+from ..ranks.agreement import usable_mesh
 from ..ranks.rows import gather_rows, gather_texts
 from . import messages
 from .copies import Copies
 from .layout import Layout, MakeSpec, MeshlessSpec
-
-__all__ = ["ShardLoader"]
 
 _SMALL = 1 << 20  # bytes; tensors below this, such as a label that a loop keeps, do not delay the next batch
 _BLOCK = 1 << 23  # bytes that are packed and sent at once
@@ -111,9 +109,7 @@ class ShardLoader:
         source: int = 0,
         pickled: bool = False,
     ) -> None:
-        check_process_group()
-        self.mesh = given_mesh(mesh)
-        mesh_coordinate(self.mesh)
+        self.mesh = usable_mesh(mesh)
         check_order(self.mesh)
         ranks = self.mesh.mesh.flatten().tolist()
         if not 0 <= source < len(ranks):
@@ -222,9 +218,28 @@ class ShardLoader:
             yield None, bytes([_ERROR]) + messages.encode_error(error, traceback.format_exc()), []
 
     def _message(self, batch: PyTree, tensors: list[Tensor]) -> bytes:
-        """The message for a batch, whose tensors are added to ``tensors``."""
-        described = self._layout.map(_Collect(tensors, any_object=self._pickled), batch)
-        return bytes([_PICKLED]) + _pickle(described) if self._pickled else bytes([_BATCH]) + messages.encode(described)
+        """The message for a batch, with a :class:`MeshlessSpec` for each of its tensors, which go to ``tensors``."""
+
+        def collect(leaf: object, spec: MakeSpec) -> object:
+            if messages.is_side_data(leaf):
+                return leaf
+            leaf = default_convert(leaf)  # type: ignore[no-untyped-call]  # arrays become tensors
+            if not isinstance(leaf, Tensor):
+                if self._pickled:
+                    return leaf
+                raise messages.cannot_send(leaf)
+            if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
+                raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
+            tensors.append(leaf.detach())
+            return MeshlessSpec.of(spec(leaf.shape, leaf.dtype))
+
+        described = self._layout.map(collect, batch)
+        if not self._pickled:
+            return bytes([_BATCH]) + messages.encode(described)
+        buffer = io.BytesIO()
+        buffer.write(bytes([_PICKLED]))
+        _Pickler(buffer).dump(described)
+        return buffer.getvalue()
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -330,27 +345,6 @@ class ShardLoader:
         return payload
 
 
-class _Collect:
-    """Collects a batch's tensors in a list, and replaces each by its :class:`MeshlessSpec`."""
-
-    def __init__(self, tensors: list[Tensor], any_object: bool) -> None:
-        self._tensors = tensors
-        self._any_object = any_object
-
-    def __call__(self, leaf: object, spec: MakeSpec) -> object:
-        if messages.is_side_data(leaf):
-            return leaf
-        leaf = default_convert(leaf)  # type: ignore[no-untyped-call]  # arrays become tensors
-        if not isinstance(leaf, Tensor):
-            if self._any_object:
-                return leaf
-            raise messages.cannot_send(leaf)
-        if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
-            raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
-        self._tensors.append(leaf.detach())
-        return MeshlessSpec.of(spec(leaf.shape, leaf.dtype))
-
-
 class _Transfer:
     """The transfer of one batch, in a thread of its own."""
 
@@ -370,14 +364,14 @@ class _Transfer:
     def finish(self) -> None:
         """Wait until it is over, and drop the batch."""
         if not sys.is_finalizing():  # then the thread does not run any more
-            self._gate.open()
+            self._gate.set()
             self._thread.join()
         self._outcome = (None, None)
 
     def result(self) -> Any:
         """Wait for the batch, and return the only reference to it."""
         # The caller asks for the next batch, so it means to keep what it still holds of the last one.
-        self._gate.open()
+        self._gate.set()
         self._thread.join()
         (result, error), self._outcome = self._outcome, (None, None)
         if error is not None:
@@ -385,11 +379,11 @@ class _Transfer:
         return result
 
 
-class _Gate:
-    """An event: the memory of these tensors has been freed, or :meth:`open` was called."""
+class _Gate(threading.Event):
+    """An event: the memory of these tensors has been freed, or somebody has called :meth:`set`."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        self._opened = threading.Event()
+        super().__init__()
         storages = [t.untyped_storage() for t in tensors]
         # A storage lives as long as its memory is in use: by any view, or by a graph that has saved one.
         self._held = [weakref.ref(s, self._check) for s in storages if s.nbytes() >= _SMALL]
@@ -398,13 +392,7 @@ class _Gate:
 
     def _check(self, _: object = None) -> None:
         if all(ref() is None for ref in self._held):
-            self._opened.set()
-
-    def open(self) -> None:
-        self._opened.set()
-
-    def wait(self) -> None:
-        self._opened.wait()
+            self.set()
 
 
 _NOTHING = object()
@@ -447,9 +435,3 @@ class _Pickler(pickle.Pickler):
                 "unsharded. Put it into one of those, or register the object with torch.utils._pytree"
             )
         return NotImplemented
-
-
-def _pickle(content: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(content)
-    return buffer.getvalue()

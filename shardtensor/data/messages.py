@@ -19,13 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import SUPPORTED_NODES, PyTree
 from ..ranks.agreement import DTYPES
 from .layout import MeshlessSpec
-
-__all__ = ["build", "cannot_send", "decode_error", "encode", "encode_error", "is_side_data", "parse", "unknown"]
 
 _PLAIN = {type(None), bool, int, float, str}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
@@ -71,14 +68,12 @@ def _encoded(value: Any, types: set[str]) -> Any:
     if kind in _PLAIN:
         return value
     if kind is list or kind is tuple:
-        # Lists of names and numbers may be long.
-        if _PLAIN.issuperset(map(type, value)):
-            return ["L" if kind is list else "T", *value]
         return ["l" if kind is list else "t", *(_encoded(v, types) for v in value)]
     if kind is dict:
         return ["d", *(_encoded(k, types) for k in value), *(_encoded(v, types) for v in value.values())]
     if kind is MeshlessSpec:
-        return ["p", value.shape, str(value.dtype), [_dim(p) for p in value.placements], value.sizes]
+        dims = [p.dim if isinstance(p, Shard) else None for p in value.placements]
+        return ["p", value.shape, str(value.dtype), dims, value.sizes]
     if kind is bytes:
         return ["b", base64.b64encode(value).decode()]
     if kind in SUPPORTED_NODES:
@@ -121,8 +116,6 @@ def _decoded_node(rest: list[Any]) -> Any:
 
 
 _DECODERS: dict[str, Callable[[list[Any]], Any]] = {
-    "L": list,
-    "T": tuple,
     "l": lambda rest: list(map(build, rest)),
     "t": lambda rest: tuple(map(build, rest)),
     "d": _decoded_dict,
@@ -130,10 +123,6 @@ _DECODERS: dict[str, Callable[[list[Any]], Any]] = {
     "b": lambda rest: base64.b64decode(rest[0]),
     "n": _decoded_node,
 }
-
-
-def _dim(placement: Placement) -> int | None:
-    return placement.dim if isinstance(placement, Shard) else None
 
 
 # -- types ------------------------------------------------------------------------------------------------------------

@@ -21,12 +21,10 @@ from torch.utils.data import Dataset
 
 from .._compat import PyTree, tree_leaves, tree_map
 from ..dispatch.tensor import ShardTensor, wrap
-from ..layout.placements import ShardSizes, given_mesh, mesh_coordinate, rank_at
+from ..layout.placements import ShardSizes, rank_at
 from ..layout.spec import ShardTensorSpec
-from ..ranks.agreement import Table, check_process_group, gather_over_mesh
+from ..ranks.agreement import Table, gather_over_mesh, usable_mesh
 from .layout import Layout, MakeSpec, MeshlessSpec, make_spec
-
-__all__ = ["SliceDataset", "read"]
 
 
 class Array(Protocol):
@@ -82,9 +80,7 @@ def read(
         t2m = zarr.open("era5.zarr")["t2m"]                                                    # (time, lat, lon)
         x = read(t2m, mesh["domain"], (Shard(0),), index=hour, shard_sizes={0: (300, 421)})    # one hour's (721, 1440)
     """
-    check_process_group()
-    mesh = given_mesh(mesh)
-    mesh_coordinate(mesh)
+    mesh = usable_mesh(mesh)
     chosen = _chosen(array.shape, index)
     shape = [len(c) for c in chosen if isinstance(c, range)]
     spec = make_spec(mesh, placements, shard_sizes, shape, dtype or _torch_dtype(array), _chunks(array, chosen))
@@ -129,9 +125,7 @@ class SliceDataset(Dataset[Any]):
         shard_sizes: PyTree = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_process_group()
-        self._mesh: DeviceMesh | None = given_mesh(mesh)  # None in worker processes
-        mesh_coordinate(self._mesh)
+        self._mesh: DeviceMesh | None = usable_mesh(mesh)  # None in worker processes
         self._source = arrays
         self._arrays: tuple[int, PyTree] = (0, None)  # the process that opened them, and what it got
         opened = self._opened()

@@ -18,10 +18,10 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import not_in_graphs
 from .._compat.c10d import c10d_messages, group_along, is_eager
 from ..layout.geometry import intervals_of
-from ..layout.placements import ShardSizes, given_mesh, mesh_coordinate, rank_at
+from ..layout.placements import ShardSizes, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
-from ..ranks.agreement import OTHER_META, check_process_group, claims_of, described, problem_of, record_over_mesh, say
+from ..ranks.agreement import OTHER_META, claims_of, described, problem_of, record_over_mesh, say, usable_mesh
 from ..ranks.debug_mode import debug_enabled
 from ..ranks.failures import communicating
 from ..ranks.groups import connect, own_group
@@ -75,10 +75,8 @@ def scatter_tensor(
 
         x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
     """
-    check_process_group()
-    mesh = given_mesh(mesh)
+    mesh = usable_mesh(mesh)
     placements = [Replicate()] * mesh.ndim if placements is None else placements
-    mesh_coordinate(mesh)
     if not isinstance(global_src, SupportsIndex):
         raise TypeError(f"global_src must be the source's rank, an integer, not {global_src!r}")
     is_src = dist.get_rank() == global_src

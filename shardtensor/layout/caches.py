@@ -14,8 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["cached", "check_world", "forget", "forgets", "world"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -18,20 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-__all__ = [
-    "Interval",
-    "Window",
-    "aligned_sizes",
-    "boundaries_of",
-    "chunk_sizes",
-    "intersect",
-    "intervals_of",
-    "length",
-    "map_boundaries",
-    "resized",
-    "sizes_of",
-]
-
 Interval = tuple[int, int]
 
 

@@ -19,25 +19,6 @@ from .._compat.c10d import explain_what_is_gone
 from .caches import cached
 from .geometry import chunk_sizes
 
-__all__ = [
-    "AxisLayout",
-    "ShardSizes",
-    "Sizes",
-    "are_integers",
-    "as_integers",
-    "check_order",
-    "check_own_shard",
-    "first_equal",
-    "given_mesh",
-    "held_dtype",
-    "mesh_coordinate",
-    "normalize_placements",
-    "normalize_sizes",
-    "rank_at",
-    "wide_dtype",
-    "without_owners",
-]
-
 # One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
 Sizes = tuple[tuple[int, ...] | None, ...]
 # What callers may give: ``{mesh_dim: sizes}``, "even" for torch.chunk's sizes, or None for the default: the same, or

@@ -37,8 +37,6 @@ from .placements import (
 )
 from .strides import contiguous_stride
 
-__all__ = ["ShardTensorSpec"]
-
 _numbers = count()
 
 

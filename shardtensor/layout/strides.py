@@ -7,17 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHANNELS_LAST",
-    "as_bytes",
-    "cat_like",
-    "contiguous_stride",
-    "index_select_like",
-    "stride_like",
-    "with_stride",
-    "zeros_like",
-]
-
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -7,42 +7,19 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .._compat import OpOverload
-
-__all__ = [
-    "Kernel",
-    "TorchDispatchMode",
-    "clear_dtensor_caches",
-    "current_node",
-    "disable_dispatch_modes",
-    "group_of",
-    "init_fake_process_group",
-    "next_node",
-    "put_in_front",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_unflatten",
-]
+from .._compat import OpOverload, tree_leaves
+from .._compat.c10d import process_group
 
 Kernel: TypeAlias = Callable[..., Any]
 
 
 def group_of(reference: str | torch.ScriptObject | dist.ProcessGroup) -> dist.ProcessGroup:
     """The process group that a c10d operator was given: by name, boxed, or itself."""
-    group: dist.ProcessGroup
     if isinstance(reference, str):
-        group = _resolve_process_group(reference)  # type: ignore[arg-type]  # its NewType is not in 2.11
-    elif isinstance(reference, torch.ScriptObject):
-        group = dist.ProcessGroup.unbox(reference)
-    else:
-        group = reference
-    return group
+        return process_group(reference)
+    return dist.ProcessGroup.unbox(reference) if isinstance(reference, torch.ScriptObject) else reference
 
 
 def init_fake_process_group(rank: int, world_size: int) -> None:
@@ -54,12 +31,8 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
 
 def clear_dtensor_caches() -> None:
     """Clear what DTensor has cached for earlier operators; it may be valid for this process's earlier rank only."""
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
-    propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-    if hasattr(propagate, "cache_clear"):
-        propagate.cache_clear()  # type: ignore[no-untyped-call]
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
 
 
 def next_node() -> int:
@@ -91,10 +64,7 @@ def put_in_front(
         new = make(_kernel_of_device(operator), len(operator._schema.returns) > 1)
         library.impl(name, new, "BackendSelect")  # type: ignore[no-untyped-call]
 
-    def remove() -> None:
-        library._destroy()  # type: ignore[no-untyped-call]
-
-    return remove
+    return library._destroy
 
 
 def _kernel_of_device(operator: OpOverload) -> Kernel:

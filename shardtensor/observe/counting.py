@@ -12,32 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload
-from ._compat import TorchDispatchMode, group_of
+from .._compat import OpOverload, TorchDispatchMode
+from ._compat import group_of
 
-# One name for what c10d and its functional operators call differently; all others keep their own.
-_NAMES = {
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "allgather_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "monitored_barrier_": "barrier",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-}
+# What c10d and its functional operators call differently: names that contain one of these, with or without "_".
+_KINDS = ("all_gather", "all_reduce", "barrier", "reduce_scatter")
 _NO_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 _ANY_SOURCE = -1  # a receive from any rank does not know its peer
 
@@ -107,7 +86,8 @@ class Communication:
             self.collectives["all_to_all"] += 1
             self._add_all_to_all(name, args)
         elif name not in _NO_COMMUNICATION:
-            kind = _NAMES.get(name, name.removesuffix("_"))
+            short = name.replace("_", "")
+            kind = next((k for k in _KINDS if k.replace("_", "") in short), name.removesuffix("_"))
             self.collectives[kind] += 1
             # c10d's in-place forms have the result first. Only one rank has a scatter's operand, so its result counts.
             has_output_first = func.namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "gather")

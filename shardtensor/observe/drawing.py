@@ -15,8 +15,6 @@ from ..layout.geometry import Interval, intervals_of
 from ..layout.placements import rank_at
 from ..layout.spec import ShardTensorSpec
 
-__all__ = ["visualize"]
-
 Halos = int | Mapping[int, int]
 
 _WIDTH, _HEIGHT = 64, 24  # of the map, in characters

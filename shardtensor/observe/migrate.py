@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["ORIGINS", "Finding", "Origin", "add_arguments", "find", "show"]
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -134,36 +132,30 @@ def find(source: str, origins: Iterable[str] = tuple(ORIGINS)) -> list[Finding]:
         'shardtensor.ShardTensor'
     """
     tree = ast.parse(source)
-    bound = dict(_bindings(tree))
+    imported = list(_imports(tree))
+    bound = {alias: name for alias, name, _ in imported}
     found: set[Finding] = set()
     for origin in (ORIGINS[name] for name in origins):
-        found.update(_imports(tree, origin))
+        for _, name, line in imported:
+            if instead := origin.instead_of(name):
+                found.add(Finding(line, name, instead))
         found.update(_names(tree, bound, origin))
         if any(map(origin.has, bound.values())):
             found.update(_members(tree, origin))
     return sorted(found)
 
 
-def _imports(tree: ast.AST, origin: Origin) -> Iterator[Finding]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                if instead := origin.instead_of(name):
-                    yield Finding(alias.lineno, name, instead)
-
-
-def _bindings(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Names that imports bind anywhere in the module, and what they are, with its modules."""
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """Names that imports bind anywhere in the module, what they are, with its modules, and the line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
-                yield alias.asname or first, alias.name if alias.asname else first
-                yield alias.name, alias.name  # which makes it known that the module is imported
+                yield alias.asname or first, alias.name if alias.asname else first, alias.lineno
+                yield alias.name, alias.name, alias.lineno  # which makes it known that the module is imported
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
-                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}", alias.lineno
 
 
 def _names(tree: ast.AST, bound: dict[str, str], origin: Origin) -> Iterator[Finding]:
@@ -202,12 +194,6 @@ def _same_name(name: str, instead: str) -> bool:
 def _files(paths: Sequence[str]) -> Iterator[Path]:
     for path in map(Path, paths):
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``python -m shardtensor migrate`` is given."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="Python files, or folders of them")
-    parser.add_argument("--only", choices=ORIGINS, help="where the program comes from; default: any of these")
 
 
 def show(options: argparse.Namespace) -> int:

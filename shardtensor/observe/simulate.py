@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..layout.caches import forget
 from ._compat import Kernel, clear_dtensor_caches, init_fake_process_group, put_in_front
 
 
@@ -81,6 +82,4 @@ def _complete_at_once(kernel: Kernel, returns_tensors: bool) -> Kernel:
 def _forget_the_last_rank() -> None:
     """Clear the caches whose entries are valid for one rank only: the meshes of two simulated ranks are equal."""
     clear_dtensor_caches()
-    caches = sys.modules.get("shardtensor.layout.caches")
-    if caches is not None:
-        caches.forget()
+    forget()

@@ -26,8 +26,6 @@ from ..ranks import history, waiting
 from ..ranks.rows import gather_rows
 from .counting import Communication, LocalCalls
 
-__all__ = ["timeline"]
-
 _recording = False
 
 
@@ -115,7 +113,7 @@ class _Calls(LocalCalls):  # type: ignore[no-untyped-call]
         self._record, self._inside = record, False
 
     def on_shards(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside or history.operator() or ShardTensor not in types:
+        if self._inside or history.here.operator or ShardTensor not in types:
             return NotImplemented
         start, self._inside = self._record.now(), True
         try:

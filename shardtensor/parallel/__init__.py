@@ -104,7 +104,7 @@ def parallelize(
     mesh = given_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     data = data if data in names else None
-    shard = _sharded_axes(shard, data)
+    shard = tuple(shard) if shard is not None else () if data is None else (data,)
     _check_axes(names, data, domain, tensor, plan, shard, spmd)
     axes = [n for n in names if n in (data, domain, tensor)]
     mesh = _sub(mesh, axes)
@@ -127,11 +127,6 @@ def parallelize(
     steps += _about_gradients(model, data, shard, copies, spmd)
     steps.append(_about_inputs(axes, data, domain, tensor, spmd))
     return Parallelized(inputs, tuple(steps))
-
-
-def _sharded_axes(shard: Sequence[str] | None, data: str | None) -> tuple[str, ...]:
-    """The axes over which FSDP2 shards: those asked for, or else the data axis where there is one."""
-    return tuple(shard) if shard is not None else () if data is None else (data,)
 
 
 def _check_axes(

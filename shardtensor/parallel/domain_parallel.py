@@ -33,8 +33,6 @@ from ..ranks.equal_values import check_plain
 from ..ranks.first_use import FirstCalls
 from .styled_methods import Style, apply_style
 
-__all__ = ["DomainParallel"]
-
 # One placement per mesh dim.
 Layout = tuple[Placement, ...]
 # Layouts by name or by index, nested; None: leave it as it is. What users give is turned into these by _normalized.

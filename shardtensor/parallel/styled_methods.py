@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from traceback import walk_stack
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,8 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .._compat import not_in_graphs
-
-__all__ = ["Style", "apply_style"]
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,9 @@ def _submodules(module: nn.Module) -> Iterator[nn.Module]:
 
 def _caller(name: str, submodule: nn.Module) -> str:
     """The outermost method of the module of this class that has led to the call of its submodule, if one has."""
-    found, frame = "", sys._getframe(2)
-    while (outer := frame.f_back) is not None:
-        frame, method = outer, outer.f_code.co_name
+    found = ""
+    for frame, _ in walk_stack(sys._getframe(3)):
+        method = frame.f_code.co_name
         of_module = hasattr(nn.Module, method) and method != "forward"  # its machinery
         owner = None if of_module else frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and type(owner).__name__ == name and hasattr(type(owner), method):

@@ -35,26 +35,6 @@ from .rows import gather_rows, gather_texts
 from .summaries import digest_of_some
 from .waiting import wait_for
 
-__all__ = [
-    "DTYPES",
-    "MAX_NDIM",
-    "OTHER_META",
-    "Claim",
-    "Table",
-    "agree_on_local",
-    "check_process_group",
-    "check_same",
-    "claims_of",
-    "compare_histories",
-    "described",
-    "gather_over_mesh",
-    "gather_with_history",
-    "problem_of",
-    "record_over_mesh",
-    "say",
-    "show",
-]
-
 MAX_NDIM = 16
 # In the same order on every rank, so that a dtype can be sent as its index.
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -63,13 +43,16 @@ DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstanc
 Table = dict[tuple[int, ...], list[int]]
 
 
-def check_process_group() -> None:
-    """RuntimeError with the remedy where ``torch.distributed`` has not been initialized."""
+def usable_mesh(mesh: object) -> DeviceMesh:
+    """:func:`given_mesh`, checked: ``torch.distributed`` has been initialized, and the mesh holds this rank."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "ShardTensor needs a process group: start with torchrun and call torch.distributed.init_process_group() "
             "or init_device_mesh() first"
         )
+    found = given_mesh(mesh)
+    mesh_coordinate(found)
+    return found
 
 
 def agree_on_local(
@@ -80,9 +63,7 @@ def agree_on_local(
     With sizes given nothing is compared, so that nothing is communicated: a rank whose local tensor does not fit them
     then raises alone.
     """
-    check_process_group()
-    mesh = given_mesh(mesh)
-    mesh_coordinate(mesh)
+    mesh = usable_mesh(mesh)
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     if isinstance(placements, Placement):
@@ -94,7 +75,8 @@ def agree_on_local(
     problem = problem_of(local, mesh)
     if shard_sizes is None or debug_enabled():
         asked = described(placements, shard_sizes)
-        looked_at = _is_first(mesh) and not problem
+        _calls[mesh] += 1
+        looked_at = (_calls[mesh] <= _FIRST or debug_enabled()) and not problem
         sample = digest_of_some(local) if looked_at and isinstance(local, Tensor) and not is_traced(local) else 0
         claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
         spec = _from_claims(claims, local, mesh, placements, shard_sizes)
@@ -246,21 +228,20 @@ def compare_histories(what: str, mesh: DeviceMesh) -> None:
     gather_over_mesh((), mesh, what)
 
 
-def gather_with_history(what: str, number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`
     compares.
 
     Args:
-        what: what asks for it.
         dtype: of the tensor that it belongs to; contributions may be held in another one.
 
     Raises:
         RuntimeError: on all ranks of the group, where they have not communicated the same.
     """
     device, name = number.device, group.group_name
-    record(name, what, dtype, 1)
+    record(name, "item", dtype, 1)
     if debug_enabled():
-        check_call(what, group, device)
+        check_call("item", group, device)
     # Complex numbers of double precision take two integers.
     row = torch.tensor([0, 0, *fingerprint(name)], device=device)
     row[:2].view(torch.uint8)[: number.nbytes].copy_(as_bytes(number))
@@ -372,15 +353,10 @@ def _from_claims(
     return _checked(local, mesh, placements, shape, inferred)
 
 
+# Of a mesh's first calls values are looked at; all ranks count the same.
 _FIRST = 16
 _calls: Counter[DeviceMesh] = Counter()
 forgets(_calls.clear)
-
-
-def _is_first(mesh: DeviceMesh) -> bool:
-    """Whether this is one of the mesh's first calls, whose values are looked at; all ranks count the same."""
-    _calls[mesh] += 1
-    return _calls[mesh] <= _FIRST or debug_enabled()
 
 
 def _warn_of_copies(claims: Mapping[tuple[int, ...], Claim], spec: ShardTensorSpec) -> None:

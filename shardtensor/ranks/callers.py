@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import TracebackType
 
 import torch
-
-__all__ = ["called_from", "raised_at"]
 
 _PACKAGE = str(Path(__file__).parents[1])
 _OPERATORS = os.path.join(_PACKAGE, "ops", "")
@@ -23,7 +21,8 @@ def called_from() -> tuple[str, list[str]]:
     The function is no part of it: ranks with empty or small shards may take another way through an operator.
     """
     family, lines = "", []
-    for file, line in _frames(sys._getframe(1)):
+    for frame, line in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
         if file.startswith(_OPERATORS):
             family = family or file.removeprefix(_OPERATORS).split(os.sep)[0]
         elif not file.startswith(_LIBRARIES):
@@ -34,15 +33,8 @@ def called_from() -> tuple[str, list[str]]:
 def raised_at(traceback: TracebackType | None) -> str:
     """The innermost line outside of torch that an exception came through; "" where there is none."""
     found = ""
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
+    for frame, line in walk_tb(traceback):
+        file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES):
-            found = f"{file}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
+            found = f"{file}:{line}"
     return found
-
-
-def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OUTSIDE", "check_not_captured", "is_capturing"]
-
 OUTSIDE = "call it outside of the captured part"
 _READS = "the host reads values, or how many there are, before it goes on"
 

@@ -19,8 +19,6 @@ from .callers import called_from
 from .history import record
 from .rows import gather_rows, gather_texts
 
-__all__ = ["begin", "check_call", "debug_enabled"]
-
 # The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
 _environment = os.environ._data  # type: ignore[attr-defined]
 _NAME, *_OFF = (os.environ.encodekey(text) for text in ("SHARDTENSOR_DEBUG", "", "0"))
@@ -85,16 +83,12 @@ def begin(
         RuntimeError: on all ranks, where they disagree; the text names the ranks and what each is about to do.
     """
     record(group.group_name, what, like.dtype, elements)
-    if debug_enabled():
-        send, receive = ([elements] * group.size(),) * 2 if counts is None else counts()
-        _check_communication(f"{what} of {str(like.dtype).removeprefix('torch.')}", send, receive, group, like.device)
-
-
-def _check_communication(
-    kind: str, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    check_call(kind, group, device)
-    rows = gather_rows([*send, *receive], group, device)
+    if not debug_enabled():
+        return
+    kind = f"{what} of {str(like.dtype).removeprefix('torch.')}"
+    send, receive = ([elements] * group.size(),) * 2 if counts is None else counts()
+    check_call(kind, group, like.device)
+    rows = gather_rows([*send, *receive], group, like.device)
     ranks, n = dist.get_process_group_ranks(group), len(rows)
     for s in range(n):
         for r in range(n):

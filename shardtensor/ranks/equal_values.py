@@ -13,8 +13,6 @@ from .agreement import check_same, gather_over_mesh, show
 from .history import SAME_VALUES
 from .summaries import differ, digest, summary, tolerance_of
 
-__all__ = ["Copy", "beginning", "check_plain", "not_equal", "unequal"]
-
 
 class Copy(NamedTuple):
     """A tensor of which other ranks have copies.

@@ -17,8 +17,6 @@ from .agreement import check_same
 from .equal_values import Copy, not_equal, unequal
 from .failures import communicating
 
-__all__ = ["copy_of", "line_of", "synchronize", "verify"]
-
 
 def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None) -> None:
     """Give all ranks of ``mesh`` the parameters and buffers of one of them, in place.

@@ -35,9 +35,7 @@ from .._compat import STOPS_RECOMPUTATION
 from .._compat.c10d import default_store
 from ..errors import LostRankError, ThreadConflict
 from .callers import called_from, raised_at
-from .history import at_conflict, at_first, check_before, counts, last_entry, operator
-
-__all__ = ["check_raised", "communicating", "lost", "note_raised", "watch"]
+from .history import at_conflict, at_first, check_before, counts, here, last_entry
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
 _POLL = 0.05
@@ -143,29 +141,24 @@ def note_raised(error: Exception) -> None:
     global _raised
     if _post is None or isinstance(error, (LostRankError, ThreadConflict, STOPS_RECOMPUTATION)):
         return
-    post, what, where, when = _post, f"raised {_described(error)}", operator(), counts()
-    _raised = where, when
+    _raised = where, when = here.operator, counts()
+    _say_raised(error, operator=where, counts=when)
+
+
+def _say_raised(error: Exception, **more: Any) -> None:
+    """Tell the others, which may wait for this rank, what it has raised."""
+    if _post is None:
+        return
+    post, what = _post, f"raised {_described(error)}"
 
     def say() -> None:
-        post.say(what, operator=where, counts=when)
+        post.say(what, **more)
         post.store.set(_ANY, "")
 
     _ask(say)
 
 
-def _note_conflict(group: str, error: ThreadConflict) -> None:
-    """Tell the others that they will wait for ever in the group."""
-    if _post is not None:
-        post, what = _post, f"raised {_described(error)}"
-
-        def say() -> None:
-            post.say(what, conflict=group)
-            post.store.set(_ANY, "")
-
-        _ask(say)
-
-
-at_conflict(_note_conflict)
+at_conflict(lambda group, error: _say_raised(error, conflict=group))  # for which they will wait for ever
 
 
 def check_raised(group: dist.ProcessGroup) -> None:
@@ -180,10 +173,10 @@ def check_raised(group: dist.ProcessGroup) -> None:
         if said.get("conflict") == name:
             raise _error(name, f"rank {rank} {said['what']}", None)
     before = counts().get(name, 0) - 1
-    if _raised is not None and (_raised[0], _raised[1].get(name, 0)) == (operator(), before):
+    if _raised is not None and (_raised[0], _raised[1].get(name, 0)) == (here.operator, before):
         return  # so did this one, and has gone on
     for rank, said in found.items():
-        if operator() and said.get("operator") == operator() and said["counts"].get(name, 0) == before:
+        if here.operator and said.get("operator") == here.operator and said["counts"].get(name, 0) == before:
             raise _error(name, f"rank {rank} {said['what']}", None)
 
 

@@ -32,8 +32,6 @@ from .debug_mode import debug_enabled
 from .history import forget_values, note_values
 from .summaries import summary, tolerance_of
 
-__all__ = ["FirstCalls", "PlainOperands", "forget_operands", "note_operand"]
-
 # How often something is looked at that may be another tensor each time, and for how many layouts.
 _CALLS = 3
 _LAYOUTS = 16

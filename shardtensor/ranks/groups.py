@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from .._compat.c10d import c10d_all_reduce, make_group, number_of_groups, process_group
 
-__all__ = ["connect", "forget_groups", "own_group"]
-
 _world: dist.ProcessGroup | None = None  # to which these belong
 _connected: set[tuple[str, torch.device]] = set()
 _made: dict[tuple[str, tuple[int, ...]], str | None] = {}

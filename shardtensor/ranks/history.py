@@ -24,6 +24,7 @@ thread that called ``backward()``, in whatever thread autograd runs it.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import zlib
@@ -41,32 +42,6 @@ from ..context import caller_of_backward
 from ..errors import ThreadConflict
 from ..layout.caches import forgets
 from .summaries import differ
-
-__all__ = [
-    "SAME_VALUES",
-    "WIDTH",
-    "as_text",
-    "at_conflict",
-    "at_first",
-    "calling",
-    "check_before",
-    "check_conflict",
-    "conflicts",
-    "counts",
-    "difference",
-    "fingerprint",
-    "forget_history",
-    "forget_values",
-    "here",
-    "last_entries",
-    "last_entry",
-    "note_values",
-    "observed",
-    "operator",
-    "record",
-    "take_turns",
-    "values_compared",
-]
 
 Key = TypeVar("Key")
 
@@ -228,22 +203,15 @@ def _communication(kind: str, dtype: Any, elements: int, operator: str) -> bytes
     return (f"{what} in {operator}" if operator else what).encode()
 
 
-def operator() -> str:
-    """The operator that runs, "" outside of one."""
-    return here.operator
-
-
 @contextmanager
 def observed(observer: Callable[[str, str], None]) -> Iterator[None]:
     """Inside the block ``observer`` is told of each change of the operator that runs: the one before, and the new."""
     global _observer
-    before, _observer = _observer, observer
-    here.__class__ = _ObservedHere
+    _observer, here.__class__ = observer, _ObservedHere
     try:
         yield
     finally:
-        _observer = before
-        here.__class__ = _Here if before is None else _ObservedHere
+        _observer, here.__class__ = None, _Here
 
 
 @contextmanager
@@ -285,20 +253,12 @@ def last_entry(group: str) -> str:
     return log.entries[-1][1].decode() if log is not None and log.entries else "communication"
 
 
-def last_entries(group: str) -> list[tuple[int, int, str]]:
-    """The last ones: number, checksum of all before it, text."""
+def as_text(group: str) -> str:
+    """What this rank tells the others of the group where fingerprints differ: its last entries and values."""
     log = _logs.get(group, _Log())
     first = log.count - len(log.entries)
-    return [(first + i, checksum, text.decode()) for i, (checksum, text) in enumerate(log.entries)]
-
-
-def as_text(group: str) -> str:
-    """What this rank tells the others of the group where fingerprints differ: a line for each entry and value."""
-    log = _logs.get(group, _Log())
-    lines = [f"{log.count}\t{log.checksum}"]
-    lines += [f"{number}\t{checksum}\t{text}" for number, checksum, text in last_entries(group)]
-    lines += [f"{v.key}\t{v.what}\t{v.shape}\t{v.tolerance}\t{v.summary}" for v in _values(log)]
-    return "\n".join(lines)
+    entries = {first + i: (checksum, text.decode()) for i, (checksum, text) in enumerate(log.entries)}
+    return json.dumps([log.count, log.checksum, entries, _values(log)])
 
 
 def difference(
@@ -339,15 +299,15 @@ class _Told:
     """
 
     def __init__(self, text: str) -> None:
-        first, *rest = (line.split("\t") for line in text.split("\n"))
-        self.state = int(first[0]), first[1]
-        self.entries = {int(line[0]): (int(line[1]), line[2]) for line in rest if len(line) == 3}
+        *state, entries, values = json.loads(text)
+        self.state = tuple(state)
+        self.entries: dict[int, tuple[int, str]] = {int(number): entry for number, entry in entries.items()}
         self.values: dict[tuple[str, str, int], _Value] = {}
         seen: Counter[tuple[str, str]] = Counter()
-        for key, what, shape, tolerance, summary in (line for line in rest if len(line) == 5):
-            numbers = [int(n) for n in summary[1:-1].split(",")]
-            self.values[key, what, seen[key, what]] = _Value(key, what, shape, float(tolerance), numbers)
-            seen[key, what] += 1
+        for value in map(_Value._make, values):
+            at = value.key, value.what
+            self.values[value.key, value.what, seen[at]] = value
+            seen[at] += 1
 
 
 def _first_unequal(values: Mapping[int, Mapping[tuple[str, str, int], _Value]]) -> str | None:
@@ -440,22 +400,22 @@ def take_turns() -> Iterator[None]:
 def _pass_on(group: str, log: _Log) -> None:
     """Make the group this thread's, or raise, see [Note: one thread]."""
     check_conflict(group)
-    here, owner = caller_of_backward(), log.thread
-    if here == owner:
+    mine, owner = caller_of_backward(), log.thread
+    if mine == owner:
         return
     threads = {thread.ident: thread for thread in threading.enumerate()}
-    if here not in threads:
+    if mine not in threads:
         return  # one of autograd's, for a thread that has not called any operator
     main = threading.main_thread().ident
-    if owner not in threads or here == _has_turn or (owner == main and not _waits(owner, group)):
-        log.thread = here
+    if owner not in threads or mine == _has_turn or (owner == main and not _waits(owner, group)):
+        log.thread = mine
         return
     said = (
-        f"two threads communicate in the process group {group}: {_named(threads[here])}, in "
-        f"{operator() or 'no operator'}, after {_named(threads[owner])}, which is alive. Other ranks may run them in "
-        "another order, and each would get the other's numbers; what either of them has computed since the other began "
-        "may be wrong. Nothing can be communicated in this group any more. Remedy: make all calls from one thread, or "
-        "end one before the next; give each thread a mesh with a process group and a name of its own "
+        f"two threads communicate in the process group {group}: thread {threads[mine].name!r}, in "
+        f"{here.operator or 'no operator'}, after thread {threads[owner].name!r}, which is alive. Other ranks may run "
+        "them in another order, and each would get the other's numbers; what either of them has computed since the "
+        "other began may be wrong. Nothing can be communicated in this group any more. Remedy: make all calls from one "
+        "thread, or end one before the next; give each thread a mesh with a process group and a name of its own "
         "(DeviceMesh.from_group(torch.distributed.new_group(), ..., mesh_dim_names=...)); or call inside of "
         "shardtensor.take_turns(), in the same order on all ranks"
     )
@@ -463,10 +423,6 @@ def _pass_on(group: str, log: _Log) -> None:
     for function in _at_conflict:
         function(group, ThreadConflict(said))
     raise ThreadConflict(said)
-
-
-def _named(thread: threading.Thread) -> str:
-    return f"thread {thread.name!r}"
 
 
 def _waits(thread: int, group: str) -> bool:

@@ -12,8 +12,6 @@ from .._compat.c10d import c10d_all_gather
 from .cuda_graphs import OUTSIDE, check_not_captured
 from .waiting import wait_for
 
-__all__ = ["gather_rows", "gather_texts"]
-
 Key = TypeVar("Key")
 
 

@@ -10,8 +10,6 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["current_stream", "wait_for_streams"]
-
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which this thread queues its work on ``device``; None on the CPU."""

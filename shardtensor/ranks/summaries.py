@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..layout.strides import as_bytes
 
-__all__ = ["differ", "digest", "digest_of_some", "summary", "tolerance_of"]
-
 _CHUNK = 1 << 20  # integers; what is computed on the way has their size
 _SPREAD = 0x5851F42D4C957F2D  # odd, so that every bit of a number counts
 _BYTES = 8

@@ -24,8 +24,6 @@ from torch import Tensor
 from .failures import check_raised, lost
 from .history import check_conflict, conflicts
 
-__all__ = ["observed", "wait_for"]
-
 # Seconds. Longer than a kernel that one rank computes and another one does not: beyond that ranks differ in their load.
 POLLING = 0.01
 # The same where ranks share cores: for small exchanges between ranks that do the same.

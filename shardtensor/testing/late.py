@@ -36,10 +36,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import DisableTorchFunction
-from ..observe._compat import Kernel, disable_dispatch_modes, group_of, put_in_front, tree_leaves
-
-__all__ = ["late_communication", "stay_late"]
+from .._compat import DisableTorchFunction, tree_leaves, tree_map, without_modes
+from ..layout.strides import as_bytes
+from ..observe._compat import Kernel, group_of, put_in_front
 
 # Of c10d's operators the first argument is written and the second one read, ...
 _OUT_OF_PLACE = (
@@ -176,7 +175,7 @@ class _LateWork(dist.Work):
 
         def run() -> None:
             with _unseen():
-                made = kernel(*_replaced(list(args), self._operands))
+                made = kernel(*tree_map(lambda a: self._operands.get(id(a), a), list(args)))
                 works = [w for w in (made if isinstance(made, tuple) else (made,)) if isinstance(w, torch.ScriptObject)]
                 for work in works:
                     inner = dist.Work.unbox(work)
@@ -245,7 +244,7 @@ class _LateWork(dist.Work):
     def _bring_in(self) -> None:
         with self._lock, _unseen():
             for tensor, expected in self._expected:
-                if not torch.equal(_bits(tensor), _bits(expected)):
+                if not torch.equal(as_bytes(tensor), as_bytes(expected)):
                     raise RuntimeError(
                         f"{self._name}: a tensor of {tuple(tensor.shape)} that it reads or writes was written to "
                         f"before wait(); other ranks may have got either value"
@@ -296,12 +295,6 @@ def _lane(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> tuple[Any
     return (group.group_name,)
 
 
-def _replaced(value: Any, tensors: dict[int, Tensor]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_replaced(v, tensors) for v in value]
-    return tensors.get(id(value), value) if isinstance(value, Tensor) else value
-
-
 def _poison(tensor: Tensor) -> None:
     """Fill with what nobody takes for a result."""
     if tensor.is_floating_point() or tensor.is_complex():
@@ -310,14 +303,8 @@ def _poison(tensor: Tensor) -> None:
         tensor.data.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1).contiguous()
-    # A single element may have any stride and be contiguous, but not be seen as bytes.
-    return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
-
-
 @contextmanager
 def _unseen() -> Iterator[None]:
     """What is computed inside is no part of the program: no mode sees it, and autograd does not."""
-    with DisableTorchFunction(), disable_dispatch_modes(), torch.inference_mode():
+    with DisableTorchFunction(), without_modes(), torch.inference_mode():
         yield

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .._compat import tree_leaves
 from ..layout.geometry import chunk_sizes
-from ..observe._compat import tree_flatten
 from .mesh import shared_mesh
 
 ShardSizes = Mapping[int, Sequence[int] | None]
@@ -134,7 +134,7 @@ def assert_matches_unsharded(
         function = copy.deepcopy(fn_or_module) if isinstance(fn_or_module, nn.Module) else fn_or_module
         inputs = arguments(sharded)
         result = function(*inputs)
-        return function, inputs, result, tree_flatten(result)[0]
+        return function, inputs, result, tree_leaves(result)
 
     reference, reference_inputs, _, reference_outputs = run(sharded=False)
     candidate, inputs, result, outputs = run(sharded=True)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .failures import DistributedFailure, Outcome, failure, own_threads
+from .failures import Outcome, failure, own_threads
 from .late import stay_late
 
 START_TIMEOUT = 180.0
@@ -204,20 +204,16 @@ class Pool:
             outcomes = self.collect(START_TIMEOUT, GRACE)
             if any(outcome.kind != "ready" for outcome in outcomes):
                 raise failure(f"the start of a pool of {world_size}", outcomes, START_TIMEOUT)
-            self.choose_process_group(os.environ.get(PROCESS_GROUP, "gloo"))
+            name = os.environ.get(PROCESS_GROUP, "gloo")
+            if name not in ("gloo", "late"):
+                raise ValueError(f"{PROCESS_GROUP}={name}: choose 'gloo' or 'late'")
+            if name == "late":
+                outcomes = self.run(("call", list(sys.path), pickle.dumps((stay_late, (), {}))), START_TIMEOUT, GRACE)
+                if any(outcome.kind != "returned" for outcome in outcomes):
+                    raise failure("stay_late", outcomes, START_TIMEOUT)
         except BaseException:
             self.close(at_once=True)
             raise
-
-    def choose_process_group(self, name: str) -> None:
-        """Have the ranks communicate as gloo does, or late."""
-        if name not in ("gloo", "late"):
-            raise ValueError(f"{PROCESS_GROUP}={name}: choose 'gloo' or 'late'")
-        if name == "late":
-            request = ("call", list(sys.path), pickle.dumps((stay_late, (), {})))
-            outcomes = self.run(request, START_TIMEOUT, GRACE)
-            if any(outcome.kind != "returned" for outcome in outcomes):
-                raise failure("stay_late", outcomes, START_TIMEOUT)
 
     def log(self, rank: int) -> Path:
         return self.folder / f"{rank}.log"
@@ -288,14 +284,3 @@ class Pool:
                 process.kill()
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-__all__ = [
-    "DistributedFailure",
-    "Pool",
-    "TooFewDevices",
-    "on_device",
-    "run_distributed",
-    "run_expecting_errors",
-    "shutdown_pools",
-]

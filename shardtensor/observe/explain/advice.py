@@ -13,9 +13,7 @@ from torch import Tensor
 from ..._compat import tree_leaves
 from ...layout.geometry import aligned_sizes, chunk_sizes
 from .prepare import UnfitArguments
-from .results import Explanation, Layer
-
-__all__ = ["Advice", "Choice", "Machine", "advise"]
+from .results import Explanation
 
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
 _GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it
@@ -44,14 +42,13 @@ class Machine:
 
     def seconds(self, found: Explanation, rank: int) -> float:
         """How long a rank takes."""
-        return sum(self._of_layer(layer, rank, found.differentiated) for layer in found.layers)
-
-    def _of_layer(self, layer: Layer, rank: int, differentiated: bool) -> float:
-        share = layer.shares[rank]
-        # Each result is read and written once, in backward its gradient and the operand's likewise.
-        traffic = share.output_bytes * (6 if differentiated else 2)
-        local = max(sum(share.flops) / self.flops, traffic / self.memory_bandwidth)
-        return local + (share.messages + share.collectives) * self.latency + share.bytes_sent / self.bandwidth
+        total = 0.0
+        for share in (layer.shares[rank] for layer in found.layers):
+            # Each result is read and written once, in backward its gradient and the operand's likewise.
+            traffic = share.output_bytes * (6 if found.differentiated else 2)
+            local = max(sum(share.flops) / self.flops, traffic / self.memory_bandwidth)
+            total += local + (share.messages + share.collectives) * self.latency + share.bytes_sent / self.bandwidth
+        return total
 
 
 @dataclass(frozen=True)
@@ -196,19 +193,15 @@ def advise(
     return Advice(single, tuple(choices), tuple(choice for choice, _ in tried if choice.refused))
 
 
+@dataclass(frozen=True)
 class _Search:
     """What is tried, and how it is run."""
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        inputs: Sequence[Any],
-        tensor: Tensor,
-        machine: Machine,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._model, self._inputs, self._tensor = model, inputs, tensor
-        self._machine, self._options = machine, options
+    model: Callable[..., Any]
+    inputs: Sequence[Any]
+    tensor: Tensor
+    machine: Machine
+    options: Mapping[str, Any]
 
     def candidates(
         self, ranks: int, dims: Sequence[int], whole: Explanation
@@ -223,11 +216,11 @@ class _Search:
                 shapes = {(n, ranks // n), (ranks // n, n)}
                 meshes += [(shape, at) for shape in sorted(shapes) for at in permutations(dims, 2) if at[0] < at[1]]
         for mesh, at in meshes:
-            lengths = [self._tensor.shape[d] for d in at]
+            lengths = [self.tensor.shape[d] for d in at]
             even = {m: chunk_sizes(length, mesh[m]) for m, length in enumerate(lengths)}
             yield mesh, at, even
             aligned = {
-                m: aligned_sizes(self._tensor.shape[d], self._stride(d, mesh[m], whole), mesh[m])
+                m: aligned_sizes(self.tensor.shape[d], self._stride(d, mesh[m], whole), mesh[m])
                 for m, d in enumerate(at)
             }
             if aligned != even:
@@ -235,7 +228,7 @@ class _Search:
 
     def _stride(self, dim: int, ranks: int, whole: Explanation) -> int:
         """The product of strides along a dim: by how much the shortest result is shorter than the input."""
-        length, ndim = self._tensor.shape[dim], self._tensor.ndim
+        length, ndim = self.tensor.shape[dim], self.tensor.ndim
         lengths = [s[dim] for layer in whole.layers for s in layer.shapes if len(s) == ndim and s[dim] > 1]
         stride = round(length / min(lengths, default=length))
         return stride if 1 <= stride <= length // ranks else 1
@@ -244,13 +237,19 @@ class _Search:
         self, mesh: tuple[int, ...], dims: tuple[int, ...], sizes: dict[int, tuple[int, ...]]
     ) -> tuple[Choice, Explanation]:
         """A choice, and what was found out about it."""
-        found = self._explain(mesh, dims, sizes)
+        from . import explain
+
+        lengths = [self.tensor.shape[d] for d in dims]
+        shard = [dims if any(_has(t, dims, lengths) for t in tree_leaves(value)) else None for value in self.inputs]
+        found = explain(
+            self.model, *self.inputs, mesh=mesh, shard=shard if dims else None, shard_sizes=sizes, **self.options
+        )
         held = {r: found.weight_bytes + found.input_bytes[r] + found.total(r, "saved_bytes") for r in found.ranks}
         choice = Choice(
             mesh,
             dims,
             sizes,
-            max(self._machine.seconds(found, rank) for rank in found.ranks),
+            max(self.machine.seconds(found, rank) for rank in found.ranks),
             max(held.values()),
             max(found.total(rank, "bytes_sent") for rank in found.ranks),
             found.stopped or next((layer.refused for layer in found.refused), ""),
@@ -259,7 +258,7 @@ class _Search:
 
     def balanced(self, choice: Choice, found: Explanation, whole: Explanation) -> Choice | None:
         """The same with shard sizes in inverse proportion to the time of a row; None where that gains nothing."""
-        times = {rank: self._machine.seconds(found, rank) for rank in found.ranks}
+        times = {rank: self.machine.seconds(found, rank) for rank in found.ranks}
         mean = sum(times.values()) / len(times)
         if len(choice.mesh) > 1 or len(times) < choice.mesh[0] or max(times.values()) < _BALANCED * mean:
             return None
@@ -273,22 +272,12 @@ class _Search:
         gains = other is not None and not other.refused and other.seconds * _GAIN < choice.seconds
         return other if gains else None
 
-    def _explain(self, mesh: tuple[int, ...], dims: tuple[int, ...], sizes: dict[int, tuple[int, ...]]) -> Explanation:
-        from . import explain
 
-        lengths = [self._tensor.shape[d] for d in dims]
-        shard = (
-            [dims if any(self._has(t, dims, lengths) for t in tree_leaves(v)) else None for v in self._inputs]
-            if dims
-            else None
-        )
-        return explain(self._model, *self._inputs, mesh=mesh, shard=shard, shard_sizes=sizes, **self._options)
-
-    @staticmethod
-    def _has(value: Any, dims: Sequence[int], lengths: Sequence[int]) -> bool:
-        if not isinstance(value, Tensor):
-            return False
-        return all(d < value.ndim and value.shape[d] == n for d, n in zip(dims, lengths))
+def _has(value: Any, dims: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether it is a tensor with dims of these lengths."""
+    if not isinstance(value, Tensor):
+        return False
+    return all(d < value.ndim and value.shape[d] == n for d, n in zip(dims, lengths))
 
 
 def _short(sizes: Sequence[int]) -> str:

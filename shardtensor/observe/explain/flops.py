@@ -11,8 +11,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ..._compat import OpOverload
 
-__all__ = ["flops_of"]
-
 _aten = torch.ops.aten
 
 
@@ -44,12 +42,8 @@ def _attention_backward(
     return _attention(q, k, v, *others[:2]) * 5 // 2
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, square: bool) -> int:
-    return _attention(q, k, v, is_causal=square)
-
-
 _ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.shardtensor.attend: _block,
+    torch.ops.shardtensor.attend: lambda q, k, v, mask, scale, square: _attention(q, k, v, is_causal=square),
 }

@@ -8,8 +8,6 @@ from pathlib import Path
 from .report import bytes_text, shape_text
 from .results import PHASES, Explanation, Layer, imbalance
 
-__all__ = ["as_page"]
-
 
 def as_page(found: Explanation) -> str:
     """See :meth:`Explanation.to_html`. The page is page.html, a template of jinja2."""
@@ -18,14 +16,10 @@ def as_page(found: Explanation) -> str:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to_html() writes its page with jinja2: pip install shardtensor[html]") from error
     templates = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    templates.filters |= {"bytes": bytes_text, "shapes": shape_text, "giga": _giga}
+    templates.filters |= {"bytes": bytes_text, "shapes": shape_text, "giga": lambda n: f"{n / 1e9:.3g}"}
     page = templates.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     most = max(map(found.flops, found.ranks)) or 1
     return page.render(found=found, model=_tree(found), most=most, collectives=_collectives, imbalance=imbalance)
-
-
-def _giga(n: int) -> str:
-    return f"{n / 1e9:.3g}"
 
 
 def _collectives(found: Explanation, rank: int) -> str:

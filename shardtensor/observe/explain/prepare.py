@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat import tree_leaves
 from ...layout.geometry import chunk_sizes
-
-__all__ = ["FEW", "Job", "Sizes", "UnfitArguments", "prepared", "sample_of"]
 
 FEW = 8  # up to so many ranks are all run
 
@@ -52,7 +51,7 @@ class Job:
 
     def held(self, rank: int) -> int:
         """How many bytes of the inputs a rank holds."""
-        at = _coordinate(rank, self.mesh)
+        at = [int(k) for k in torch.unravel_index(torch.tensor(rank), self.mesh)]
         total = 0
         for value, layout, sizes in zip(tree_leaves(self.inputs), self.layouts, self.sizes):
             if isinstance(value, Tensor):
@@ -91,7 +90,8 @@ def prepared(
     for value, each in leaves:
         layout = _layout(each, shape, value.ndim) if isinstance(value, Tensor) and each is not None else None
         layouts.append(layout)
-        sizes.append({} if layout is None else _sizes(value.shape, layout, shape, given))
+        sharded = {m: p.dim for m, p in enumerate(layout or ()) if isinstance(p, Shard)}
+        sizes.append({m: _chosen(given.get(m), value.shape[d], shape[m]) for m, d in sharded.items()})
     if shard is None and shape != (1,):
         raise UnfitArguments(f"shard=None is the model on one rank, without shards; mesh={mesh!r} has more")
     if shard is not None and all(layout is None for layout in layouts):
@@ -135,22 +135,10 @@ def _layout(shard: Any, mesh: tuple[int, ...], ndim: int) -> tuple[Placement, ..
     return tuple(placements)
 
 
-def _sizes(shape: Sequence[int], layout: tuple[Placement, ...], mesh: tuple[int, ...], given: Sizes) -> Sizes:
-    """The shard sizes by mesh dim, torch.chunk's where none are given."""
-    return {m: _chosen(given.get(m), shape[p.dim], mesh[m]) for m, p in enumerate(layout) if isinstance(p, Shard)}
-
-
 def _chosen(given: Sequence[int] | None, length: int, ranks: int) -> tuple[int, ...]:
+    """The shard sizes of a dim of this length, torch.chunk's where none are given."""
     if given is None:
         return chunk_sizes(length, ranks)
     if len(given) != ranks or sum(given) != length or min(given) < 0:
         raise UnfitArguments(f"shard sizes {tuple(given)} are not {ranks} sizes that add up to {length}")
     return tuple(given)
-
-
-def _coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    at = []
-    for ranks in reversed(mesh):
-        rank, place = divmod(rank, ranks)
-        at.append(place)
-    return tuple(reversed(at))

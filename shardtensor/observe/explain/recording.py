@@ -22,14 +22,12 @@ from torch.overrides import TorchFunctionMode
 from ..._compat import OpOverload, tree_leaves
 from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
-from ...ranks.history import operator as running_operator
+from ...ranks.history import here
 from .._compat import current_node, next_node
 from ..counting import Communication, LocalCalls
 from ..simulate import complete
 from .flops import flops_of
 from .substitute import substitute
-
-__all__ = ["WEIGHTS", "Recorder", "Row"]
 
 WEIGHTS = "gradients of weights"
 _READS = ("__get__", "__set__")  # of attributes
@@ -203,24 +201,18 @@ class Recorder:
     def row(self) -> Row:
         """The one that what is computed now belongs to."""
         if self._phase:
-            return self._of_node(current_node())
+            node = current_node()
+            at = bisect_right(self._starts, node) - 1
+            if 0 < node < 2**63 and at >= 0:
+                return self._owners[at]
+            if self._weights is None:  # what is summed at the end of a backward pass
+                self._weights = Row("", WEIGHTS, -1)
+                self.rows.append(self._weights)
+            return self._weights
         if self._row is None:  # an operator of a library that torch does not dispatch
-            self.open(running_operator().partition(" to ")[0] or "(outside of operators)")
+            self.open(here.operator.partition(" to ")[0] or "(outside of operators)")
         assert self._row is not None
         return self._row
-
-    def _of_node(self, node: int) -> Row:
-        at = bisect_right(self._starts, node) - 1
-        if 0 < node < 2**63 and at >= 0:
-            return self._owners[at]
-        return self._of_weights()
-
-    def _of_weights(self) -> Row:
-        """What is summed at the end of a backward pass."""
-        if self._weights is None:
-            self._weights = Row("", WEIGHTS, -1)
-            self.rows.append(self._weights)
-        return self._weights
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 

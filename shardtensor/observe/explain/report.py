@@ -8,8 +8,6 @@ from typing import Any
 
 from .results import PHASES, Explanation, Layer, imbalance
 
-__all__ = ["as_dict", "as_text", "bar", "bytes_text", "shape_text", "table"]
-
 _WIDTH = 20  # of a bar, in characters
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from ..counting import Communication
 
-__all__ = ["PHASES", "Explanation", "Layer", "Share"]
-
 PHASES = ("forward", "backward")
 
 
@@ -91,7 +89,8 @@ class Layer:
     @property
     def matters(self) -> bool:
         """Whether it communicates, keeps memory, computes products or is refused; views and the like do not."""
-        return bool(self.refused) or any(map(_matters, self.shares.values()))
+        shares = self.shares.values()
+        return bool(self.refused) or any(s.messages or s.collectives or s.saved_bytes or any(s.flops) for s in shares)
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,3 @@ def imbalance(work: dict[int, int]) -> float:
     """The largest by the mean; 1.0 where there is none."""
     total = sum(work.values())
     return max(work.values()) * len(work) / total if total else 1.0
-
-
-def _matters(share: Share) -> bool:
-    return bool(share.messages or share.collectives or share.saved_bytes or any(share.flops))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,16 +26,16 @@ from .prepare import Job, Sizes
 from .recording import Recorder, Row
 from .results import Explanation, Layer, Share
 
-__all__ = ["explained"]
+Run = tuple[list[Row], str]  # what one rank has recorded, and why it has stopped; "" where it has not
 
 
 def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanation:
     """Run the job as these ranks, and put what they recorded next to each other."""
     notes = []
-    runs: list[_Run] | None = None
+    runs: list[Run] | None = None
     if not values:
         try:
-            runs = simulate_ranks(partial(_run_without_values, job), job.world_size, ranks=ranks)
+            runs = simulate_ranks(_run, job.world_size, job, without_values, ranks=ranks)
         except NEEDS_VALUES as error:
             if values is not None:
                 raise
@@ -46,7 +45,7 @@ def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanatio
                 "where messages depend on received values, the numbers may be others in a real run."
             )
     if runs is None:
-        runs = simulate_ranks(partial(_run, job, None), job.world_size, ranks=ranks)
+        runs = simulate_ranks(_run, job.world_size, job, nullcontext, ranks=ranks)
     if len(ranks) < job.world_size:
         notes.append(
             f"Of {job.world_size} ranks {len(ranks)} were run: the first, the middle one, the last, and those with the "
@@ -58,38 +57,25 @@ def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanatio
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Run:
-    """What one rank has recorded."""
-
-    rows: list[Row]
-    stopped: str
-
-
-def _run_without_values(job: Job) -> _Run:
-    with without_values() as mode:
-        return _run(job, mode)
-
-
-def _run(job: Job, mode: Any) -> _Run:
-    """Run the job as the rank that this process is now. ``mode``: that of tensors without values, None to have them."""
-    mesh = init_device_mesh(job.device, job.mesh)
-    bare = partial(_bare, mode, job.device)
-    with nullcontext() if mode is None else _Copying(bare):
-        model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
-    given = bare if mode is not None else partial(_with_values, job.device)
-    layouts = iter(zip(job.layouts, job.sizes))  # in the order of the leaves
-    inputs = tree_map(lambda leaf: _input(_each_tensor(given, leaf), mesh, *next(layouts)), job.inputs)
-    kwargs = _each_tensor(given, job.kwargs)
-    plain = all(layout is None for layout in job.layouts)
-    recorder = Recorder(model, values=mode is None, plain=plain)
-    stopped = ""
-    with nullcontext() if mode is None else mode:
-        try:
-            _passes(job, recorder, model, inputs, kwargs, mesh)
-        except UnsupportedSharding as error:  # not in an operator that the model calls
-            stopped = str(error)
-    return _Run(recorder.rows, stopped)
+def _run(job: Job, values: Callable[[], AbstractContextManager[Any]]) -> Run:
+    """Run the job as the rank that this process is now. ``values``: the context without values, or a null context."""
+    with values() as mode:
+        mesh = init_device_mesh(job.device, job.mesh)
+        bare = partial(_bare, mode, job.device)
+        with nullcontext() if mode is None else _Copying(bare):
+            model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
+        given = bare if mode is not None else partial(_with_values, job.device)
+        layouts = iter(zip(job.layouts, job.sizes))  # in the order of the leaves
+        inputs = tree_map(lambda leaf: _input(_each_tensor(given, leaf), mesh, *next(layouts)), job.inputs)
+        kwargs = _each_tensor(given, job.kwargs)
+        plain = all(layout is None for layout in job.layouts)
+        recorder = Recorder(model, values=mode is None, plain=plain)
+        with nullcontext() if mode is None else mode:
+            try:
+                _passes(job, recorder, model, inputs, kwargs, mesh)
+            except UnsupportedSharding as error:  # not in an operator that the model calls
+                return recorder.rows, str(error)
+        return recorder.rows, ""
 
 
 def _passes(
@@ -157,9 +143,9 @@ class _Copying(TorchFunctionMode):
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def _joined(job: Job, ranks: Sequence[int], runs: Sequence[_Run], notes: Sequence[str]) -> Explanation:
+def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence[str]) -> Explanation:
     """The ranks' rows as layers. All ranks call the same operators in the same order."""
-    names = [[(row.path, row.operator) for row in run.rows] for run in runs]
+    names = [[(row.path, row.operator) for row in rows] for rows, _ in runs]
     if any(each != names[0] for each in names):
         raise RuntimeError(
             f"ranks {list(ranks)} would not call the same operators: {_first_difference(ranks, names)}. A model must "
@@ -169,7 +155,7 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[_Run], notes: Sequenc
     if isinstance(job.model, nn.Module):
         classes = {path: type(module).__name__ for path, module in job.model.named_modules()}
     layers = []
-    for rows in zip(*(run.rows for run in runs)):
+    for rows in zip(*(rows for rows, _ in runs)):
         first = rows[0]
         layers.append(
             Layer(
@@ -192,7 +178,7 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[_Run], notes: Sequenc
         weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
         input_bytes={rank: job.held(rank) for rank in ranks},
         differentiated=bool(job.backward),
-        stopped=next((run.stopped for run in runs if run.stopped), ""),
+        stopped=next((stopped for _, stopped in runs if stopped), ""),
         notes=tuple(notes),
     )
 

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ..._compat import AutogradFunction, tree_leaves, tree_map
+from ..._compat import AutogradFunction, tree_leaves, tree_map, without_modes
 from ...dispatch.tensor import ShardTensor, wrap
 from ...layout.spec import ShardTensorSpec
-from .._compat import disable_dispatch_modes
-
-__all__ = ["substitute"]
 
 
 def substitute(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,7 +25,7 @@ def substitute(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor)]
     first = next((t._spec for t in sharded if not t._spec.is_replicate()), sharded[0]._spec)
     like = sharded[0]._local_tensor
-    with disable_dispatch_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         reference = func(*tree_map(_global, args), **tree_map(_global, kwargs))
 
     def made(result: Any) -> Any:

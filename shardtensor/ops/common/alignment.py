@@ -24,7 +24,7 @@ from ...layout.geometry import chunk_sizes
 from ...layout.placements import AxisLayout, wide_dtype
 from ...layout.spec import ShardTensorSpec
 from ...ranks.first_use import note_operand
-from ...ranks.history import operator
+from ...ranks.history import here
 
 __all__ = [
     "as_operand",
@@ -173,7 +173,7 @@ def flattening(op: str, x: ShardTensor) -> Iterator[None]:
 def as_operand(t: Tensor, mesh: DeviceMesh) -> ShardTensor:
     """``t`` as a ShardTensor that is not Partial; a plain tensor counts as replicated."""
     if not isinstance(t, DTensor):
-        note_operand(operator() or "an operator", t, mesh)
+        note_operand(here.operator or "an operator", t, mesh)
         return promote(t, mesh)
     t = ShardTensor.from_dtensor(t)
     return redistribute_to(t, t._spec.for_gradient())

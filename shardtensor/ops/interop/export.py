@@ -75,7 +75,7 @@ def _number_of(local: Tensor, spec: ShardTensorSpec, m: int) -> Tensor:
     """
     sizes = spec.sizes[m]
     own = local.reshape(-1) if local.numel() else local.new_zeros(1)
-    parts = gather_with_history("item", own, spec.tensor_meta.dtype, group_along(spec.mesh, m))
+    parts = gather_with_history(own, spec.tensor_meta.dtype, group_along(spec.mesh, m))
     if sizes is not None:
         return parts[sizes.index(1)]
     return reduced(parts.unbind(), spec.placements[m].reduce_op).to(spec.tensor_meta.dtype)  # type: ignore[attr-defined]
