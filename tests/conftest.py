@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 # Before torch is imported: several ranks share few cores, and one thread each is fastest then.
@@ -30,6 +31,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if chosen := config.getoption("--process-group"):
         os.environ["SHARDTENSOR_TEST_PROCESS_GROUP"] = chosen
+    for_all = contextlib.ExitStack()  # fixtures of modules are set up outside of device_of_ranks
+    for_all.enter_context(device.on("cpu"))
+    config.add_cleanup(for_all.close)
 
 
 def pytest_generate_tests(metafunc):

@@ -12,8 +12,18 @@ from shardtensor.ranks.groups import own_group
 from shardtensor.testing import run_distributed, shared_mesh
 
 
+def in_as_many_groups() -> None:
+    """Groups of themselves alone for ranks that are in fewer than others: this process may have served other tests."""
+    numbers = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, number_of_groups())
+    for _ in range(max(numbers) - number_of_groups()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 def made() -> None:
     mesh = shared_mesh((2, 2), ("data", "domain"))
+    in_as_many_groups()
+    groups.forget_groups()
     line, device = mesh["domain"].get_group(), torch.empty(0, device=mesh.device_type).device
     ranks = dist.get_process_group_ranks(line)
     own = own_group("a test", ranks, [line], device)
@@ -31,6 +41,17 @@ def made() -> None:
 
 
 def test_a_group_is_made_once_for_its_ranks_and_purpose():
+    run_distributed(made, 4)
+
+
+def uneven() -> int:
+    for _ in range(dist.get_rank() % 3):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return number_of_groups()
+
+
+def test_ranks_that_have_served_other_tests_are_made_equal():
+    assert len(set(run_distributed(uneven, 4))) > 1
     run_distributed(made, 4)
 
 

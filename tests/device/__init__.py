@@ -12,7 +12,7 @@ between the ranks of a communicator; arguments that CUDA's kernels reject; memor
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 NAMES = ("cpu", "emulated", "cuda")
 
@@ -30,4 +30,4 @@ def on(name: str) -> AbstractContextManager[None]:
 
         library()
         return on_device("cuda", preload="device.emulated")
-    return nullcontext() if name == "cpu" else on_device(name)
+    return on_device("cpu", preload="gloo_threads") if name == "cpu" else on_device(name)

@@ -39,6 +39,7 @@ ctypes.CDLL(str(_path), mode=ctypes.RTLD_GLOBAL)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.distributed_c10d as c10d  # noqa: E402
+from gloo_threads import OfOneDevice  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("emulated_device", _path)
 C = importlib.util.module_from_spec(_spec)
@@ -228,7 +229,7 @@ class ProcessGroupNCCL(metaclass=_Backends):
     Options = C.Options
 
     def __new__(cls, store, rank, size, options):
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("emulated", store), rank, size, timeout=options._timeout)
+        gloo = OfOneDevice(dist.PrefixStore("emulated", store), rank, size, timeout=options._timeout)
         return C.ProcessGroupNCCL(gloo, options)
 
 
