@@ -352,7 +352,8 @@ def kernels():
 
 
 def named(tree, filled):
-    declared = {id(a) for node in ast.walk(tree) if isinstance(node, ast.Call) and declares(node) for a in node.args}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and declares(node)]
+    declared = {id(part) for call in calls for a in call.args for part in ast.walk(a)}
     for node in ast.walk(tree):
         path = attribute_path(node) if isinstance(node, ast.Attribute) else []
         for root in (["torch", "ops", "aten"], ["_aten"]):
