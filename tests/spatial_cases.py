@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from halves import is_in
 from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
@@ -50,15 +51,17 @@ def cut(rng, n, ranks):
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, n]))
 
 
-def check_cases(cases, mesh_shape, rounds=1, **kwargs):
+def check_cases(cases, mesh_shape, rounds=1, half=None, **kwargs):
     """Every case, ``(label, function, input shape, spatial dims)``, on random cuts; tells all failures at once.
 
-    On a 2-D mesh two spatial dims are cut (or batch and space), else one.
+    On a 2-D mesh two spatial dims are cut (or batch and space), else one. With ``half``, 0 or 1, half of the cases.
     """
     shape_of_mesh = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
     failures = []
     for round in range(rounds):
         for i, (label, fn, shape, dims) in enumerate(cases):
+            if half is not None and not is_in(i, half):
+                continue
             rng = random.Random(f"{i} {round} {mesh_shape}")
             cuttable = list(dims)
             if len(shape_of_mesh) > len(cuttable) or rng.random() < 0.2:

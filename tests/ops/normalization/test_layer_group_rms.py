@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from halves import half_of, in_halves
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -72,10 +73,10 @@ def modules():
     return made
 
 
-def check_modules(mesh_shape, dims, sizes):
+def check_modules(mesh_shape, dims, sizes, half):
     x = torch.randn(4, 8, 8, 3, dtype=torch.float64) * 2 + 1
     failures = []
-    for name, module in modules().items():
+    for name, module in half_of(modules().items(), half):
         placements = [Replicate() if d is None else Shard(d) for d in dims]
         try:
             assert_matches_unsharded(module, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
@@ -84,10 +85,10 @@ def check_modules(mesh_shape, dims, sizes):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
-def test_values_gradients_and_running_statistics(mesh_shape, dims, sizes):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
+def test_values_gradients_and_running_statistics(mesh_shape, dims, sizes, half):
     world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
-    run_distributed(check_modules, world, mesh_shape, dims, sizes)
+    run_distributed(check_modules, world, mesh_shape, dims, sizes, half)
 
 
 def check_other_shapes():

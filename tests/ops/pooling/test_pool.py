@@ -115,17 +115,20 @@ def adaptive_cases():
     return cases
 
 
-def check_windows(mesh_shape):
-    check_cases(window_cases(), mesh_shape)
+def check_windows(mesh_shape, half):
+    check_cases(window_cases(), mesh_shape, half=half)
 
 
 def check_adaptive(mesh_shape):
     check_cases(adaptive_cases(), mesh_shape)
 
 
-@pytest.mark.parametrize("mesh_shape", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), (2, 2)], ids=str)
-def test_windows_match_one_device(mesh_shape):
-    run_distributed(check_windows, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+SLOW = [pytest.param(*values, marks=pytest.mark.slow) for values in [(3, 1), (4, None), ((2, 2), 0)]]
+
+
+@pytest.mark.parametrize(("mesh_shape", "half"), [(1, None), (2, None), (3, 0), ((2, 2), 1), *SLOW], ids=str)
+def test_windows_match_one_device(mesh_shape, half):
+    run_distributed(check_windows, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
 
 
 @pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from halves import half_of, in_halves
 from row_cases import CUTS, check_all, values, world_of
 
 from shardtensor.testing import (
@@ -53,12 +54,12 @@ def extreme_cases():
     return cases
 
 
-def check_extremes(mesh_shape, dims, sizes):
-    check_all(extreme_cases(), mesh_shape, dims, sizes)
+def check_extremes(mesh_shape, dims, sizes, half):
+    check_all(half_of(extreme_cases(), half), mesh_shape, dims, sizes)
     with torch.inference_mode():
-        check_all(extreme_cases(), mesh_shape, dims, sizes, check_grads=False)
+        check_all(half_of(extreme_cases(), half), mesh_shape, dims, sizes, check_grads=False)
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
-def test_extremes(mesh_shape, dims, sizes):
-    run_distributed(check_extremes, world_of(mesh_shape), mesh_shape, dims, sizes)
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
+def test_extremes(mesh_shape, dims, sizes, half):
+    run_distributed(check_extremes, world_of(mesh_shape), mesh_shape, dims, sizes, half)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from halves import half_of, in_halves
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor.testing import (
@@ -39,11 +40,11 @@ def world_of(mesh_shape):
     return mesh_shape if isinstance(mesh_shape, int) else 4
 
 
-def check_all(make_cases, mesh_shape, dims, sizes):
+def check_all(cases, mesh_shape, dims, sizes):
     """Compare every ``(name, function, tensor)``; the failures of all of them at once."""
     warnings.simplefilter("ignore")  # var of too few elements
     failures = []
-    for name, function, *tensors in make_cases():
+    for name, function, *tensors in cases:
         try:
             assert_matches_unsharded(
                 function, *tensors, mesh_shape=mesh_shape, placements=placed(dims), shard_sizes=sizes
@@ -175,10 +176,14 @@ def norms():
         )
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+def check_half(make_cases, mesh_shape, dims, sizes, half):
+    check_all(half_of(make_cases(), half), mesh_shape, dims, sizes)
+
+
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
 @pytest.mark.parametrize("cases", [sums, moments, norms])
-def test_reductions(cases, mesh_shape, dims, sizes):
-    run_distributed(check_all, world_of(mesh_shape), cases, mesh_shape, dims, sizes)
+def test_reductions(cases, mesh_shape, dims, sizes, half):
+    run_distributed(check_half, world_of(mesh_shape), cases, mesh_shape, dims, sizes, half)
 
 
 # -- vectors and matrices -----------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ def vectors():
 
 def check_vectors():
     for sizes in ({0: (7, 2)}, {0: (0, 9)}):
-        check_all(vectors, 2, (0,), sizes)
+        check_all(vectors(), 2, (0,), sizes)
     a, b = values(9), values(9).exp()
     mixed = [
         ([Shard(0)], None, {0: (7, 2)}, None),  # plain, with a gradient that is plain and complete

@@ -77,15 +77,16 @@ def cases():
     return result
 
 
-def check(mesh_shape):
-    check_cases(cases(), mesh_shape)
+def check(mesh_shape, half):
+    check_cases(cases(), mesh_shape, half=half)
 
 
-@pytest.mark.parametrize(
-    "mesh_shape", [1, 2, (2, 2), *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))], ids=str
-)
-def test_resampling_matches_one_device(mesh_shape):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+SLOW = [pytest.param(*values, marks=pytest.mark.slow) for values in [(3, None), (4, None), ((2, 2), 1)]]
+
+
+@pytest.mark.parametrize(("mesh_shape", "half"), [(1, None), (2, None), ((2, 2), 0), *SLOW], ids=str)
+def test_resampling_matches_one_device(mesh_shape, half):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
 
 
 SEPARABLE = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from halves import in_halves
 from hypothesis import given
 from hypothesis import strategies as st
 from seeded import seeded
@@ -66,13 +67,15 @@ def cases():
     return result
 
 
-def check(mesh_shape):
-    check_cases(cases(), mesh_shape)
+def check(mesh_shape, half):
+    check_cases(cases(), mesh_shape, half=half)
 
 
-@pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
-def test_padding_matches_one_device(mesh_shape):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+@pytest.mark.parametrize(
+    ("mesh_shape", "half"), [(1, None), (2, None), *in_halves([(3,), (4,), ((2, 2),)])], ids=str
+)
+def test_padding_matches_one_device(mesh_shape, half):
+    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
 
 
 def circular_convolution():
