@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat import group_norm_has_zeros
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
@@ -49,6 +50,8 @@ def _declare_group_norm(function: Callable[..., Tensor]) -> None:
         dtype = result_dtype(call, lambda t, w, b: torch.group_norm(t, 1, w, b), x, weight, bias)
         kind = ChannelNorm if geometry.merges else LocalGroupNorm
         plan = kind(call, geometry, dtype, weight, bias)
+        if group_norm_has_zeros:
+            plan.depends = {}
         if x is not input:
             call.then = plan.outputs.with_layout(input.layout)  # type: ignore[union-attr]
         return plan
