@@ -149,6 +149,9 @@ cuda.memory_stats = lambda device=None: Counter(
     {"allocated_bytes.all.current": C.memory()[0], "allocated_bytes.all.peak": C.memory()[1]}
 )
 cuda.empty_cache = lambda: None
+for _name in ("memory_stats", "reset_peak_memory_stats", "empty_cache"):  # torch.accelerator's, which ask the allocator
+    for _module in (torch.accelerator, torch.accelerator.memory):
+        setattr(_module, _name, getattr(cuda, _name))
 cuda.is_current_stream_capturing = cuda.graphs.is_current_stream_capturing = C.capturing
 cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, 0)
 
