@@ -43,8 +43,6 @@ from .planning import (
 from .registry import OPERATORS, REMEDY, rule_of
 from .wrapping import wrap
 
-__all__ = ["run"]
-
 _aten = torch.ops.aten
 
 # A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.

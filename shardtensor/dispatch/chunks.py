@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # importing them takes long, and most programs save no checkp
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["described", "of_rank", "write_items"]
-
 
 def of_rank(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """This rank's part as a list of at most one ``ChunkStorageMetadata``.

@@ -25,8 +25,6 @@ from .wrapping import is_shard_tensor, wrap
 if TYPE_CHECKING:
     from .tensor import ShardTensor
 
-__all__ = ["as_gradient", "from_dtensor", "from_local", "from_part", "promote", "redistribute_to", "to_part"]
-
 
 def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""

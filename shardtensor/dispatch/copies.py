@@ -20,16 +20,6 @@ from torch import Tensor
 from .._compat import OpOverload, not_for_graphs, same_memory
 from ..errors import refuse
 
-__all__ = [
-    "check_current",
-    "check_written",
-    "lose",
-    "mark_copied",
-    "note_copies",
-    "represents_view",
-    "write_back",
-]
-
 View = TypeVar("View", bound=Tensor)
 # (copy, original) for each copy on the way from the viewed tensor, both local tensors.
 Copies = tuple[tuple[Tensor, Tensor], ...]

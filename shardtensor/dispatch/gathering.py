@@ -19,8 +19,6 @@ from .copies import mark_copied, write_back
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
 from .wrapping import wrap
 
-__all__ = ["gathered"]
-
 
 def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Gather the operands, compute, and shard what still has the shape of the first sharded operand.

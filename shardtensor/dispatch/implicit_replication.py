@@ -26,8 +26,6 @@ from .registry import FUNCTIONS
 from .tensor import ShardTensor, promote
 from .torch_functions import ENGINE
 
-__all__ = ["implicit_replication"]
-
 _RANDOM = frozenset(
     {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),

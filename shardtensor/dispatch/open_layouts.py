@@ -29,8 +29,6 @@ from .copies import lose
 from .planning import AtenCall, distributed_operands, meta_of, returning
 from .registry import rule_of
 
-__all__ = ["close", "decide", "is_open", "leave_open", "note_open_views"]
-
 # How a view is taken of the open tensor.
 Take = Callable[[Tensor], Tensor]
 

@@ -30,8 +30,6 @@ from ..errors import refuse
 from .plain_tensors import explain
 from .tensor import ShardTensor, call_registered
 
-__all__ = ["PATCHES", "Patch", "install", "installed", "uninstall"]
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:

@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from ..errors import PLAIN_TARGET, LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding, error_text
 from ..layout.spec import ShardTensorSpec
 
-__all__ = ["explain", "local_size_error", "writes"]
-
 # What torch raises where sizes do not fit.
 _ABOUT_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
 _ABOUT_OTHER_THINGS = (UnsupportedSharding, LostRankError, ThreadConflict, torch.distributed.DistError)

@@ -42,36 +42,6 @@ from ..ranks.first_use import PlainOperands
 from .copies import check_current
 from .registry import META_FUNCTIONS
 
-__all__ = [
-    "SCALARS",
-    "AtenCall",
-    "AtenPlan",
-    "Path",
-    "Rule",
-    "argument",
-    "as_specs",
-    "converted",
-    "describe",
-    "disowned",
-    "disowns",
-    "distributed_operands",
-    "flat",
-    "has_owner",
-    "is_inplace",
-    "keep_plan",
-    "keeps_owners",
-    "look_up",
-    "meta_of",
-    "on_meta",
-    "operands",
-    "planned_by",
-    "replicated_spec",
-    "returning",
-    "returns_view",
-    "spec_of",
-    "without_data",
-]
-
 # Arguments that hold no tensor, and say all about themselves to a plan.
 SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
 

@@ -26,25 +26,6 @@ from .._compat import OpOverload, OpOverloadPacket, decomposes, strategies
 from ..context import Setting
 from ..errors import refuse
 
-__all__ = [
-    "DECLINED",
-    "FUNCTIONS",
-    "META_FUNCTIONS",
-    "OPERATORS",
-    "REMEDY",
-    "RULES",
-    "Refusal",
-    "Support",
-    "declare",
-    "declare_rule",
-    "default_rule",
-    "register",
-    "registered",
-    "rule_of",
-    "supports",
-    "unregister",
-]
-
 Handler = Callable[..., Any]
 
 # NotImplemented, for functions with annotations. These leave it out, as those of Python's binary operators do; but mypy

@@ -28,8 +28,6 @@ from ..ranks.groups import connect, own_group
 from ..ranks.waiting import wait_for
 from .tensor import ShardTensor, mark_leaf, wrap
 
-__all__ = ["part_at", "scatter_tensor"]
-
 _TOGETHER = 1 << 23  # bytes; messages of fewer are sent together
 
 

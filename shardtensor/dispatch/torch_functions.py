@@ -24,8 +24,6 @@ from .wrapping import is_shard_tensor
 if TYPE_CHECKING:
     from .tensor import ShardTensor
 
-__all__ = ["ENGINE", "call_registered", "promote_operands", "write_out"]
-
 # What runs a graph cannot run it on other tensors instead.
 ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 

@@ -25,8 +25,6 @@ from ..layout.spec import ShardTensorSpec
 from .planning import AtenCall, AtenPlan, Path, Rule, meta_of, on_meta, operands, replicated_spec
 from .registry import default_rule
 
-__all__ = ["fall_back"]
-
 Placements = tuple[Placement, ...]
 
 TORCHS_STRATEGIES = "torch.distributed.tensor._ops"

@@ -14,8 +14,6 @@ from ..layout.spec import ShardTensorSpec
 if TYPE_CHECKING:
     from .tensor import ShardTensor
 
-__all__ = ["is_shard_tensor", "makes_tensors", "wrap"]
-
 Class = TypeVar("Class", bound=type)
 
 _class: Any = DTensor

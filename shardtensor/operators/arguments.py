@@ -17,8 +17,6 @@ from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
 
-__all__ = ["Arguments", "Operand", "autocast_dtype", "common_mesh", "prepared_spec"]
-
 # How a plan's function sees a tensor: a ShardTensor by its spec, a plain one by shape, strides and dtype.
 Operand = ShardTensorSpec | TensorMeta
 

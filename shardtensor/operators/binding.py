@@ -18,8 +18,6 @@ from torch import Tensor
 from .._compat import OpOverload, OpOverloadPacket
 from ..dispatch.planning import converted
 
-__all__ = ["Declaration", "argument_names", "declaration", "place_of", "placed", "places_in"]
-
 # Arguments of some spellings that plans do not depend on: those that choose among a device's kernels, and ``out``,
 # which is None here, see ShardTensor.__torch_function__.
 _OF_KERNELS = frozenset({"cudnn_enable", "cudnn_enabled", "out"})

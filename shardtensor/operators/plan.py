@@ -24,8 +24,6 @@ from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
 from .weight_gradients import Contribution, GradientSum
 
-__all__ = ["Composed", "LocalPlan", "Plan"]
-
 
 class Plan:
     """What one call does on this rank. Subclasses give the local work of an operator and its gradient.

@@ -44,8 +44,6 @@ from ..layout.spec import ShardTensorSpec
 from ..ranks.groups import own_group
 from ..ranks.streams import current_stream, wait_for_streams
 
-__all__ = ["Contribution", "GradientSum", "contributing", "start_sum"]
-
 # From how many bytes on a bucket is sent. A smaller message takes about as long, on the networks that there are.
 BUCKET_BYTES = 1 << 20
 ACCELERATOR_BUCKET_BYTES = 25 << 20  # between accelerators, whose links are faster

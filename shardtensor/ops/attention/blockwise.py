@@ -24,8 +24,6 @@ from ...communication.tracing import graph_operator, is_traced
 from ...layout.geometry import Interval
 from ..common.half import cast
 
-__all__ = ["DTYPES", "Dropout", "Kernel", "RunningSoftmax", "attend", "attend_backward", "finite", "pieces"]
-
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _INF = float("inf")

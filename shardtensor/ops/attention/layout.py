@@ -28,8 +28,6 @@ from ..common.ring import Ring, ring_of
 from ..shape.view import whole_blocks
 from .blockwise import pieces
 
-__all__ = ["NAME", "AttentionLayout", "layout_of"]
-
 NAME = "scaled_dot_product_attention"
 _FEATURES, _SEQUENCE, _HEADS = -1, -2, -3
 

@@ -32,8 +32,6 @@ from .layout import NAME, AttentionLayout
 
 _DIMS = 4  # that torch's kernels take
 
-__all__ = ["AttentionWork", "backward", "forward", "work_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:

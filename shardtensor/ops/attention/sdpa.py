@@ -38,8 +38,6 @@ from .online_softmax import AttentionWork, backward, forward, work_of
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
-__all__ = ["attention_method", "global_attention"]
-
 _aten = torch.ops.aten
 _method = Setting("auto")
 

@@ -37,8 +37,6 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from .part_by_part import Tour, part_by_part
 
-__all__ = ["Arrangement", "Form", "Label", "Labels", "arrange"]
-
 # Scores of queries and keys are read along the keys next: by a softmax, and by a product with values. Sharded
 # along the queries, keys and values are sent; along the keys, the queries, and the result is summed, which is twice its
 # size.

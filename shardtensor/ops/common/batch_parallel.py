@@ -24,8 +24,6 @@ from ...operators.declaration import Arguments, Composed, Plan
 from .alignment import as_operand
 from .arrangement import Arrangement, Form, Label, arrange
 
-__all__ = ["Names", "Result", "by_batch", "image_names", "plan_by_batch"]
-
 Names = Sequence[str | None]
 
 

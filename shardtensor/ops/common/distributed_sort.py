@@ -28,8 +28,6 @@ from ...layout.caches import cached
 from ...layout.geometry import boundaries_of
 from ...ranks.cuda_graphs import check_not_captured
 
-__all__ = ["Found", "Route", "Sorted", "find_places", "find_slices", "sort_keys"]
-
 _DIGIT = 4  # bits
 
 

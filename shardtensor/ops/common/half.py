@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .alignment import wide_dtype
 
-__all__ = ["cast", "is_half", "product", "widened"]
-
 ROWS = 4096  # that are converted at a time
 
 

@@ -24,8 +24,6 @@ from .alignment import wide_dtype
 from .half import widened
 from .ring import Trip, ring_of, trip
 
-__all__ = ["Tour", "part_by_part"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tour:

@@ -28,8 +28,6 @@ from ...communication.exchange import Exchange, Pending
 from ...layout.caches import cached
 from ...layout.strides import as_bytes
 
-__all__ = ["Form", "Ring", "Trip", "ring_of", "trip"]
-
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor that is to be sent
 
 

@@ -23,21 +23,6 @@ from ...layout.strides import stride_like
 from ...operators.arguments import Arguments, autocast_dtype
 from ...operators.plan import Plan
 
-__all__ = [
-    "Constant",
-    "Differentiated",
-    "LinearStencilPlan",
-    "StencilPlan",
-    "Wanted",
-    "keeping_sums",
-    "nothing",
-    "per_dim",
-    "resized",
-    "result_dtype",
-    "scaled_boundary",
-    "taken",
-]
-
 
 def keeping_sums(spec: ShardTensorSpec) -> ShardTensorSpec:
     """The spec with its Partials reduced, but for sums: a linear operator may be applied to the contributions."""

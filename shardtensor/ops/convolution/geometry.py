@@ -20,8 +20,6 @@ from ..common.alignment import wide_dtype
 from ..common.stencil import resized
 from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
 
-__all__ = ["Pads", "output_spec", "plan_convolution"]
-
 Pads = tuple[tuple[int, int], ...]
 
 # How many times as many outputs as those that are computed once more a rank has, where its gradient is computed in two:

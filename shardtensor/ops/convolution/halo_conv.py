@@ -31,8 +31,6 @@ from ...operators.declaration import Plan
 from ..common.alignment import wide_dtype
 from ..common.half import cast, widened
 
-__all__ = ["ConvolutionPlan", "LocalConvolution", "SplitGradient", "Strip"]
-
 _convolution_backward = kernel(torch.ops.aten.convolution_backward.default)
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -21,8 +21,6 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..shape.view import dim_of
 
-__all__ = ["Read", "any_sharded", "flat_cumsum", "gathered", "indexes_a_shard", "is_written", "written"]
-
 _aten = torch.ops.aten
 
 

@@ -32,8 +32,6 @@ from ...layout.geometry import boundaries_of, map_boundaries, sizes_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 
-__all__ = ["INDEXED", "IndexLayout", "IndexedAxis", "Labels", "clipped", "operand"]
-
 Labels = Sequence[Hashable]
 INDEXED = "indexed"  # the label of a dim that is indexed; None is that of a dim of length 1 that is expanded
 

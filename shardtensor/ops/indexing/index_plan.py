@@ -34,8 +34,6 @@ from ...layout.spec import ShardTensorSpec
 from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, Labels, clipped, operand
 
-__all__ = ["labelled"]
-
 # Of dims that are indexed and sharded: the length, and where the part begins and ends that a rank answers for.
 Own = dict[int, tuple[int, int, int]]
 

@@ -36,8 +36,6 @@ from ..common.alignment import (
 from .gather import any_sharded
 from .index_operators import check_mask
 
-__all__ = ["selected"]
-
 _aten = torch.ops.aten
 
 

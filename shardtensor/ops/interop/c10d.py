@@ -24,8 +24,6 @@ from ...dispatch.registry import register
 from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 
-__all__: list[str] = []
-
 _all_reduce = torch.ops.c10d.allreduce_.default
 
 

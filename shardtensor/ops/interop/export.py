@@ -23,8 +23,6 @@ from ...ranks.cuda_graphs import check_not_captured
 
 _aten = torch.ops.aten
 
-__all__: list[str] = []
-
 _REMEDY = "take x.full_tensor(), which gathers, or this rank's shard, x.to_local()"
 
 

@@ -23,8 +23,6 @@ from ..common.alignment import as_operand, wide_dtype
 from ..common.contraction import Form, contract
 from ..common.half import cast, product
 
-__all__ = ["gradients_of_weights"]
-
 _aten = torch.ops.aten
 
 

@@ -23,8 +23,6 @@ from ...operators.arguments import common_mesh
 from ..common.alignment import as_operand
 from ..common.arrangement import Form, arrange
 
-__all__ = ["MATRIX", "MATRIX_BATCH", "MATRIX_VECTOR", "added_sparse_product", "sparse_product"]
-
 MATRIX = Form(("ik", "kj"), "ij")
 MATRIX_BATCH = Form(("bik", "bkj"), "bij")
 MATRIX_VECTOR = Form(("ik", "k"), "i")

@@ -12,8 +12,6 @@ from torch import Tensor
 from ...layout.spec import ShardTensorSpec
 from .tiled import Dim, tiled_attention
 
-__all__ = ["attention_by_natten", "natten_kernel"]
-
 
 def natten_kernel(
     asked: str | None,

@@ -24,8 +24,6 @@ from ...layout.geometry import Interval, length
 from ..common.alignment import wide_dtype
 from .window import Neighborhood, Tile
 
-__all__ = ["Dim", "tiled_attention"]
-
 
 class Dim(NamedTuple):
     """One dim of the tensors at hand.

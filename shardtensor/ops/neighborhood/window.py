@@ -24,8 +24,6 @@ from dataclasses import dataclass
 
 from ...layout.geometry import Interval, length
 
-__all__ = ["Neighborhood", "Tile"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:

@@ -26,8 +26,6 @@ from .geometry import Geometry, geometry_over, prepare_parameters, result_dtype
 from .local_norm import LocalBatchNorm, LocalGroupNorm
 from .statistics import Replicas, moments_of
 
-__all__ = ["PARAMETERS", "geometry_of_batches", "plan_channels"]
-
 _aten = torch.ops.aten
 
 PARAMETERS: Any = {"parameters": "weight bias running_mean running_var", "sharded": "weight bias"}

@@ -22,8 +22,6 @@ from .geometry import Geometry
 from .norm import Kept
 from .sharded_norm import ShardedNorm
 
-__all__ = ["ChannelNorm"]
-
 
 class ChannelNorm(ShardedNorm):
     """Normalization over groups of entire channels.

@@ -17,8 +17,6 @@ from torch import Tensor
 from ..._compat import kernel
 from .geometry import Geometry
 
-__all__ = ["Columns", "channels_are_last", "columns_of", "sums_of_channels"]
-
 _batch_norm_backward = kernel(torch.ops.aten.native_batch_norm_backward.default)
 
 # Lengths of rows with which elementwise operators are at their fastest.

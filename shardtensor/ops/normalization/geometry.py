@@ -18,16 +18,6 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand
 from ..common.alignment import free_dims, local_part, redistributed
 
-__all__ = [
-    "Geometry",
-    "geometry_of_groups",
-    "geometry_of_last_dims",
-    "geometry_over",
-    "prepare_parameters",
-    "result_dtype",
-    "with_unsharded_groups",
-]
-
 
 @dataclass(frozen=True)
 class Geometry:

@@ -15,8 +15,6 @@ from ..common.half import widened
 from .geometry import Geometry
 from .norm import Kept, Norm
 
-__all__ = ["LocalBatchNorm", "LocalGroupNorm", "LocalLayerNorm"]
-
 _layer_norm_backward = kernel(torch.ops.aten.native_layer_norm_backward.default)
 _group_norm_backward = kernel(torch.ops.aten.native_group_norm_backward.default)
 _batch_norm_backward = kernel(torch.ops.aten.native_batch_norm_backward.default)

@@ -11,8 +11,6 @@ from ...operators.declaration import Arguments, Operand, Plan
 from ..common.alignment import wide_dtype
 from .geometry import Geometry
 
-__all__ = ["Kept", "Norm"]
-
 Kept = tuple[Tensor, tuple[Tensor, ...]]  # a local result, and what its gradient needs besides
 
 

@@ -20,8 +20,6 @@ from .geometry import Geometry
 from .norm import Kept, Norm
 from .statistics import Statistics, centered
 
-__all__ = ["RowNorm", "ShardedNorm"]
-
 
 class ShardedNorm(Norm):
     """Normalization with statistics of all ranks."""

@@ -35,8 +35,6 @@ from ..common.alignment import wide_dtype
 from .columns import Columns, channels_are_last
 from .geometry import Geometry
 
-__all__ = ["Merge", "Replicas", "Statistics", "centered", "moments_of"]
-
 # Elements of a shard up to which torch.var_mean, which is slow on CPUs, takes less time than several operators.
 _FEW = 1 << 11
 # Ranks up to which all of them get all moments.

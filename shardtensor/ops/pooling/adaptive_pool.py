@@ -26,8 +26,6 @@ from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, opera
 from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of
 
-__all__ = ["adaptive_window"]
-
 
 def adaptive_window(n: int, out: int, o: int) -> Interval:
     """Input interval of output ``o`` when a dim of length ``n`` is pooled to ``out``.

@@ -36,8 +36,6 @@ from ..common.stencil import (
     taken,
 )
 
-__all__ = ["GlobalIndices", "Numbers", "Pooled", "local_plan", "pool_reads", "values_of"]
-
 Numbers = int | Sequence[int]
 # What a kernel returns: the values, or the values and their flat indices.
 Pooled = Tensor | tuple[Tensor, Tensor]

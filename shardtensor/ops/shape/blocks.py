@@ -16,8 +16,6 @@ from ...communication.exchange import Exchange, plan_intervals
 from ...layout.geometry import Interval, intersect, length, resized
 from ...layout.strides import cat_like
 
-__all__ = ["Assembly"]
-
 
 class _Run(NamedTuple):
     """A run of a part's local tensor: where it begins in the result, and its narrowing."""

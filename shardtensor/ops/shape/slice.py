@@ -26,8 +26,6 @@ from ...operators.declaration import Arguments, Composed, operator
 from .slice_sources import record_source, source_of
 from .view import carry, dim_of, moved_off, wrap_dim
 
-__all__ = ["boundary_of_slice", "entry_of", "own_interval", "sizes_before_slice"]
-
 _aten = torch.ops.aten
 
 # -- geometry ---------------------------------------------------------------------------------------------

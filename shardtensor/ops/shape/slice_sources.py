@@ -17,8 +17,6 @@ from collections.abc import Hashable, Sequence
 from ...layout.caches import forgets
 from ...layout.spec import ShardTensorSpec
 
-__all__ = ["record_source", "source_of"]
-
 MAX_RECORDED = 32768
 
 # What is looked for: how the part was taken, the source's shape, the part's placements and, if they matter, its sizes.

@@ -38,8 +38,6 @@ from .blocks import Assembly
 
 _aten = torch.ops.aten
 
-__all__ = ["carry", "fitted", "moved_off", "regroup", "whole_blocks", "wrap_dim"]
-
 # input dim -> (output dim, multiply sizes by, divide sizes by)
 Carried = dict[int, tuple[int, int, int]]
 # The same, where an output dim alone means that the sizes stay.

@@ -23,8 +23,6 @@ from ...layout.strides import stride_like
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import keeping_sums, per_dim, resized, result_dtype
 
-__all__ = ["pad_sizes", "pad_sources"]
-
 # -- geometry ---------------------------------------------------------------------------------------------
 
 

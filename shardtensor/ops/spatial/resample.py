@@ -16,8 +16,6 @@ from ...layout.spec import ShardTensorSpec
 from ..common.stencil import Differentiated, nothing, taken
 from .taps import Resize, as_local
 
-__all__ = ["MODES", "resampling"]
-
 # The operators of torch by which F.interpolate does it: mode, number of dims, antialiasing.
 MODES = {
     **{f"upsample_nearest{n}d": ("nearest", n, False) for n in (1, 2, 3)},

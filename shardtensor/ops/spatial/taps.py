@@ -25,8 +25,6 @@ from ...layout.geometry import Interval
 from ...layout.strides import zeros_like
 from ..common.stencil import Constant
 
-__all__ = ["Resize", "Taps", "WeightedSum", "as_local"]
-
 # Half the spread of the taps of each mode, in units of the larger of 1 and the step between outputs.
 _REACH = {"nearest": 1, "nearest-exact": 1, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2, "lanczos": 3}
 
