@@ -172,7 +172,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        name = type(ctx).__name__.removesuffix("Backward").strip("_")
+        name = getattr(ctx, "operator", type(ctx).__name__.removesuffix("Backward").strip("_"))
         single = not isinstance(results, tuple)
         marked = not_twice(name, (results,) if single else results, (*grads, *ctx.saved_tensors))
         return marked[0] if single else marked

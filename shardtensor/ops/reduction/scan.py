@@ -106,6 +106,7 @@ class _DifferentiatedOnce(AutogradFunction):
     def forward(ctx: Any, x: ShardTensor, dim: int, dtype: torch.dtype, kind: str) -> Any:
         out = _scan(x, dim, kind, dtype)
         ctx.spec, ctx.dim, ctx.kind = x._spec, dim, kind
+        ctx.operator = "cumprod" if kind == "product" else "logcumsumexp"
         ctx.save_for_backward(x, out)
         return out
 
