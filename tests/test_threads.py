@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+from threading import get_ident
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 import shardtensor
 from shardtensor import ThreadConflict, UnsupportedSharding, context
+from shardtensor._compat import keep_for_backward, kept_for_backward
 from shardtensor.communication.exchange import _transport
 from shardtensor.ops.attention.sdpa import _method
 from shardtensor.ranks import history, waiting
@@ -272,3 +275,14 @@ def test_a_thread_within_another_ones_operator():
     for errors in run_distributed(underway, 2):
         assert [type(error) for error in errors] == [ThreadConflict] * 2
         assert "in max_pool2d" in str(errors[0]) and "after thread 'MainThread'" in str(errors[0])
+
+
+def test_what_is_kept_for_backward_passes_is_referred_to():
+    """torch 2.11 takes no reference to it, and drops one when something else is kept."""
+    before = kept_for_backward()
+    value = (get_ident(), object())
+    alone = sys.getrefcount(value)
+    keep_for_backward(value)
+    kept = sys.getrefcount(value)
+    keep_for_backward(before)
+    assert (kept, sys.getrefcount(value)) == (alone + 1, alone)

@@ -6,6 +6,8 @@ here. Tested with torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import methodcaller
@@ -128,7 +130,23 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 def keep_for_backward(value: Any) -> None:
     """Keep a value for the threads in which autograd runs the backward passes that this thread will start."""
+    if _OWES_REFERENCE:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls("shardtensor", value)
+
+
+def _owes_reference() -> bool:
+    """Whether torch takes no reference to what it keeps for a thread, and yet drops one, as 2.11 does."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("shardtensor, a probe", probe)
+    owes = sys.getrefcount(probe) == before
+    if owes:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return owes
+
+
+_OWES_REFERENCE = _owes_reference()
 
 
 def kept_for_backward() -> Any:
