@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceCoalescedOptions,
     _get_default_store,
+    _hash_ranks_to_str,
     _resolve_process_group,
     _world,
 )
@@ -120,9 +121,14 @@ def explain_what_is_gone(error: RuntimeError) -> None:
         ) from error
 
 
+# Of what torch makes the name of a group that is made by its ranks alone: of the number of groups that have been made
+# since 2.15, and of that of groups that the process is in before.
+_NAMED_BY_COUNT = "group_count" in _hash_ranks_to_str.__code__.co_names
+
+
 def number_of_groups() -> int:
-    """How many process groups this process is in, which torch makes names of groups of."""
-    return len(_world.pg_names)
+    """The number of which torch makes the name of the next process group: how many there are, or have been."""
+    return _world.group_count if _NAMED_BY_COUNT else len(_world.pg_names)
 
 
 def is_eager() -> bool:

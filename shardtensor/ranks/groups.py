@@ -1,6 +1,6 @@
 """Process groups of this package's own, made when they are first needed, by their ranks alone.
 
-[Note: own groups] torch names such a group after its ranks and the number of groups that the process is in. Ranks whose
+[Note: own groups] torch names such a group after its ranks and a number of groups of the process. Ranks whose
 numbers differ would look for each other under different names until the timeout. So they compare these numbers first,
 and where they differ, all ranks do without the group.
 """
