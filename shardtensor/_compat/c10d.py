@@ -121,8 +121,8 @@ def explain_what_is_gone(error: RuntimeError) -> None:
         ) from error
 
 
-# Of what torch makes the name of a group that is made by its ranks alone: of the number of groups that have been made
-# since 2.15, and of that of groups that the process is in before.
+# Since 2.15 torch names a group that is made by its ranks alone after how many groups have been made; before, after how
+# many the process is in.
 _NAMED_BY_COUNT = "group_count" in _hash_ranks_to_str.__code__.co_names
 
 

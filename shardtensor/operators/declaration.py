@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
 from ..dispatch.planning import converted, disowned, flat, keep_plan, look_up, meta_of, spec_of
@@ -125,7 +124,8 @@ class Operator:
         if hasattr(plan, "outputs"):
             plan.outputs = disowned(plan.outputs)
         plan.label = _label(self.name, getattr(plan, "outputs", None))
-        placements = self._sum_gradients(plan, call, named) if declared.parameters else None
+        placements = self._sum_gradients(plan, call, named) if declared.parameters else ()
+        contributes = any(p.is_partial() for p in placements)
         steps: list[tuple[int, Callable[[Any], Any]]] = []
         for i, name in enumerate(declared.names):
             if isinstance(plan, Composed) and name in declared.parameters:
@@ -134,7 +134,7 @@ class Operator:
             to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(value))
             if isinstance(value, DTensor) and to_plain:
                 dtype = call.casts.get(name) if wanted else value.dtype
-                if placements is not None and dtype and _keeps_contributions(plan, value, dtype, placements):
+                if contributes and dtype and _keeps_contributions(plan, value, dtype):
                     plan.contributed = {**plan.contributed, i: placements}
                     wanted = [ShardTensor.from_dtensor, *wanted]
                 else:
@@ -143,8 +143,7 @@ class Operator:
                 wanted = [*wanted, partial(redistribute_to, target=target)]
             steps += [(i, step) for step in wanted]
         plan.steps = tuple(steps)
-        given = any(name in declared.parameters for name in named)
-        plan.sums = given and placements is not None and any(p.is_partial() for p in placements)
+        plan.sums = contributes and any(name in declared.parameters for name in named)
 
     def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
         """Arrange for the sum of plain parameters' gradients; returns the placements of DTensors' ones."""
@@ -271,14 +270,13 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
     return spec.tensor_meta
 
 
-def _keeps_contributions(plan: Plan, parameter: Tensor, dtype: torch.dtype, placements: Sequence[Placement]) -> bool:
-    """Whether a replicated DTensor stays one until the plan's run: so its gradient is not rounded on each rank.
+def _keeps_contributions(plan: Plan, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a replicated DTensor stays one until the plan's run: so a contribution is not rounded on each rank.
 
     Args:
         dtype: that it has in the run.
     """
-    contributes = any(p.is_partial() for p in placements) and wide_dtype(dtype) != dtype
-    return contributes and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
+    return wide_dtype(dtype) != dtype and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
 
 
 def _to_local(placements: Any, parameter: Any) -> Tensor:
