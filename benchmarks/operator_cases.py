@@ -151,8 +151,7 @@ neighborhood = argparse.Namespace(shape=(1, 64, 64, 4, 32), kernel=7)
 def neighborhood_attention(place: Place) -> Work:
     import natten
 
-    from shardtensor.ops.neighborhood.tiled import Dim, tiled_attention
-    from shardtensor.ops.neighborhood.window import Neighborhood
+    from shardtensor.ops.neighborhood.tiled import Dim, Neighborhood, tiled_attention
 
     size, kernel = neighborhood.shape[1], neighborhood.kernel
     gradient, *inputs = (place.shard(torch.randn(neighborhood.shape), 1) for _ in range(4))

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from .layout.placements import given_mesh
 from .ranks.agreement import check_same, show
-from .ranks.equal_values import beginning, not_equal, unequal
-from .ranks.equal_weights import copy_of, line_of
+from .ranks.equal_values import beginning, copy_of, line_of, not_equal, unequal
 
 __all__ = ["check"]
 

@@ -12,7 +12,7 @@ from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor.layout import caches
-from shardtensor.ops.convolution import geometry
+from shardtensor.ops.convolution import conv
 from shardtensor.testing import assert_matches_unsharded
 
 # How many times as tall as what is computed once more a shard has to be.
@@ -25,7 +25,7 @@ def computing(way):
     if way not in WAYS:
         yield
         return
-    with mock.patch.object(geometry, "SHARE", dict.fromkeys((False, True), WAYS[way])):
+    with mock.patch.object(conv, "SHARE", dict.fromkeys((False, True), WAYS[way])):
         caches.forget()
         yield
     caches.forget()

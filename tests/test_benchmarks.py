@@ -81,11 +81,11 @@ def test_the_page_holds_the_results(module):
 def test_a_part_measured_anew_replaces_its_figures_only(module, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     main, report = module("__main__"), module("report")
-    about = {"torch": "2", "python": "3", "cpu": "C", "cores": 2, "date": "2026-01-01T00:00"}
+    about = {"torch": "2", "python": "3", "cpu": "C", "cores": 2, "device": "cpu", "date": "2026-01-01T00:00"}
 
     def measured(value):
         row = {"group": "g", "name": f"ratio {value}", "value": value}
-        return lambda part, quick: {"about": about, "figures": [row | {"group": part}], "seconds": 1}
+        return lambda part, quick, device: {"about": about, "figures": [row | {"group": part}], "seconds": 1}
 
     for value, only in ((1.0, ["host", "scale"]), (2.0, ["scale"])):
         monkeypatch.setattr(main, "run", measured(value))
@@ -95,7 +95,7 @@ def test_a_part_measured_anew_replaces_its_figures_only(module, tmp_path, monkey
     assert main.circumstances(parts) == ["host (1 s), scale (1 s): torch 2, Python 3, C, 2 cores, 2026-01-01"]
     assert parts["plots"] == {"host": ["host.png"], "scale": ["scale.png"]}
     assert (tmp_path / "host.png").is_file() and (tmp_path / "scale.png").is_file()
-    monkeypatch.setattr(main, "run", lambda part, quick: None)
+    monkeypatch.setattr(main, "run", lambda part, quick, device: None)
     assert main.main(["--results", str(tmp_path), "--only", "scale"]) == 1
     assert main.figures_of(main.stored(tmp_path)) == main.figures_of(parts)
 

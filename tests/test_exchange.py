@@ -24,7 +24,7 @@ from shardtensor.communication.halo import Axis, Fetch
 from shardtensor.communication.redistribute import swapped
 from shardtensor.layout.geometry import intersect, intervals_of, length
 from shardtensor.layout.spec import ShardTensorSpec
-from shardtensor.ops.convolution.geometry import plan_convolution
+from shardtensor.ops.convolution.conv import plan_convolution
 from shardtensor.ranks.groups import connect
 from shardtensor.testing import (
     count_communication,

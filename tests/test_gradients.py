@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardtensor.communication import redistribute
-from shardtensor.ops.normalization import local_norm
+from shardtensor.ops.normalization import plans
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 
 CUT = {0: (5, 3)}
@@ -283,7 +283,7 @@ def order(layer) -> list[str]:
         name: partial(mode.all_reduce, getattr(redistribute, name))
         for name in ("c10d_all_reduce", "c10d_all_reduce_coalesced")
     }
-    small = mock.patch.object(local_norm, "WORTH_OVERLAPPING", 0)  # and a small layer norm
+    small = mock.patch.object(plans, "WORTH_OVERLAPPING", 0)  # and a small layer norm
     with mode, small, mock.patch.multiple(redistribute, **started):
         total.backward()
     assert x.grad is not None and all(type(p.grad) is torch.Tensor for p in layer.parameters())

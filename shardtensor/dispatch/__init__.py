@@ -2,7 +2,6 @@
 
 - ``registry``: the table of functions and operators.
 - ``planning``: plans of aten operators, and the cache of all plans.
-- ``wrapping``: ShardTensors around local tensors, for what their class stands on.
 - ``gathering``: what may be gathered.
 - ``plain_tensors``: plain tensors of a shard's size, where one of the global size is called for.
 - ``copies``: views that are copies.

@@ -22,6 +22,7 @@ from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
+from .conversions import wrap
 from .copies import check_written, note_copies, represents_view, write_back
 from .gathering import gathered
 from .open_layouts import decide, is_open, note_open_views
@@ -41,7 +42,6 @@ from .planning import (
     returns_view,
 )
 from .registry import OPERATORS, REMEDY, rule_of
-from .wrapping import wrap
 
 _aten = torch.ops.aten
 

@@ -8,19 +8,68 @@ gradients are put into the layout of the tensor they belong to.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from .._compat import AutogradFunction, TensorMeta, alias, same_memory, without_zero_tensor
-from ..communication.redistribute import redistribute_local
+from .._compat import (
+    AutogradFunction,
+    TensorMeta,
+    alias,
+    new_wide_wrapper,
+    new_wrapper,
+    same_memory,
+    without_zero_tensor,
+)
+from ..communication.redistribute import redistribute_local, rounded
 from ..layout.spec import ShardTensorSpec
 from .copies import check_current
 from .planning import has_owner, meta_of, replicated_spec, spec_of
-from .wrapping import is_shard_tensor, wrap
+
+# -- wrapping ----------------------------------------------------------------------------------------------------------
+
+# Tensors around local ones: how ShardTensors are made by the modules that their class stands on.
+
+if TYPE_CHECKING:
+    from .tensor import ShardTensor
+
+Class = TypeVar("Class", bound=type)
+
+_class: Any = DTensor
+
+
+def makes_tensors(cls: Class) -> Class:
+    """Decorator of ShardTensor: its instances are what is made here."""
+    global _class
+    _class = cls
+    return cls
+
+
+def is_shard_tensor(value: object) -> TypeGuard[ShardTensor]:
+    """Whether it is a ShardTensor, rather than a plain tensor, another DTensor, or anything else."""
+    return isinstance(value, _class)
+
+
+def wrap(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """A ShardTensor around ``local``, which must have the shape that the spec says. Not differentiable."""
+    if local.shape != spec.own_shape:
+        raise RuntimeError(
+            f"the local tensor has shape {tuple(local.shape)} instead of {tuple(spec.own_shape)}, for {spec} at "
+            f"{spec.coordinate}. If it was resized or exchanged in place (to_local().resize_(), set_()), make a new "
+            "ShardTensor with from_local instead; otherwise please report it"
+        )
+    make: Any = new_wrapper
+    if local.dtype is not spec.tensor_meta.dtype:
+        local = rounded(local, spec)
+        make = new_wide_wrapper if spec.is_wide(local) else new_wrapper
+    made: ShardTensor = make(_class, local, spec, requires_grad=False)
+    return made
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor

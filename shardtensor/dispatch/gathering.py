@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from .._compat import OpOverload, tree_map
 from ..communication.redistribute import redistribute_local
 from ..errors import refuse
+from .conversions import wrap
 from .copies import mark_copied, write_back
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
-from .wrapping import wrap
 
 
 def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -34,13 +34,12 @@ from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from ..ranks.first_use import forget_operands
 from . import chunks, conversions, torch_functions
 from .aten_calls import run
-from .conversions import as_gradient, from_part, promote, redistribute_to, to_part
+from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .planning import SCALARS
 from .registry import FUNCTIONS, Refusal, register
 from .torch_functions import call_registered
-from .wrapping import makes_tensors, wrap
 
 __all__ = [
     "ShardTensor",

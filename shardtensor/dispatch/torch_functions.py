@@ -14,12 +14,11 @@ from ..context import gather_allowed
 from ..errors import PLAIN_TARGET, UnsupportedSharding, refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import note_operand
-from .conversions import from_dtensor, promote, redistribute_to
+from .conversions import from_dtensor, is_shard_tensor, promote, redistribute_to
 from .copies import mark_copied
 from .plain_tensors import writes
 from .planning import SCALARS, converted, flat
 from .registry import FUNCTIONS
-from .wrapping import is_shard_tensor
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor

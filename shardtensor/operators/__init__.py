@@ -1,8 +1,7 @@
 """What an operator above autograd is made of.
 
-- ``binding``: a call's arguments by the names of the declaration.
 - ``weight_gradients``: the sum of plain weights' gradients over ranks.
 - ``plan``: what a plan does on this rank, and how autograd differentiates it.
-- ``arguments``: the call as the function that makes a plan sees it.
+- ``arguments``: a call's arguments by the names of the declaration, and the call as what makes a plan sees it.
 - ``declaration``: ``operator``, which has plans made once and run bare.
 """

@@ -30,8 +30,17 @@ from ..errors import UnsupportedSharding, refuse
 from ..layout.placements import wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
-from .arguments import Arguments, Operand, common_mesh, prepared_spec
-from .binding import Declaration, declaration, place_of, placed, places_in
+from .arguments import (
+    Arguments,
+    Declaration,
+    Operand,
+    common_mesh,
+    declaration,
+    place_of,
+    placed,
+    places_in,
+    prepared_spec,
+)
 from .plan import Composed, LocalPlan, Plan, picked
 from .weight_gradients import GradientSum, contributing
 

@@ -10,7 +10,7 @@
 - ``debug_mode``: ``SHARDTENSOR_DEBUG=1``, comparisons in front of everything that is communicated.
 - ``first_use``: what plain tensors hold when they are used first.
 - ``agreement``: what ranks claim about their local tensors, compared.
-- ``equal_values``, ``equal_weights``: copies compared by digests; weights made equal.
+- ``equal_values``: copies compared by digests; weights made equal.
 - ``streams``: streams of a device that wait for each other.
 - ``cuda_graphs``: what a CUDA graph cannot contain is refused.
 """

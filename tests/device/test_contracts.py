@@ -17,7 +17,7 @@ import torch
 import shardtensor
 from device import contracts
 from shardtensor._compat import decomposes
-from shardtensor.ops.spatial.resample import MODES
+from shardtensor.ops.spatial.interpolate import MODES
 
 ROOT = Path(shardtensor.__file__).parent
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
@@ -328,8 +328,8 @@ FILLED = {
         "max_pool{n}d_with_indices_backward": [f"max_pool{n}d_with_indices_backward" for n in (2, 3)],
         "avg_pool{n}d_backward": [f"avg_pool{n}d_backward" for n in (2, 3)],
     },
-    "ops/spatial/resample.py": {"{name}_backward": [f"{name}_backward" for name in MODES]},
-    "ops/shape/view_copy.py": {"{_name}_copy": []},  # copies of views, which do not call it
+    "ops/spatial/interpolate.py": {"{name}_backward": [f"{name}_backward" for name in MODES]},
+    "ops/shape/view.py": {"{_name}_copy": []},  # copies of views, which do not call it
 }
 
 

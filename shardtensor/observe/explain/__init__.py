@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from .advice import Advice, Choice, Machine, advise
-from .prepare import UnfitArguments
-from .results import Explanation, Layer, Share
+from .report import Explanation, Layer, Share
+from .run import UnfitArguments
 
 __all__ = ["Advice", "Choice", "Explanation", "Layer", "Machine", "Share", "UnfitArguments", "advise", "explain"]
 
@@ -71,8 +71,7 @@ def explain(
         >>> found.layers[0].shares[3].outputs
         ((1, 8, 336, 2700),)
     """
-    from .prepare import prepared, sample_of
-    from .run import explained
+    from .run import explained, prepared, sample_of
 
     job = prepared(model, inputs, kwargs or {}, mesh, shard, shard_sizes, backward, implicit_replication)
     if ranks is not None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..._compat import tree_leaves
 from ...layout.geometry import aligned_sizes, chunk_sizes
-from .prepare import UnfitArguments
-from .results import Explanation
+from .report import Explanation
+from .run import UnfitArguments
 
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
 _GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it

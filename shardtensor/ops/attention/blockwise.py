@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...communication.tracing import graph_operator, is_traced
 from ...layout.geometry import Interval
-from ..common.half import cast
+from ..common.alignment import cast
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -23,8 +23,8 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
-from ..common.half import cast
-from ..linalg.linear import gradients_of_weights
+from ..common.alignment import cast
+from ..linalg.matmul import gradients_of_weights
 from .blockwise import DTYPES
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 

@@ -24,8 +24,7 @@ from ...communication.redistribute import all_reduce, swap_blocks
 from ...errors import refuse
 from ...layout.caches import cached
 from ...layout.geometry import Interval, intervals_of, length
-from ..common.alignment import wide_dtype
-from ..common.half import cast
+from ..common.alignment import cast, wide_dtype
 from ..common.ring import Form, Trip
 from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
 from .layout import NAME, AttentionLayout

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from ..._compat import TensorMeta, not_in_graphs
+from ..._compat import TensorMeta, flex_attention_checks_operands, not_in_graphs
 from ...context import Setting
-from ...dispatch.registry import register
+from ...dispatch.registry import Refusal, register
 from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -335,3 +335,17 @@ def _flash_backward(
     grads = backward(work, work.kernel(), (True, True, True, False), results[0], q, mask, k, v, *results[1:])
     layouts = [_gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
     return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]
+
+
+# -- flex --------------------------------------------------------------------------------------------------------------
+
+# ``flex_attention``: refused. Its score functions are compiled with the indices of one device.
+
+register(flex_attention_checks_operands)(
+    Refusal(
+        "flex_attention",
+        __name__,
+        "its score and mask functions know the indices of one device only",
+        "use scaled_dot_product_attention with a mask or a bias, or call it on to_local() of replicated operands",
+    )
+)

@@ -3,7 +3,7 @@
 
 [Note: named dims] Every dim of every operand either has a name or has to be unsharded. Dims of one name run together
 and may be sharded: all operands that have it are sharded alike, those without it are replicated. A mesh dim shards a
-name that all operands have which it finds sharded, see arrangement.py: one that is sharded already, or else the
+name that all operands have which it finds sharded, see named_dims.py: one that is sharded already, or else the
 longest, by one exchange in which every rank keeps as much as it had. Then the result, whose other dims have other
 lengths, stays spread over that dim.
 """
@@ -22,7 +22,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, Plan
 from .alignment import as_operand
-from .arrangement import Arrangement, Form, Label, arrange
+from .named_dims import Arrangement, Form, Label, arrange
 
 Names = Sequence[str | None]
 

@@ -1,3 +1,3 @@
 """Convolutions and transposed convolutions, with halos of the neighbouring shards."""
 
-from . import conv, conv_transpose  # noqa: F401
+from . import conv  # noqa: F401

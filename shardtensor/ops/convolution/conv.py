@@ -1,12 +1,13 @@
 """Convolution over sharded spatial dims, of any kernel, stride, dilation, padding, groups and shard sizes.
 
-The entry points: torch's functions, above autograd, and the aten operators below it. How it works stands in
-``halo_conv.py``.
+What a rank reads and computes, worked out from specs; torch's functions, above autograd, and the aten operators below
+it; transposed convolution. What is done with tensors stands in ``halo_conv.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,209 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
+from ...communication.halo import Fetch
 from ...dispatch.planning import spec_of
 from ...dispatch.registry import register
 from ...dispatch.tensor import as_gradient, wrap
 from ...errors import refuse
 from ...layout.caches import cached
+from ...layout.geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
+from ...layout.strides import stride_like
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.alignment import free_dims
-from .geometry import Pads, plan_convolution
-from .halo_conv import ConvolutionPlan
+from ..common.alignment import free_dims, wide_dtype
+from ..common.stencil import per_dim, resized
+from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
+
+# What a rank reads and computes of a convolution: worked out from specs, on every rank for itself.
+#
+# [Note: owner computes] The rank that owns the input under the kernel's middle tap computes an output
+# (``Window.boundary``).
+
+Pads = tuple[tuple[int, int], ...]
+
+# How many times as many outputs as those that are computed once more a rank has, where its gradient is computed in two:
+# for memory at any rate, and in half precision where the rest is to be spared the kernel of float32.
+SHARE = {False: 32, True: 2}
+
+
+def plan_convolution(
+    spec: ShardTensorSpec,
+    weight: tuple[int, ...],
+    stride: tuple[int, ...],
+    pads: Pads,
+    dilation: tuple[int, ...],
+    groups: int,
+) -> ConvolutionPlan:
+    """This rank's part of a convolution; errors are raised on all ranks.
+
+    Args:
+        weight: its shape.
+        pads: zeros before and after each spatial dim of the global tensor.
+    """
+    name, shape = f"conv{len(stride)}d", spec.shape
+    _check(name, tuple(shape), weight, stride, pads, dilation, groups)
+    windows = {
+        d: Window(shape[d], weight[d], stride[d - 2], dilation[d - 2], *pads[d - 2]) for d in range(2, len(shape))
+    }
+    sharded = spec.sharded_dims()
+    if 1 in sharded:
+        raise refuse(
+            name, spec, "the channels are sharded", "redistribute to shard a spatial dim or the batch, e.g. Shard(2)"
+        )
+    sizes, needs = {}, {}
+    held, outs = {d: (0, w.size) for d, w in windows.items()}, {d: (0, w.outputs) for d, w in windows.items()}
+    for d, m in sharded.items():
+        if d == 0:
+            continue
+        sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].boundary)
+        outputs, rank = intervals_of(sizes[d]), spec.coordinate[m]
+        needs[d] = [_within(windows[d].reads(out), shape[d]) for out in outputs]
+        held[d], outs[d] = needs[d][rank], outputs[rank]
+    out_spec = output_spec(spec, (shape[0], weight[0], *(w.outputs for w in windows.values())), sizes)
+    half = wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype
+    local = _Local(out_spec.local_shape(), windows, stride, dilation, groups, half)
+    convolve, zeros = local.convolution(held, outs), (0, 0)
+    if convolve.zeros and needs:
+        # Zeros along the dim that is fetched last come with what is fetched. (Along others they would travel.)
+        last = [*needs][-1]
+        zeros = local.around(last, held[last], outs[last])
+        held[last] = held[last][0] - zeros[0], held[last][1] + zeros[1]
+        convolve = local.convolution(held, outs)
+    fetch = Fetch.of(spec, needs, zeros)
+    return ConvolutionPlan(out_spec, fetch, convolve, local.split(fetch, fetch.shape, held, outs))
+
+
+def _within(read: Interval, size: int) -> Interval:
+    a, b = intersect(read, (0, size))
+    return (a, b) if b > a else (0, 0)
+
+
+def output_spec(spec: ShardTensorSpec, shape: Sequence[int], sizes: Mapping[int, tuple[int, ...]]) -> ShardTensorSpec:
+    """The spec of a result of this global shape, channels-last where the input is.
+
+    Args:
+        sizes: of the shards, by tensor dim, where they differ from the input's.
+    """
+    meta = spec.tensor_meta
+    stride = stride_like(torch.empty_strided(meta.shape, meta.stride, device="meta"), shape)
+    return resized(spec, torch.empty_strided(shape, stride, device="meta"), meta.dtype, sizes)
+
+
+Intervals = Mapping[int, Interval]  # by tensor dim, in global indices
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """How the kernel computes some outputs from some inputs.
+
+    Attributes:
+        out_shape: of this rank's outputs.
+        windows: by spatial tensor dim.
+        stride, dilation, groups: of the convolution.
+        half: whether it is of half precision.
+    """
+
+    out_shape: Sequence[int]
+    windows: Mapping[int, Window]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    half: bool
+
+    def around(self, d: int, held: Interval, out: Interval) -> Interval:
+        """How many zeros (negative: how many inputs less) what is held lacks of what the outputs read."""
+        start, stop = self.windows[d].reads(out)
+        return held[0] - start, stop - held[1]
+
+    def convolution(self, held: Intervals, outs: Intervals) -> LocalConvolution:
+        """The call of the kernel that gives the outputs ``outs`` of inputs that hold ``held``."""
+        padding, zeros = [], []
+        for d, window in self.windows.items():
+            before, after = self.around(d, held[d], outs[d])
+            # The kernel pads both ends alike.
+            room = length(held[d]) + 2 * before - window.extent
+            fits = before >= 0 and room // window.stride + 1 == length(outs[d])
+            padding.append(before if fits else 0)
+            zeros.append((0, 0) if fits else (before, after))
+        shape = *self.out_shape[:2], *(length(outs[d]) for d in self.windows)
+        if 0 in shape or not all(length(held[d]) for d in self.windows):
+            padding, zeros = [0] * len(padding), []  # nothing is computed
+        around = tuple(n for pair in reversed(zeros) for n in pair)
+        arguments = self.stride, tuple(padding), self.dilation, False, (0,) * len(padding), self.groups
+        return LocalConvolution(shape, arguments, around if any(around) else ())
+
+    def split(self, fetch: Fetch, shape: Sequence[int], held: Intervals, outs: Intervals) -> SplitGradient | None:
+        """How to compute the gradient of what is read in two; None where it is not worth it, or more than one dim.
+
+        Args:
+            shape: of what is read.
+        """
+        if len(fetch.axes) != 1 or 0 in (*shape, *self.out_shape):
+            return None
+        if len(self.windows) == 3 and not self.half:
+            return None  # torch's kernels for few planes of a volume are ten times slower on the CPU
+        d, transfers = fetch.axes[0].dim, fetch.axes[0].transfers
+        own = transfers.own
+        if not transfers.active or not length(own) or intersect(own, transfers.need) != own:
+            return None
+        shard = self.convolution({**held, d: own}, outs)
+        received = [part for _, part in transfers.recvs]
+        shared = [part for _, part in transfers.sends] if self.half else []
+        touched = [self.windows[d].touching(part, outs[d]) for part in (*received, *shared)]
+        few = SHARE[self.half] * sum(map(length, touched)) <= length(outs[d])
+        if shard.zeros or not few or not all(map(length, touched)):
+            return None
+
+        def strip(part: Interval) -> Strip:
+            outputs = self.windows[d].touching(part, outs[d])
+            reads = intersect(self.windows[d].reads(outputs), held[d])
+            reads = min(reads[0], part[0]), max(reads[1], part[1])
+            return Strip(
+                (d, outputs[0] - outs[d][0], length(outputs)),
+                tuple(length(reads) if dim == d else n for dim, n in enumerate(shape)),
+                self.convolution({**held, d: reads}, {**outs, d: outputs}),
+                (d, part[0] - reads[0], length(part)),
+            )
+
+        edges = [((d, part[0] - own[0], length(part)), strip(part)) for part in shared]
+        return SplitGradient(shard, tuple(map(strip, received)), tuple(edges))
+
+
+def _check(
+    name: str,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: tuple[int, ...],
+    pads: Sequence[Interval],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> None:
+    """The errors that the whole tensor would give, in terms of the whole tensor."""
+    if len(weight) != len(shape):
+        raise RuntimeError(f"{name}: a weight of shape {weight} for an input of shape {shape}")
+    if min(stride) < 1 or min(dilation) < 1 or groups < 1 or min(min(p) for p in pads) < 0:
+        raise RuntimeError(
+            f"{name}: stride {stride}, dilation {dilation} and groups {groups} must be positive, padding {pads} not "
+            "negative"
+        )
+    if shape[1] != weight[1] * groups or weight[0] % groups:
+        raise RuntimeError(
+            f"{name}: weight {weight} with groups={groups} does not fit {shape[1]} input channels: "
+            f"it expects {weight[1] * groups}, and output channels that are a multiple of groups"
+        )
+    padded = tuple(n + a + b for n, (a, b) in zip(shape[2:], pads, strict=True))
+    extents = tuple((k - 1) * d + 1 for k, d in zip(weight[2:], dilation, strict=True))
+    if any(e > n for e, n in zip(extents, padded, strict=True)):
+        raise RuntimeError(
+            f"{name}: kernel size {weight[2:]} (dilated to {extents}) is greater than the padded input {padded} of the "
+            f"global tensor {shape}; use a smaller kernel or more padding"
+        )
+
+
+# -- conv --------------------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
 
@@ -259,3 +453,151 @@ def _aten_convolution_backward(grad: Any, input: Any, weight: Any, bias_sizes: A
         return None if g is None else wrap(g, ShardTensorSpec.make(spec.mesh, placements, g.shape, g.dtype))
 
     return None if gx is None else wrap(gx, spec), parameter(gw), parameter(gb)
+
+
+# -- conv transpose ----------------------------------------------------------------------------------------------------
+
+# Transposed convolution over sharded spatial dims.
+#
+# Output ``o`` sums the inputs ``i`` with ``o = i * stride - padding + t * dilation`` for some tap ``t``. A rank
+# fetches the inputs that reach its outputs and runs the kernel of torch on them, with the padding that leaves out what
+# lies outside; what no padding expresses is cropped afterwards, which is a copy. An output belongs to the rank that
+# owns the input in the middle of those that reach it: a kernel as long as its stride doubles (or triples ...) the size
+# of every shard, and so does one of 3 with stride 2 and padding 1.
+
+Numbers = int | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedWindow:
+    """A transposed convolution along one tensor dim; the numbers are those of the global tensor.
+
+    Example:
+        >>> w = TransposedWindow(size=5, kernel=4, stride=2, dilation=1, padding=1, extra=0)
+        >>> w.outputs, map_boundaries((2, 3), w.boundary), w.reads((4, 10))
+        (10, (4, 6), (1, 5))
+    """
+
+    size: int
+    kernel: int
+    stride: int
+    dilation: int
+    padding: int
+    extra: int
+
+    @property
+    def extent(self) -> int:
+        return (self.kernel - 1) * self.dilation + 1
+
+    @property
+    def outputs(self) -> int:
+        return (self.size - 1) * self.stride - 2 * self.padding + self.extent + self.extra
+
+    def boundary(self, b: int) -> int:
+        """Where a boundary of the input falls in the output."""
+        if b <= 0:
+            return 0
+        if b >= self.size:
+            return self.outputs
+        shift, two = divmod(self.extent - self.stride, 2)
+        shift -= self.padding
+        if two and shift < 0:  # of the two that are as close, the one that keeps the sizes in proportion
+            shift += 1
+        return max(0, min(self.outputs, b * self.stride + shift))
+
+    def reads(self, out: Interval) -> Interval:
+        """The inputs that reach the outputs ``out``."""
+        if out[1] <= out[0]:
+            return (0, 0)
+        first = -(-(out[0] + self.padding - self.extent + 1) // self.stride)
+        return intersect((first, (out[1] - 1 + self.padding) // self.stride + 1), (0, self.size))
+
+    def margins(self, part: Interval, out: Interval) -> Interval:
+        """Zeros to add before and after (negative: to crop) what the kernel makes of ``part``, to get ``out``."""
+        start = part[0] * self.stride - self.padding
+        return (start - out[0], out[1] - (start + (part[1] - part[0] - 1) * self.stride + self.extent))
+
+    def options(self, part: Interval, out: Interval) -> tuple[int, int, Interval]:
+        """The kernel's padding and output padding for ``part``, and the margins that are left then.
+
+        Example:
+            >>> w = TransposedWindow(size=5, kernel=3, stride=2, dilation=1, padding=1, extra=1)
+            >>> w.margins((0, 3), (0, 5)), w.options((0, 3), (0, 5))
+            ((-1, -1), (1, 0, (0, 0)))
+        """
+        before, after = self.margins(part, out)
+        if before >= 0 or after > 0:
+            return 0, 0, (before, after)
+        extra = after - before
+        if extra < 0:  # more to crop at the end than the padding at both ends leaves out
+            return -before, 0, (0, extra)
+        if extra < self.stride:  # an output padding must be
+            return -before, extra, (0, 0)
+        return -after, 0, (-extra, 0)
+
+
+def _declare_transposed(n: int) -> None:
+    name = f"conv_transpose{n}d"
+    function = getattr(torch, name)
+
+    @operator(function, getattr(torch.ops.aten, name), tensors="input", parameters="weight bias")
+    def plan_conv_transpose(
+        call: Arguments,
+        input: ShardTensorSpec,
+        weight: TensorMeta,
+        bias: TensorMeta | None = None,
+        stride: Numbers = 1,
+        padding: Numbers = 0,
+        output_padding: Numbers = 0,
+        groups: int = 1,
+        dilation: Numbers = 1,
+    ) -> Plan:
+        meta = call.returned(function, input, weight, bias, stride, padding, output_padding, groups, dilation)
+        numbers = [per_dim(value, n) for value in (stride, padding, output_padding, dilation)]
+
+        def again(x: Any, w: Any, b: Any) -> Any:
+            return function(x, w, b, *numbers[:3], groups, numbers[3])
+
+        def make(x: ShardTensorSpec) -> ConvolutionPlan:
+            dtypes = {"input": x.tensor_meta.dtype, "weight": weight.dtype}
+            if bias is not None:
+                dtypes["bias"] = bias.dtype
+            if call.autocast() is None and len(set(dtypes.values())) > 1:
+                shown = ", ".join(f"{what} of {dtype}" for what, dtype in dtypes.items())
+                raise RuntimeError(f"{call.name}: {shown} should be of the same dtype")
+            return _plan_transposed(x, weight, tuple(meta.shape), numbers, groups)
+
+        if len(input.shape) == n + 1:
+            return Composed(lambda x, w, b: again(x.unsqueeze(0), w, b).squeeze(0))
+        return plan_batched(call, input, weight, bias, again, make, transposed=True)
+
+
+def _plan_transposed(
+    spec: ShardTensorSpec, weight: TensorMeta, shape: tuple[int, ...], numbers: Sequence[Sequence[int]], groups: int
+) -> ConvolutionPlan:
+    """This rank's part.
+
+    Args:
+        shape: of the global result.
+        numbers: stride, padding, output padding and dilation per spatial dim.
+    """
+    stride, padding, extra, dilation = map(list, numbers)
+    sizes, needs, margins = {}, {}, {}
+    for d, m in spec.sharded_dims().items():
+        if d < 2:
+            continue
+        i, rank = d - 2, spec.coordinate[m]
+        window = TransposedWindow(spec.shape[d], weight.shape[d], stride[i], dilation[i], padding[i], extra[i])
+        sizes[d] = map_boundaries(spec.sizes_along(m), window.boundary)
+        outs = intervals_of(sizes[d])
+        needs[d] = [window.reads(out) for out in outs]
+        padding[i], extra[i], margins[d] = window.options(needs[d][rank], outs[rank])
+    crop = tuple(n for d in reversed(range(2, len(shape))) for n in margins.get(d, (0, 0)))
+    out_spec = output_spec(spec, shape, sizes)
+    arguments = tuple(stride), tuple(padding), tuple(dilation), True, tuple(extra), groups
+    convolve = LocalConvolution(out_spec.local_shape(), arguments, crop=crop if any(crop) else ())
+    return ConvolutionPlan(out_spec, Fetch.of(spec, needs), convolve)
+
+
+for _n in (1, 2, 3):
+    _declare_transposed(_n)

@@ -10,7 +10,7 @@ together once more for the weight's gradient: both in one tensor would take as m
               the halo's part of read's gradient goes back to its owners, who add it to their own
 
 The gradient of what a tall shard reads is computed in two parts, see :class:`SplitGradient`.
-Which inputs a rank reads, and how the kernel is to pad them, stands in ``geometry.py`` and ``conv_transpose.py``.
+Which inputs a rank reads, and how the kernel is to pad them, stands in ``geometry.py`` and ``conv.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from ...communication.halo import Fetch, Narrow
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ...operators.declaration import Plan
-from ..common.alignment import wide_dtype
-from ..common.half import cast, widened
+from ..common.alignment import cast, wide_dtype, widened
 
 _convolution_backward = kernel(torch.ops.aten.convolution_backward.default)
 

@@ -1,3 +1,3 @@
 """Operators on each element: arithmetic, activations, softmax, dropout, random numbers, optimizers."""
 
-from . import activations, comparison, dropout, foreach, fused_optimizers, pointwise, random, softmax  # noqa: F401
+from . import optimizers, pointwise, random, softmax  # noqa: F401

@@ -23,20 +23,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Generator, Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..._compat import OpOverload
+from ..._compat import OpOverload, nn_functions
 from ...communication.redistribute import redistribute_local
 from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of
-from ...dispatch.registry import default_rule
+from ...dispatch.registry import default_rule, register
+from ...dispatch.tensor import ShardTensor, run
 from ...errors import PLAIN_TARGET, UnsupportedSharding
+from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
-from ...operators.declaration import operator
+from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import common_layout, fit
+from ..interop import item
 
 _aten = torch.ops.aten
+
 
 # Elementwise, but not tagged as such by torch, in some releases at least: aten operators, or overloads of them.
 _UNTAGGED = """
@@ -174,7 +179,7 @@ def _default(op: OpOverload) -> Rule | None:
     """See [Note: pointwise by default]."""
     name = op._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
-        return None  # see foreach.py
+        return None  # see optimizers.py
     elementwise = torch.Tag.pointwise in op.tags or _writes_pointwise(name)
     if not elementwise or torch.Tag.nondeterministic_seeded in op.tags:
         return None
@@ -296,3 +301,83 @@ def _new(call: AtenCall) -> AtenPlan:
         local[d] = step
         step *= max(1, size[d])
     return AtenPlan(out, call=lambda x, _, __, **kwargs: func(x, size, local, **kwargs))
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+# Activations that are not just elementwise: ``glu``, ``rrelu``, ``logsigmoid``.
+
+
+@operator(F.glu, nn_functions.glu, _aten.glu, tensors="input")
+def plan_glu(call: Arguments, input: ShardTensorSpec, dim: int = -1) -> Composed:
+    """The two halves of a sharded dim meet where both have half the shard sizes: a rank computes half of its shard."""
+    call.returned(F.glu, input, dim)
+    m = input.sharded_dims().get(dim % len(input.shape))
+    sizes = None if m is None else {m: map_boundaries(input.sizes_along(m), lambda boundary: boundary // 2)}
+
+    def glu(x: Any) -> Any:
+        halves = x.chunk(2, dim)
+        if sizes is not None:
+            halves = [half.redistribute(shard_sizes=sizes) for half in halves]
+        return halves[0] * halves[1].sigmoid()
+
+    return Composed(glu)
+
+
+@operator(F.rrelu, torch.rrelu, _aten.rrelu, torch.rrelu_, _aten.rrelu_, tensors="input", partial="input")
+def plan_rrelu(
+    call: Arguments,
+    input: ShardTensorSpec,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    generator: Generator | None = None,
+) -> Composed:
+    """Slopes are drawn like all random numbers of shards; torch's own writes them into a plain tensor."""
+    inplace = inplace or call.name == "rrelu_"
+
+    def rrelu(x: Any) -> Any:
+        if not training:
+            return F.leaky_relu(x, (lower + upper) / 2, inplace=inplace)
+        slopes = torch.empty_like(x.detach()).uniform_(lower, upper, generator=generator)
+        result = torch.where(x <= 0, x * slopes, x)
+        return x.copy_(result) if inplace else result
+
+    return Composed(rrelu)
+
+
+@operator(F.logsigmoid, tensors="input")
+def plan_log_sigmoid(call: Arguments, input: ShardTensorSpec) -> Composed:
+    """By parts: torch's own has a second result, whose shape each backend decides for itself."""
+
+    def log_sigmoid(x: Any) -> Tensor:
+        return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-x.abs()))
+
+    return Composed(log_sigmoid)
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+# ``allclose``, ``equal`` and ``_assert_async``: one answer for the global tensors, the same on every rank.
+#
+# The first two return a number that is read from the data, so they have no plan.
+
+
+@register(_aten.allclose.default)
+def _allclose(a: ShardTensor, b: ShardTensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    close = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return bool(item(run(_aten.all.default, (close,), {})))
+
+
+@register(_aten.equal.default)
+def _equal(a: ShardTensor, b: ShardTensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    return bool(item(run(_aten.all.default, (run(_aten.eq.Tensor, (a, b), {}),), {})))
+
+
+@operator(_aten._assert_async.default, _aten._assert_async.msg)
+def _assert_async(call: AtenCall) -> AtenPlan:
+    """Every rank checks the same value, so either all raise or none."""
+    return call.plan(None, {path: spec.replicated() for path, spec in call.tensors.items()})

@@ -50,6 +50,8 @@ from ..shape.view import carry
 from .pointwise import pointwise_plan
 
 _aten = torch.ops.aten
+
+
 _STATES = 2**56  # digests of generators' states, each of which fits into an integer with its negative
 # The generator that the running call was given.
 _given: ContextVar[torch.Generator | None] = ContextVar("generator", default=None)
@@ -313,3 +315,29 @@ for _op, _plan in RULES.items():
     _draws = _plan in (plan_draw, plan_draw_like, plan_multinomial, plan_dirichlet)
     if _draws and _index_of_generator(_op) is not None:
         register(_op)(_with_generator(_op))
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+# Dropout as devices other than the CPU run it; on the CPU it is a draw and a product.
+#
+# Its gradient is elementwise, see pointwise.py.
+
+
+@operator(_aten.native_dropout.default)
+def plan_native_dropout(call: AtenCall) -> AtenPlan:
+    spec = call.reduced()[(0,)]
+    p, train = call.args[1], call.args[2]
+    outs = [spec.replace(meta=meta_of(m)) for m in call.meta]
+    sharded = is_sharded(spec)
+
+    def dropout(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        if not sharded:
+            return _aten.native_dropout.default(x, p, train)  # type: ignore[no-any-return]
+        if train is False:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = drawn_into(torch.empty_like(x, dtype=torch.bool), "bernoulli_", 1 - p, spec=spec)
+        # A product of the three, which is one kernel on GPUs.
+        return _aten.native_dropout_backward.default(x, mask, 1 / (1 - p) if p < 1 else 0.0), mask
+
+    return call.plan(outs, {(0,): spec}, call=dropout)

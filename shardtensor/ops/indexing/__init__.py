@@ -1,3 +1,3 @@
 """Reading and writing entries by index or mask: subscripts, ``gather``, ``index_select``, embeddings."""
 
-from . import combinations, embedding, gather, getitem, index_operators, masked_select, take  # noqa: F401
+from . import embedding, getitem, index_operators, masked_select  # noqa: F401

@@ -1,8 +1,8 @@
 """``x[index]`` and ``x[index] = value``, with numbers, slices, index tensors and masks along any dims.
 
-Reading: everything but tensors comes first (views and entries), then index tensors gather, see gather.py. Writing: the
-part that slices and numbers name is a view of the shard (a number on a sharded dim is a slice of length 1), and index
-tensors or masks write into that.
+Reading: everything but tensors comes first (views and entries), then index tensors gather, see index_operators.py.
+Writing: the part that slices and numbers name is a view of the shard (a number on a sharded dim is a slice of length
+1), and index tensors or masks write into that.
 
 ``Tensor.__getitem__`` and ``Tensor.__setitem__`` are registered and have no plans: before Python 3.12 slices cannot be
 hashed, so there is no key to keep a plan under. What they are made of has plans.
@@ -27,8 +27,7 @@ from ...operators.declaration import Arguments, Composed, operator
 from ...ranks.cuda_graphs import check_not_captured
 from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
 from ..shape.slice import entry_of
-from .gather import any_sharded, flat_cumsum, gathered, written
-from .index_operators import check_mask, is_mask
+from .index_operators import any_sharded, check_mask, flat_cumsum, gathered, is_mask, written
 from .masked_select import selected
 
 _aten = torch.ops.aten

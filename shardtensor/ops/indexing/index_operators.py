@@ -1,32 +1,161 @@
-"""Reading and writing by index, below autograd: index_select, gather, scatter, index_put and the like.
+"""Reading and writing by index: index_select, gather, take, scatter, index_put and the like.
 
 What the operands' dims have to do with each other is said by labels; index_plan.py makes plans of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..._compat import OpOverload
+from ..._compat import AutogradFunction, OpOverload
 from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, redistribute_to, run
-from ...errors import refuse
+from ...dispatch.tensor import ShardTensor, redistribute_to, run, wrap
+from ...errors import PLAIN_TARGET, refuse
 from ...layout.spec import ShardTensorSpec
-from ...operators.declaration import operator
+from ...operators.declaration import Arguments, Composed, operator
 from ...ranks.cuda_graphs import check_not_captured
-from ..common.alignment import is_sharded, reduced_value, replicated
+from ..common.alignment import broadcast_shape, is_sharded, reduced_value, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
-from .index_layout import INDEXED, Labels, operand
-from .index_plan import labelled
+from .index_plan import INDEXED, Labels, labelled, operand
 
 _aten = torch.ops.aten
+
+
+# -- gather ------------------------------------------------------------------------------------------------------------
+
+# Reading by index, above autograd: ``gather``, ``index_select``, and what indices and tables need of them.
+#
+# [Note: gradients of reads] torch's formulas add the gradient into zeros that know the shape of what was read, but not
+# its layout; they would be replicated. So where an indexed dim is sharded, the gradient is written into zeros of the
+# same layout: each rank keeps what belongs to its shard.
+
+
+class Read(AutogradFunction):
+    """``read(x, indices)``, whose gradient is ``write(zeros, indices, gradient)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: ShardTensor, read: Callable[..., Tensor], write: Callable[..., Tensor], *indices: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*indices)
+        ctx.write, ctx.spec = write, x._spec.for_gradient()
+        return read(x, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: ShardTensor) -> Any:
+        zeros = wrap(torch.zeros(ctx.spec.local_shape(), dtype=grad.dtype, device=grad.device), ctx.spec)
+        return ctx.write(zeros, ctx.saved_tensors, grad), None, None, *(None for _ in ctx.saved_tensors)
+
+
+def indexes_a_shard(spec: ShardTensorSpec, dims: Sequence[int]) -> bool:
+    """Whether one of these dims, which are to be indexed, is sharded."""
+    sharded = spec.sharded_dims()
+    return any(d in sharded for d in dims)
+
+
+def any_sharded(*specs: ShardTensorSpec | None) -> bool:
+    """Whether one of the operands is sharded."""
+    return any(spec is not None and bool(spec.sharded_dims()) for spec in specs)
+
+
+def is_written(call: Arguments) -> bool:
+    """Whether the operator writes to ``input``, as its name says.
+
+    Raises:
+        UnsupportedSharding: it does, and that is no ShardTensor yet.
+    """
+    in_place = call.name.endswith("_")
+    if in_place and "input" in call.steps:  # by which it is made one
+        raise call.refuse(*PLAIN_TARGET)
+    return in_place
+
+
+def written(call: Arguments, work: Callable[..., Tensor]) -> Composed:
+    """The plan of an operator whose result is ``work(input, ...)``; of its in-place form, too."""
+    if not is_written(call):
+        return Composed(work)
+    return Composed(lambda x, *others: x.copy_(work(x, *others)))
+
+
+def gathered(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """``x[indices]``, one index or None for each of the first dims of ``x``; negative ones count from the end."""
+    used = [index is not None for index in indices]
+    if not isinstance(x, ShardTensor) or not indexes_a_shard(x._spec, [d for d, here in enumerate(used) if here]):
+        found: Tensor = _aten.index.Tensor(x, list(indices))
+        return found
+
+    def placed(found: Sequence[Tensor]) -> list[Tensor | None]:
+        rest = iter(found)
+        return [next(rest) if here else None for here in used]
+
+    result: Tensor = Read.apply(
+        x,
+        lambda t, found: run(_aten.index.Tensor, (t, placed(found)), {}),
+        lambda zeros, found, grad: _aten.index_put.default(zeros, placed(found), grad, True),
+        *(index for index in indices if index is not None),
+    )
+    return result
+
+
+def _read_along(x: ShardTensor, dim: int, index: Tensor, read: OpOverload, write: Callable[..., Tensor]) -> Tensor:
+    """``read(x, dim, index)``, whose gradient is ``write(zeros, dim, index, gradient)``."""
+    entries: Tensor = Read.apply(
+        x,
+        lambda t, found: run(read, (t, dim, *found), {}),
+        lambda zeros, found, grad: write(zeros, dim, *found, grad),
+        index,
+    )
+    return entries
+
+
+@operator(torch.gather, Tensor.gather, tensors="input index", partial="input index")
+def _gather(
+    call: Arguments,
+    input: ShardTensorSpec,
+    dim: int,
+    index: ShardTensorSpec,
+    *,
+    sparse_grad: bool = False,
+) -> Composed:
+    lengths = {len(input.shape), len(index.shape)}
+    if lengths == {0, 1} and (input.sharded_dims() or index.sharded_dims()):  # which torch lets run together
+        shape = index.shape
+        return Composed(lambda x, places: torch.gather(x.reshape(-1), dim, places.reshape(-1)).reshape(shape))
+    d = dim_of(input, dim)
+    if d is None or not indexes_a_shard(input, [d]):
+        return DECLINED
+    return Composed(lambda x, places: _read_along(x, d, places, _aten.gather.default, torch.scatter_add))
+
+
+@operator(torch.index_select, Tensor.index_select, tensors="input index", partial="input index")
+def _index_select(call: Arguments, input: ShardTensorSpec, dim: int, index: ShardTensorSpec) -> Composed:
+    d = dim_of(input, dim)
+    if d is None or not indexes_a_shard(input, [d]):
+        return DECLINED
+    shape = index.shape or (1,)
+    read, write = _aten.index_select.default, torch.index_add
+    return Composed(lambda x, places: _read_along(x, d, places.reshape(shape), read, write))
+
+
+def flat_cumsum(x: Tensor) -> Tensor:
+    """The running sum over all dims, the last one fastest."""
+    if not x.ndim:
+        return x
+    sums = x.cumsum(-1)
+    if x.ndim == 1:
+        return sums
+    rows = x.sum(-1)
+    return sums + (flat_cumsum(rows) - rows).unsqueeze(-1)
+
+
+# -- index operators ---------------------------------------------------------------------------------------------------
 
 Indices = Sequence["Tensor | None"]
 
@@ -294,3 +423,103 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | complex)
 def _index_fill_in_place(input: Tensor, dim: int, index: Tensor, value: Tensor | complex) -> Tensor:
     result = _index_fill(input, dim, index, value)
     return result if result is DECLINED else input.copy_(result)
+
+
+# -- take --------------------------------------------------------------------------------------------------------------
+
+# Reading and writing by positions: ``take`` and ``put`` in the flattened tensor, ``take_along_dim``.
+
+
+def _coordinates(index: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """Positions in a flattened tensor of ``shape``, negative ones from its end, as one index for each dim.
+
+    What is out of range is so in the first dim, too.
+    """
+    n = torch.Size(shape).numel()
+    index = torch.where(index < 0, index + n, index)
+    index = torch.where((index < 0) | (index >= n), n, index)
+    places = []
+    step = n
+    for d, size in enumerate(shape):
+        step //= max(1, size)
+        place = torch.div(index, max(1, step), rounding_mode="floor")
+        places.append(place if d == 0 else place % max(1, size))
+    return places
+
+
+@operator(torch.take, Tensor.take, tensors="input index", partial="input index")
+def _take(call: Arguments, input: ShardTensorSpec, index: ShardTensorSpec) -> Composed:
+    if not any_sharded(input, index):
+        return DECLINED
+    if index.tensor_meta.dtype != torch.int64:
+        raise RuntimeError(f"take(): Expected a long tensor for index, but got {index.tensor_meta.dtype}")
+    shape = input.shape or (1,)
+
+    def take(x: Tensor, places: Tensor) -> Tensor:
+        return gathered(x if x.ndim else x.reshape(1), _coordinates(places, shape))
+
+    return Composed(take)
+
+
+@operator(torch.put, Tensor.put, Tensor.put_, tensors="input index source", partial="input index source")
+def _put(
+    call: Arguments,
+    input: ShardTensorSpec,
+    index: ShardTensorSpec,
+    source: ShardTensorSpec,
+    accumulate: bool = False,
+) -> Composed:
+    write = _aten.index_put_.default if is_written(call) else _aten.index_put.default
+    if not any_sharded(input, index, source) or not input.shape:
+        return DECLINED
+    dtypes = [spec.tensor_meta.dtype for spec in (input, index, source)]
+    if dtypes[1] != torch.int64 or index.shape.numel() != source.shape.numel() or dtypes[2] != dtypes[0]:
+        raise RuntimeError(
+            f"put: a long index with as many elements as the source, which has the input's dtype, was expected; "
+            f"got {tuple(index.shape)} {dtypes[1]}, {tuple(source.shape)} {dtypes[2]}, {dtypes[0]}"
+        )
+
+    def put(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+        result: Tensor = write(x, _coordinates(places, x.shape), values.reshape(places.shape), accumulate)
+        return result
+
+    return Composed(put)
+
+
+@operator(torch.take_along_dim, Tensor.take_along_dim, tensors="input indices", partial="input indices")
+def _take_along_dim(
+    call: Arguments, input: ShardTensorSpec, indices: ShardTensorSpec, dim: int | None = None
+) -> Composed:
+    if not any_sharded(input, indices) or (len(input.shape) != len(indices.shape) and dim is not None):
+        return DECLINED
+    if dim is None:
+        return Composed(lambda x, places: torch.take(x, places.reshape(-1)))
+    d = dim_of(input, dim)
+    if d is None:
+        return DECLINED
+    # Along the other dims, they are broadcast.
+    shape = broadcast_shape(*([1 if k == d else n for k, n in enumerate(s.shape)] for s in (input, indices)))
+    wide = [[s.shape[d] if k == d else n for k, n in enumerate(shape)] for s in (input, indices)]
+
+    def take(x: Tensor, places: Tensor) -> Tensor:
+        places = torch.where(places < 0, places + x.shape[d], places)
+        return torch.gather(x.expand(wide[0]), d, places.expand(wide[1]))
+
+    return Composed(take)
+
+
+# -- combinations ------------------------------------------------------------------------------------------------------
+
+# ``combinations``: entries gathered by the combinations of their positions.
+
+
+@operator(torch.combinations, tensors="input", partial="input")
+def _combinations(call: Arguments, input: ShardTensorSpec, r: int = 2, with_replacement: bool = False) -> Composed:
+    if not input.sharded_dims() or len(input.shape) != 1:
+        return DECLINED
+    n, device = input.shape[0], call.device
+
+    def combine(x: torch.Tensor) -> torch.Tensor:
+        return gathered(x, [torch.combinations(torch.arange(n, device=device), r, with_replacement)])
+
+    return Composed(combine)

@@ -33,8 +33,7 @@ from ..common.alignment import (
     redistributed,
     reduced_value,
 )
-from .gather import any_sharded
-from .index_operators import check_mask
+from .index_operators import any_sharded, check_mask
 
 _aten = torch.ops.aten
 

@@ -1,3 +1,3 @@
 """Linear algebra: matrix products, decompositions, norms, distances."""
 
-from . import cross, decomposition, distance, einsum, linear, matmul, norm  # noqa: F401
+from . import cross, decomposition, einsum, matmul, norm  # noqa: F401

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, operator
-from ..common.contraction import ContractionPlan, Form, batch_labels, plan_contraction
+from ..common.named_dims import ContractionPlan, Form, batch_labels, plan_contraction
 
 
 @operator(torch.linalg.cross, torch.cross, Tensor.cross, tensors="input other")

@@ -24,7 +24,7 @@ from ...dispatch.tensor import ShardTensor, from_part, redistribute_to
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import broadcast_shape
-from ..common.contraction import Arrangement, Form, Label, arrange, batch_labels
+from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import reduce_over
 
 # The dims behind the batch dims, of the operands and of the results: a capital letter is a dim that may be sharded.

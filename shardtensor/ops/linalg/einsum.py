@@ -18,7 +18,7 @@ from ...errors import UnsupportedSharding
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import free_dims
-from ..common.contraction import ContractionPlan, Form, arrange, plan_contraction
+from ..common.named_dims import ContractionPlan, Form, arrange, plan_contraction
 
 
 @operator(torch.einsum, tensors="operands")

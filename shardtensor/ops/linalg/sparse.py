@@ -1,7 +1,7 @@
 """Products of a sparse matrix and a ShardTensor: ``torch.mm(matrix, x)``, ``matrix @ x`` and their kin.
 
 The matrix is plain, and the same on every rank. Which of the other operand's dims may be sharded, and how it is
-resharded, is worked out as for a dense matrix (common/arrangement.py); a rank takes of the matrix what belongs to its
+resharded, is worked out as for a dense matrix (common/named_dims.py); a rank takes of the matrix what belongs to its
 shard. No plans are kept of these: a plan knows operands by their strides.
 """
 
@@ -21,7 +21,7 @@ from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.arguments import common_mesh
 from ..common.alignment import as_operand
-from ..common.arrangement import Form, arrange
+from ..common.named_dims import Form, arrange
 
 MATRIX = Form(("ik", "kj"), "ij")
 MATRIX_BATCH = Form(("bik", "bkj"), "bij")

@@ -1,3 +1,3 @@
 """Losses: element by element, over classes, and ``ctc_loss``."""
 
-from . import cross_entropy, ctc, elementwise  # noqa: F401
+from . import cross_entropy, elementwise  # noqa: F401

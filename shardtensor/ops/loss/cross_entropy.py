@@ -29,10 +29,9 @@ from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, planned
 from ...operators.plan import picked
-from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype
-from ..common.half import widened
+from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype, widened
 from ..common.reduce import reduced_spec
-from .base import full_precision, loss, outputs_spec, reduced, scalar_spec
+from .elementwise import full_precision, loss, outputs_spec, reduced, scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
 _ELSEWHERE = -(2**62)

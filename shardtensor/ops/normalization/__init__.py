@@ -1,3 +1,3 @@
 """Batch, instance, layer, group and RMS normalization."""
 
-from . import batch_instance, layer_group_rms, sync_batch_norm  # noqa: F401
+from . import batch_instance, layer_group_rms  # noqa: F401

@@ -1,7 +1,7 @@
 """Group, layer, RMS and local response normalization, whatever is sharded.
 
 Where no normalized dim is sharded, nothing is sent forward, and torch's own kernel works on the shard; else see
-``sharded_norm.py``.
+``plans.py``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ..common.alignment import wide_dtype
-from .channel_norm import ChannelNorm
-from .geometry import geometry_of_groups, geometry_of_last_dims, prepare_parameters, result_dtype, with_unsharded_groups
-from .local_norm import LocalGroupNorm, LocalLayerNorm
-from .sharded_norm import RowNorm
-from .statistics import moments_of
+from .plans import ChannelNorm, LocalGroupNorm, LocalLayerNorm, RowNorm
+from .statistics import (
+    geometry_of_groups,
+    geometry_of_last_dims,
+    moments_of,
+    prepare_parameters,
+    result_dtype,
+    with_unsharded_groups,
+)
 
 _aten = torch.ops.aten
 

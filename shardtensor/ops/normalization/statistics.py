@@ -1,11 +1,11 @@
-"""Mean and variance over sharded dims.
+"""Mean and variance over sharded dims: which elements share them, and which of those this rank holds.
 
 [Note: statistics] Each rank takes mean and variance of its own shard, in two passes or by Welford's method (on CPUs by
 the kernel of layer norm, whose result is dropped: it takes a tenth of the time of torch.var_mean). E[x²] - E[x]² takes
 a quarter of that, and is used on CPUs where the mean is no greater than the standard deviation, so that the difference
 costs at most a factor of two in precision. Channels that are last in memory are added up by a kernel of batch norm,
-block by block (``columns.py``), where no mean is far from zero. The ranks' pairs are gathered and merged, weighted with
-the share of elements that the spec says each rank has. A large mean so costs no more precision than on one device,
+block by block (:class:`Columns`), where no mean is far from zero. The ranks' pairs are gathered and merged, weighted
+with the share of elements that the spec says each rank has. A large mean so costs no more precision than on one device,
 unequal and empty shards are exact, and every rank merges the same numbers in the same order, so running statistics stay
 equal. That is one small all-gather in forward per mesh dim that shards a normalized dim (two small all-reduces on a
 large one), and one small all-reduce in backward.
@@ -17,23 +17,323 @@ variances" (1979).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat import constant_like, is_traced, untraced
+from ..._compat import TensorMeta, constant_like, is_traced, kernel, untraced
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, all_reduce
-from ...dispatch.tensor import wrap
+from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
+from ...layout.geometry import map_boundaries
+from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
-from ..common.alignment import wide_dtype
-from .columns import Columns, channels_are_last
-from .geometry import Geometry
+from ...operators.declaration import Arguments, Operand
+from ..common.alignment import free_dims, local_part, redistributed, wide_dtype
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
+
+# What a normalization over shards follows from: which elements share statistics, and which of them this rank holds.
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which elements share statistics, as one rank sees it.
+
+    Attributes:
+        name: of the operator, for errors.
+        spec: of the input.
+        view: local shape, of as many dims as it takes to make the normalized elements entire dims of it.
+        dims: dims of the view that are normalized over.
+        affine: shape of weight and bias that broadcasts against the view.
+        first: the input's dim that the first dim of weight and bias belongs to.
+        merges: ``(mesh dim, its shard sizes)`` for the mesh dims that shard a normalized dim.
+        count: how many elements of the global tensor share a mean.
+        eps: added to the variance.
+        centered: False where the mean is not subtracted (RMS norm).
+    """
+
+    name: str
+    spec: ShardTensorSpec
+    view: tuple[int, ...]
+    dims: tuple[int, ...]
+    affine: tuple[int, ...]
+    first: int
+    merges: tuple[tuple[int, tuple[int, ...]], ...]
+    count: int
+    eps: float
+    centered: bool = True
+
+    @cached_property
+    def intervals(self) -> tuple[tuple[int, int, int], ...]:
+        """``(dim, start, length)`` of what belongs to this rank's shard of a weight and bias, where that is a part."""
+        held = ((d - self.first, self.spec.interval(m)) for d, m in self.spec.sharded_dims().items())
+        return tuple((d, start, stop - start) for d, (start, stop) in held if d >= 0)
+
+    @property
+    def has_empty_shards(self) -> bool:
+        """Whether any rank's shard is empty: all ranks use the same kernel, so that their second derivatives
+        communicate alike.
+        """
+        sizes = [self.spec.sizes_along(m) for m in self.spec.sharded_dims().values()]
+        return 0 in self.spec.shape or any(0 in of_dim for of_dim in sizes)
+
+    def own_part(self, parameter: Tensor | None) -> Tensor | None:
+        """The part of a parameter (or running statistic) that belongs to this rank's shard. A view."""
+        if parameter is not None:
+            for d, start, n in self.intervals:
+                if d < parameter.ndim:
+                    parameter = parameter.narrow(d, start, n)
+        return parameter
+
+    def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of that part of a parameter of a shape."""
+        return self.spec.own_shape[self.first : self.first + len(shape)]
+
+    def output_spec(self, dtype: torch.dtype) -> ShardTensorSpec:
+        """The spec of a new tensor of this dtype in the input's layout and memory format."""
+        spec = self.spec
+        with untraced():
+            meta = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta"))
+        return spec.replace(meta=TensorMeta(meta.shape, meta.stride(), dtype))
+
+
+def _merges(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    shared = [m for d, m in spec.sharded_dims().items() if d in dims and spec.mesh.size(m) > 1 and spec.shape[d]]
+    return tuple((m, spec.sizes_along(m)) for m in shared)
+
+
+def geometry_over(
+    name: str, spec: ShardTensorSpec, dims: Sequence[int], first: int, last: int, eps: float, centered: bool = True
+) -> Geometry:
+    """Normalization over dims of the input; weight and bias belong to its dims ``first`` to ``last``, exclusive."""
+    local = spec.local_shape()
+    affine = tuple(n if first <= d < last else 1 for d, n in enumerate(local))
+    count = torch.Size(spec.shape[d] for d in dims).numel()
+    return Geometry(name, spec, local, tuple(dims), affine, first, _merges(spec, dims), count, eps, centered)
+
+
+def geometry_of_last_dims(name: str, spec: ShardTensorSpec, k: int, eps: float, centered: bool = True) -> Geometry:
+    """Normalization over the last ``k`` dims."""
+    n = len(spec.shape)
+    return geometry_over(name, spec, range(n - k, n), n - k, n, eps, centered)
+
+
+def geometry_of_groups(name: str, spec: ShardTensorSpec, groups: int, eps: float) -> Geometry:
+    """Normalization over groups of channels, of which none is sharded, and all spatial dims."""
+    per_group = spec.shape[1] // groups
+    n, channels, *spatial = spec.local_shape()
+    view = (n, channels // per_group, per_group, *spatial)
+    affine = (1, *view[1:3], *(1 for _ in spatial))
+    over = range(2, len(spec.shape))
+    count = per_group * spec.shape[2:].numel()
+    return Geometry(name, spec, view, tuple(range(2, len(view))), affine, 1, _merges(spec, over), count, eps)
+
+
+def with_unsharded_groups(name: str, spec: ShardTensorSpec, groups: int) -> ShardTensorSpec:
+    """The spec of the input with no group of channels sharded: its boundaries moved to the nearest ones of groups, or,
+    with fewer groups than ranks, another dim sharded.
+    """
+    per_group, m = spec.shape[1] // groups, spec.sharded_dims().get(1)
+    if m is None or not any(n % per_group for n in spec.sizes_along(m)):
+        return spec
+    if groups < spec.mesh.size(m):
+        return free_dims(name, spec, 1)
+    sizes = map_boundaries(spec.sizes_along(m), lambda boundary: (boundary + per_group // 2) // per_group * per_group)
+    return spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def prepare_parameters(call: Arguments, geometry: Geometry, **parameters: Operand | None) -> None:
+    """Have the sharded ones among a call's parameters resharded like the input, and made plain.
+
+    Their gradients are contributions on the mesh dims where only the input is sharded.
+    """
+    spec = geometry.spec
+    for argument, operand in parameters.items():
+        if isinstance(operand, ShardTensorSpec):
+            layout = [AxisLayout(Replicate())] * spec.mesh.ndim
+            for d, m in spec.sharded_dims().items():
+                if 0 <= d - geometry.first < len(operand.shape):
+                    layout[m] = AxisLayout(Shard(d - geometry.first), spec.sizes[m])
+            call.then_do(argument, partial(_local_part, geometry.name, spec, operand.with_layout(layout)))
+
+
+def _local_part(name: str, spec: ShardTensorSpec, target: ShardTensorSpec, parameter: DTensor) -> Tensor:
+    sharded = ShardTensor.from_dtensor(parameter)
+    reduced = redistribute_to(sharded, sharded._spec.for_gradient())
+    return local_part(redistributed(name, reduced, target), spec)
+
+
+# -- what torch would return -----------------------------------------------------------------------------------------
+
+
+def result_dtype(
+    call: Arguments, kernel: Callable[..., Tensor], x: ShardTensorSpec, *others: Operand | None
+) -> torch.dtype:
+    """The dtype of torch's own result, under autocast too, and its own errors for dtypes that do not go together.
+
+    Args:
+        kernel: of an input of shape ``(2, 1, 1)`` and parameters of shape ``(1,)``.
+    """
+    # Asked of torch on two elements rather than copied from its tables, which differ by device and version.
+    metas = [t.tensor_meta if isinstance(t, ShardTensorSpec) else t for t in others]
+    with torch.no_grad(), untraced():
+        small = [None if meta is None else torch.ones(1, dtype=meta.dtype, device=call.device) for meta in metas]
+        return kernel(torch.ones(2, 1, 1, dtype=x.tensor_meta.dtype, device=call.device), *small).dtype
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+# Shards that have their channels last in memory, as rows of columns, of which several belong to one channel.
+#
+# The kernels of CPUs that go through such a shard position by position take twice the time where it has few channels,
+# and add up all positions one after the other, which costs digits. Here a row is several positions next to each other,
+# long enough for vector instructions, and a column is short enough to be added up. To batch norm's kernels a block of
+# rows is a batch of vectors.
+
+_batch_norm_backward = kernel(torch.ops.aten.native_batch_norm_backward.default)
+
+# Lengths of rows with which elementwise operators are at their fastest.
+_WIDTH = range(256, 2049)
+# Lengths of columns that are added up, and how many elements a block of columns has at most: a cache holds it.
+_LENGTH = range(64, 513)
+_BLOCK = 1 << 17
+# How far from zero, in standard deviations, the mean of a column may be whose variance is computed like that.
+_FAR = 16.0
+# Elements of a sample for which a kernel is called, rather than for all samples in another order of memory.
+_SAMPLE = 1 << 12
+
+
+class Columns:
+    """How a shard is divided into rows, and these into blocks, whose columns are added up.
+
+    In what follows, numbers belong to channels, or to sets of as many consecutive ones: of all samples that have
+    statistics of their own, one after the other.
+
+    Args:
+        samples: how many have statistics of their own.
+        channels: of the shard.
+        repeats: how many positions are next to each other in a row.
+        length: of the columns of a block.
+    """
+
+    def __init__(self, samples: int, channels: int, repeats: int, length: int) -> None:
+        self.samples, self.channels, self.repeats, self.length = samples, channels, repeats, length
+        self.width = repeats * channels
+
+    def moments(self, x: Tensor, sets: int) -> Tensor | None:
+        """Mean and variance ``(2, sets)`` of so many sets; None where a column's mean is far from zero.
+
+        Its rounding errors would then be too much of the deviations from it.
+        """
+        found = [torch.batch_norm_update_stats(block, None, None, 0.0) for block in self._blocks(x)]
+        mean, var = found[0] if len(found) == 1 else map(torch.stack, zip(*found, strict=True))
+        if not bool(torch.addcmul(var, mean, mean, value=-(_FAR**-2)).min() >= 0):
+            return None
+        if mean.numel() != sets:
+            shape = self.samples, -1, sets // self.samples, self.samples * self.channels // sets
+            of_columns, var = mean.view(shape), var.view(shape)
+            mean = of_columns.mean((1, 3), keepdim=True)
+            offset = of_columns - mean
+            var = torch.addcmul(var, offset, offset).mean((1, 3))
+        return torch.stack((mean.view(-1), var.view(-1)))
+
+    def sums(self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        """Numbers for those of ``mean`` and ``rstd``: the sums of ``grad * xhat`` and of ``grad``, stacked."""
+        given, each = [self._repeated(t) for t in (mean, rstd)], x.numel() // (self.length * self.width * self.samples)
+        means, rstds = (t.view(self.samples, -1).unbind() for t in given)
+        blocks = enumerate(zip(self._blocks(x), self._blocks(grad), strict=True))
+        found = [sums_of_channels(t, g, means[i // each], rstds[i // each]) for i, (t, g) in blocks]
+        sums = found[0] if len(found) == 1 else torch.stack(found, 1)
+        per_sample = len(mean) // self.samples
+        return sums.view(2, self.samples, -1, per_sample, self.channels // per_sample).sum((2, 4)).view(2, -1)
+
+    def normalized(
+        self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """``(x - mean) / sqrt(var + eps) * weight + bias``."""
+        if self.samples == 1 and (x.dtype != mean.dtype or x.device.type != "cpu"):
+            numbers = [None if t is None else self._repeated(t) for t in (weight, bias, mean, var)]
+            settings: Any = (*numbers, False, 0.0, eps)
+            return _in_shape(torch.native_batch_norm(self._rows(x)[0], *settings)[0], x)
+        # What that kernel does on CPUs, in half the time.
+        rstd = (var + eps).rsqrt_()
+        scale = rstd if weight is None else rstd * weight
+        shift = mean * -scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
+        return _in_shape(self._scaled(x, scale, shift), x)
+
+    def combined(self, x: Tensor, scale: Tensor, shift: Tensor, other: Tensor, scale_of_other: Tensor) -> Tensor:
+        """``x * scale + shift + other * scale_of_other``."""
+        y = self._scaled(x, scale, shift)
+        return _in_shape(y.addcmul_(self._rows(other), self._repeated(scale_of_other)), x)
+
+    def _scaled(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        rows, scale, shift = self._rows(x), *(self._repeated(t) for t in (scale, shift))
+        return torch.addcmul(shift, rows if rows.dtype == scale.dtype else rows.to(scale.dtype), scale)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """``(samples, rows, columns)``; a copy of a tensor that has its channels elsewhere."""
+        return x.movedim(1, -1).reshape(self.samples, -1, self.width)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """``(blocks, rows, columns)``."""
+        return x.movedim(1, -1).reshape(-1, self.length, self.width)
+
+    def _repeated(self, numbers: Tensor) -> Tensor:
+        """Numbers for each column, ``(columns,)``, or of several samples ``(samples, 1, columns)``."""
+        per_set = self.samples * self.channels // len(numbers)
+        numbers = numbers if per_set == 1 else numbers.repeat_interleave(per_set)
+        if self.samples == 1:
+            return numbers.repeat(self.repeats)
+        return numbers.view(self.samples, 1, self.channels).repeat(1, 1, self.repeats)
+
+
+def _in_shape(rows: Tensor, x: Tensor) -> Tensor:
+    return rows.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
+
+
+def sums_of_channels(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """The sums of ``grad * xhat`` and of ``grad`` over each channel, ``(2, channels)``."""
+    # Told to train, the kernels of all devices use the statistics that they are given as saved ones. CUDA's takes from
+    # the weight what its results are to be like, and nothing else.
+    given = grad, x, rstd, None, None, mean, rstd, True, 0.0, (False, True, True)
+    return torch.stack(_batch_norm_backward(*given)[1:])
+
+
+def channels_are_last(x: Tensor) -> bool:
+    """Whether a tensor ``(N, C, ...)`` has its channels last in memory, and the other dims in order."""
+    return x.movedim(1, -1).is_contiguous()
+
+
+def columns_of(geometry: Geometry, on_cpu: bool) -> Columns | None:
+    """For a normalization over entire channels, or groups of them; None where shards that have them last are better
+    put in another order: they have many small samples, or their positions do not make columns of equal length.
+    """
+    n, channels, *spatial = geometry.spec.own_shape
+    samples, positions = (1, n * math.prod(spatial)) if 0 in geometry.dims else (n, math.prod(spatial))
+    if 0 in (samples, positions, channels) or (samples > 1 and positions * channels < _SAMPLE):
+        return None
+    if not on_cpu:  # the kernels of other devices add up in parallel
+        return Columns(samples, channels, 1, positions)
+    wide = range(-(-_WIDTH[0] // channels), _WIDTH[-1] // channels + 1)
+    repeats = next((k for k in wide if positions % k == 0), 1)
+    rows, longest = positions // repeats, max(_LENGTH[0], min(_LENGTH[-1], _BLOCK // (repeats * channels)))
+    length = next(k for k in range(min(rows, longest), 0, -1) if rows % k == 0)
+    return Columns(samples, channels, repeats, length) if length >= min(rows, _LENGTH[0]) else None
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 # Elements of a shard up to which torch.var_mean, which is slow on CPUs, takes less time than several operators.
 _FEW = 1 << 11

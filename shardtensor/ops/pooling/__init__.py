@@ -1,3 +1,3 @@
 """Pooling over windows: fixed, adaptive and fractional; unpooling."""
 
-from . import adaptive_pool, fractional_max_pool, pool, unpool  # noqa: F401
+from . import adaptive_pool, pool  # noqa: F401

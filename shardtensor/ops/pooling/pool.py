@@ -22,7 +22,9 @@ from ...dispatch.registry import FUNCTIONS, register
 from ...errors import refuse
 from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
+from ...layout.strides import stride_like
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
+from ..common.batch_parallel import Names, Result, image_names, plan_by_batch
 from ..common.stencil import (
     Constant,
     Differentiated,
@@ -368,3 +370,92 @@ def plan_max_pool_gradient(
 
 # Also below autograd, where torch functions are disabled: it pools, and so communicates.
 register(_gradient.default)(FUNCTIONS[_gradient])
+
+
+# -- unpool ------------------------------------------------------------------------------------------------------------
+
+# ``max_unpool``: the inverse of max pooling, which is told where each maximum was.
+
+
+def _declare_unpool(n: int) -> None:
+    function = getattr(F, f"max_unpool{n}d")
+
+    @operator(function, tensors="input indices")
+    def plan_max_unpool(
+        call: Arguments,
+        input: ShardTensorSpec,
+        indices: ShardTensorSpec,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        padding: Numbers = 0,
+        output_size: Sequence[int] | None = None,
+    ) -> Plan:
+        size = None if output_size is None else tuple(output_size)
+        shape = call.returned(function, input, indices, kernel_size, stride, padding, size).shape
+        names, out = image_names(len(input.shape), n), list(shape[-n:])
+
+        def unpool(x: Tensor, places: Tensor) -> Tensor:
+            return function(x, places, kernel_size, stride, padding, out)  # type: ignore[no-any-return]
+
+        given = torch.empty_strided(input.shape, input.stride, device="meta")
+        # The kernel gives it the input's memory format; on tensors without data torch calls it row-major.
+        result = Result(shape, names, input.tensor_meta.dtype, stride_like(given, shape))
+        return plan_by_batch(call, unpool, {"input": names, "indices": names}, [result])
+
+
+for _n in (1, 2, 3):
+    _declare_unpool(_n)
+
+
+# -- fractional max pool -----------------------------------------------------------------------------------------------
+
+# ``fractional_max_pool``: pooling over windows of random sizes.
+
+
+def _declare_fractional_pool(n: int) -> None:
+    name = f"fractional_max_pool{n}d"
+    function = getattr(F, f"{name}_with_indices")
+
+    @operator(getattr(F, name), function, tensors="input _random_samples")
+    def plan_fractional_max_pool(
+        call: Arguments,
+        input: ShardTensorSpec,
+        kernel_size: Numbers,
+        output_size: Numbers | None = None,
+        output_ratio: float | Sequence[float] | None = None,
+        return_indices: bool = False,
+        _random_samples: ShardTensorSpec | None = None,
+    ) -> Plan:
+        indices = return_indices or call.name != name
+        batched = len(input.shape) == n + 2
+        batch, channels = input.shape[0] if batched else 1, input.shape[-n - 1]
+        dtype = input.tensor_meta.dtype
+        if _random_samples is None:
+
+            def draw_and_pool(x: Tensor, _: None) -> Tensor | tuple[Tensor, Tensor]:
+                # A few numbers per channel, drawn as on one device: by every rank for the global tensor.
+                drawn = torch.rand(batch, channels, n, dtype=dtype, device=x.device)
+                pooled = function(x, kernel_size, output_size, output_ratio, True, drawn)
+                return pooled if indices else pooled[0]  # type: ignore[no-any-return]
+
+            return Composed(draw_and_pool)
+        shape = call.returned(function, input, kernel_size, output_size, output_ratio, True, _random_samples)[0].shape
+        names, out = image_names(len(input.shape), n), list(shape[-n:])
+
+        def pool(x: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            pooled = function(x, kernel_size, out, None, True, at)
+            return pooled if indices else pooled[0]  # type: ignore[no-any-return]
+
+        def probe(x: Tensor) -> Tensor:
+            return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]  # type: ignore[no-any-return]
+
+        # In three dims torch takes no input of length 1.
+        results = [Result(shape, names, result_dtype(call, dtype, probe, [1, 1, *[2] * n]))]
+        if indices:
+            results.append(Result(shape, names, torch.int64))
+        sample_names: Names = ["batch" if batched else None, "channels", None]
+        return plan_by_batch(call, pool, {"input": names, "_random_samples": sample_names}, results)
+
+
+for _n in (2, 3):
+    _declare_fractional_pool(_n)

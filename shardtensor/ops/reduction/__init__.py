@@ -1,3 +1,3 @@
 """Sums, means, variances, extremes and other reductions, and what is accumulated along a dim."""
 
-from . import extremum, logsumexp, reductions, scan, var  # noqa: F401
+from . import reductions, scan  # noqa: F401

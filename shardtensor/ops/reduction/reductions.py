@@ -14,18 +14,24 @@ import torch
 from torch import Tensor
 
 from ..._compat import OpOverload
+from ..._compat.c10d import group_along
+from ...communication.redistribute import all_reduce
 from ...dispatch import planning
-from ...dispatch.planning import AtenCall, argument
+from ...dispatch.planning import AtenCall, AtenPlan, argument
 from ...dispatch.registry import DECLINED
 from ...layout.spec import ShardTensorSpec
-from ...operators.declaration import Arguments, LocalPlan, Plan, operator
+from ...layout.strides import contiguous_stride
+from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ..common.alignment import wide_dtype
 from ..common.reduce import (
     check_dtype,
     count_along,
     kernel_dtype,
+    maximum_over,
     mesh_dims_of,
     neutral_element,
+    plain_tuple,
+    plan_picking,
     rank_reduction,
     reduced_dims,
     reduced_spec,
@@ -222,3 +228,167 @@ def plan_trace(call: Arguments, input: ShardTensorSpec) -> LocalPlan:
 
     out = reduced_spec(input, meta, [0, 1], False, "sum")
     return LocalPlan(trace, out)
+
+
+# -- var ---------------------------------------------------------------------------------------------------------------
+
+# Variance and standard deviation: two passes, so that a large mean costs no precision.
+#
+# Welford's update would need one pass, but merging the ranks' moments would send as much: two sums per row.
+
+
+@operator(_aten.var.correction, _aten.std.correction, _aten.var_mean.correction, _aten.std_mean.correction)
+def plan_var(call: AtenCall) -> AtenPlan:
+    """The mean, all-reduce, the sum of squared distances from it, all-reduce."""
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
+    keepdim, correction = call.kwargs.get("keepdim", False), call.kwargs.get("correction")
+    with_mean = isinstance(call.meta, tuple)
+    metas = call.meta if with_mean else [call.meta]
+    outs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in metas]
+    over = mesh_dims_of(spec, dims)
+    dtype, wide = spec.tensor_meta.dtype, wide_dtype(spec.tensor_meta.dtype)
+    count = count_along(spec, dims)
+    degrees = count - (1 if correction is None else correction)
+    check_dtype(call, correction=1 - degrees)  # so that torch warns of too few degrees of freedom, where they are
+    freedom = max(0, degrees)
+    of_std = call.func in (_aten.std.correction, _aten.std_mean.correction)
+    reduce = rank_reduction(spec, over)
+
+    def moments(x: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor, Tensor]:
+        x = x.to(wide)
+        mean = reduce(x.sum(dims, keepdim=True) / count, "sum")
+        squares = (x - mean).abs().square()
+        var = reduce(squares.sum(dims, keepdim), "sum") / freedom
+        result = (var.sqrt() if of_std else var).to(dtype.to_real())
+        if not with_mean:
+            return result
+        return result, (mean if keepdim else mean.squeeze(dims)).to(dtype)
+
+    return call.plan(outs if with_mean else outs[0], {(0,): spec}, call=moments)
+
+
+# -- logsumexp ---------------------------------------------------------------------------------------------------------
+
+# ``logsumexp``: the maximum over all ranks first, so that no exponential overflows.
+
+
+@operator(_aten.logsumexp.default)
+def plan_logsumexp(call: AtenCall) -> AtenPlan:
+    spec = call.reduced()[(0,)]
+    dims = reduced_dims(call.args[1], len(spec.shape))
+    keepdim = argument(call, 2, "keepdim", False)
+    out = reduced_spec(spec, call.meta, dims, keepdim, "sum").for_gradient()
+    over = mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(out, {(0,): spec})
+    dtype, wide = call.meta.dtype, wide_dtype(call.meta.dtype)
+    reduce = rank_reduction(spec, over)
+
+    def compute(x: Tensor, *_: object) -> Tensor:
+        x = x.to(wide)
+        peak = reduce(maximum_over(x.real if x.is_complex() else x, dims), "max")
+        peak = peak.masked_fill(peak.isinf(), 0)
+        total = reduce((x - peak).exp().sum(dims, keepdim=True), "sum")
+        result = (total.log() + peak).to(dtype)
+        return result if keepdim else result.squeeze(dims)
+
+    return call.plan(out, {(0,): spec}, call=compute)
+
+
+# -- extremum ----------------------------------------------------------------------------------------------------------
+
+# Extremes along a dim, and positions: ``max``, ``min``, ``aminmax``, ``argmax``, ``argmin``. Others are reductions.
+#
+# [Note: positions] Indices are global. Among equal values the first one wins, as it does on one device: the ranks
+# agree on the extreme by one all-reduce, and on the smallest index that holds it by another.
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def _agreed(value: Tensor, index: Tensor, spec: ShardTensorSpec, over: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
+    """The extreme over ranks along the mesh dims ``over``, and the smallest index where it is."""
+    for m in over:
+        group = group_along(spec.mesh, m)
+        best = all_reduce(value, group, op)
+        index = torch.where((value == best) | (value != value), index, _NOWHERE)
+        index = all_reduce(index, group, "min")
+        value = best
+    return value, index
+
+
+def _nothing(x: Tensor, shape: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
+    """What an empty shard contributes."""
+    value = x.new_full(shape, neutral_element(op, x.dtype))
+    return value, torch.full(shape, _NOWHERE, dtype=torch.int64, device=x.device)
+
+
+@operator(_aten.argmax.default, _aten.argmin.default, _aten.max.dim, _aten.min.dim)
+def plan_position(call: AtenCall) -> AtenPlan:
+    """The position of an extreme, of all elements or along a dim; of ``max`` and ``min`` with the extreme itself."""
+    func, position_only = call.func, isinstance(call.meta, Tensor)
+    spec = call.reduced()[(0,)]
+    dim, keepdim = argument(call, 1, "dim", None), argument(call, 2, "keepdim", False)
+    dims = reduced_dims(dim, len(spec.shape))
+    metas = [call.meta] if position_only else call.meta
+    outputs = [reduced_spec(spec, meta, dims, keepdim, "sum").for_gradient() for meta in metas]
+    returned, over = outputs[0] if position_only else outputs, mesh_dims_of(spec, dims)
+    if not over:
+        return call.plan(returned, {(0,): spec}, call=None if position_only else plain_tuple(func))
+    check_dtype(call)
+    op = "max" if func in (_aten.argmax.default, _aten.max.dim) else "min"
+    along = getattr(_aten, op).dim
+    starts = [0] * len(spec.shape)
+    for d, m in spec.sharded_dims().items():
+        starts[d] = spec.interval(m)[0] if d in dims else 0
+    strides = contiguous_stride(spec.shape)
+    row = [1 if d in dims else n for d, n in enumerate(spec.local_shape())]
+    shape, empty = outputs[0].local_shape(), any(spec.local_shape()[d] == 0 for d in dims)
+
+    def compute(x: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor, Tensor]:
+        if empty:
+            value, index = _nothing(x, row, op)
+        elif dim is None:
+            index = func(x)
+            value = x.reshape(-1)[index].reshape(row)
+            places = torch.unravel_index(index, x.shape)
+            index = sum(((i + a) * s for i, a, s in zip(places, starts, strides, strict=True)), 0 * index).reshape(row)
+        else:
+            value, index = along(x, dims[0], True)
+            index = index + starts[dims[0]]
+        value, index = _agreed(value, index, spec, over, op)
+        return index.reshape(shape) if position_only else (value.reshape(shape), index.reshape(shape))
+
+    return call.plan(returned, {(0,): spec}, call=compute)
+
+
+@operator(_aten.aminmax.default)
+def plan_aminmax(call: AtenCall) -> AtenPlan:
+    """Two Partials, reduced when they are needed."""
+    spec = call.reduced()[(0,)]
+    dims, keepdim = reduced_dims(call.kwargs.get("dim"), len(spec.shape)), call.kwargs.get("keepdim", False)
+    outputs = [reduced_spec(spec, meta, dims, keepdim, op) for meta, op in zip(call.meta, ("min", "max"), strict=True)]
+    check_dtype(call)
+    empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
+
+    def compute(x: Tensor, **kwargs: object) -> tuple[Tensor, ...]:
+        if not empty:
+            return tuple(func(x, **kwargs))
+        return tuple(_nothing(x, out.local_shape(), op)[0] for out, op in zip(outputs, ("min", "max"), strict=True))
+
+    return call.plan(outputs, {(0,): spec}, call=compute)
+
+
+@operator(torch.max, Tensor.max, torch.min, Tensor.min, tensors="input")
+def plan_extremum(
+    call: Arguments,
+    input: ShardTensorSpec,
+    dim: int | Operand | None = None,
+    keepdim: bool = False,
+    *,
+    other: Operand | None = None,
+) -> Composed:
+    """Along a dim. Of all elements, and of two tensors, the aten operators have plans."""
+    if not isinstance(dim, int) or other is not None:
+        return DECLINED
+    return plan_picking(call.name, getattr(_aten, call.name).dim, input, dim, keepdim)

@@ -23,8 +23,7 @@ from ...dispatch.tensor import ShardTensor, as_gradient, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import wide_dtype
-from ..common.pick import plain_tuple, plan_picking
-from ..common.reduce import check_dtype, kernel_dtype, mesh_dims_of, reduced_dims
+from ..common.reduce import check_dtype, kernel_dtype, mesh_dims_of, plain_tuple, plan_picking, reduced_dims
 
 _aten = torch.ops.aten
 

@@ -1,3 +1,3 @@
 """Views, slices, joins, repetitions, flips, diagonals: what moves elements and changes none."""
 
-from . import cat, diagonal, flip, repeat, slice, view, view_copy  # noqa: F401
+from . import cat, diagonal, flip, repeat, slice, view  # noqa: F401

@@ -21,8 +21,7 @@ from ...layout.geometry import Interval, boundaries_of, chunk_sizes, intersect, 
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from .blocks import Assembly
-from .view import carry, wrap_dim
+from .view import Assembly, carry, wrap_dim
 
 _aten = torch.ops.aten
 

@@ -20,8 +20,7 @@ from ...layout.geometry import intersect, map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from .slice import boundary_of_slice, own_interval, sizes_before_slice
-from .slice_sources import record_source, source_of
+from .slice import boundary_of_slice, own_interval, record_source, sizes_before_slice, source_of
 from .view import wrap_dim
 
 _aten = torch.ops.aten

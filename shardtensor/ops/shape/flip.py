@@ -14,8 +14,7 @@ from ...dispatch.tensor import ShardTensor
 from ...layout.geometry import Interval, intersect, intervals_of, length
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
-from .blocks import Assembly
-from .view import carry, wrap_dim
+from .view import Assembly, carry, wrap_dim
 
 _aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ Where one is not, the boundaries are first moved to the nearest multiples, by an
 
 [Note: few blocks] Neither leaves every rank its part where there are fewer blocks than ranks: a batch of 2 images is
 flattened on 4 ranks, and divided again. The flattened dim is sharded all the same, by one exchange of intervals of the
-blocks (blocks.py); divided, a dim inside of the blocks is, but not their innermost one, which what follows may take as
+blocks (view.py); divided, a dim inside of the blocks is, but not their innermost one, which what follows may take as
 a unit (the features of a head).
 """
 
@@ -23,20 +23,105 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..._compat import OpOverload, tree_map
 from ..._compat.c10d import group_along
+from ...communication.exchange import Exchange, plan_intervals
 from ...dispatch.planning import AtenCall, AtenPlan, Path, meta_of
-from ...layout.geometry import Interval, chunk_sizes, intervals_of, map_boundaries, resized
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, run
+from ...layout.geometry import Interval, chunk_sizes, intersect, intervals_of, length, map_boundaries, resized
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
+from ...layout.strides import cat_like
 from ...operators.declaration import operator
-from .blocks import Assembly
 
 _aten = torch.ops.aten
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+# A dim put together of what ranks hold of it: of tensors that are joined, and of the blocks that reshapes make.
+#
+# ``(B, N)`` with ``N`` sharded, flattened, is a dim of ``B`` blocks, and every rank has an interval of each. One
+# exchange makes a sharding of it, where a rank has one interval, and the other way round.
+
+
+class _Run(NamedTuple):
+    """A run of a part's local tensor: where it begins in the result, and its narrowing."""
+
+    at: int
+    part: int
+    start: int
+    length: int
+
+    def of(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        return tensors[self.part].narrow(dim, self.start, self.length)
+
+
+class Assembly:
+    """What one rank needs of a dim that several tensors make up together. Planned once; a call is one exchange.
+
+    Args:
+        dim: the tensor dim.
+        shapes: of this rank's local tensor of each part.
+        owned: for each part and rank, which interval of the dim that rank's local tensor is.
+        needs: for each block of the result and rank, which interval it gets; those of a rank in ascending order.
+        like: of the memory format that the result has; None where it has that of the first local tensor.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        shapes: Sequence[Sequence[int]],
+        owned: Sequence[Sequence[Interval]],
+        needs: Sequence[Sequence[Interval]],
+        rank: int,
+        group: dist.ProcessGroup,
+        *,
+        like: Tensor | None = None,
+    ) -> None:
+        self._dim, self._like = dim, like
+        self._shape = resized(shapes[0], dim, sum(length(need[rank]) for need in needs))
+        plans = [(i, plan_intervals(own, need, rank)) for i, own in enumerate(owned) for need in needs]
+        common = ((i, plan.own[0], *intersect(plan.own, plan.need)) for i, plan in plans)
+        self._kept = [_Run(a, i, a - begin, b - a) for i, begin, a, b in common if b > a]
+        # The messages of the peers in their order, in each the pieces in the order of the dim.
+        sends = sorted((r, a, b, i) for i, plan in plans for r, (a, b) in plan.sends)
+        recvs = sorted((s, a, b, i) for i, plan in plans for s, (a, b) in plan.recvs)
+        self._sent = [_Run(a, i, a - owned[i][rank][0], b - a) for _, a, b, i in sends]
+        self._exchange = None
+        most_peers = sum(plan.most_peers for _, plan in plans)  # or fewer, where parts have the same ones
+        if most_peers:  # some rank has any, so all of them take part
+            self._exchange = Exchange(
+                [(r, resized(shapes[i], dim, b - a)) for r, a, b, i in sends],
+                [(s, resized(shapes[i], dim, b - a)) for s, a, b, i in recvs],
+                group,
+                most_peers,
+            )
+        # Where the pieces, the own ones and then what was received, come in the result.
+        starts = [run.at for run in self._kept] + [a for _, a, _, _ in recvs]
+        self._order = sorted(range(len(starts)), key=starts.__getitem__)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A new tensor: this rank's intervals, one after the other."""
+        dim, first = self._dim, tensors[0]
+        pieces = [run.of(tensors, dim) for run in self._kept]
+        if self._exchange is not None:
+            pieces += self._exchange.start([run.of(tensors, dim) for run in self._sent], first).wait()
+        if not pieces:
+            return first.new_empty(self._shape)
+        ordered = [pieces[i] for i in self._order]
+        return cat_like(ordered, dim, first if self._like is None else self._like, self._shape)
+
+
+# -- view --------------------------------------------------------------------------------------------------------------
 
 # input dim -> (output dim, multiply sizes by, divide sizes by)
 Carried = dict[int, tuple[int, int, int]]
@@ -313,3 +398,66 @@ def dim_of(x: Tensor | ShardTensorSpec, dim: object) -> int | None:
     """The number of a dim, not negative; None where it is none of ``x``."""
     n = len(x.shape)
     return wrap_dim(dim, n) if isinstance(dim, int) and -n <= dim < n else None
+
+
+# -- view copy ---------------------------------------------------------------------------------------------------------
+
+# Operators that are another one and a copy: ``*_copy``, ``*_scatter``.
+#
+# Below autograd, each is other operators in a row, which have plans; so they are registered and have none themselves.
+
+# -- a view, copied ---------------------------------------------------------------------------------------------
+
+_VIEWS = """
+    alias detach diagonal expand narrow permute select slice split split_with_sizes squeeze t transpose unbind unfold
+    unsqueeze view view_as_complex view_as_real
+"""
+
+
+def _register_copy(view: OpOverload, copy: OpOverload) -> None:
+    @register(copy)
+    def _(*args: Any, **kwargs: Any) -> Any:
+        # The view first: only its plan knows where shards have to be moved.
+        return tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), view(*args, **kwargs))
+
+
+for _name in _VIEWS.split():
+    _viewing, _copying = getattr(_aten, _name), getattr(_aten, f"{_name}_copy")
+    for _overload in _copying.overloads():
+        if "out" not in _overload and _overload in _viewing.overloads():
+            _register_copy(getattr(_viewing, _overload), getattr(_copying, _overload))
+
+
+# -- a copy of which a view is written to ------------------------------------------------------------------------
+
+
+@register(_aten.slice_scatter.default)
+def _slice_scatter(x: Tensor, src: Tensor, *args: int | None, **kwargs: int | None) -> Tensor:
+    if not isinstance(x, ShardTensor):
+        return DECLINED
+    # Partial is reduced first: what is written into a part of it would have to be shared out, too.
+    result: Tensor = run(_aten.clone.default, (x.redistribute(placements=x._spec.for_gradient().placements),), {})
+    _aten.slice.Tensor(result, *args, **kwargs).copy_(src)
+    return result
+
+
+@register(_aten.diagonal_scatter.default)
+def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    if not isinstance(x, ShardTensor):
+        return DECLINED
+    place = torch.zeros(x.shape, device="meta").diagonal(offset, dim1, dim2)
+    if src.shape != place.shape:
+        raise RuntimeError(f"a diagonal of shape {tuple(place.shape)} was expected, not of {tuple(src.shape)}")
+    ones = torch.ones_like(_aten.diagonal.default(x, offset, dim1, dim2), dtype=torch.bool)
+    where = _aten.diagonal_backward.default(ones, x.shape, offset, dim1, dim2)
+    src = src.to(x.dtype).expand_as(ones) if isinstance(src, DTensor) else torch.zeros_like(ones, dtype=x.dtype) + src
+    return torch.where(where, _aten.diagonal_backward.default(src, x.shape, offset, dim1, dim2), x)
+
+
+@register(_aten.select_scatter.default)
+def _select_scatter(x: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    if not isinstance(x, ShardTensor):
+        return DECLINED
+    torch.empty(x.shape, device="meta").select(dim, index)  # torch's own errors
+    scattered: Tensor = _aten.slice_scatter.default(x, src.unsqueeze(dim % x.ndim), dim, index, index + 1 or None)
+    return scattered

@@ -1,3 +1,3 @@
 """Sorting, order statistics, quantiles, searching, distinct values and histograms."""
 
-from . import histogram, quantile, searchsorted, sort, unique  # noqa: F401
+from . import histogram, sort, unique  # noqa: F401

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from shardtensor import ShardTensor, UnsupportedSharding, allow_gather
-from shardtensor.ops.common.contraction import batch_labels
+from shardtensor.ops.common.named_dims import batch_labels
 from shardtensor.ops.linalg.einsum import letters
 from shardtensor.testing import (
     assert_matches_unsharded,

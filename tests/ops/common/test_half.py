@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
-from shardtensor.ops.common.half import is_half, product, widened
+from shardtensor.ops.common.alignment import is_half, product, widened
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
 HALF = (torch.bfloat16, torch.float16)

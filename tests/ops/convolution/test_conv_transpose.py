@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from shardtensor import UnsupportedSharding
 from shardtensor.layout.geometry import boundaries_of, intervals_of, map_boundaries
-from shardtensor.ops.convolution.conv_transpose import TransposedWindow
+from shardtensor.ops.convolution.conv import TransposedWindow
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,

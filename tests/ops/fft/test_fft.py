@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from shardtensor.ops.fft import fft
+from shardtensor.ops import fft
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 NAMES = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")

@@ -21,9 +21,7 @@ from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.layout import caches
 from shardtensor.ops.neighborhood import attention as handlers
 from shardtensor.ops.neighborhood import tiled as tiles
-from shardtensor.ops.neighborhood import window
-from shardtensor.ops.neighborhood.tiled import Dim, tiled_attention
-from shardtensor.ops.neighborhood.window import Neighborhood
+from shardtensor.ops.neighborhood.tiled import Dim, Neighborhood, tiled_attention
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -60,7 +58,7 @@ def with_queries(draw):
 
 
 def test_examples_in_the_documentation():
-    result = doctest.testmod(window)
+    result = doctest.testmod(tiles)
     assert result.attempted and not result.failed
 
 

@@ -18,7 +18,7 @@ from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.layout.geometry import boundaries_of, intervals_of, length, map_boundaries
 from shardtensor.layout.strides import CHANNELS_LAST
 from shardtensor.ops.common.stencil import scaled_boundary
-from shardtensor.ops.spatial.taps import Resize, as_local
+from shardtensor.ops.spatial.interpolate import Resize, as_local
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,

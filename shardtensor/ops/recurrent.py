@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import TensorMeta
-from ...dispatch.tensor import ShardTensor, redistribute_to
-from ...errors import refuse
-from ...layout.placements import AxisLayout
-from ...layout.spec import ShardTensorSpec
-from ...layout.strides import contiguous_stride
-from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.batch_parallel import by_batch
+from .._compat import TensorMeta
+from ..dispatch.tensor import ShardTensor, redistribute_to
+from ..errors import refuse
+from ..layout.placements import AxisLayout
+from ..layout.spec import ShardTensorSpec
+from ..layout.strides import contiguous_stride
+from ..operators.declaration import Arguments, Composed, Plan, operator
+from .common.batch_parallel import by_batch
 
 # One state, or of an LSTM a pair: as the caller gave them.
 States = ShardTensor | Sequence[ShardTensor]

@@ -1,3 +1,0 @@
-"""Fourier transforms and spectrograms."""
-
-from . import fft, stft  # noqa: F401

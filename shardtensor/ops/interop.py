@@ -1,0 +1,159 @@
+"""Where a ShardTensor meets what is not one: collectives of ``torch.distributed``, NumPy, DLPack, opt_einsum.
+
+``torch.distributed.all_reduce`` is called by training frameworks for losses and metrics. It reduces the values that the
+ranks of the group hold, in place, and leaves the layout as it is: a Partial is resolved, reduced over the group, and
+made Partial again, so that other views of the memory stay right. A sharded tensor may be reduced over ranks that hold
+the same part of other tensors (those along a data axis), not over ranks of its own.
+
+The operator has a handler, not a plan: it gets a process group, and returns the work under way next to the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import wrapt
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from .._compat.c10d import group_along
+from ..communication.redistribute import redistribute_local, reduced
+from ..dispatch.planning import spec_of
+from ..dispatch.registry import Refusal, register
+from ..dispatch.tensor import ShardTensor
+from ..errors import refuse
+from ..layout.spec import ShardTensorSpec
+from ..ranks.agreement import gather_with_history
+from ..ranks.cuda_graphs import check_not_captured
+
+_all_reduce = torch.ops.c10d.allreduce_.default
+
+
+@register(_all_reduce)
+def _reduce_values(
+    tensors: Sequence[Tensor],
+    process_group: torch.ScriptObject,
+    reduce_op: torch.ScriptObject,
+    *options: Any,
+    **named: Any,
+) -> tuple[Sequence[Tensor], torch.ScriptObject]:
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(process_group))
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            _check_same_part(spec_of(tensor), set(ranks))
+    values = [_value(t) for t in tensors]
+    _, work = _all_reduce(values, process_group, reduce_op, *options, **named)
+    for tensor, value in zip(tensors, values, strict=True):
+        if isinstance(tensor, DTensor) and value is not tensor._local_tensor:
+            dist.Work.unbox(work).wait()
+            spec = spec_of(tensor)
+            tensor._local_tensor.copy_(redistribute_local(value, spec.for_gradient(), spec))
+    return tensors, work
+
+
+def _value(tensor: Tensor) -> Tensor:
+    """What the ranks reduce: the local tensor itself unless it is a contribution."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    spec = spec_of(tensor)
+    local = tensor._local_tensor
+    return redistribute_local(local, spec, spec.for_gradient()) if spec.partial_mesh_dims() else local
+
+
+def _check_same_part(spec: ShardTensorSpec, ranks: set[int]) -> None:
+    for m, placement in enumerate(spec.placements):
+        along = dist.get_process_group_ranks(group_along(spec.mesh, m))
+        if isinstance(placement, Shard) and len(ranks.intersection(along)) > 1:
+            raise refuse(
+                "all_reduce",
+                spec,
+                f"the group's ranks hold different shards of it (mesh dim {m})",
+                "reduce to a number first (mean, sum), or pass the group of the data axis",
+            )
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+# What would take a ShardTensor's values or memory out of torch.
+#
+# A ShardTensor has no memory of its own: torch's functions that return its address would return none, and what reads
+# there finds anything. So they are refused. A 0-dim ShardTensor formats like any tensor: as the number.
+#
+# These functions have handlers, not plans: they refuse, or read data.
+
+_aten = torch.ops.aten
+
+_REMEDY = "take x.full_tensor(), which gathers, or this rank's shard, x.to_local()"
+
+
+def _register_export(name: str) -> None:
+    refusal = Refusal(name, __name__, "no rank holds all values", _REMEDY)
+
+    @register(getattr(Tensor, name))
+    def _(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, ShardTensor) or not self._spec.is_replicate():
+            return refusal(self, *args, **kwargs)
+        return getattr(self.to_local(), name)(*args, **kwargs)
+
+
+for _name in ("numpy", "tolist", "__array__"):
+    _register_export(_name)
+for _name in ("__dlpack__", "__dlpack_device__"):
+    register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _REMEDY))
+for _name in ("apply_", "map_", "map2_"):
+    _remedy = "call it on x.to_local(), whose memory is the shard's"
+    register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _remedy))
+
+
+@register(Tensor.__format__)
+def _format(self: Tensor, format_spec: str) -> str:
+    """Of a 0-dim tensor the number, as torch has it: ``f"{loss:.3f}"``. All ranks must take part, as in ``item()``."""
+    if self.ndim or not format_spec:
+        return object.__format__(self, format_spec)
+    return format(self.detach().item(), format_spec)
+
+
+@register(_aten._local_scalar_dense.default)
+def item(x: ShardTensor) -> bool | int | float | complex:
+    """The number that a tensor of one element holds, on every rank."""
+    spec = x._spec
+    if spec.shape.numel() != 1:
+        raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")
+    check_not_captured("item", x._local_tensor.device)
+    differing = [m for m, p in enumerate(spec.placements) if not p.is_replicate() and spec.mesh.size(m) > 1]
+    if len(differing) != 1:
+        return redistribute_local(x._local_tensor, spec, spec.replicated()).item()
+    return _number_of(x._local_tensor, spec, differing[0]).item()
+
+
+def _number_of(local: Tensor, spec: ShardTensorSpec, m: int) -> Tensor:
+    """The number of which mesh dim ``m`` has the parts, or one owner.
+
+    What a program reads it waits for, so the ranks compare their histories on the way, see [Note: history].
+    """
+    sizes = spec.sizes[m]
+    own = local.reshape(-1) if local.numel() else local.new_zeros(1)
+    parts = gather_with_history(own, spec.tensor_meta.dtype, group_along(spec.mesh, m))
+    if sizes is not None:
+        return parts[sizes.index(1)]
+    return reduced(parts.unbind(), spec.placements[m].reduce_op).to(spec.tensor_meta.dtype)  # type: ignore[attr-defined]
+
+
+# -- opt einsum --------------------------------------------------------------------------------------------------------
+
+# opt_einsum chooses by the module of an array's class which library contracts it. For ShardTensors that is torch.
+
+
+def _register(contract: ModuleType) -> None:
+    original = contract.infer_backend
+
+    @register(getattr(original, "__wrapped__", original))
+    def infer_backend(x: Any) -> str:
+        return "torch"
+
+
+wrapt.register_post_import_hook(_register, "opt_einsum.contract")
