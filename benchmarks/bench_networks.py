@@ -22,6 +22,7 @@ process group.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -64,7 +65,9 @@ def steps_of(network: Network, mesh: DeviceMesh, shape: tuple[int, ...]) -> dict
         mine = x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()  # the seed is the same on all ranks
         sharded = ShardTensor.from_local(mine, mesh, (Shard(dim),), shard_sizes=sizes)
     inputs = {"one": x, "half": half, "both": half, "two": sharded}
-    return {kind: lambda x=x: step(network, model, x) for kind, x in inputs.items()}
+    # What one process does alone changes running statistics of that process's model, which ranks have to have alike.
+    models = {kind: copy.deepcopy(model) if kind in ALONE else model for kind in inputs}
+    return {kind: lambda kind=kind, x=x: step(network, models[kind], x) for kind, x in inputs.items()}
 
 
 def item(loss: Tensor) -> float:
