@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -391,6 +392,19 @@ def not_in_graphs(reason: str) -> Callable[[Function], Function]:
         return function
 
     return decorate
+
+
+@cache
+def has_kernels_of_sync_batch_norm(device_type: str) -> bool:
+    """Whether a device has the kernels that ``nn.SyncBatchNorm`` calls, which is found out by calling one."""
+    if device_type in ("cpu", "meta"):
+        return False
+    try:
+        with torch.no_grad(), untraced():
+            torch.batch_norm_stats(torch.ones(1, 1, 2, device=device_type), 1.0)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def constant_like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -253,6 +253,15 @@ def _batch_norm_update_stats(input: Tensor, running_mean: Tensor | None, running
 
 
 @contract(
+    "aten::batch_norm_stats", source=_NORMALIZATION, demands="An input with elements. Only CUDA has such a kernel."
+)
+def _batch_norm_stats(input: Tensor) -> None:
+    _floating(input.dtype, "batch_norm_stats_cuda")
+    if not input.numel():
+        raise RuntimeError(f"input tensor must have at least one element, but got input_sizes = {list(input.shape)}")
+
+
+@contract(
     "aten::batch_norm_elemt",
     source=_NORMALIZATION,
     demands="Weight and bias of one dtype, the input's or that of its sums; statistics in that of its sums.",

@@ -196,9 +196,10 @@ def _without_device_check() -> list[str]:
 
 C.set_unchecked(_without_device_check())
 
-from device import attention, contracts, recurrent  # noqa: E402  (which import torch)
+from device import attention, contracts, norms, recurrent  # noqa: E402  (which import torch)
 
 attention.register()
+norms.register()
 recurrent.register()
 C.set_contracts(sorted(contracts.NAMES), contracts.check)
 

@@ -104,6 +104,10 @@ ROWS = {
         ((x, c, None, 0.1), "Expected running_mean->defined() == running_var->defined()"),
         ((ones(0, 4, 6), None, None, 0.1), "input tensor must have at least one element"),
     ),
+    "aten::batch_norm_stats": (
+        (x.half(), 1e-5),
+        ((ones(0, 4, 6), 1e-5), "input tensor must have at least one element"),
+    ),
     "aten::batch_norm_elemt": (
         (x.half(), c, c, c, c, 1e-5),
         ((x, c, c, c.double(), c, 1e-5), "Expected mean to have type Float but got Double"),

@@ -70,12 +70,24 @@ class RunningNorm(ChannelNorm):
         if self.batch is not None or self.sharded_channels is not None:
             values = self._of_all_channels(torch.stack(list(values)).view(2, self.samples, self.per_sample))
         for buffer, value in zip(buffers, values, strict=True):
-            if buffer is None:
-                continue
-            if buffer.dtype == value.dtype:
-                buffer.lerp_(value, self.momentum)
-            else:
-                buffer.copy_(self.momentum * value + (1 - self.momentum) * buffer)
+            self._mix(buffer, value)
+
+    def _mix(self, buffer: Tensor | None, value: Tensor) -> None:
+        if buffer is not None and buffer.dtype == value.dtype:
+            buffer.lerp_(value, self.momentum)
+        elif buffer is not None:
+            buffer.copy_(self.momentum * value + (1 - self.momentum) * buffer)
+
+    def _running(self, buffers: Sequence[Tensor | None]) -> tuple[Tensor | None, float]:
+        var = buffers[1]
+        fits = self.batch is None and self.sharded_channels is None and var is not None
+        return (var if fits and var.dtype == self.statistics.dtype else None), self.momentum  # type: ignore[union-attr]
+
+    def _note_merged(self, mean: Tensor, rstd: Tensor, *buffers: Tensor | None) -> None:
+        if self._running(buffers)[0] is not None:
+            self._mix(buffers[0], mean)
+        elif any(buffer is not None for buffer in buffers):
+            self._note(torch.stack((mean, rstd.pow(-2).sub_(self.geometry.eps))), *buffers)
 
     def _of_all_channels(self, new: Tensor) -> Sequence[Tensor]:
         """Mean and variance of each channel of the global tensor, from those ``(2, N or 1, C)`` of this shard's."""

@@ -12,8 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, kernel
-from ...communication.redistribute import all_reduce, start_sums
+from ..._compat import (
+    AutogradFunction,
+    TensorMeta,
+    batch_norm_legit,
+    has_kernels_of_sync_batch_norm,
+    kernel,
+    untraced,
+)
+from ...communication.redistribute import all_gather, all_reduce, start_sums
 from ...communication.tracing import is_traced
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand, Plan
@@ -386,6 +393,11 @@ class _SumOverRanks(AutogradFunction):
 # the gradients of weight, bias and statistics are made of. Group and instance norm are batch norm of a batch of one,
 # whose channels are those of all samples. That is for contiguous shards; for those with their channels last see
 # ``statistics.py``, and others are copied. Each rank decides that for itself: what is sent is the same.
+#
+# [Note: kernels of devices] CUDA has kernels for batch norm over processes, which torch's ``nn.SyncBatchNorm`` calls:
+# statistics of a shard, merged over ranks, and the gradient, each in one. With them the host launches half as many.
+# What ranks send are means and reciprocal standard deviations then, so all of them take this way, or none does: what it
+# depends on follows from the spec. ``F.group_norm`` on a device copies a tensor that has its channels last; so do we.
 
 
 class ChannelNorm(ShardedNorm):
@@ -420,10 +432,27 @@ class ChannelNorm(ShardedNorm):
         self.defers = not merged
         # The mesh dims that shard other dims, over which these gradients are summed apart.
         self.rest = tuple(m for m in contributing(geometry.spec)[0] if m not in merged)
+        self.counts = self._counts_of_ranks(call.device)
+
+    def _counts_of_ranks(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """How many elements of a set the ranks have that have any: as CUDA's kernels take them, for merging and for the
+        gradient. None where these do not serve, see [Note: kernels of devices].
+        """
+        merges, geometry = self.statistics.merges, self.geometry
+        if not has_kernels_of_sync_batch_norm(device.type) or len(merges) != 1 or not merges[0].gathers:
+            return None
+        # Their indices are in 32 bits; and a part's variance has to be positive with eps for its root.
+        if geometry.count >= 1 << 31 or geometry.eps <= 0:
+            return None
+        with torch.inference_mode(False), untraced():
+            counts = (merges[0].weights.view(-1) * geometry.count).round_()
+            return counts, counts.to(torch.int32)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
+        if not torch.is_grad_enabled() and self._fuses(x):
+            return self._fused(x, weight, bias, *buffers)
         if torch.is_grad_enabled() or x.is_contiguous() or self._columns(x) is not None:
             return super()._forward(x, weight, bias, *buffers)
         y, kept = super()._forward(x.contiguous(), weight, bias, *buffers)
@@ -453,17 +482,55 @@ class ChannelNorm(ShardedNorm):
         if parameter is None or self.as_it_is[i]:
             return parameter
         mine = self._own(parameter, i)
-        return mine.repeat(self.samples).to(self.statistics.dtype)  # type: ignore[union-attr]
+        assert mine is not None
+        return (mine if self.samples == 1 else mine.repeat(self.samples)).to(self.statistics.dtype)
+
+    def _fuses(self, x: Tensor) -> bool:
+        return self.counts is not None and self.statistics.replicas is None and not is_traced(x)
+
+    def _fused(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
+        """By the kernels of devices. Kept are mean and reciprocal standard deviation of each channel."""
+        counts, (merge,), eps = self.counts, self.statistics.merges, self.geometry.eps
+        assert counts is not None
+        given = None if self.empty else (x if x.dtype == self.dtype else x.to(self.dtype)).contiguous()
+        if given is None:
+            own = x.new_zeros((2, self.sets * self.per_set), dtype=self.statistics.dtype)
+        else:
+            found = torch.batch_norm_stats(given.view(self.of_sets), eps)
+            own = torch.stack([t.unsqueeze(1).expand(-1, self.per_set) for t in found]).view(2, -1)
+        means, rstds = merge.of_those_that_have_any(all_gather(own, merge.group)).unbind(1)
+        # Relative to one of the means, so that what they have in common is not rounded.
+        first, (running, momentum) = means[0], self._running(buffers)
+        mean, rstd = torch.batch_norm_gather_stats_with_counts(
+            first, means - first, rstds, None, running, momentum, eps, counts[0]
+        )
+        mean.add_(first)
+        self._note_merged(mean, rstd, *buffers)
+        if given is None:
+            return torch.empty_like(x, dtype=self.dtype), (mean, rstd)
+        w, b = self._of_channels(weight, 0), self._of_channels(bias, 1)
+        y = torch.batch_norm_elemt(given.view(self.channels), w, b, mean, rstd, eps).view(x.shape)
+        return (y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y)), (mean, rstd)
+
+    def _running(self, buffers: Sequence[Tensor | None]) -> tuple[Tensor | None, float]:
+        """The running variance, if the merging kernel is to update it, and the momentum."""
+        return None, 0.0
+
+    def _note_merged(self, mean: Tensor, rstd: Tensor, *buffers: Tensor | None) -> None:
+        """Update the running statistics that the merging kernel has not."""
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(
-        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, moments: Tensor
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, *kept: Tensor
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
         grad, given = grads[0], x
         if grad is None:
             return result
+        if len(kept) == 2:
+            return self._fused_backward(needed, grad, x, weight, *kept)
+        (moments,) = kept
         if x.dtype != moments.dtype or grad.dtype != moments.dtype:
             x, grad = x.to(moments.dtype), grad.to(moments.dtype)
         w, columns = self._of_channels(weight, 0), None if x.is_contiguous() else self._columns(x)
@@ -486,6 +553,46 @@ class ChannelNorm(ShardedNorm):
             copied = columns is None and not given.is_contiguous()
             result[0] = torch.empty_like(given).copy_(dx) if copied else dx
         return result if finish is None else [result[0], *finish()[1:]]
+
+    def _fused_backward(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
+    ) -> list[Tensor | None]:
+        result: list[Tensor | None] = [None] * len(needed)
+        assert self.counts is not None
+        given, w = x, self._of_channels(weight, 0)
+        w = w if w is None or w.dtype == mean.dtype else w.to(mean.dtype)
+        if self.per_set != 1 and x.dtype != mean.dtype:  # the weighted gradient must not be rounded
+            x, grad = x.to(mean.dtype), grad.to(mean.dtype)
+        grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
+        x, grad = x.contiguous(), grad.contiguous()
+        if self.empty:
+            sums = mean.new_zeros((2, *mean.shape))
+        else:
+            # Of the weight the kernel takes what its gradient is to be like.
+            views = grad.view(self.channels), x.view(self.channels)
+            found = torch.batch_norm_backward_reduce(*views, mean, rstd, rstd, True, True, False)
+            sums = torch.stack((found[2], found[0]))
+        totals, result[1:3] = self._totals(needed, sums, None if self.per_set == 1 else w)
+        finish = None
+        if self.total is not None and self.rest:
+            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
+        if needed[0]:
+            result[0] = self._of_input_fused(grad, x, mean, rstd, w, totals, given)
+        return result if finish is None else [result[0], *finish()[1:]]
+
+    def _of_input_fused(
+        self, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, totals: Tensor, like: Tensor
+    ) -> Tensor:
+        assert self.counts is not None
+        if self.empty:
+            return torch.empty_like(like)
+        if self.per_set != 1:  # the kernel knows a weight of each set only
+            grad = grad if w is None else grad.view(self.channels) * w.unsqueeze(1)
+            mean, rstd, w = mean[:: self.per_set], rstd[:: self.per_set], None
+        views = grad.view(self.of_sets), x.view(self.of_sets)
+        dx = torch.batch_norm_backward_elemt(*views, mean, rstd, w, totals[1], totals[0] / rstd, self.counts[1])
+        dx = (dx if dx.dtype == like.dtype else dx.to(like.dtype)).view(like.shape)
+        return dx if like.is_contiguous() else torch.empty_like(like).copy_(dx)
 
     def _totals(self, needed: Sequence[bool], local: Tensor, w: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """Sums ``(2, sets)`` of ``w * grad * xhat`` and ``w * grad`` over all ranks, and the gradients of weight and

@@ -474,12 +474,14 @@ class Merge:
         """Means and variances ``(2, sets)`` of parts, or mean squares ``(1, sets)``, to those of all elements."""
         if not self.gathers:
             return self._summed(moments)
-        parts = all_gather(moments, self.group)
-        if self.partly:
-            parts = torch.stack([parts[rank] for rank in self.held])
+        parts = self.of_those_that_have_any(all_gather(moments, self.group))
         if len(self.held) == 1:
             return parts[0]
         return self._merge_two(*parts.unbind()) if len(self.held) == 2 else self._merge(parts)
+
+    def of_those_that_have_any(self, parts: Tensor) -> Tensor:
+        """What was gathered, without what ranks sent whose shard is empty."""
+        return torch.stack([parts[rank] for rank in self.held]) if self.partly else parts
 
     def _summed(self, moments: Tensor) -> Tensor:
         if moments.shape[0] == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from halves import in_halves
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -105,6 +106,27 @@ def test_values_gradients_and_running_statistics(ranks, dtype, half):
     run_distributed(compare, ranks, ranks, dtype, half)
 
 
+def check_without_eps():
+    """One rank's elements are all equal: its variance alone has no root to divide by."""
+    torch.manual_seed(0)
+    image = torch.randn(SHAPE, dtype=torch.float64)
+    image[:, :, :4] = 1
+    weight, bias = torch.rand(2, 8, dtype=torch.float64)
+    for eps in (0.0, -0.1):
+        assert_matches_unsharded(
+            lambda x, w, b, eps=eps: F.group_norm(x, 2, w, b, eps),
+            *(image, weight, bias),
+            mesh=shared_mesh(2),
+            placements=[[Shard(2)], None, None],
+            shard_sizes=[{0: (4, 8)}, None, None],
+        )
+
+
+@pytest.mark.on_device
+def test_ranks_whose_elements_are_equal_need_no_eps():
+    run_distributed(check_without_eps, 2)
+
+
 class Demands(TorchDispatchMode):
     """Notes what CUDA's kernels would refuse, or read wrongly: autograd always gives them more than CPUs ask for."""
 
@@ -127,6 +149,13 @@ class Demands(TorchDispatchMode):
                 self.refused.append(f"weight and running statistics of {[t.dtype for t in given]}")
             if grad.dtype != x.dtype:
                 self.refused.append(f"a gradient of {grad.dtype} of {x.dtype}")
+        if func is torch.ops.aten.batch_norm_backward_reduce.default:
+            self.seen += 1
+            grad, x, mean, rstd, weight, _, of_weight, of_bias = args
+            if weight is None and (of_weight or of_bias):
+                self.refused.append("the gradients of weight and bias are made like the weight")
+            if grad.dtype != x.dtype or mean.dtype != rstd.dtype:
+                self.refused.append(f"{[t.dtype for t in (grad, x, mean, rstd)]}")
         return func(*args, **(kwargs or {}))
 
 
