@@ -1,0 +1,40 @@
+"""How many kernels operators ask a device for: no more than when they were last counted."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtensor.testing import run_distributed
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+sys.path.append(BENCHMARKS)  # of the ranks, too, which import what they call
+bench_kernels = importlib.import_module("bench_kernels")
+
+# Kernels beyond the plain operator's, and collectives, forward and backward.
+COUNTED = {
+    "conv2d 3x3": (9, 3),
+    "conv3d 3x3x3": (8, 3),
+    "transposed conv2d": (8, 3),
+    "group norm": (11, 2),
+    "instance norm": (6, 2),
+    "batch norm, training": (9, 2),
+    "layer norm over a sharded dim": (35, 3),
+    "softmax over shards": (19, 3),
+    "var over shards": (10, 3),
+    "bilinear x 2": (8, 2),
+    "max pool 3x3, stride 2": (4, 2),
+    "rfft2, product, irfft2": (20, 8),
+    "attention, sequence sharded": (7, 2),
+}
+
+
+@pytest.mark.parametrize("name", bench_kernels.ROWS)
+def test_operators_ask_for_no_more_kernels(name, emulated):
+    for found in run_distributed(bench_kernels.counts, 2, name):
+        figure = bench_kernels.figure(name, found, chain=True)
+        kernels, collectives = COUNTED[name]
+        assert figure.value <= kernels and found["sharded"][2] <= collectives, figure.note
