@@ -48,6 +48,8 @@ _REDUCE: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Ten
     "sum": (dist.ReduceOp.SUM, torch.add),
     "product": (dist.ReduceOp.PRODUCT, torch.mul),
     "max": (dist.ReduceOp.MAX, torch.maximum),
+    # NaN may be left out, so it takes no other kernel: for what a NaN makes NaN in any case.
+    "max of numbers": (dist.ReduceOp.MAX, torch.maximum),
     "min": (dist.ReduceOp.MIN, torch.minimum),
 }
 # Dtypes that backends cannot reduce are sent as one that they can.
@@ -182,7 +184,7 @@ def start_all_reduce(
     """Start an :func:`all_reduce`; the function that is returned waits for it and returns the result.
 
     Args:
-        overwrite: ``local`` is contiguous and not used elsewhere, so that it may become the result.
+        overwrite: ``local`` is not used elsewhere, so that it may become the result.
     """
     if group.size() == 1:
         return lambda: local if overwrite else local.clone()
@@ -194,7 +196,8 @@ def start_all_reduce(
     if via is not None:
         value = local.to(via)
     else:
-        value = local if overwrite else local.clone(memory_format=torch.contiguous_format)
+        kept = overwrite and local.is_contiguous()
+        value = local if kept else local.clone(memory_format=torch.contiguous_format)
     if value.is_complex() and op == "product":  # no backend multiplies complex numbers
         return all_gather(value, group).prod(0).clone
     if value.is_complex() and op != "sum":

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import AutogradFunction, OpOverload
 from ..._compat.c10d import group_along
-from ...communication.redistribute import all_gather, all_reduce
+from ...communication.redistribute import all_gather, all_reduce, start_all_reduce
 from ...dispatch.gradients import once_differentiable
 from ...dispatch.planning import AtenCall, meta_of
 from ...dispatch.registry import DECLINED
@@ -112,16 +112,21 @@ def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:
 
 def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], op: str) -> Tensor:
     """``local`` reduced over the ranks along these mesh dims."""
-    return rank_reduction(spec, mesh_dims)(local, op)
+    for m in mesh_dims:
+        local = all_reduce(local, group_along(spec.mesh, m), op)
+    return local
 
 
 def rank_reduction(spec: ShardTensorSpec, mesh_dims: Sequence[int]) -> Callable[[Tensor, str], Tensor]:
-    """:func:`reduce_over` made ready for a plan: ``(local, op)`` to the reduction over the ranks."""
+    """:func:`reduce_over` made ready for a plan: ``(local, op)`` to the reduction over the ranks.
+
+    ``local`` is a new tensor, which may become the result.
+    """
     groups = [group_along(spec.mesh, m) for m in mesh_dims]
 
     def reduce(local: Tensor, op: str) -> Tensor:
         for group in groups:
-            local = all_reduce(local, group, op)
+            local = start_all_reduce(local, group, op, overwrite=True)()
         return local
 
     return reduce

@@ -39,7 +39,7 @@ def plan_softmax(call: AtenCall) -> AtenPlan:
 
     def compute(x: Tensor, *_: object) -> Tensor:
         x = x.to(wide)
-        maximum = reduce(maximum_over(x, dims), "max")
+        maximum = reduce(maximum_over(x, dims), "max of numbers")
         if safe:  # rows of nothing but -inf give zeros
             maximum = maximum.masked_fill(maximum == -math.inf, 0)
         shifted = x - maximum

@@ -287,7 +287,7 @@ def plan_logsumexp(call: AtenCall) -> AtenPlan:
 
     def compute(x: Tensor, *_: object) -> Tensor:
         x = x.to(wide)
-        peak = reduce(maximum_over(x.real if x.is_complex() else x, dims), "max")
+        peak = reduce(maximum_over(x.real if x.is_complex() else x, dims), "max of numbers")
         peak = peak.masked_fill(peak.isinf(), 0)
         total = reduce((x - peak).exp().sum(dims, keepdim=True), "sum")
         result = (total.log() + peak).to(dtype)
