@@ -6,7 +6,7 @@ From which statistics they compute stands in ``statistics.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,8 @@ from ..common.alignment import wide_dtype, widened
 from .statistics import Columns, Geometry, Statistics, centered, channels_are_last, columns_of, sums_of_channels
 
 Kept = tuple[Tensor, tuple[Tensor, ...]]  # a local result, and what its gradient needs besides
+# Sums of each channel, what weighs them in the sums of sets, and the input's gradient by the sums of all ranks' sets.
+Prepared = tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]
 
 
 class Norm(Plan):
@@ -525,12 +527,24 @@ class ChannelNorm(ShardedNorm):
         self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, *kept: Tensor
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
-        grad, given = grads[0], x
-        if grad is None:
+        if grads[0] is None:
             return result
-        if len(kept) == 2:
-            return self._fused_backward(needed, grad, x, weight, *kept)
-        (moments,) = kept
+        prepare = self._fused_sums if len(kept) == 2 else self._sums
+        sums, w, of_input = prepare(grads[0], x, weight, *kept)
+        totals, result[1:3] = self._totals(needed, sums, w)
+        if self.statistics.replicas is not None and needed[0]:
+            totals = self.statistics.replicas.sum(totals)
+        finish = None
+        if self.total is not None and self.rest:
+            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
+        if needed[0]:
+            dx = torch.empty_like(x) if self.empty else of_input(totals)
+            dx = (dx if dx.dtype == x.dtype else dx.to(x.dtype)).reshape(x.shape)
+            copied = dx.is_contiguous() and not x.is_contiguous()
+            result[0] = torch.empty_like(x).copy_(dx) if copied else dx
+        return result if finish is None else [result[0], *finish()[1:]]
+
+    def _sums(self, grad: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor) -> Prepared:
         if x.dtype != moments.dtype or grad.dtype != moments.dtype:
             x, grad = x.to(moments.dtype), grad.to(moments.dtype)
         w, columns = self._of_channels(weight, 0), None if x.is_contiguous() else self._columns(x)
@@ -541,58 +555,33 @@ class ChannelNorm(ShardedNorm):
             sums = moments.new_zeros(2, moments.shape[1])
         else:
             sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
-        totals, result[1:3] = self._totals(needed, sums, w)
-        if self.statistics.replicas is not None and needed[0]:
-            totals = self.statistics.replicas.sum(totals)
-        finish = None
-        if self.total is not None and self.rest:
-            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
-        if needed[0]:
-            dx = torch.empty_like(x) if self.empty else self._of_input(x, grad, moments, rstd, w, totals, columns)
-            dx = (dx if dx.dtype == given.dtype else dx.to(given.dtype)).reshape(given.shape)
-            copied = columns is None and not given.is_contiguous()
-            result[0] = torch.empty_like(given).copy_(dx) if copied else dx
-        return result if finish is None else [result[0], *finish()[1:]]
+        return sums, w, lambda totals: self._of_input(x, grad, moments, rstd, w, totals, columns)
 
-    def _fused_backward(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
-    ) -> list[Tensor | None]:
-        result: list[Tensor | None] = [None] * len(needed)
-        assert self.counts is not None
-        given, w = x, self._of_channels(weight, 0)
+    def _fused_sums(self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> Prepared:
+        w = self._of_channels(weight, 0)
         w = w if w is None or w.dtype == mean.dtype else w.to(mean.dtype)
         if self.per_set != 1 and x.dtype != mean.dtype:  # the weighted gradient must not be rounded
             x, grad = x.to(mean.dtype), grad.to(mean.dtype)
         grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
-        x, grad = x.contiguous(), grad.contiguous()
+        x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
         if self.empty:
-            sums = mean.new_zeros((2, *mean.shape))
+            sums = mean.new_zeros(2, len(mean))
         else:
             # Of the weight the kernel takes what its gradient is to be like.
-            views = grad.view(self.channels), x.view(self.channels)
-            found = torch.batch_norm_backward_reduce(*views, mean, rstd, rstd, True, True, False)
+            found = torch.batch_norm_backward_reduce(grad, x, mean, rstd, rstd, True, True, False)
             sums = torch.stack((found[2], found[0]))
-        totals, result[1:3] = self._totals(needed, sums, None if self.per_set == 1 else w)
-        finish = None
-        if self.total is not None and self.rest:
-            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
-        if needed[0]:
-            result[0] = self._of_input_fused(grad, x, mean, rstd, w, totals, given)
-        return result if finish is None else [result[0], *finish()[1:]]
+        weighs = None if self.per_set == 1 else w  # the kernel of the gradient knows a weight of each set only
+        return sums, weighs, lambda totals: self._of_input_fused(x, grad, mean, rstd, w, totals)
 
     def _of_input_fused(
-        self, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, totals: Tensor, like: Tensor
+        self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, totals: Tensor
     ) -> Tensor:
         assert self.counts is not None
-        if self.empty:
-            return torch.empty_like(like)
-        if self.per_set != 1:  # the kernel knows a weight of each set only
-            grad = grad if w is None else grad.view(self.channels) * w.unsqueeze(1)
+        if self.per_set != 1:
+            grad = grad if w is None else grad * w.unsqueeze(1)
             mean, rstd, w = mean[:: self.per_set], rstd[:: self.per_set], None
         views = grad.view(self.of_sets), x.view(self.of_sets)
-        dx = torch.batch_norm_backward_elemt(*views, mean, rstd, w, totals[1], totals[0] / rstd, self.counts[1])
-        dx = (dx if dx.dtype == like.dtype else dx.to(like.dtype)).view(like.shape)
-        return dx if like.is_contiguous() else torch.empty_like(like).copy_(dx)
+        return torch.batch_norm_backward_elemt(*views, mean, rstd, w, totals[1], totals[0] / rstd, self.counts[1])
 
     def _totals(self, needed: Sequence[bool], local: Tensor, w: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """Sums ``(2, sets)`` of ``w * grad * xhat`` and ``w * grad`` over all ranks, and the gradients of weight and
