@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from ..._compat import AutogradFunction, OpOverload, tree_leaves, tree_map, without_modes
 from ...dispatch.tensor import ShardTensor, wrap
@@ -44,6 +43,8 @@ def flops_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], r
     own = _ATTENTION.get(func.overloadpacket)
     if own is not None:
         return own(*args, **kwargs)
+    from torch.utils.flop_counter import flop_registry  # here, as it imports Triton where that is installed
+
     counting = flop_registry.get(func.overloadpacket)
     if counting is None or args[0].device.type == "meta":
         return 0
