@@ -559,7 +559,6 @@ class ChannelNorm(ShardedNorm):
 
     def _fused_sums(self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> Prepared:
         w = self._of_channels(weight, 0)
-        w = w if w is None or w.dtype == mean.dtype else w.to(mean.dtype)
         if self.per_set != 1 and x.dtype != mean.dtype:  # the weighted gradient must not be rounded
             x, grad = x.to(mean.dtype), grad.to(mean.dtype)
         grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
