@@ -3,7 +3,7 @@
     python benchmarks                        all parts; writes benchmarks/results (about 10 minutes on 2 idle cores)
     python benchmarks --only networks scale  these parts; the others' figures stay as they were
     python benchmarks --quick                a few rounds of everything, to see that it runs; writes nothing
-    python benchmarks --only --write         runs nothing; brings docs/performance.md up to date with the results
+    python benchmarks --only --write         runs nothing; brings the pages in docs up to date with the results
 
 Each part is a script of its own, with further options: ``python benchmarks/bench_networks.py --help``. A missed bar is
 no error; a part that fails is, after the others have run.
@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from report import Figure, by_group, markdown, read, table
+from report import EXPECTED, FASTER, TIMES, Figure, amount, by_group, markdown, read, seconds, table
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
-PAGE = FOLDER.parent / "docs" / "performance.md"
+DOCS = FOLDER.parent / "docs"
 MARKS = "<!-- begin: written by python benchmarks --write -->", "<!-- end -->"
 PARTS = ("house", "host", "kernels", "overhead", "operators", "networks", "compile", "memory", "scale")
 ON_DEVICES = ("host", "operators", "networks", "compile")  # the others measure the host and its memory
@@ -60,7 +60,7 @@ def circumstances(parts: dict[str, Any]) -> list[str]:
 
 
 def section(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:
-    """The part of the page that this command writes."""
+    """What this command writes into docs/benchmarks.md: all figures, next to their bars."""
     figures = figures_of(parts)
     if not figures:
         return "Not measured yet."
@@ -71,6 +71,27 @@ def section(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:
         images = [f"![{group}](../benchmarks/results/{file})" for file in plots.get(group, ())]
         blocks.append("\n\n".join([markdown(rows), *images]))
     return "\n\n".join(blocks)
+
+
+def expectations(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:
+    """What it writes into docs/performance.md: what users should expect of whole networks."""
+    measured = {part: parts[part] for part in ("networks", "memory") if part in parts}
+    rows = {row.name: row for row in figures_of(measured)}
+    lines = ["| network | one process | two ranks | times as fast | with twice the input | memory of one process's |"]
+    lines.append("|---|--:|--:|--:|--:|--:|")
+    for name, times in rows.items():
+        network, found, _ = name.partition(TIMES)
+        if found and times.value is not None:
+            ratios = (FASTER, f"{FASTER}, twice the input", ": tensors, of one process's")
+            values = [amount(rows[network + end].value, "x") if network + end in rows else "" for end in ratios]
+            lines.append(f"| {' | '.join([network, *(seconds(times.best[k]) for k in ('one', 'two')), *values])} |")
+    if len(lines) == 2:
+        return "Not measured yet."
+    images = [f"![{EXPECTED}](../benchmarks/results/{file})" for file in plots.get(EXPECTED, ())]
+    return "\n\n".join(["\n".join(lines), *images, *circumstances(measured)])
+
+
+PAGES = {"performance.md": expectations, "benchmarks.md": section}
 
 
 def with_section(page: str, text: str) -> str:
@@ -103,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=said)
     parser.add_argument("--quick", action="store_true", help="a few rounds; the figures mean nothing")
     parser.add_argument("--results", type=Path, help=f"folder for JSON and plots; default: {RESULTS.name}, or none")
-    parser.add_argument("--write", action="store_true", help="write the results into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help=f"write the results into docs: {', '.join(PAGES)}")
     options = parser.parse_args(arguments)
     if options.device != "cpu":
         options.only = [part for part in options.only if part in ON_DEVICES]
@@ -120,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         store(folder, parts)
     if options.write:
         done = stored(folder or RESULTS)
-        PAGE.write_text(with_section(PAGE.read_text(), section(done, done.get("plots", {}))))
+        for name, written in PAGES.items():
+            page = DOCS / name
+            page.write_text(with_section(page.read_text(), written(done, done.get("plots", {}))))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from machine import ASSUMED, Link, communication_time, measured_links
 from networks import NETWORKS, Network, autoencoder, step
 from peers import distvae
-from report import Figure, best_and_median, chosen, finish, parser, seconds
+from report import FASTER, TIMES, Figure, best_and_median, chosen, finish, parser, seconds
 from timing import Run, interleaved, on_rank_of_fake, on_ranks, slowest
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -76,7 +76,7 @@ def item(loss: Tensor) -> float:
 
 def measure(name: str, mesh: DeviceMesh, links: dict[str, Link], budget: float, quick: bool) -> list[Figure]:
     network = NETWORKS[name]
-    title = f"{name}: 2 ranks' time of half the input's"
+    title = f"{name}{TIMES}"
     try:
         steps = steps_of(network, mesh, network.shape)
     except ImportError as error:
@@ -89,7 +89,7 @@ def measure(name: str, mesh: DeviceMesh, links: dict[str, Link], budget: float, 
     times = best_and_median(interleaved(steps, budget, 1 if quick else 4, 15, ALONE))
     best = times["best"]
     details = {"2 ranks / both": best["two"] / best["both"], "sent": plain(counted)}
-    gain = f"{name}: times as fast as one process"
+    gain = f"{name}{FASTER}"
     figures = [
         Figure(GROUP, title, best["two"] / best["half"], bar=network.bar, **times, note=note, details=details),
         Figure(GROUP, gain, best["one"] / best["two"], bar=network.faster, at_least=True),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from report import Figure, by_group
+from report import EXPECTED, FASTER, Figure, by_group
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -28,7 +28,33 @@ def draw(figures: Sequence[Figure], folder: Path) -> dict[str, list[str]]:
         if any("worlds" in row.details for row in rows):
             drawn.setdefault(group, []).append(f"{name}-lines.png")
             worlds(rows, group, folder / f"{name}-lines.png")
+    if any(FASTER in row.name for row in figures):
+        drawn[EXPECTED] = ["expected.png"]
+        expected(figures, folder / "expected.png")
     return drawn
+
+
+def expected(figures: Sequence[Figure], path: Path) -> None:
+    """How many times as fast two ranks are, of each network, also with twice the input."""
+    values = {row.name: row.value for row in figures if FASTER in row.name and row.value is not None}
+    networks = list(dict.fromkeys(name.partition(FASTER)[0] for name in values))
+    figure, axes = pyplot.subplots(figsize=(8, 1.1 + 0.5 * len(networks)), layout="constrained")
+    for offset, end, label, color in (
+        (-0.2, "", "the input of the benchmark", "tab:blue"),
+        (0.2, ", twice the input", "twice the input", "tab:cyan"),
+    ):
+        names = [f"{network}{FASTER}{end}" for network in networks]
+        places = [place + offset for place, name in enumerate(names) if name in values]
+        found = [values[name] for name in names if name in values]
+        bar = axes.barh(places, found, height=0.36, color=color, label=label)
+        axes.bar_label(bar, fmt="%.2f", padding=3, fontsize=8)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.axvline(2, color="black", linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(networks)), networks, fontsize=8)
+    axes.set_ylim(len(networks) - 0.4, -0.6)
+    axes.set_xlabel("times as fast as one process; dotted: twice, the ideal", fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
+    finish(figure, path)
 
 
 def bars(rows: Sequence[Figure], title: str, path: Path) -> None:

@@ -21,6 +21,10 @@ from typing import Any
 import torch
 from timing import DEVICE, device_type
 
+# Rows of whole networks, after the network's name; users are shown a table and a chart of them.
+TIMES, FASTER = ": 2 ranks' time of half the input's", ": times as fast as one process"
+EXPECTED = "two ranks, times as fast as one process"
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -70,11 +70,12 @@ def test_best_and_median(module):
     assert module("report").best_and_median({"a": [3.0, 1.0, 7.0]}) == {"best": {"a": 1.0}, "median": {"a": 3.0}}
 
 
-def test_the_page_holds_the_results(module):
+@pytest.mark.parametrize("name", ["performance.md", "benchmarks.md"])
+def test_the_pages_hold_the_results(module, name):
     main = module("__main__")
-    parts, page = main.stored(main.RESULTS), main.PAGE.read_text()
+    parts, page = main.stored(main.RESULTS), (main.DOCS / name).read_text()
     plots = parts.get("plots", {})
-    assert page == main.with_section(page, main.section(parts, plots)), "run: python benchmarks --only --write"
+    assert page == main.with_section(page, main.PAGES[name](parts, plots)), "run: python benchmarks --only --write"
     assert all((main.RESULTS / file).is_file() for files in plots.values() for file in files)
 
 
