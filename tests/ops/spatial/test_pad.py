@@ -94,19 +94,19 @@ def sizes_and_bytes():
     mesh = shared_mesh(3)
     x = shard(data(1, 1, 12, 2), mesh, [Shard(2)], {0: (5, 4, 3)})
     with count_communication() as constant:
-        y = F.pad(x, (0, 0, 2, 1))
+        y = F.pad(x, (0, 0, 1, 2))
     with count_communication() as circular:
-        F.pad(x, (0, 0, 2, 1), mode="circular")
+        F.pad(x, (0, 0, 1, 2), mode="circular")
     with count_communication() as reflect:
-        F.pad(x, (1, 1, 2, 1), mode="reflect")
+        F.pad(x, (1, 1, 1, 2), mode="reflect")
     return y.shard_sizes, constant.bytes_sent, circular.bytes_sent, reflect.bytes_sent
 
 
 def test_only_circular_padding_travels_and_no_more_than_the_padding():
     for rank, (sizes, *sent) in enumerate(run_distributed(sizes_and_bytes, 3)):
-        assert sizes == {0: (7, 4, 4)}
-        # The first rank sends one row to the last one, the last one two rows to the first: rows of 2 doubles.
-        assert sent == [0, {0: 16, 1: 0, 2: 32}[rank], 0]
+        assert sizes == {0: (6, 4, 5)}
+        # The first rank sends two rows to the last one, the last one a row to the first: rows of 2 doubles.
+        assert sent == [0, {0: 32, 1: 0, 2: 16}[rank], 0]
 
 
 def partial_sums():
@@ -156,7 +156,7 @@ SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(sum)
 
 
 @given(SIZES, st.integers(-6, 6), st.integers(-6, 6))
-def test_sizes_keep_every_cut_where_it_was_in_the_input(sizes, left, right):
+def test_boundaries_stay_where_they_were_in_the_input(sizes, left, right):
     n = sum(sizes)
     new = n + left + right
     if new < 0:
@@ -165,7 +165,38 @@ def test_sizes_keep_every_cut_where_it_was_in_the_input(sizes, left, right):
     assert cuts[0] == 0 and cuts[-1] == new and list(cuts) == sorted(cuts)
     for c, moved in zip(boundaries_of(sizes), cuts):
         if 0 < c < n:
-            assert moved == min(max(c + left, 0), new)
+            assert moved == min(max(c + ((left + right) // 2 if left > right >= 0 else left), 0), new)
+
+
+class Causal(nn.Module):
+    """Layers that see the past, as those of video autoencoders do along time."""
+
+    def __init__(self, mode, kernel_size):
+        super().__init__()
+        self.mode, self.pad = mode, kernel_size - 1
+        self.layers = nn.ModuleList(nn.Conv1d(2, 2, kernel_size) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(F.pad(x, (self.pad, 0), mode=self.mode))
+        return x
+
+
+def causal(mode, kernel_size, sizes):
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, sum(sizes), dtype=torch.float64)
+    network = Causal(mode, kernel_size).double()
+    y = assert_matches_unsharded(
+        network, x, placements=[Shard(2)], shard_sizes={0: sizes}, mesh_shape=len(sizes), rtol=1e-10
+    )
+    return y.shard_sizes[0]
+
+
+@pytest.mark.parametrize("mode", ["constant", "replicate", "reflect"])
+@pytest.mark.parametrize("kernel_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("sizes", [(7, 5), (1, 6), (6, 0, 4), (1, 1, 10)])
+def test_causal_layers_keep_their_sizes(mode, kernel_size, sizes):
+    assert run_distributed(causal, len(sizes), mode, kernel_size, sizes) == [sizes] * len(sizes)
 
 
 @given(st.sampled_from(["reflect", "replicate", "circular"]), st.integers(1, 9), st.data())
