@@ -2,7 +2,9 @@
 
 [Note: alignment] For each mesh dim the first operand that shards an output dim there decides; a replicated operand is
 sharded locally, one that is sharded otherwise is exchanged, a Partial one is reduced. An operand that would have to be
-gathered is refused.
+gathered is refused. Of operands sharded along different dims, one of which has to be exchanged in any case, the one
+whose shards stay the most even decides: a residual connection brings what attention has left in shards of two frames
+back to shards of many rows.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTe
     """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``.
 
     On each mesh dim it is sharded like the first operand whose dim the other sharded ones can be sharded along, too:
-    not one along which they are broadcast, for which they would have to be gathered.
+    not one along which they are broadcast, for which they would have to be gathered. If there are several such dims,
+    like the first operand of the one with the most even shards.
     """
     if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
         return specs[0]
@@ -64,8 +67,13 @@ def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTe
             (dim, spec.sizes[m]) for spec in specs if (dim := _dim_on(spec, m, shape)) is not None and dim not in taken
         ]
         if shards:
-            common = (shard for shard in shards if all(_can_have(spec, m, shard[0], shape) for spec in specs))
-            dim, sizes = next(common, shards[0])
+            common = [shard for shard in shards if all(_can_have(spec, m, shard[0], shape) for spec in specs)]
+            first: dict[int, Any] = {}
+            for dim, sizes in common or shards[:1]:
+                first.setdefault(dim, sizes)
+            # A boundary that is off by one must not matter: what follows moves it by a few elements.
+            dim = min(first, key=lambda d: (max(first[d]) + 1) / max(1, shape[d]))
+            sizes = first[dim]
             taken.add(dim)
             layout.append(AxisLayout(Shard(dim), sizes))
         else:
