@@ -22,17 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import kernel
 from ...communication.exchange import Pending
 from ...communication.halo import Fetch, Narrow
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ...operators.declaration import Plan
 from ..common.alignment import cast, wide_dtype, widened
+from .volumes import Gradients, convolution_backward, convolve_volume, volume_backward
 
-_convolution_backward = kernel(torch.ops.aten.convolution_backward.default)
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 ONLY_INPUT = True, False, False
 
 
@@ -59,7 +56,8 @@ class LocalConvolution:
             return y if bias is None else y + _over_channels(bias, y)
         read = torch.constant_pad_nd(read, self.zeros) if self.zeros else read
         after = max(self.crop, default=0) > 0  # outputs that no input reaches: they are the bias
-        y = torch.convolution(read, weight, None if after else bias, *self.arguments)
+        kernel = convolve_volume if read.ndim == 5 else torch.convolution
+        y = kernel(read, weight, None if after else bias, *self.arguments)
         y = torch.constant_pad_nd(y, self.crop) if self.crop else y
         return y + _over_channels(bias, y) if after and bias is not None else y
 
@@ -67,8 +65,9 @@ class LocalConvolution:
         """Those of input, weight and bias, where they are needed."""
         need_x, need_w, need_b = needed
         empty = 0 in self.out_shape or not read.numel()
+        backward = volume_backward if read.ndim == 5 else convolution_backward
         if not (empty or self.zeros or self.crop) and any(needed):
-            found = _convolution_backward(grad, read, weight, self.out_shape[1:2], *self.arguments, needed)
+            found = backward(grad, read, weight, self.out_shape[1:2], *self.arguments, needed)
             # Asked for the bias's gradient, oneDNN returns the weight's, too; ranks that do not call it have none.
             return found[0], found[1] if need_w else None, found[2]
         grad_b = grad.sum([0, *range(2, grad.ndim)]) if need_b else None
@@ -79,7 +78,7 @@ class LocalConvolution:
         padded = torch.constant_pad_nd(read, self.zeros) if self.zeros else read
         grad = torch.constant_pad_nd(grad, [-n for n in self.crop]) if self.crop else grad
         mask = [need_x, need_w, False]
-        grad_x, grad_w, _ = _convolution_backward(grad, padded, weight, None, *self.arguments, mask)
+        grad_x, grad_w, _ = backward(grad, padded, weight, None, *self.arguments, mask)
         if grad_x is not None and self.zeros:
             grad_x = torch.constant_pad_nd(grad_x, [-n for n in self.zeros])
         return grad_x, grad_w, grad_b
