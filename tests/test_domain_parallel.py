@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
-from shardtensor.parallel import DomainParallel
+from shardtensor.parallel import DomainParallel, domain_parallel
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 Pair = namedtuple("Pair", "first second")
@@ -673,7 +675,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from shardtensor.parallel import DomainParallel
+from shardtensor.parallel import DomainParallel, domain_parallel
 
 class Model(nn.Module):
     def __init__(self):
@@ -725,3 +727,75 @@ def test_a_warning_at_the_end(tmp_path, styles, calls, end, text):
         _, said = process.communicate(timeout=120)
         assert (process.returncode != 0) == bool(end)
         assert "DomainParallel was applied" not in said if text is None else " ".join(said.split()).count(text) == 1
+
+
+# -- the faster way ----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """On which a call takes one time on shards, and another without."""
+
+    def __init__(self, on_shards, without):
+        self.seconds, self.now, self.began = (on_shards, without), 0.0, False
+
+    def __call__(self, way):
+        self.began = not self.began
+        if not self.began:
+            self.now += self.seconds[way.without_shards]
+        return self.now
+
+
+def faster_way(clocks, grad, output):
+    mesh = shared_mesh(2)
+    clock = Clock(*clocks[mesh.get_local_rank()])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU()).double()
+    plain = copy.deepcopy(model)
+    style = DomainParallel(inputs=Shard(2), outputs=output, when="auto")
+    parallelize_module(model, mesh, style)
+    sent, logged = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger = logging.getLogger("shardtensor")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    with torch.set_grad_enabled(grad), mock.patch.object(domain_parallel._FasterWay, "_now", lambda way: clock(way)):
+        for shape in [(1, 2, 7, 6)] * 7 + [(1, 2, 5, 6)]:
+            x = torch.randn(shape, dtype=torch.float64, generator=seeded(len(sent)))
+            with count_communication() as counted:
+                y = model(x)
+            sent.append(counted.messages > 0)
+            whole = y.full_tensor() if isinstance(y, DTensor) else y
+            torch.testing.assert_close(whole, plain(x), rtol=1e-10, atol=1e-12)
+            assert isinstance(y, ShardTensor) == output.is_shard()
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    return sent, logged
+
+
+TRIED = [True, True, False, False]
+
+
+@pytest.mark.parametrize("output", [Replicate(), Shard(2)])
+@pytest.mark.parametrize(
+    ("clocks", "grad", "after", "text"),
+    [
+        (((0.05, 0.02), (0.03, 0.03)), False, [*TRIED, False, False, False], "without shards: 50.0 ms on shards, 30.0"),
+        (((0.02, 0.05), (0.03, 0.01)), False, [*TRIED, True, True, True], "on shards: 30.0 ms on shards, 50.0 ms"),
+        (((0.02, 0.01), (0.2, 0.01)), False, [True] * 7, ""),
+        (((0.05, 0.02), (0.03, 0.03)), True, [True] * 7, ""),
+    ],
+    ids=["without", "on shards", "long", "with gradients"],
+)
+def test_the_faster_way_is_kept_on_all_ranks(clocks, grad, after, text, output):
+    for sent, logged in run_distributed(faster_way, 2, clocks, grad, output):
+        assert sent == [*after, True]  # inputs of another shape begin on shards
+        assert [text in line for line in logged] == [True] * bool(text)
+
+
+def test_errors_of_the_faster_way():
+    with pytest.raises(ValueError, match="when='sometimes'"):
+        DomainParallel(inputs=Shard(2), outputs=Replicate(), when="sometimes")
+    with pytest.raises(ValueError, match="give one layout for all outputs"):
+        DomainParallel(inputs=Shard(2), outputs=None, when="auto")

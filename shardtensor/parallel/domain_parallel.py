@@ -4,19 +4,28 @@
 tensors below the place where it stands, as far as they have the dims that it shards: with ``Shard(3)`` images,
 masks and the maps of a pyramid are sharded, but time steps and prompts are not. If there are tensors and none of them
 has these dims, that is an error.
+
+[Note: the faster way] Small inputs take longer on shards than on one device: what is sent, and the host, do not shrink
+with them. With ``when="auto"`` both ways are tried. Of the calls with inputs of these shapes, the second one on shards
+and the second one without are timed, results included, on the slowest rank, of which all ranks tell each other; the
+faster one is kept. The first ones make plans and fill caches. What takes long on shards is not tried without: one
+device may not hold it. And nothing is tried where gradients are recorded, whose backward pass is not seen here.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -28,7 +37,7 @@ from ..dispatch.implicit_replication import implicit_replication
 from ..dispatch.tensor import ShardTensor, promote
 from ..layout.geometry import aligned_sizes
 from ..layout.placements import ShardSizes
-from ..ranks.agreement import compare_histories
+from ..ranks.agreement import compare_histories, gather_over_mesh
 from ..ranks.equal_values import check_plain
 from ..ranks.first_use import FirstCalls
 from .styled_methods import Style, apply_style
@@ -37,6 +46,8 @@ from .styled_methods import Style, apply_style
 Layout = tuple[Placement, ...]
 # Layouts by name or by index, nested; None: leave it as it is. What users give is turned into these by _normalized.
 Layouts = Layout | Mapping[Any, Any] | None
+
+_log = logging.getLogger(__name__)
 
 _NO_GRAPH = (
     "DomainParallel makes ShardTensors; compile the module's forward (module.forward = torch.compile(...)) instead"
@@ -74,6 +85,10 @@ class DomainParallel(ParallelStyle):
             are plain, and those that are sharded are ShardTensors.
         implicit_replication: whether the module runs inside :func:`shardtensor.implicit_replication`, so that sharded
             values can be written to tensors that it makes itself. It takes the host a few microseconds per operator.
+        when: "always", or "auto": without gradients, plain inputs for which that is faster run on every rank without
+            shards. That is found out in the first four calls with inputs of these shapes, if they take less than 0.1
+            seconds on shards, and logged (``logging.getLogger("shardtensor")``, level INFO). Results are laid out
+            alike. It needs one layout for all outputs.
 
     Raises:
         TypeError, ValueError: layouts that are none, or, when the style is applied, that do not fit the mesh or the
@@ -103,8 +118,11 @@ class DomainParallel(ParallelStyle):
         use_local_output: bool | None = None,
         implicit_replication: bool = True,
         methods: Sequence[str] = ("forward",),
+        when: str = "always",
     ) -> None:
         super().__init__()
+        if when not in ("always", "auto"):
+            raise ValueError(f'when={when!r}: "always" or "auto"')
         if isinstance(methods, str) or not methods or not all(isinstance(name, str) for name in methods):
             raise TypeError(f"methods={methods!r}: a tuple of names of methods")
         multiples = tuple(align.values()) if isinstance(align, Mapping) else (align,)
@@ -114,6 +132,12 @@ class DomainParallel(ParallelStyle):
             raise ValueError(f"shard_sizes={shard_sizes!r} and align={align!r}: give only one of them")
         self.inputs = _normalized("inputs", inputs)
         self.outputs = _normalized("outputs", outputs)
+        if when == "auto" and not isinstance(self.outputs, tuple):
+            raise ValueError(
+                f'outputs={outputs!r} and when="auto": what is left as it is would be sharded or plain, as the call '
+                "runs; give one layout for all outputs"
+            )
+        self.when = when
         self.shard_sizes = shard_sizes
         self.align = align
         self.use_local_output = use_local_output
@@ -133,8 +157,9 @@ class DomainParallel(ParallelStyle):
         signatures = {method: inspect.signature(getattr(module, method)) for method in self.methods}
         parameters = {method: _Parameters.of(f"{name}.{method}", given) for method, given in signatures.items()}
         inputs = {method: own.by_name(self.inputs) for method, own in parameters.items()}
-        context = partial(implicit_replication, device_mesh) if self.implicit_replication else nullcontext
+        on_shards = partial(implicit_replication, device_mesh) if self.implicit_replication else nullcontext
         checks = _Checks(f"plain inputs of {name} (DomainParallel)", device_mesh)
+        faster = _FasterWay(name, device_mesh) if self.when == "auto" and device_mesh.size() > 1 else None
 
         def shard(tensor: Tensor, layout: Layout) -> Tensor:
             return _laid_out(tensor, device_mesh, layout, self._sizes(tensor, device_mesh, layout))
@@ -150,16 +175,25 @@ class DomainParallel(ParallelStyle):
         def as_given(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             values, layouts = parameters[method].named(args, kwargs), inputs[method]
             here = {k: own for k, own in layouts.items() if k in values} if isinstance(layouts, dict) else layouts
-            checks.before(method, list(_tensors(values, here, "inputs")))
+            tensors = list(_tensors(values, here, "inputs"))
+            checks.before(method, tensors)
+            if faster and faster.begin(method, tensors):
+                return args, kwargs
             placed = _placed(values, here, shard, "inputs")
             new_kwargs = {name: placed.pop(name) for name in kwargs}
             return parameters[method].unnamed(placed), new_kwargs
 
+        def context() -> AbstractContextManager[Any]:
+            return nullcontext() if faster and faster.without_shards else on_shards()
+
         def returned(output: Any) -> Any:
             checks.after()
-            return _placed(output, self.outputs, give_back, "output")
+            result = _placed(output, self.outputs, give_back, "output")
+            if faster:
+                faster.end()
+            return result
 
-        style = Style(as_given, returned, context)
+        style = Style(as_given, context, returned)
         for method in self.methods:
             apply_style(module, method, style, _NO_GRAPH)
         return module
@@ -176,7 +210,16 @@ class DomainParallel(ParallelStyle):
         return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in aligned.items()}
 
     def __repr__(self) -> str:
-        options = ("inputs", "outputs", "shard_sizes", "align", "use_local_output", "implicit_replication", "methods")
+        options = (
+            "inputs",
+            "outputs",
+            "shard_sizes",
+            "align",
+            "use_local_output",
+            "implicit_replication",
+            "methods",
+            "when",
+        )
         return f"DomainParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
 
 
@@ -202,6 +245,73 @@ class _Checks:
         due, self._due = self._due, False
         if due:
             compare_histories("DomainParallel", self._mesh)
+
+
+class _FasterWay:
+    """Whether a call runs on shards or without, see [Note: the faster way].
+
+    Attributes:
+        without_shards: how the call that has begun last runs.
+    """
+
+    _TRIED = (False, False, True, True)  # without shards?
+    _SECONDS = 0.1  # on shards, beyond which nothing is tried without
+    _MOST = 64  # shapes; what comes later runs on shards
+
+    def __init__(self, name: str, mesh: DeviceMesh) -> None:
+        self._name, self._mesh = name, mesh
+        self._kept: dict[Any, bool] = {}
+        self._times: dict[Any, list[float]] = {}
+        self._key: Any = None
+        self._started = 0.0
+        self.without_shards = False
+
+    def begin(self, method: str, given: Sequence[tuple[str, Tensor]]) -> bool:
+        """Choose the way of a call; collective where times are compared."""
+        self._key, self.without_shards = None, False
+        tensors = [t for _, t in given]
+        if torch.is_grad_enabled() or not tensors or any(isinstance(t, DTensor) or is_traced(t) for t in tensors):
+            return False
+        key = (method, *((tuple(t.shape), t.dtype) for t in tensors))
+        if key not in self._kept and (key in self._times or len(self._times) < self._MOST):
+            times = self._times.setdefault(key, [])
+            self._compare(key, times)
+            if key not in self._kept:
+                self._key, self.without_shards = key, self._TRIED[len(times)]
+                self._started = self._now()
+                return self.without_shards
+        self.without_shards = self._kept.get(key, False)
+        return self.without_shards
+
+    def _compare(self, key: Any, times: Sequence[float]) -> None:
+        """Keep a way, where these times tell which."""
+        if len(times) == 2 and self._slowest(times[1]) > self._SECONDS:
+            self._kept[key] = False
+        if len(times) == len(self._TRIED):
+            on_shards, without = (self._slowest(times[i]) for i in (1, 3))
+            self._kept[key] = without < on_shards
+            method, *shapes = key
+            _log.info(
+                "%s.%s of %s runs %s shards: %.1f ms on shards, %.1f ms without",
+                *(self._name, method, ", ".join(str(shape) for shape, _ in shapes)),
+                *("without" if self._kept[key] else "on", on_shards * 1e3, without * 1e3),
+            )
+
+    def end(self) -> None:
+        if self._key is not None:
+            self._times[self._key].append(self._now() - self._started)
+        self._key = None
+
+    def _now(self) -> float:
+        """When the device has done what it was given so far."""
+        if self._mesh.device_type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def _slowest(self, seconds: float) -> float:
+        """The largest of all ranks' seconds."""
+        told = gather_over_mesh([round(seconds * 1e9)], self._mesh, "times of DomainParallel")
+        return max(row[0] for row in told.values()) / 1e9
 
 
 # -- layouts as they are given ----------------------------------------------------------------------------------------

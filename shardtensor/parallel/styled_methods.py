@@ -37,13 +37,13 @@ class Style:
 
     Attributes:
         given: makes the arguments of a method from those of the caller: ``given(method, args, kwargs)``.
+        context: what the method runs in; asked for after that.
         returned: makes the result from what the method returns.
-        context: what the method runs in.
     """
 
     given: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
-    returned: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
+    returned: Callable[[Any], Any]
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class _Use:
 class _Call:
     """A call of a styled method: whose it is, and what to leave when it ends."""
 
-    def __init__(self, use: _Use, module: nn.Module, style: Style) -> None:
+    def __init__(self, use: _Use, module: nn.Module) -> None:
         self.use, self.module, self.contexts = use, module, ExitStack()
         self.is_inner = _runs(use, module)
         if not use.ran:
@@ -78,8 +78,12 @@ class _Call:
         outer = _calls.get()
         _calls.set((*outer, self))
         self.contexts.callback(_calls.set, outer)
-        if not self.is_inner:
-            self.contexts.enter_context(style.context())
+
+    def given(self, style: Style, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """What the method gets, which then runs in the style's context."""
+        arguments = style.given(method, args, kwargs)
+        self.contexts.enter_context(style.context())
+        return arguments
 
 
 _calls: ContextVar[tuple[_Call, ...]] = ContextVar("calls of styled methods", default=())
@@ -109,7 +113,8 @@ def apply_style(module: nn.Module, method: str, style: Style, no_graph: str) -> 
 def _hook_forward(module: nn.Module, _: str, style: Style, use: _Use, decorate: Callable[[Any], Any]) -> None:
     @decorate
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if _Call(use, called, style).is_inner else style.given("forward", args, kwargs)
+        call = _Call(use, called)
+        return None if call.is_inner else call.given(style, "forward", args, kwargs)
 
     @decorate
     def leave(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -133,11 +138,11 @@ def _replace(module: nn.Module, method: str, style: Style, use: _Use, decorate: 
     @wraps(bound)
     def styled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = MethodType(bound.__func__, self) if is_own else bound
-        call = _Call(use, self, style)
+        call = _Call(use, self)
         with call.contexts:
             if call.is_inner:
                 return function(*args, **kwargs)
-            args, kwargs = style.given(method, args, kwargs)
+            args, kwargs = call.given(style, method, args, kwargs)
             output = function(*args, **kwargs)
         return style.returned(output)
 
