@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -74,39 +74,15 @@ class Norm(Plan):
 
     def _of_parameter(self, contribution: Tensor, i: int) -> Tensor:
         """The gradient of weight (0) or bias (1), from what belongs to the shard; zeros for what other ranks hold."""
-        mine = self._of_part(contribution, i)
-        return self._among_zeros([mine], self.metas[i])[0] if self.narrows[i] else mine
-
-    def _of_part(self, contribution: Tensor, i: int) -> Tensor:
-        """The gradient of what this rank uses of weight (0) or bias (1)."""
-        meta = self.metas[i]
+        meta, geometry = self.metas[i], self.geometry
         assert meta is not None
         dtype = wide_dtype(meta.dtype) if self.sums else meta.dtype
         mine = contribution if contribution.dtype == dtype else contribution.to(dtype)
-        return mine if mine.ndim == len(meta.shape) == 1 else mine.reshape(self.geometry.own_shape(meta.shape))
-
-    def _among_zeros(self, parts: Sequence[Tensor], meta: TensorMeta | None) -> Sequence[Tensor]:
-        """Gradients of such parts among zeros: of weight and bias, which are alike, by one operator if possible."""
-        assert meta is not None
-        shape = meta.shape
-        for d, start, n in self.geometry.intervals:
-            if d < len(shape):
-                around = [list(parts[0].shape) for _ in range(2)]
-                around[0][d], around[1][d] = start, shape[d] - start - n
-                zero = constant_like(_zero(parts[0].dtype, parts[0].device), parts[0])
-                before, after = (zero.expand(s) for s in around)
-                pieces = [[before, t, after] for t in parts]
-                if d or len(parts) == 1:
-                    parts = [torch.cat(of_one, d) for of_one in pieces]
-                else:
-                    parts = torch.cat([t for of_one in pieces for t in of_one]).chunk(len(parts))
-        return parts
-
-
-@cache
-def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), untraced():
-        return torch.zeros((), dtype=dtype, device=device)
+        if not self.narrows[i]:
+            return mine if mine.ndim == len(meta.shape) == 1 else mine.reshape(geometry.own_shape(meta.shape))
+        full = mine.new_zeros(meta.shape)
+        geometry.own_part(full).copy_(mine.reshape(geometry.own_shape(meta.shape)))  # type: ignore[union-attr]
+        return full
 
 
 # -- local norm --------------------------------------------------------------------------------------------------------
@@ -431,7 +407,17 @@ class RowNorm(ShardedNorm):
         self.row = math.prod(geometry.view[geometry.first :])
         self.rows, self.eps = (1, self.sets, self.row), geometry.eps
         # Large ones rather travel while the backward pass goes on.
-        self.defers = self.defers or sum(m.shape.numel() for m in self.metas if m is not None) > _SMALL_WEIGHT
+        small = sum(m.shape.numel() for m in self.metas if m is not None) <= _SMALL_WEIGHT
+        self.defers = self.defers or not small
+        # Zeros around this rank's part of weight and bias, where both are small and it is some of their rows.
+        intervals, (weight, *_) = geometry.intervals, self.metas
+        self.around: list[Tensor] = []
+        if small and len(self.metas) == 2 and all(self.narrows) and len(intervals) == 1 and intervals[0][0] == 0:
+            assert weight is not None
+            ((_, start, n),) = intervals
+            with torch.inference_mode(False), untraced():
+                zero = torch.zeros((), dtype=self.statistics.dtype, device=call.device)
+                self.around = [zero.expand(k, *weight.shape[1:]) for k in (start, weight.shape[0] - start - n)]
 
     def _by_kernels(
         self, kernels: DeviceKernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
@@ -461,7 +447,7 @@ class RowNorm(ShardedNorm):
         y = normalized((x if x.dtype == dtype else x.to(dtype)).contiguous().view(self.rows)).view(self.geometry.view)
         w, b = self._affine(weight, 0), self._affine(bias, 1)
         if w is not None:
-            y = y.mul_(w) if b is None else torch.addcmul(b, y, w)
+            y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
         elif b is not None:
             y.add_(b)
         return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape)
@@ -521,8 +507,11 @@ class RowNorm(ShardedNorm):
             # Of the bias the kernel takes what its gradient is to be like.
             given = grad, x, (self.row,), mean, rstd, w, x[0] if w is None else w
             found = _layer_norm_backward(*given, (False, *mask, False)[:3])[1:]
-        if len(mask) == 2 and all(mask) and all(self.narrows):
-            return list(self._among_zeros([self._of_part(g, i) for i, g in enumerate(found)], self.metas[0]))
+        if self.around and all(mask) and self.sums:  # by one operator
+            assert self.metas[0] is not None
+            before, after = (constant_like(zeros, grad) for zeros in self.around)
+            w, b = (t.view(self.geometry.own_shape(self.metas[0].shape)) for t in found)
+            return list(torch.cat([before, w, after, before, b, after]).chunk(2))
         return [None if not need else self._of_parameter(found[i], i) for i, need in enumerate(mask)]
 
 
