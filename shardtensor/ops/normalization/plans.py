@@ -345,7 +345,7 @@ class ShardedNorm(Norm):
         if needed[0]:
             dx = torch.empty_like(x) if self.empty else of_input(*totals)
             dx = (dx if dx.dtype == x.dtype else dx.to(x.dtype)).reshape(x.shape)
-            copied = dx.is_contiguous() and not x.is_contiguous()
+            copied = not x.is_contiguous() and dx.is_contiguous()
             result[0] = torch.empty_like(x).copy_(dx) if copied else dx
         return result if finish is None else [result[0], *finish()[1:]]
 
@@ -364,12 +364,16 @@ class ShardedNorm(Norm):
         """
         send, places = list(sums) if needed[0] else [], {}
         for i, g in enumerate(of_parameters):
-            place = next((j for j, t in enumerate(send) if t is g), len(send))
             if g is None or not needed[i + 1]:
                 of_parameters[i] = None
-            elif self.total is not None and self.total.needed[i + 1]:
-                send[place:] = send[place:] or [g]
+                continue
+            place = 0
+            while place < len(send) and send[place] is not g:
+                place += 1
+            if self.total is not None and self.total.needed[i + 1]:
                 places[i] = place
+                if place == len(send):
+                    send.append(g)
             elif place < len(send):  # a contribution, where the sums are made in place
                 of_parameters[i] = g.clone()
         for merge in self.statistics.merges if any(t.numel() for t in send) else ():
@@ -661,8 +665,13 @@ class ChannelNorm(ShardedNorm):
         found = [self._of_sets(sums, scale)] if apart else list(sums)
 
         def of_input(*totals: Tensor) -> Tensor:
-            found = totals if self.per_set == 1 else (totals[0] if apart else self._of_sets(totals, scale)).unbind()
-            return self._of_input(x, grad, moments, of_sets, scale, found, columns)
+            if self.per_set != 1:
+                weighted = totals[0] if apart else self._of_sets(totals, scale)
+                slope, offset = weighted.mul_(-1 / max(self.geometry.count, 1)).unbind()
+            else:
+                factor = scale / -(of_sets[2] if len(of_sets) == 3 else max(self.geometry.count, 1))
+                slope, offset = totals[0] * factor, totals[1] * factor
+            return self._of_input(x, grad, moments, of_sets, scale, slope, offset, columns)
 
         return found, of_parameters, of_input
 
@@ -677,19 +686,17 @@ class ChannelNorm(ShardedNorm):
         moments: Tensor,
         of_sets: Tensor,
         scale: Tensor,
-        totals: Sequence[Tensor],
+        slope: Tensor,
+        offset: Tensor,
         columns: Columns | None,
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
 
         Args:
             scale: ``rstd * w`` of the channels.
-            totals: the sums of ``grad * xhat`` and of ``grad``, over channels; or of ``scale`` times that, over sets.
+            slope, offset: of ``xhat``, by sets.
         """
         view, eps = self.of_sets, self.geometry.eps
-        counted = of_sets[2] if len(of_sets) == 3 else max(self.geometry.count, 1)
-        factor = scale / -counted if self.per_set == 1 else -1 / counted
-        slope, offset = (t * factor for t in totals)
         if self.per_set != 1 and columns is None and is_traced(x):  # compilers fuse what has one view, by channels
             slope, offset = (t.repeat_interleave(self.per_set) for t in (slope, offset))
             of_sets, view = moments, self.channels
