@@ -42,6 +42,13 @@ def c10d_all_to_all(
     return work
 
 
+def c10d_all_gather_coalesced(
+    outs: list[torch.Tensor], inps: list[torch.Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """All ranks' tensors, of each of several contiguous ones, in one collective."""
+    return group.allgather_into_tensor_coalesced(outs, inps, _ALL_GATHER)
+
+
 def c10d_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dist.Work:
     """``dist.all_reduce(..., async_op=True)`` of a tensor of real numbers."""
     return group.allreduce([tensor], _all_reduce_options(op))

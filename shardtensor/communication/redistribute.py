@@ -29,7 +29,14 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from .._compat import untraced
-from .._compat.c10d import c10d_all_gather, c10d_all_reduce, c10d_all_reduce_coalesced, group_along, process_group
+from .._compat.c10d import (
+    c10d_all_gather,
+    c10d_all_gather_coalesced,
+    c10d_all_reduce,
+    c10d_all_reduce_coalesced,
+    group_along,
+    process_group,
+)
 from ..layout.caches import cached
 from ..layout.geometry import Interval, intervals_of, length, resized
 from ..layout.placements import AxisLayout, wide_dtype
@@ -303,6 +310,22 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     if local.is_complex():
         wire, local = torch.view_as_real(gathered), torch.view_as_real(local.resolve_conj())
     wait_for(c10d_all_gather(wire.view(-1), local.contiguous().view(-1), group), gathered, group)
+    return gathered
+
+
+def all_gather_each(locals_: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """What :func:`all_gather` gives of each of several tensors of one shape and dtype: ``(tensors, ranks, *shape)``.
+
+    One collective, into which devices need not pack them.
+    """
+    first, ranks = locals_[0], group.size()
+    if ranks == 1 or not first.numel() or first.is_complex() or type(first) is not Tensor:
+        return all_gather(torch.stack(list(locals_)), group).movedim(0, 1)
+    begin("all-gather", first, group, len(locals_) * first.numel())
+    gathered = first.new_empty((len(locals_), ranks, *first.shape))
+    flat = list(gathered.view(len(locals_), -1).unbind())
+    sent = [t.contiguous().view(-1) for t in locals_]
+    wait_for(c10d_all_gather_coalesced(flat, sent, group), gathered, group)
     return gathered
 
 

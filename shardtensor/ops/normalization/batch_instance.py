@@ -73,19 +73,20 @@ class RunningNorm(ChannelNorm):
             self._mix(buffer, value)
 
     def _mix(self, buffer: Tensor | None, value: Tensor) -> None:
-        if buffer is not None and buffer.dtype == value.dtype:
-            buffer.lerp_(value, self.momentum)
-        elif buffer is not None:
-            buffer.copy_(self.momentum * value + (1 - self.momentum) * buffer)
+        if buffer is not None:
+            buffer.lerp_(value if buffer.dtype == value.dtype else value.to(buffer.dtype), self.momentum)
 
     def _running(self, buffers: Sequence[Tensor | None]) -> tuple[Tensor | None, float]:
-        var = buffers[1]
-        fits = self.batch is None and self.sharded_channels is None and var is not None
-        return (var if fits and var.dtype == self.statistics.dtype else None), self.momentum  # type: ignore[union-attr]
+        var, dtype = buffers[1], self.statistics.dtype
+        if var is None or self.batch is not None or self.sharded_channels is not None:
+            return None, 0.0
+        # The kernel gives the unbiased variance where it updates another one.
+        return (var, self.momentum) if var.dtype == dtype else (var.new_zeros(var.shape, dtype=dtype), 1.0)
 
-    def _note_merged(self, mean: Tensor, rstd: Tensor, *buffers: Tensor | None) -> None:
-        if self._running(buffers)[0] is not None:
+    def _note_merged(self, mean: Tensor, rstd: Tensor, updated: Tensor | None, *buffers: Tensor | None) -> None:
+        if updated is not None:
             self._mix(buffers[0], mean)
+            self._mix(buffers[1] if updated is not buffers[1] else None, updated)
         elif any(buffer is not None for buffer in buffers):
             self._note(torch.stack((mean, rstd.pow(-2).sub_(self.geometry.eps))), *buffers)
 

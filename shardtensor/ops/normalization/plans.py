@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..._compat import (
-    AutogradFunction,
-    TensorMeta,
-    batch_norm_legit,
-    has_kernels_of_sync_batch_norm,
-    kernel,
-    untraced,
-)
-from ...communication.redistribute import all_gather, all_reduce, start_sums
+from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, constant_like, kernel, untraced
+from ...communication.redistribute import all_reduce, start_sums
 from ...communication.tracing import is_traced
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand, Plan
 from ...operators.weight_gradients import GradientSum, contributing
 from ..common.alignment import wide_dtype, widened
-from .statistics import Columns, Geometry, Statistics, centered, channels_are_last, columns_of, sums_of_channels
+from .statistics import (
+    Columns,
+    DeviceKernels,
+    Geometry,
+    Statistics,
+    centered,
+    channels_are_last,
+    columns_of,
+    sums_of_channels,
+)
 
 Kept = tuple[Tensor, tuple[Tensor, ...]]  # a local result, and what its gradient needs besides
-# Sums of each channel, what weighs them in the sums of sets, and the input's gradient by the sums of all ranks' sets.
-Prepared = tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]
+OfSums = Callable[..., Tensor]
+# Sums over a shard's sets, its gradients of weight and bias, and the input's gradient by those sums over all ranks.
+Prepared = tuple[list[Tensor], list[Tensor | None], OfSums]
 
 
 class Norm(Plan):
@@ -75,7 +79,7 @@ class Norm(Plan):
         dtype = wide_dtype(meta.dtype) if self.sums else meta.dtype
         mine = contribution if contribution.dtype == dtype else contribution.to(dtype)
         if not self.narrows[i]:
-            return mine if mine.ndim == 1 else mine.reshape(geometry.own_shape(meta.shape))
+            return mine if mine.ndim == len(meta.shape) == 1 else mine.reshape(geometry.own_shape(meta.shape))
         full = mine.new_zeros(meta.shape)
         geometry.own_part(full).copy_(mine.reshape(geometry.own_shape(meta.shape)))  # type: ignore[union-attr]
         return full
@@ -263,26 +267,49 @@ def _with_shape(y: Tensor, x: Tensor) -> Tensor:
 
 # The plans of normalizations whose ranks have to communicate: their common part, and that of layer and RMS norm.
 #
-# Layer and RMS norm have a weight for each normalized element, so torch's kernels cannot be given the statistics of
-# all ranks: elementwise operators on the centered shard, most of them in place. The input is centered before it is
-# scaled, as ``x * scale + shift`` would lose a large mean's digits.
+# The kernel of batch norm with given statistics scales every channel in one pass, and its gradient's kernel sums what
+# the gradients of weight, bias and statistics are made of. Layer and RMS norm, which have a weight for each normalized
+# element, are batch norm of a batch of one, whose channels are what shares a mean, and weighing is another operator.
+
+# Elements of weight and bias up to which their gradients travel with the sums that the input's waits for.
+_SMALL_WEIGHT = 1 << 17
 
 
 class ShardedNorm(Norm):
-    """Normalization with statistics of all ranks."""
+    """Normalization with statistics of all ranks.
+
+    In what follows a *set* is what shares a mean.
+    """
 
     saves = (0, 1)
 
-    def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
+    def __init__(
+        self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None, per_set: int = 1
+    ) -> None:
         super().__init__(call, geometry, dtype, *parameters)
         self.statistics = Statistics(geometry, call.device)
+        self.sets, self.per_set = self.statistics.sets, per_set
+        self.kernels = DeviceKernels.of(geometry, self.statistics, call.device, per_set)
+        # The gradients of the parameters may travel with the sums that the input's needs; those over the mesh dims that
+        # shard other dims go apart.
+        merged = [m for m, _ in geometry.merges]
+        self.defers = not merged
+        self.rest = tuple(m for m in contributing(geometry.spec)[0] if m not in merged)
 
     def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if torch.is_grad_enabled():
             return self._differentiable(x, weight, bias), ()
+        if self.kernels is not None and self.statistics.replicas is None and not is_traced(x):
+            return self._by_kernels(self.kernels, x, weight, bias, *buffers)
         moments = self.statistics.of(x)
         self._note(moments, *buffers)
         return self._normalized(x, moments, weight, bias)
+
+    def _by_kernels(
+        self, kernels: DeviceKernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
+    ) -> Kept:
+        """The local result and what backward needs: mean and reciprocal standard deviation of each channel."""
+        raise NotImplementedError
 
     def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
         """The local result and what backward needs."""
@@ -295,6 +322,69 @@ class ShardedNorm(Norm):
         """The part of weight (0) or bias (1) that belongs to the shard, to broadcast against the view."""
         mine = self._own(parameter, i)
         return None if mine is None else mine.reshape(self.geometry.affine)
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, *kept: Tensor
+    ) -> list[Tensor | None]:
+        result: list[Tensor | None] = [None] * len(needed)
+        if grads[0] is None:
+            return result
+        prepare = self._sums_by_kernels if kept[0].ndim == 1 else self._sums
+        sums, of_parameters, of_input = prepare(needed, grads[0], x, weight, *kept)
+        totals = self._totals(needed, sums, of_parameters)
+        if self.statistics.replicas is not None and needed[0]:
+            totals = list(self.statistics.replicas.sum(torch.stack(totals)).unbind())
+        result[1 : 1 + len(of_parameters)] = (
+            g if g is None else self._complete(g, i) for i, g in enumerate(of_parameters)
+        )
+        finish = None
+        if self.total is not None and self.rest:
+            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
+        if needed[0]:
+            dx = torch.empty_like(x) if self.empty else of_input(*totals)
+            dx = (dx if dx.dtype == x.dtype else dx.to(x.dtype)).reshape(x.shape)
+            copied = not x.is_contiguous() and dx.is_contiguous()
+            result[0] = torch.empty_like(x).copy_(dx) if copied else dx
+        return result if finish is None else [result[0], *finish()[1:]]
+
+    def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
+        raise NotImplementedError
+
+    def _sums_by_kernels(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor
+    ) -> Prepared:
+        raise NotImplementedError
+
+    def _totals(self, needed: Sequence[bool], sums: list[Tensor], of_parameters: list[Tensor | None]) -> list[Tensor]:
+        """The sums over all ranks; put in place are, from the same message, those gradients of parameters that are
+        summed over the mesh dims over which statistics are, which may be some of ``sums``, and None for what is not
+        needed.
+        """
+        send, places = list(sums) if needed[0] else [], {}
+        for i, g in enumerate(of_parameters):
+            if g is None or not needed[i + 1]:
+                of_parameters[i] = None
+                continue
+            place = 0
+            while place < len(send) and send[place] is not g:
+                place += 1
+            if self.total is not None and self.total.needed[i + 1]:
+                places[i] = place
+                if place == len(send):
+                    send.append(g)
+            elif place < len(send):  # a contribution, where the sums are made in place
+                of_parameters[i] = g.clone()
+        for merge in self.statistics.merges if any(t.numel() for t in send) else ():
+            send = start_sums(send, merge.group, overwrite=True)()
+        for i, place in places.items():
+            of_parameters[i] = send[place]
+        return send[: len(sums)]
+
+    def _complete(self, gradient: Tensor, i: int) -> Tensor:
+        """The gradient of weight (0) or bias (1) as it is returned, from how it travels."""
+        return gradient
 
     # -- second derivatives ----------------------------------------------------------------------------------------
 
@@ -314,60 +404,119 @@ class ShardedNorm(Norm):
 
 
 class RowNorm(ShardedNorm):
-    """Layer norm (or RMS norm, if not centered) over dims of which some are sharded."""
+    """Layer norm (or RMS norm, if not centered) over the last dims, of which some are sharded: a set is a row."""
+
+    def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
+        super().__init__(call, geometry, dtype, *parameters)
+        self.row = math.prod(geometry.view[geometry.first :])
+        self.rows, self.eps = (1, self.sets, self.row), geometry.eps
+        # Large ones rather travel while the backward pass goes on.
+        small = sum(m.shape.numel() for m in self.metas if m is not None) <= _SMALL_WEIGHT
+        self.defers = self.defers or not small
+        # Zeros around this rank's part of weight and bias, where both are small and it is some of their rows.
+        intervals, (weight, *_) = geometry.intervals, self.metas
+        self.around: list[Tensor] = []
+        if small and len(self.metas) == 2 and all(self.narrows) and len(intervals) == 1 and intervals[0][0] == 0:
+            assert weight is not None
+            ((_, start, n),) = intervals
+            with torch.inference_mode(False), untraced():
+                zero = torch.zeros((), dtype=self.statistics.dtype, device=call.device)
+                self.around = [zero.expand(k, *weight.shape[1:]) for k in (start, weight.shape[0] - start - n)]
+
+    def _by_kernels(
+        self, kernels: DeviceKernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
+    ) -> Kept:
+        given = None if self.empty else x.contiguous().view(self.rows)
+        kept = kernels.moments(given)
+        if given is None:
+            return torch.empty_like(x, dtype=self.dtype), tuple(kept)
+        return self._weighted(x, lambda t: kernels.normalized(t, *kept), weight, bias), tuple(kept)
 
     def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
-        w, b = self._affine(weight, 0), self._affine(bias, 1)
-        moments = moments.view(len(moments), *self.statistics.shape)
-        y = centered(x.reshape(self.geometry.view), moments[0] if self.geometry.centered else None)
-        y.mul_((moments[-1] + self.geometry.eps).rsqrt_())
-        y = y if w is None else y.mul_(w)
-        y = y if b is None else y.add_(b)
-        return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape), (moments,)
+        if self.empty:
+            return torch.empty_like(x, dtype=self.dtype), (moments,)
+        mean, rstd = self._of_rows(moments)
+        return self._weighted(x, lambda t: centered(t, mean).mul_(rstd), weight, bias), (moments,)
 
-    def backward(
-        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, moments: Tensor
-    ) -> list[Tensor | None]:
-        result: list[Tensor | None] = [None] * len(needed)
-        if grads[0] is None:
-            return result
-        geometry = self.geometry
-        grad, x_view, w = grads[0].reshape(geometry.view), x.reshape(geometry.view), self._affine(weight, 0)
-        grad = grad if grad.dtype == moments.dtype else grad.to(moments.dtype)
-        mean, rstd = moments[0] if geometry.centered else None, (moments[-1] + geometry.eps).rsqrt_()
-        with_x = centered(x_view, mean).mul_(grad).mul_(rstd)
-        if needed[1]:
-            result[1] = self._of_parameter(with_x.sum_to_size(geometry.affine), 0)
-        if self.metas[1:] and needed[2]:
-            summed = grad.sum_to_size(geometry.affine)
-            result[2] = self._of_parameter(summed.clone() if summed.shape == grad.shape else summed, 1)
-        finish = None if self.total is None else self.total.start(result)
-        local = None
-        if needed[0]:
-            terms = (with_x,) if mean is None else (with_x, grad)
-            sums = [(t if w is None else t * w).sum(geometry.dims, keepdim=True) for t in terms]
-            local = self._of_input(grad, x_view, mean, rstd, w, sums)
-            local = (local if local.dtype == x.dtype else local.to(x.dtype)).reshape(x.shape)
-        result = result if finish is None else finish()
-        result[0] = local
-        return result
+    def _of_rows(self, moments: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Mean and reciprocal standard deviation, to broadcast against rows."""
+        mean = moments[0].unsqueeze(1) if self.geometry.centered else None
+        return mean, (moments[-1] + self.eps).rsqrt_().unsqueeze(1)
 
-    def _of_input(
-        self, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor | None, sums: list[Tensor]
+    def _weighted(
+        self, x: Tensor, normalized: Callable[[Tensor], Tensor], weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
+        """The result, rounded once."""
+        dtype = self.dtype if weight is None and bias is None else self.statistics.dtype
+        y = normalized((x if x.dtype == dtype else x.to(dtype)).contiguous().view(self.rows)).view(self.geometry.view)
+        w, b = self._affine(weight, 0), self._affine(bias, 1)
+        if w is not None:
+            y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
+        elif b is not None:
+            y.add_(b)
+        return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape)
 
-        Args:
-            sums: of ``w * grad * xhat``, and if centered of ``w * grad``, over the normalized dims of this shard.
-        """
-        means = torch.stack(sums).div_(max(self.geometry.count, 1))
-        for merge in self.statistics.merges:
-            means = all_reduce(means, merge.group) if means.numel() else means
-        means.mul_(rstd)
-        local = centered(x, mean).mul_(means[0].mul_(rstd).neg_())
-        if mean is not None:
-            local.sub_(means[1])
-        return local.addcmul_(grad if w is None else grad * w, rstd)
+    def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
+        (moments,) = kept
+        mean, rstd = self._of_rows(moments)
+        means = moments.new_zeros(self.sets) if mean is None else moments[0]
+        rstds = rstd.view(-1)
+        grad, x, weighted = self._in_rows(grad, x, weight)
+        if self.empty:
+            sums: Sequence[Tensor] = moments.new_zeros(2, self.sets).unbind()
+        else:
+            sums = sums_of_channels(x, weighted, means, rstds)
+
+        def of_input(*totals: Tensor) -> Tensor:
+            slope, *offset = (t.mul_(rstds).div_(-max(self.geometry.count, 1)).unsqueeze(1) for t in totals)
+            dx = centered(x, mean).mul_(slope * rstd)
+            return (dx.add_(offset[0]) if offset else dx).addcmul_(weighted, rstd)
+
+        of_elements = self._of_elements(needed, grad, x, weight, means, rstds)
+        return list(sums if self.geometry.centered else sums[:1]), of_elements, of_input
+
+    def _sums_by_kernels(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor
+    ) -> Prepared:
+        kernels, (mean, rstd) = self.kernels, kept
+        assert kernels is not None
+        grad, x, weighted = self._in_rows(grad, x, weight)
+        if self.empty:
+            sums: Sequence[Tensor] = mean.new_zeros(2, self.sets).unbind()
+        else:
+            sums = kernels.sums(weighted, x, mean, rstd)[:2]
+        of_elements = self._of_elements(needed, grad, x, weight, mean, rstd)
+        sums = list(sums if self.geometry.centered else sums[1:])
+        return sums, of_elements, partial(kernels.of_input, weighted, x, mean, rstd, None)
+
+    def _in_rows(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient and input in rows, and the weighted gradient, in one dtype."""
+        if x.dtype != grad.dtype or weight is not None:
+            x, grad = (t if t.dtype == self.statistics.dtype else t.to(self.statistics.dtype) for t in (x, grad))
+        grad, w = grad.contiguous(), self._affine(weight, 0)
+        weighted = grad if w is None else grad.view(self.geometry.view) * w
+        return grad.view(self.rows), x.contiguous().view(self.rows), weighted.view(self.rows)
+
+    def _of_elements(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
+    ) -> list[Tensor | None]:
+        """The gradients of weight and bias that belong to this shard, in the shape of all of them."""
+        mask = [need and m is not None for need, m in zip(needed[1:], self.metas, strict=False)]
+        if self.empty or not any(mask):
+            found: list[Any] = [x.new_zeros(self.row, dtype=mean.dtype) if need else None for need in mask]
+        else:
+            x, grad = (t[0] if t.dtype == mean.dtype else t[0].to(mean.dtype) for t in (x, grad))
+            w = self._own(weight, 0)
+            w = None if w is None else w.reshape(-1).to(mean.dtype)
+            # Of the bias the kernel takes what its gradient is to be like.
+            given = grad, x, (self.row,), mean, rstd, w, x[0] if w is None else w
+            found = _layer_norm_backward(*given, (False, *mask, False)[:3])[1:]
+        if self.around and all(mask) and self.sums:  # by one operator
+            assert self.metas[0] is not None
+            before, after = (constant_like(zeros, grad) for zeros in self.around)
+            w, b = (t.view(self.geometry.own_shape(self.metas[0].shape)) for t in found)
+            return list(torch.cat([before, w, after, before, b, after]).chunk(2))
+        return [None if not need else self._of_parameter(found[i], i) for i, need in enumerate(mask)]
 
 
 class _SumOverRanks(AutogradFunction):
@@ -396,242 +545,208 @@ class _SumOverRanks(AutogradFunction):
 # whose channels are those of all samples. That is for contiguous shards; for those with their channels last see
 # ``statistics.py``, and others are copied. Each rank decides that for itself: what is sent is the same.
 #
-# [Note: kernels of devices] CUDA has kernels for batch norm over processes, which torch's ``nn.SyncBatchNorm`` calls:
-# statistics of a shard, merged over ranks, and the gradient, each in one. With them the host launches half as many.
-# What ranks send are means and reciprocal standard deviations then, so all of them take this way, or none does: what it
-# depends on follows from the spec. ``F.group_norm`` on a device copies a tensor that has its channels last; so do we.
+# On devices that have them these are other kernels, see [Note: kernels of devices] in ``statistics.py``. They know
+# weights of whole sets only, so a group's gradient is weighted before, if it is small, or its sums are divided by the
+# weights.
+
+# Elements of a shard up to which launching a kernel takes as long as going through it.
+_LAUNCH = 1 << 20
+# Stands for a weight of zero, which nothing can be divided by.
+_NEXT_TO_ZERO = 1.7e-20
 
 
 class ChannelNorm(ShardedNorm):
     """Normalization over groups of entire channels.
 
-    In what follows a *set* is what shares a mean: a group of a sample, or a channel of the whole batch. Without weight
-    and bias a set counts as one channel. Numbers are kept per channel, for all samples that have sets of their own.
+    Without weight and bias a set counts as one channel. Numbers are kept per channel, for all samples that have sets of
+    their own.
     """
 
     def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
-        super().__init__(call, geometry, dtype, *parameters)
-        self.columns = self.statistics.columns = columns_of(geometry, self.statistics.on_cpu)
-        view, of_sets = geometry.view, self.statistics.shape
-        plain = all(p is None for p in parameters)
+        view, plain = geometry.view, all(p is None for p in parameters)
         inner = geometry.dims if plain else tuple(d for d in geometry.dims if geometry.affine[d] == 1)
-        of_channels = tuple(1 if d in inner else n for d, n in enumerate(view))
+        sets = math.prod(n for d, n in enumerate(view) if d not in geometry.dims)
+        channels = math.prod(n for d, n in enumerate(view) if d not in inner)
+        super().__init__(call, geometry, dtype, *parameters, per_set=channels // max(sets, 1))
+        self.columns = self.statistics.columns = columns_of(geometry, self.statistics.on_cpu)
         self.samples = 1 if 0 in geometry.dims else view[0]
         self.per_sample = torch.Size(geometry.affine).numel()
-        self.sets, channels = torch.Size(of_sets).numel(), torch.Size(of_channels).numel()
-        self.per_set = channels // max(self.sets, 1)
         batch = view[0] if 0 in geometry.dims else 1
         size = torch.Size(view).numel() // max(batch * channels, 1)
         # Shapes of a contiguous shard as the kernels get it, by channels and by sets.
-        self.channels, self.of_sets = (batch, channels, size), (batch, self.sets, self.per_set * size)
-        # Parameters that the kernels take as they are.
-        alike = (p is None or p.dtype == self.statistics.dtype for p in self.metas)
-        self.as_it_is = [
-            same and self.samples == 1 and not part for same, part in zip(alike, self.narrows, strict=True)
-        ]
-        # The gradients of the parameters then travel with the sums that the input's needs.
-        merged = [m for m, _ in geometry.merges]
-        self.defers = not merged
-        # The mesh dims that shard other dims, over which these gradients are summed apart.
-        self.rest = tuple(m for m in contributing(geometry.spec)[0] if m not in merged)
-        self.counts = self._counts_of_ranks(call.device)
-
-    def _counts_of_ranks(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """How many elements of a set the ranks have that have any: as CUDA's kernels take them, for merging and for the
-        gradient. None where these do not serve, see [Note: kernels of devices].
-        """
-        merges, geometry = self.statistics.merges, self.geometry
-        if not has_kernels_of_sync_batch_norm(device.type) or len(merges) != 1 or not merges[0].gathers:
-            return None
-        # Their indices are in 32 bits; and a part's variance has to be positive with eps for its root.
-        if geometry.count >= 1 << 31 or geometry.eps <= 0:
-            return None
-        with torch.inference_mode(False), untraced():
-            counts = (merges[0].weights.view(-1) * geometry.count).round_()
-            return counts, counts.to(torch.int32)
+        self.channels, self.of_sets = (batch, channels, size), (batch, sets, self.per_set * size)
+        # Parameters that the kernels take as they are; those of devices do in the dtype of the input, too.
+        given, entire = [m.dtype for m in self.metas if m is not None], self.samples == 1 and not any(self.narrows)
+        self.as_they_are = entire and all(d == self.statistics.dtype for d in given)
+        self.in_half = entire and all(d == dtype for d in given)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
-        if not torch.is_grad_enabled() and self._fuses(x):
-            return self._fused(x, weight, bias, *buffers)
-        if torch.is_grad_enabled() or x.is_contiguous() or self._columns(x) is not None:
-            return super()._forward(x, weight, bias, *buffers)
-        y, kept = super()._forward(x.contiguous(), weight, bias, *buffers)
-        return torch.empty_like(x, dtype=y.dtype).copy_(y), kept
+    def _by_kernels(
+        self, kernels: DeviceKernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
+    ) -> Kept:
+        given = None if self.empty else (x if x.dtype == self.dtype else x.to(self.dtype)).contiguous()
+        running, momentum = self._running(buffers)
+        mean, rstd = kernels.moments(None if given is None else given.view(self.of_sets), running, momentum)
+        self._note_merged(mean, rstd, running, *buffers)
+        if given is None:
+            return torch.empty_like(x, dtype=self.dtype), (mean, rstd)
+        w, b = (weight, bias) if self.in_half else (self._of_channels(weight, 0), self._of_channels(bias, 1))
+        y = kernels.normalized(given.view(self.channels), mean, rstd, w, b).view(x.shape)
+        return (y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y)), (mean, rstd)
 
-    def _columns(self, x: Tensor) -> Columns | None:
-        """How to go through a shard that is not contiguous; None if it is to be copied."""
-        return self.columns if self.columns is not None and channels_are_last(x) else None
+    def _running(self, buffers: Sequence[Tensor | None]) -> tuple[Tensor | None, float]:
+        """A running variance that the merging kernel is to update, if any, and with which momentum."""
+        return None, 0.0
+
+    def _note_merged(self, mean: Tensor, rstd: Tensor, updated: Tensor | None, *buffers: Tensor | None) -> None:
+        """Update the running statistics that the merging kernel has not."""
 
     def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
+        of_sets = moments
         if self.per_set != 1:
             moments = moments.repeat_interleave(self.per_set, 1)
+        kept = moments, of_sets
         mean, var, *_ = moments.unbind()
         w, b, eps = self._of_channels(weight, 0), self._of_channels(bias, 1), self.geometry.eps
         if self.empty:
-            return torch.empty_like(x, dtype=self.dtype), (moments,)
-        columns = None if x.is_contiguous() else self.columns
-        if columns is None:
-            x_view = x.view(self.channels)
-            x_view = x_view if x.dtype == self.dtype else x_view.to(self.dtype)
-            return torch.native_batch_norm(x_view, w, b, mean, var, False, 0.0, eps)[0].view(x.shape), (moments,)
-        y = columns.normalized(x if x.dtype == self.dtype else x.to(self.dtype), mean, var, w, b, eps)
-        return y if y.dtype == self.dtype else y.to(self.dtype), (moments,)
+            return torch.empty_like(x, dtype=self.dtype), kept
+        columns = self._columns(x)
+        given = x if x.dtype == self.dtype else x.to(self.dtype)
+        if columns is not None:
+            y = columns.normalized(given, mean, var, w, b, eps)
+            return y if y.dtype == self.dtype else y.to(self.dtype), kept
+        given = given.contiguous().view(self.channels)
+        y = torch.native_batch_norm(given, w, b, mean, var, False, 0.0, eps)[0].view(x.shape)
+        return y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y), kept
+
+    def _columns(self, x: Tensor) -> Columns | None:
+        """How to go through a shard that is not contiguous; None if it is to be copied."""
+        usable = self.columns is not None and not x.is_contiguous() and channels_are_last(x)
+        return self.columns if usable else None
 
     def _of_channels(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, for the channels of all samples."""
-        if parameter is None or self.as_it_is[i]:
+        if parameter is None or self.as_they_are:
             return parameter
         mine = self._own(parameter, i)
         assert mine is not None
         return (mine if self.samples == 1 else mine.repeat(self.samples)).to(self.statistics.dtype)
 
-    def _fuses(self, x: Tensor) -> bool:
-        return self.counts is not None and self.statistics.replicas is None and not is_traced(x)
-
-    def _fused(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
-        """By the kernels of devices. Kept are mean and reciprocal standard deviation of each channel."""
-        counts, (merge,), eps = self.counts, self.statistics.merges, self.geometry.eps
-        assert counts is not None
-        given = None if self.empty else (x if x.dtype == self.dtype else x.to(self.dtype)).contiguous()
-        if given is None:
-            own = x.new_zeros((2, self.sets * self.per_set), dtype=self.statistics.dtype)
-        else:
-            found = torch.batch_norm_stats(given.view(self.of_sets), eps)
-            own = torch.stack([t.unsqueeze(1).expand(-1, self.per_set) for t in found]).view(2, -1)
-        means, rstds = merge.of_those_that_have_any(all_gather(own, merge.group)).unbind(1)
-        # Relative to one of the means, so that what they have in common is not rounded.
-        first, (running, momentum) = means[0], self._running(buffers)
-        mean, rstd = torch.batch_norm_gather_stats_with_counts(
-            first, means - first, rstds, None, running, momentum, eps, counts[0]
-        )
-        mean.add_(first)
-        self._note_merged(mean, rstd, *buffers)
-        if given is None:
-            return torch.empty_like(x, dtype=self.dtype), (mean, rstd)
-        w, b = self._of_channels(weight, 0), self._of_channels(bias, 1)
-        y = torch.batch_norm_elemt(given.view(self.channels), w, b, mean, rstd, eps).view(x.shape)
-        return (y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y)), (mean, rstd)
-
-    def _running(self, buffers: Sequence[Tensor | None]) -> tuple[Tensor | None, float]:
-        """The running variance, if the merging kernel is to update it, and the momentum."""
-        return None, 0.0
-
-    def _note_merged(self, mean: Tensor, rstd: Tensor, *buffers: Tensor | None) -> None:
-        """Update the running statistics that the merging kernel has not."""
-
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def backward(
-        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, *kept: Tensor
-    ) -> list[Tensor | None]:
-        result: list[Tensor | None] = [None] * len(needed)
-        if grads[0] is None:
-            return result
-        prepare = self._fused_sums if len(kept) == 2 else self._sums
-        sums, w, of_input = prepare(grads[0], x, weight, *kept)
-        totals, result[1:3] = self._totals(needed, sums, w)
-        if self.statistics.replicas is not None and needed[0]:
-            totals = self.statistics.replicas.sum(totals)
-        finish = None
-        if self.total is not None and self.rest:
-            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
-        if needed[0]:
-            dx = torch.empty_like(x) if self.empty else of_input(totals)
-            dx = (dx if dx.dtype == x.dtype else dx.to(x.dtype)).reshape(x.shape)
-            copied = dx.is_contiguous() and not x.is_contiguous()
-            result[0] = torch.empty_like(x).copy_(dx) if copied else dx
-        return result if finish is None else [result[0], *finish()[1:]]
+    def _complete(self, gradient: Tensor, i: int) -> Tensor:
+        return self._of_parameter(gradient, i)
 
-    def _sums(self, grad: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor) -> Prepared:
+    def _of_weights(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of weight and bias, from those for the channels of all samples."""
+        if self.samples == 1:
+            return list(sums)
+        return [None if t is None else t.view(self.samples, self.per_sample).sum(0) for t in sums]
+
+    def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
+        moments, of_sets = kept
         if x.dtype != moments.dtype or grad.dtype != moments.dtype:
             x, grad = x.to(moments.dtype), grad.to(moments.dtype)
-        w, columns = self._of_channels(weight, 0), None if x.is_contiguous() else self._columns(x)
+        columns = self._columns(x)
         if columns is None:
             x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
         mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
         if self.empty:
-            sums = moments.new_zeros(2, moments.shape[1])
+            sums: Sequence[Tensor] = moments.new_zeros(2, moments.shape[1]).unbind()
         else:
             sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
-        return sums, w, lambda totals: self._of_input(x, grad, moments, rstd, w, totals, columns)
-
-    def _fused_sums(self, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> Prepared:
         w = self._of_channels(weight, 0)
-        if self.per_set != 1 and x.dtype != mean.dtype:  # the weighted gradient must not be rounded
-            x, grad = x.to(mean.dtype), grad.to(mean.dtype)
-        grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
-        x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
-        if self.empty:
-            sums = mean.new_zeros(2, len(mean))
-        else:
-            # Of the weight the kernel takes what its gradient is to be like.
-            found = torch.batch_norm_backward_reduce(grad, x, mean, rstd, rstd, True, True, False)
-            sums = torch.stack((found[2], found[0]))
-        weighs = None if self.per_set == 1 else w  # the kernel of the gradient knows a weight of each set only
-        return sums, weighs, lambda totals: self._of_input_fused(x, grad, mean, rstd, w, totals)
+        scale = rstd if w is None else rstd * w
+        of_parameters = self._of_weights([t if need else None for t, need in zip(sums, needed[1:3], strict=True)])
+        # Those of channels tell those of sets, unless they are summed over samples, or not over the ranks.
+        both = self.samples == 1 and self.total is not None and all(needed[1:3]) and all(self.total.needed[1:3])
+        apart = self.per_set != 1 and not both
+        found = [self._of_sets(sums, scale)] if apart else list(sums)
 
-    def _of_input_fused(
-        self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, totals: Tensor
-    ) -> Tensor:
-        assert self.counts is not None
-        if self.per_set != 1:
-            grad = grad if w is None else grad * w.unsqueeze(1)
-            mean, rstd, w = mean[:: self.per_set], rstd[:: self.per_set], None
-        views = grad.view(self.of_sets), x.view(self.of_sets)
-        return torch.batch_norm_backward_elemt(*views, mean, rstd, w, totals[1], totals[0] / rstd, self.counts[1])
+        def of_input(*totals: Tensor) -> Tensor:
+            if self.per_set != 1:
+                weighted = totals[0] if apart else self._of_sets(totals, scale)
+                slope, offset = weighted.mul_(-1 / max(self.geometry.count, 1)).unbind()
+            else:
+                factor = scale / -(of_sets[2] if len(of_sets) == 3 else max(self.geometry.count, 1))
+                slope, offset = totals[0] * factor, totals[1] * factor
+            return self._of_input(x, grad, moments, of_sets, scale, slope, offset, columns)
 
-    def _totals(self, needed: Sequence[bool], local: Tensor, w: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-        """Sums ``(2, sets)`` of ``w * grad * xhat`` and ``w * grad`` over all ranks, and the gradients of weight and
-        bias, which are summed over the mesh dims over which statistics are, in the same message.
-        """
-        wanted = [i for i in (0, 1) if needed[i + 1]]
-        summed = [i for i in wanted if self.total is not None and self.total.needed[i + 1]]
-        if len(summed) == 2 and self.samples == 1:  # they tell the sets' sums, too
-            (sums,) = self._over_ranks([local])
-            return self._of_sets(sums, w), [self._of_parameter(t, i) for i, t in enumerate(sums.unbind())]
-        of_parameters = local.view(2, self.samples, self.per_sample).sum(1) if wanted else local
-        of_sets = [self._of_sets(local, w)] if needed[0] else []
-        totals = self._over_ranks([*of_sets, *(of_parameters[i] for i in summed)])
-        total = totals.pop(0) if needed[0] else local
-        found = dict(zip(summed, totals, strict=True))
-        gradients = [self._of_parameter(found.get(i, of_parameters[i]), i) if i in wanted else None for i in (0, 1)]
-        return total, gradients
+        return found, of_parameters, of_input
 
-    def _of_sets(self, sums: Tensor, w: Tensor | None) -> Tensor:
-        sums = sums if w is None else sums * w
-        return sums if self.per_set == 1 else sums.view(2, self.sets, self.per_set).sum(-1)
-
-    def _over_ranks(self, sums: list[Tensor]) -> list[Tensor]:
-        for merge in self.statistics.merges if any(t.numel() for t in sums) else ():
-            sums = start_sums(sums, merge.group, overwrite=True)()
-        return sums
+    def _of_sets(self, sums: Sequence[Tensor], scale: Tensor) -> Tensor:
+        """The sums over sets of what is summed over channels, weighted, ``(2, sets)``."""
+        return torch.stack(list(sums)).mul_(scale).view(2, self.sets, self.per_set).sum(-1)
 
     def _of_input(
         self,
         x: Tensor,
         grad: Tensor,
         moments: Tensor,
-        rstd: Tensor,
-        w: Tensor | None,
-        totals: Tensor,
+        of_sets: Tensor,
+        scale: Tensor,
+        slope: Tensor,
+        offset: Tensor,
         columns: Columns | None,
     ) -> Tensor:
-        """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``."""
-        scale, rstd_of_sets, view_of_sets = rstd if w is None else rstd * w, rstd, self.of_sets
+        """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
+
+        Args:
+            scale: ``rstd * w`` of the channels.
+            slope, offset: of ``xhat``, by sets.
+        """
+        view, eps = self.of_sets, self.geometry.eps
         if self.per_set != 1 and columns is None and is_traced(x):  # compilers fuse what has one view, by channels
-            totals = totals.unsqueeze(-1).expand(2, self.sets, self.per_set).reshape(2, -1)
-            view_of_sets = self.channels
-        elif self.per_set != 1:
-            # The kernel takes twice the time for strided statistics.
-            moments = moments.view(2, self.sets, self.per_set).select(2, 0).contiguous()
-            rstd_of_sets = rstd.view(self.sets, self.per_set).select(1, 0)
-        mean, var, *counted = moments.unbind()
-        slope, offset = (totals * (rstd_of_sets / -(counted[0] if counted else max(self.geometry.count, 1)))).unbind()
+            slope, offset = (t.repeat_interleave(self.per_set) for t in (slope, offset))
+            of_sets, view = moments, self.channels
+        mean, var = of_sets[0], of_sets[1]
         if columns is not None:
-            slope = slope * rstd_of_sets
+            slope = slope * (var + eps).rsqrt_()
             return columns.combined(x, slope, torch.addcmul(offset, mean, slope, value=-1), grad, scale)
-        scaled = slope, offset, mean, var, False, 0.0, self.geometry.eps
-        dx = torch.native_batch_norm(x.view(view_of_sets), *scaled)[0].view(self.channels)
+        dx = torch.native_batch_norm(x.view(view), slope, offset, mean, var, False, 0.0, eps)[0].view(self.channels)
         return dx.addcmul_(grad, scale.unsqueeze(-1))
+
+    def _sums_by_kernels(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor
+    ) -> Prepared:
+        kernels, (mean, rstd), w, k = self.kernels, kept, self._of_channels(weight, 0), self.per_set
+        assert kernels is not None
+        if self.empty:
+            dy, with_x = mean.new_zeros(2, self.sets).unbind()
+            of_weight, of_bias = mean.new_zeros(2, len(mean)).unbind()
+            of_bias = dy if k == 1 else of_bias
+            of_input: OfSums = partial(kernels.of_input, grad, x, mean, rstd, w)  # not called
+        else:
+            if x.dtype != grad.dtype:
+                x, grad = x.to(mean.dtype), grad.to(mean.dtype)
+            x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
+            if k == 1:
+                dy, with_x, of_weight = kernels.sums(grad, x, mean, rstd, weight=needed[1])
+                of_bias, of_input = dy, partial(kernels.of_input, grad, x, mean, rstd, w)
+            elif w is None or (x.numel() <= _LAUNCH and x.dtype == mean.dtype):
+                of_bias, _, of_weight = kernels.sums(grad, x, mean, rstd, sets=False, weight=needed[1])
+                weighted = (grad if w is None else grad * w.unsqueeze(1)).view(self.of_sets)
+                by_sets = weighted, x.view(self.of_sets), mean[::k], rstd[::k]
+                dy, with_x, _ = kernels.sums(*by_sets)
+                of_input = partial(kernels.of_input, *by_sets, None)
+            else:
+                of_bias, with_x, of_weight = kernels.sums(grad, x, mean, rstd, weight=needed[1])
+                dy, with_x = self._of_sets((of_bias, with_x), w).unbind()
+                of_input = partial(self._by_weights, kernels, grad, x, mean, rstd, w + _NEXT_TO_ZERO)
+        pairs = zip((of_weight, of_bias), needed[1:3], strict=True)
+        return [dy, with_x], self._of_weights([t if need else None for t, need in pairs]), of_input
+
+    def _by_weights(
+        self,
+        kernels: DeviceKernels,
+        grad: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        w: Tensor,
+        *totals: Tensor,
+    ) -> Tensor:
+        """The input's gradient by a kernel that multiplies all by the weights, of which none is zero."""
+        of_channels = ((t.unsqueeze(1) / w.view(self.sets, self.per_set)).view(-1) for t in totals)
+        return kernels.of_input(grad, x, mean, rstd, w, *of_channels)

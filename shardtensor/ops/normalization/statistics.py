@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat import TensorMeta, constant_like, is_traced, kernel, untraced
+from ..._compat import TensorMeta, constant_like, has_kernels_of_sync_batch_norm, is_traced, kernel, untraced
 from ..._compat.c10d import group_along
-from ...communication.redistribute import all_gather, all_reduce
+from ...communication.redistribute import all_gather, all_gather_each, all_reduce
 from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
@@ -249,15 +249,16 @@ class Columns:
             var = torch.addcmul(var, offset, offset).mean((1, 3))
         return torch.stack((mean.view(-1), var.view(-1)))
 
-    def sums(self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-        """Numbers for those of ``mean`` and ``rstd``: the sums of ``grad * xhat`` and of ``grad``, stacked."""
+    def sums(self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Sequence[Tensor]:
+        """Numbers for those of ``mean`` and ``rstd``: the sums of ``grad * xhat`` and of ``grad``."""
         given, each = [self._repeated(t) for t in (mean, rstd)], x.numel() // (self.length * self.width * self.samples)
         means, rstds = (t.view(self.samples, -1).unbind() for t in given)
         blocks = enumerate(zip(self._blocks(x), self._blocks(grad), strict=True))
         found = [sums_of_channels(t, g, means[i // each], rstds[i // each]) for i, (t, g) in blocks]
-        sums = found[0] if len(found) == 1 else torch.stack(found, 1)
+        stacked = torch.stack([t for kind in zip(*found, strict=True) for t in kind])
         per_sample = len(mean) // self.samples
-        return sums.view(2, self.samples, -1, per_sample, self.channels // per_sample).sum((2, 4)).view(2, -1)
+        sums = stacked.view(2, self.samples, -1, per_sample, self.channels // per_sample).sum((2, 4))
+        return sums.view(2, -1).unbind()
 
     def normalized(
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -303,12 +304,13 @@ def _in_shape(rows: Tensor, x: Tensor) -> Tensor:
     return rows.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
-def sums_of_channels(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """The sums of ``grad * xhat`` and of ``grad`` over each channel, ``(2, channels)``."""
+def sums_of_channels(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Sequence[Tensor]:
+    """The sums of ``grad * xhat`` and of ``grad`` over each channel."""
     # Told to train, the kernels of all devices use the statistics that they are given as saved ones. CUDA's takes from
     # the weight what its results are to be like, and nothing else.
     given = grad, x, rstd, None, None, mean, rstd, True, 0.0, (False, True, True)
-    return torch.stack(_batch_norm_backward(*given)[1:])
+    found: Sequence[Tensor] = _batch_norm_backward(*given)[1:]
+    return found
 
 
 def channels_are_last(x: Tensor) -> bool:
@@ -335,7 +337,7 @@ def columns_of(geometry: Geometry, on_cpu: bool) -> Columns | None:
 
 # -- statistics --------------------------------------------------------------------------------------------------------
 
-# Elements of a shard up to which torch.var_mean, which is slow on CPUs, takes less time than several operators.
+# Elements of a shard up to which the number of operators is what takes time.
 _FEW = 1 << 11
 # Ranks up to which all of them get all moments.
 GATHERING = 16
@@ -370,6 +372,12 @@ class Statistics:
         self.first = tuple(d for d in dims if geometry.affine[d] == 1) or dims
         self.view, self.in_rows = view, self.on_cpu and self.row >= _ROW
         self.piece = max((n for n in _PIECE if self.row % n == 0), default=0)
+        # A view of a contiguous shard that batch norm's kernels take the sets of for channels, if there is one.
+        self.as_channels: tuple[int, ...] | None = None
+        if math.prod(view[:last]) == self.sets:
+            self.as_channels = 1, self.sets, self.row
+        elif self.sets == view[1]:
+            self.as_channels = view[0], self.sets, math.prod(view[2:])
         self.merges = [Merge(geometry.spec.mesh, m, sizes, self.dtype, device) for m, sizes in geometry.merges]
 
     def of(self, x: Tensor) -> Tensor:
@@ -391,6 +399,9 @@ class Statistics:
             squares = x.square() if x.dtype == self.dtype else x.to(self.dtype).square_()
             return squares.mean(self.dims).view(1, -1)
         x = x if x.dtype == self.dtype else x.to(self.dtype)
+        if self.few and self.on_cpu and self.as_channels is not None and x.is_contiguous() and not is_traced(x):
+            found = torch.batch_norm_update_stats(x.view(self.as_channels), None, None, 0.0)
+            return torch.stack(found)
         if self.in_rows and x.is_contiguous() and not is_traced(x):
             return self._of_rows(x)
         if not self.on_cpu or self.few or is_traced(x):
@@ -479,9 +490,9 @@ class Merge:
             return parts[0]
         return self._merge_two(*parts.unbind()) if len(self.held) == 2 else self._merge(parts)
 
-    def of_those_that_have_any(self, parts: Tensor) -> Tensor:
-        """What was gathered, without what ranks sent whose shard is empty."""
-        return torch.stack([parts[rank] for rank in self.held]) if self.partly else parts
+    def of_those_that_have_any(self, parts: Tensor, dim: int = 0) -> Tensor:
+        """What was gathered, one entry of ``dim`` from each rank, without what ranks sent whose shard is empty."""
+        return torch.stack([parts.select(dim, rank) for rank in self.held], dim) if self.partly else parts
 
     def _summed(self, moments: Tensor) -> Tensor:
         if moments.shape[0] == 1:
@@ -493,9 +504,10 @@ class Merge:
 
     def _merge_two(self, a: Tensor, b: Tensor) -> Tensor:
         """The most frequent case in fewer operators."""
-        total = torch.lerp(a, b, self.shares[1])
-        if a.shape[0] > 1:
-            offset = b[0] - a[0]
+        offsets = b - a
+        total = torch.add(a, offsets, alpha=self.shares[1])
+        if len(a) > 1:
+            offset = offsets[0]
             total[1].addcmul_(offset, offset, value=self.shares[0] * self.shares[1])
         return total
 
@@ -515,6 +527,111 @@ def _merged(means: Tensor, variances: Tensor, weights: Tensor) -> Tensor:
     shift = (weights * offsets).sum(0)
     variances = torch.addcmul(variances, offsets.sub_(shift), offsets)
     return torch.stack([first + shift, (weights * variances).sum(0)])
+
+
+class DeviceKernels:
+    """CUDA's kernels of batch norm over processes, for the sets of one geometry.
+
+    [Note: kernels of devices] CUDA has kernels for batch norm over processes, which torch's ``nn.SyncBatchNorm`` calls:
+    statistics of a shard, merged over ranks, and the gradient, each in one. With them the host launches half as many.
+    What ranks send are means and reciprocal standard deviations then, so all of them take this way, or none does: what
+    it depends on follows from the spec. ``F.group_norm`` on a device copies a tensor that has its channels last; so do
+    we.
+
+    Args:
+        repeats: how many consecutive channels get the statistics of one set.
+
+    Attributes:
+        eps: added to the variance.
+    """
+
+    def __init__(self, merge: Merge, geometry: Geometry, sets: int, repeats: int) -> None:
+        self.eps = geometry.eps
+        self._merge, self._sets, self._repeats, self._centered = merge, sets, repeats, geometry.centered
+        self._share = 1 / geometry.count
+        with torch.inference_mode(False), untraced():
+            self._counts = (merge.weights.view(-1) * geometry.count).round_()
+            self._integers = self._counts.to(torch.int32)
+            # Of means and reciprocal standard deviations, what is taken relative to a mean.
+            self._shifted = self._counts.new_tensor((1.0, 0.0)).view(2, 1, 1, 1).repeat(1, 1, 1, repeats)
+            self._eps, self._zeros = self._counts.new_tensor(geometry.eps), self._counts.new_zeros(sets)
+
+    @classmethod
+    def of(cls, geometry: Geometry, statistics: Statistics, device: torch.device, repeats: int) -> DeviceKernels | None:
+        """None where they do not serve."""
+        merges = statistics.merges
+        if not has_kernels_of_sync_batch_norm(device.type) or len(merges) != 1 or not merges[0].gathers:
+            return None
+        # Their indices are in 32 bits; and a part's variance has to be positive with eps for its root.
+        if not 0 < geometry.count < 1 << 31 or geometry.eps <= 0:
+            return None
+        return cls(merges[0], geometry, statistics.sets, repeats)
+
+    def moments(self, x: Tensor | None, running_var: Tensor | None = None, momentum: float = 0.0) -> list[Tensor]:
+        """Mean and reciprocal standard deviation for each channel of the sets, of all ranks.
+
+        Args:
+            x: the shard, ``(batch, sets, elements)``; None if it is empty.
+            running_var: is updated.
+        """
+        if not self._centered:
+            return self._of_squares(x)
+        if x is None:
+            own: Sequence[Tensor] = self._zeros, self._zeros
+        else:
+            own = torch.batch_norm_stats(x, self.eps)
+        parts = self._merge.of_those_that_have_any(all_gather_each(own, self._merge.group), 1).unsqueeze(-1)
+        # Relative to one of the means, so that what they have in common is not rounded; and repeated.
+        first = parts[0, 0]
+        means, rstds = torch.addcmul(parts, first, self._shifted, value=-1).flatten(2).unbind()
+        numbers = None, running_var, momentum, self.eps, self._counts
+        mean, rstd = torch.batch_norm_gather_stats_with_counts(means, means, rstds, *numbers)
+        mean.view(self._sets, self._repeats).add_(first)
+        return [mean, rstd]
+
+    def _of_squares(self, x: Tensor | None) -> list[Tensor]:
+        if x is None:
+            norm = self._zeros
+        else:
+            norm = torch.linalg.vector_norm(x, dim=(0, 2), dtype=self._zeros.dtype)
+        norm = torch.linalg.vector_norm(all_gather(norm, self._merge.group), dim=0)
+        return [self._zeros, torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()]
+
+    def normalized(
+        self, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """``(x - mean) * rstd * weight + bias`` of ``(batch, channels, elements)``, in the dtype of ``x``."""
+        return torch.batch_norm_elemt(x, weight, bias, mean, rstd, self.eps)
+
+    def sums(
+        self, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, sets: bool = True, weight: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums over each channel of the gradient, of the gradient by the centered input, and of this scaled, which
+        is a weight's gradient; those that are asked for.
+        """
+        # Of the weight the kernel takes what its gradient is to be like.
+        like = rstd if weight or not sets else None
+        total, with_x, of_weight, of_bias = torch.batch_norm_backward_reduce(
+            grad, x, mean, rstd, like, sets, weight, not sets
+        )
+        return (total if sets else of_bias), with_x, of_weight
+
+    def of_input(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        *totals: Tensor,
+    ) -> Tensor:
+        """The input's gradient, in the dtype of ``grad`` and ``x``.
+
+        Args:
+            totals: the first two sums of :meth:`sums` over all ranks; not centered, the second alone.
+        """
+        total, with_x = totals if self._centered else (self._zeros, *totals)
+        return torch.batch_norm_backward_elemt(grad, x, mean, rstd, weight, total, with_x, self._integers)
 
 
 class Replicas:

@@ -253,6 +253,7 @@ def communication():
     ):
         x = shard(torch.randn(2, 4, 8, 6), mesh, [Shard(dim)], requires_grad=True)
         cotangent = torch.ones_like(x)
+        module(x).backward(cotangent)  # devices connect the group of gradients
         with count_communication() as forward:
             y = module(x)
         with count_communication() as backward:
@@ -265,11 +266,11 @@ def communication():
 def test_what_is_sent():
     for result in run_distributed(communication, 2):
         # Mean and variance of 2 x 2 groups in float32; backward two sums per group, and weight and bias (4 each), which
-        # for batch norm are the same numbers. Kernels of devices merge statistics of each channel.
+        # for batch norm are the same numbers; but kernels of devices take another sum than the weight's gradient.
         on_cpu = result.pop("device") == "cpu"
         assert result == {
-            "group": [({"all_gather": 1}, 32 if on_cpu else 64), ({"all_reduce": 1}, 32 + 32)],
-            "batch": [({"all_gather": 1}, 32), ({"all_reduce": 1}, 32)],
+            "group": [({"all_gather": 1}, 32), ({"all_reduce": 1}, 32 + 32)],
+            "batch": [({"all_gather": 1}, 32), ({"all_reduce": 1}, 32 if on_cpu else 48)],
             "instance": [({"all_gather": 1}, 64), ({"all_reduce": 1}, 64)],
             "group, batch cut": [({}, 0), ({"all_reduce": 1}, 32)],
             "layer": [({}, 0), ({"all_reduce": 1}, 48)],
@@ -291,7 +292,8 @@ def saved_numbers():
 
 def test_nothing_of_the_inputs_size_but_the_input_is_kept_for_backward():
     for device, sizes, is_input in run_distributed(saved_numbers, 2):
-        moments = [2 * 2 * 4] if device == "cpu" else [2 * 4] * 2  # of each channel
+        # Of each set and each channel; of each channel.
+        moments = [2 * 2 * 2, 2 * 2 * 4] if device == "cpu" else [2 * 4] * 2
         assert sizes == [4, *moments, 2 * 4 * 8 * 6]  # weight, mean and variance, x
         assert is_input
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardtensor.ops.normalization import plans
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 SHAPE = (2, 8, 12, 10)
@@ -125,6 +126,33 @@ def check_without_eps():
 @pytest.mark.on_device
 def test_ranks_whose_elements_are_equal_need_no_eps():
     run_distributed(check_without_eps, 2)
+
+
+def check_ways_of_groups(launch):
+    """Weights of zero, or hardly more, in groups with others; and groups without weights, or frozen ones."""
+    torch.manual_seed(0)
+    image = torch.randn(SHAPE, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "_LAUNCH", launch)
+        for weight in ([0.0, 1, 2, 3, 0, 0, 0, 0], [1e-30, 1, -1e-19, 1e-12, 5, -2, 0, 1e3]):
+            weight, bias = torch.tensor(weight, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
+            for parameters in ((weight, bias), (weight,)):
+                assert_matches_unsharded(
+                    lambda x, *given: F.group_norm(x, 2, *given),
+                    *(image, *parameters),
+                    mesh=shared_mesh(2),
+                    placements=[[Shard(2)], *[None] * len(parameters)],
+                    shard_sizes=[{0: (5, 7)}, *[None] * len(parameters)],
+                )
+        for name in ("group, frozen", "group, without weight and bias"):
+            module = made(name, torch.float64)
+            assert_matches_unsharded(module, image, mesh=shared_mesh(2), placements=[Shard(2)], shard_sizes={0: (12, 0)})
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize("launch", [0, 1 << 20], ids=["large", "small"])
+def test_ways_of_weighting_groups(launch):
+    run_distributed(check_ways_of_groups, 2, launch)
 
 
 class Demands(TorchDispatchMode):
