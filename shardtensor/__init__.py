@@ -3,7 +3,7 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
-from . import debug, ops  # noqa: F401
+from . import debug, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
 from .context import allow_gather
 from .dispatch import gradients, user_strategies  # noqa: F401  # both fill the registry, as ops does

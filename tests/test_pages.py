@@ -103,7 +103,7 @@ def test_each_page_is_in_the_sites_contents():
     assert sorted(names) == sorted(p.path.stem for p in PAGES if p.path.parent == index.path.parent and p != index)
 
 
-PUBLIC = ["shardtensor", *(f"shardtensor.{name}" for name in ("parallel", "data", "checkpoint", "debug", "testing"))]
+PUBLIC = ["shardtensor", *(f"shardtensor.{name}" for name in ("parallel", "data", "checkpoint", "neighbors", "debug", "testing"))]
 
 
 @pytest.mark.parametrize("module", PUBLIC)
