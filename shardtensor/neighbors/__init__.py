@@ -4,6 +4,7 @@
 - ``search``: searches among the points that are here.
 - ``traffic``: which points travel to which ranks.
 - ``nearest``: :func:`knn` and :func:`radius`.
+- ``graph``: who is next to whom in a graph, how far apart nodes are, and where to divide them.
 - ``partition``: :func:`shardtensor.partition`, which node goes to which rank.
 """
 

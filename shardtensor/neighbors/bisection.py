@@ -98,6 +98,8 @@ def bisected(points: Tensor, sizes: Sequence[int], order: Order | None = None) -
         [1, 3, 2, 0]
     """
     result = torch.arange(len(points), device=points.device)
+    for column in reversed(points.unbind(1)[:3]):  # so that points of equal values are divided into neighbours, too
+        result = result[column[result].argsort(stable=True)]
     waiting = [(0, tuple(sizes))]
     while waiting:
         start, parts = waiting.pop()
