@@ -82,7 +82,7 @@ class Boxes:
         return squares(torch.maximum(b - c, d - a) for a, b, c, d in pairs)
 
 
-def bisected(points: Tensor, sizes: Sequence[int], order: Order | None = None) -> Tensor:
+def bisected(points: Tensor, sizes: Sequence[int], order: Order | None = None, start: Tensor | None = None) -> Tensor:
     """Points ``(n, d)`` divided into runs of neighbours: their numbers, run after run. Deterministic.
 
     They are divided in two again and again, by default where they are widest. Where there is an odd number of runs the
@@ -90,30 +90,50 @@ def bisected(points: Tensor, sizes: Sequence[int], order: Order | None = None) -
 
     Args:
         sizes: of the runs; they add up to ``n``.
-        order: the values by which they are ordered, if not by the coordinate in which they are widest. Where values
-            are equal the order stays.
+        order: the values by which they are divided, if not by the coordinate in which they are widest. Of equal values
+            the first ones come first.
+        start: in which order the points are at first, and within the runs at last.
 
     Example:
         >>> bisected(torch.tensor([[3.0], [0.0], [2.0], [1.0]]), (2, 2)).tolist()
-        [1, 3, 2, 0]
+        [1, 3, 0, 2]
     """
-    result = torch.arange(len(points), device=points.device)
-    for column in reversed(points.unbind(1)[:3]):  # so that points of equal values are divided into neighbours, too
-        result = result[column[result].argsort(stable=True)]
+    result = torch.arange(len(points), device=points.device) if start is None else start.clone()
     waiting = [(0, tuple(sizes))]
     while waiting:
-        start, parts = waiting.pop()
+        begin, parts = waiting.pop()
         left, right = parts[: len(parts) // 2], parts[len(parts) // 2 :]
         length, first = sum(parts), sum(left)
         if not left or not length:
             continue
-        here = result[start : start + length]
         if 0 < first < length:
+            here = result[begin : begin + length]
             some = points[here]
-            values = widest(some) if order is None else order(here, some, first)
-            here.copy_(here[values.argsort(stable=True)])
-        waiting += [(start, left), (start + first, right)]
+            chosen = smallest(widest(some) if order is None else order(here, some, first), first)
+            here.copy_(torch.cat([here[chosen], here[~chosen]]))
+        waiting += [(begin, left), (begin + first, right)]
     return result
+
+
+def smallest(values: Tensor, k: int) -> Tensor:
+    """Which are the ``k`` smallest along the last dim, of equal ones the first: exactly ``k`` times True in each row.
+
+    Example:
+        >>> smallest(torch.tensor([2, 0, 2, 1, 2]), 3).tolist()
+        [True, True, False, True, False]
+    """
+    last = values.kthvalue(k, -1, keepdim=True).values
+    smaller, equal = values < last, values == last
+    left = k - smaller.sum(-1, keepdim=True)
+    return smaller | (equal & (equal.cumsum(-1) <= left))
+
+
+def lexicographic(columns: Tensor) -> Tensor:
+    """The order of rows by the first column, where it is equal by the second, and then by the third."""
+    order = torch.arange(len(columns), device=columns.device)
+    for column in reversed(columns.unbind(1)[:3]):
+        order = order[column[order].argsort(stable=True)]
+    return order
 
 
 def widest(points: Tensor) -> Tensor:

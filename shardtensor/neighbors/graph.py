@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bisection import Order
+from .bisection import Order, smallest
 
 _PIVOTS = 8
 
@@ -100,8 +100,7 @@ def smallest_cut(edge_index: Tensor, n: int) -> Order:
 
         def fewest(divisions: Iterable[Tensor], best: _Division | None = None) -> _Division:
             for values in divisions:
-                side = torch.ones(len(values), dtype=torch.bool, device=values.device)
-                side[values.argsort(stable=True)[:first]] = False
+                side = ~smallest(values, first)
                 cut = int((side[a] != side[b]).sum())
                 if best is None or cut < best.cut:
                     best = _Division(values, side, cut)
@@ -113,7 +112,7 @@ def smallest_cut(edge_index: Tensor, n: int) -> Order:
             before, values = best, best.values
             tilted = (t for column in columns.unbind(1) for t in (values + column, values - column))
             best = fewest(tilted, best)
-        return _swapped(best, a, b)
+        return _swapped(best, a, b).long()
 
     return order
 

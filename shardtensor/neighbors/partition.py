@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .bisection import bisected, even_sizes
+from .bisection import bisected, even_sizes, lexicographic
 from .graph import adjacency, graph_coordinates, smallest_cut
 
 _METHODS = ("auto", "metis")
@@ -150,14 +150,16 @@ def partition(
         name = "METIS"
     elif edge_index is None:
         assert positions is not None
-        order, name = bisected(positions.detach().double(), sizes), "coordinates"
+        columns, name = positions.detach().double(), "coordinates"
+        order = bisected(columns, sizes, start=lexicographic(columns))
     else:
         columns, name = edge_index.new_empty(n, 1), "distances in the graph"
         if positions is not None:
             columns, name = positions.detach().double(), "coordinates, across few edges"
         elif n:
             columns = graph_coordinates(*adjacency(edge_index, n))
-        order = bisected(columns, sizes, smallest_cut(edge_index, n))
+        # Lines of equal coordinates, too, are divided into neighbours.
+        order = bisected(columns, sizes, smallest_cut(edge_index, n), lexicographic(columns))
     places = torch.empty_like(order)
     places[order] = torch.arange(n, device=order.device)
     if edge_index is None:
