@@ -122,7 +122,7 @@ def smallest(values: Tensor, k: int) -> Tensor:
         >>> smallest(torch.tensor([2, 0, 2, 1, 2]), 3).tolist()
         [True, True, False, True, False]
     """
-    last = values.kthvalue(k, -1, keepdim=True).values
+    last = values.topk(k, -1, largest=False, sorted=False).values.amax(-1, keepdim=True)
     smaller, equal = values < last, values == last
     left = k - smaller.sum(-1, keepdim=True)
     return smaller | (equal & (equal.cumsum(-1) <= left))
