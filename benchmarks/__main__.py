@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 DOCS = FOLDER.parent / "docs"
 MARKS = "<!-- begin: written by python benchmarks --write -->", "<!-- end -->"
-PARTS = ("house", "host", "kernels", "overhead", "operators", "networks", "compile", "memory", "scale")
+PARTS = ("house", "host", "kernels", "overhead", "operators", "networks", "compile", "memory", "scale", "neighbors")
 ON_DEVICES = ("host", "operators", "networks", "compile")  # the others measure the host and its memory
 
 

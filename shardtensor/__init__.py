@@ -3,7 +3,7 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
-from . import debug, ops  # noqa: F401
+from . import debug, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
 from .context import allow_gather
 from .dispatch import gradients, user_strategies  # noqa: F401  # both fill the registry, as ops does
@@ -14,6 +14,7 @@ from .dispatch.scatter import scatter_tensor
 from .dispatch.tensor import ShardTensor
 from .errors import LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding
 from .layout.spec import ShardTensorSpec
+from .neighbors.partition import Partition, partition
 from .observe.drawing import visualize
 from .observe.explain import advise, explain
 from .observe.timelines import timeline
@@ -42,6 +43,9 @@ __all__ = [
     "implicit_replication",
     "set_transport",
     "take_turns",
+    # graphs; shardtensor.neighbors has searches for neighbours
+    "Partition",
+    "partition",
     # look before you train
     "advise",
     "explain",

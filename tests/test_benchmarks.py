@@ -110,7 +110,7 @@ def test_the_model_adds_latencies_and_bytes(module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["house", "host", "overhead", "operators", "networks", "compile", "memory", "scale"])
+@pytest.mark.parametrize("script", ["house", "host", "overhead", "operators", "networks", "compile", "memory", "scale", "neighbors"])
 def test_each_part_runs(script, tmp_path):
     file = tmp_path / "figures.json"
     rows = {
@@ -120,6 +120,7 @@ def test_each_part_runs(script, tmp_path):
         "compile": "ViT",
         "memory": "Fourier",
         "scale": "mean",
+        "neighbors": "nearest, partitioned",
     }
     only = rows.get(script, "linear")
     command = [sys.executable, BENCHMARKS / f"bench_{script}.py", "--quick", "--only", only, "--json", file]

@@ -103,7 +103,8 @@ def test_each_page_is_in_the_sites_contents():
     assert sorted(names) == sorted(p.path.stem for p in PAGES if p.path.parent == index.path.parent and p != index)
 
 
-PUBLIC = ["shardtensor", *(f"shardtensor.{name}" for name in ("parallel", "data", "checkpoint", "debug", "testing"))]
+MODULES = ("parallel", "data", "checkpoint", "neighbors", "debug", "testing")
+PUBLIC = ["shardtensor", *(f"shardtensor.{name}" for name in MODULES)]
 
 
 @pytest.mark.parametrize("module", PUBLIC)

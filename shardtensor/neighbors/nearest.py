@@ -1,0 +1,299 @@
+"""``knn`` and ``radius``: the neighbours of points, on plain tensors and on ShardTensors.
+
+Which points are neighbours is found without gradients. Where distances need gradients they are computed again from the
+points that were found, which are read by index as in any program, so that their gradient is a scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from .._compat import TensorMeta, not_in_graphs
+from .._compat.c10d import group_along
+from ..communication.redistribute import all_gather
+from ..dispatch.registry import register
+from ..dispatch.tensor import ShardTensor, from_part, redistribute_to, wrap
+from ..errors import refuse
+from ..layout.placements import AxisLayout
+from ..layout.spec import ShardTensorSpec
+from ..layout.strides import contiguous_stride
+from ..operators.arguments import common_mesh
+from ..ops.common.alignment import as_operand
+from ..ranks.cuda_graphs import check_not_captured
+from ..ranks.history import calling
+from .bisection import even_sizes, squared_distances
+from .search import Nearest, Within
+from .traffic import search_all
+
+_OUTSIDE = "neighbours are found outside of compiled functions; pass them in"
+
+
+@not_in_graphs(_OUTSIDE)
+def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` nearest points of each query: their distances, and which they are.
+
+    On plain tensors and on ShardTensors, with the same result. The points may be sharded along dim 0 in any sizes; a
+    rank gets those of other ranks that may be among the nearest of its queries, and never all of them at once. What is
+    equally near goes by the point's index. Distances are Euclidean, computed in float64 and rounded once; they are
+    differentiable with respect to points and queries, twice and more (at a distance of 0 the derivative is 0).
+
+    Args:
+        points: ``(n, d)``, floating-point.
+        queries: ``(m, d)``, of the same dtype; may be ``points``, and then each point is its own nearest.
+        k: between 1 and ``n``.
+
+    Returns:
+        distances ``(m, k)`` of the points' dtype, ascending, and indices ``(m, k)``, int64. Sharded as the queries are.
+
+    Raises:
+        ValueError: shapes that do not fit, ``k`` out of range, coordinates that are not finite; on all ranks.
+        TypeError: tensors that are not floating-point, or of two dtypes; a ``k`` that is no integer.
+        UnsupportedSharding: coordinates of a point on several ranks; points and queries sharded on two mesh dims.
+
+    Example:
+        >>> import torch
+        >>> distances, indices = knn(torch.tensor([[0.0], [4.0], [1.0]]), torch.tensor([[1.5]]), k=2)
+        >>> distances.tolist(), indices.tolist()
+        ([[0.5, 1.5]], [[2, 0]])
+
+    SciPy's ``cKDTree`` searches on CPUs, where SciPy is installed (``pip install shardtensor[neighbors]``).
+    """
+    if torch.overrides.has_torch_function((points, queries)):
+        found: tuple[Tensor, Tensor] = torch.overrides.handle_torch_function(knn, (points, queries), points, queries, k)
+        return found
+    _check("knn", points, queries)
+    _check_k(k, points)
+    search = Nearest(queries.detach().double(), k)
+    _search_here("knn", search, points)
+    distances = _distances(points, queries.unsqueeze(1), search.numbers, search.squares)
+    return distances, search.numbers
+
+
+@not_in_graphs(_OUTSIDE)
+def radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None) -> tuple[Tensor, Tensor]:
+    """All points within a distance of each query: their distances, and pairs of indices, as the edges of a graph.
+
+    As :func:`knn`, but for the result. A distance is within ``r`` where it is at most ``r`` in float64.
+
+    Args:
+        points: ``(n, d)``, floating-point.
+        queries: ``(m, d)``, of the same dtype; may be ``points``, and then each point is a neighbour of itself.
+        r: a finite number, at least 0.
+        max_neighbors: of each query, at most so many, the nearest ones; None: all.
+
+    Returns:
+        distances ``(e,)`` of the points' dtype, and edges ``(2, e)``, int64: in the first row the points, in the second
+        the queries, so that messages go from points to queries (``edge_index`` of PyTorch Geometric). By query,
+        distance and point. Where the queries are sharded, the edges lie with their queries: sharded along their dim of
+        length ``e``, in sizes that depend on data.
+
+    Raises:
+        ValueError, TypeError, UnsupportedSharding: as :func:`knn`; an ``r`` or a ``max_neighbors`` out of range.
+
+    Example:
+        >>> import torch
+        >>> distances, edges = radius(torch.tensor([[0.0], [4.0], [1.0]]), torch.tensor([[1.5], [3.5]]), r=1.5)
+        >>> edges.tolist()
+        [[2, 0, 1], [0, 0, 1]]
+    """
+    if torch.overrides.has_torch_function((points, queries)):
+        given = points, queries
+        found: tuple[Tensor, Tensor] = torch.overrides.handle_torch_function(
+            radius, given, points, queries, r, max_neighbors=max_neighbors
+        )
+        return found
+    _check("radius", points, queries)
+    _check_r(r, max_neighbors)
+    search = Within(queries.detach().double(), float(r), max_neighbors)
+    _search_here("radius", search, points)
+    rows, numbers, squares = search.found()
+    needed = _needs_gradient(points, queries)
+    return _distances(points, queries[rows] if needed else queries, numbers, squares), torch.stack([numbers, rows])
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+# From shapes, dtypes and numbers, which all ranks have alike.
+
+
+def _check(name: str, points: Tensor, queries: Tensor) -> None:
+    shapes = f"points of shape {tuple(points.shape)} and queries of shape {tuple(queries.shape)}"
+    if points.ndim != 2 or queries.ndim != 2 or points.shape[1] != queries.shape[1] or not points.shape[1]:
+        raise ValueError(f"{name}: {shapes}; it takes points (n, d) and queries (m, d) of the same d, at least 1")
+    if not points.is_floating_point() or points.dtype != queries.dtype:
+        raise TypeError(
+            f"{name}: points of {points.dtype} and queries of {queries.dtype}; both must have the same floating-point "
+            "dtype, convert them by .to(dtype)"
+        )
+
+
+def _check_k(k: int, points: Tensor) -> None:
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"knn: k must be an integer, not {k!r}")
+    if not 1 <= k <= points.shape[0]:
+        raise ValueError(f"knn: k is {k}, but must be between 1 and the number of points, {points.shape[0]}")
+
+
+def _check_r(r: float, most: int | None) -> None:
+    if not isinstance(r, Real) or isinstance(r, bool):
+        raise TypeError(f"radius: r must be a number, not {r!r}")
+    if not 0 <= r < math.inf:
+        raise ValueError(f"radius: r is {r}, but must be finite and at least 0")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
+        raise TypeError(f"radius: max_neighbors must be an integer or None, not {most!r}")
+    if most is not None and most < 1:
+        raise ValueError(f"radius: max_neighbors is {most}, but must be at least 1, or None for all")
+
+
+def _not_finite(name: str, operands: Sequence[Tensor]) -> ValueError:
+    shown = ", ".join(str(t._spec) if isinstance(t, ShardTensor) else str(tuple(t.shape)) for t in operands)
+    return ValueError(
+        f"{name}: coordinates of points or queries are not finite (NaN or infinite), so that they have no order. "
+        f"Operands: {shown}. Remedy: leave such points out, or replace their coordinates (torch.nan_to_num)."
+    )
+
+
+# -- on one process ---------------------------------------------------------------------------------------------------
+
+
+def _search_here(name: str, search: Nearest | Within, points: Tensor) -> None:
+    coordinates = points.detach().double()
+    if not bool(coordinates.isfinite().all() & search.queries.isfinite().all()):
+        raise _not_finite(name, (points, search.queries))
+    search.add(coordinates, torch.arange(len(points), device=points.device))
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _distances(points: Tensor, queries: Tensor, numbers: Tensor, squares: Tensor) -> Tensor:
+    """Distances of the points with these numbers from queries that broadcast against them."""
+    if not _needs_gradient(points, queries):
+        return squares.sqrt().to(points.dtype)
+    return _distance(points[numbers], queries)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """Differentiable; at 0 every derivative is 0."""
+    squares = squared_distances(a.double(), b.double())
+    nothing = squares == 0
+    return squares.masked_fill(nothing, 1.0).sqrt().masked_fill(nothing, 0.0).to(a.dtype)
+
+
+# -- on ShardTensors --------------------------------------------------------------------------------------------------
+
+
+@register(knn)
+def _knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    _check("knn", points, queries)
+    _check_k(k, points)
+    with calling("knn"):
+        points, queries, given = _operands("knn", points, queries)
+        search = Nearest(queries._local_tensor.detach().double(), k)
+        _search("knn", search, points, queries)
+        spec = _spec_like(queries._spec, 0, (queries.shape[0], k), None)
+        indices = wrap(search.numbers, spec.with_dtype(torch.int64))
+        if _needs_gradient(points, queries):
+            near = redistribute_to(points[indices], _spec_like(spec, 0, (*spec.shape, points.shape[1]), None))
+            distances = from_part(_distance(near.to_local(), queries.to_local().unsqueeze(1)), spec)
+        else:
+            distances = wrap(search.squares.sqrt().to(points.dtype), spec)
+        return _laid_out_as(given, distances), _laid_out_as(given, indices)
+
+
+@register(radius)
+def _radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None) -> tuple[Tensor, Tensor]:
+    _check("radius", points, queries)
+    _check_r(r, max_neighbors)
+    with calling("radius"):
+        points, queries, given = _operands("radius", points, queries)
+        search = Within(queries._local_tensor.detach().double(), float(r), max_neighbors)
+        _search("radius", search, points, queries)
+        rows, numbers, squares = search.found()
+        m = queries._spec.sharded_dims().get(0)
+        counts: tuple[int, ...] = (len(rows),)
+        first = 0
+        if m is not None:
+            mine = torch.tensor(len(rows), device=rows.device)
+            counts = tuple(all_gather(mine, group_along(points.device_mesh, m)).tolist())
+            first = queries._spec.interval(m)[0]
+        spec = _spec_like(queries._spec, 0, (sum(counts),), counts)
+        if _needs_gradient(points, queries):
+            places = wrap(numbers, spec.with_dtype(torch.int64))
+            near = redistribute_to(points[places], _spec_like(spec, 0, (*spec.shape, points.shape[1]), counts))
+            distances = from_part(_distance(near.to_local(), queries.to_local()[rows]), spec)
+        else:
+            distances = wrap(squares.sqrt().to(points.dtype), spec)
+        of_edges = _spec_like(spec, 1, (2, *spec.shape), counts).with_dtype(torch.int64)
+        edges = wrap(torch.stack([numbers, rows + first]), of_edges)
+        return _laid_out_as(given, distances), _laid_out_as(given, edges)
+
+
+def _operands(name: str, points: Tensor, queries: Tensor) -> tuple[ShardTensor, ShardTensor, ShardTensorSpec]:
+    """Points and queries as ShardTensors that the ranks search together, and the queries' spec as it was given.
+
+    Where the points are sharded and the queries replicated, each rank has a part of the queries.
+    """
+    check_not_captured(name, points.device)
+    mesh = common_mesh(name, (points, queries))
+    assert mesh is not None
+    points, queries = as_operand(points, mesh), as_operand(queries, mesh)
+    given = queries._spec
+    specs = [points._spec, given]
+    for spec in specs:
+        if 1 in spec.sharded_dims():
+            raise refuse(
+                name, specs, "the coordinates of a point are on several ranks (dim 1 is sharded)", "shard dim 0 instead"
+            )
+    m, of_queries = (spec.sharded_dims().get(0) for spec in specs)
+    if m is not None and of_queries not in (None, m):
+        raise refuse(
+            name,
+            specs,
+            f"points are sharded on mesh dim {m}, queries on mesh dim {of_queries}",
+            "shard both on the same mesh dim",
+        )
+    if m is not None and of_queries is None:
+        part = AxisLayout(Shard(0), even_sizes(given.shape[0], mesh.size(m)))
+        queries = redistribute_to(queries, given.with_axes({m: part}))
+    return points, queries, given
+
+
+def _search(name: str, search: Nearest | Within, points: ShardTensor, queries: ShardTensor) -> None:
+    """Collective over the mesh dim on which points or queries are sharded."""
+    local, mesh = points._local_tensor.detach(), points.device_mesh
+    m = points._spec.sharded_dims().get(0)
+    if m is not None:
+        finite = search_all(search, local, points._spec.sizes_along(m), group_along(mesh, m))
+    else:
+        coordinates = local.double()
+        here = coordinates.isfinite().all() & search.queries.isfinite().all()
+        of_queries = queries._spec.sharded_dims().get(0)
+        if of_queries is not None:
+            here = all_gather(here.long(), group_along(mesh, of_queries)).all()
+        finite = bool(here)
+        if finite:
+            search.add(coordinates, torch.arange(len(local), device=local.device))
+    if not finite:
+        raise _not_finite(name, (points, queries))
+
+
+def _spec_like(spec: ShardTensorSpec, dim: int, shape: Sequence[int], sizes: tuple[int, ...] | None) -> ShardTensorSpec:
+    """The spec of a tensor whose dim ``dim`` is sharded where dim 0 of ``spec`` is, in other sizes if given."""
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype)
+    layout = [
+        AxisLayout(Shard(dim), sizes or axis.sizes) if axis.placement.is_shard() else AxisLayout(Replicate())
+        for axis in spec.layout
+    ]
+    return spec.with_layout(layout, meta)
+
+
+def _laid_out_as(queries: ShardTensorSpec, result: ShardTensor) -> ShardTensor:
+    """A result as the queries were given: replicated where they were."""
+    return result if queries.sharded_dims() else redistribute_to(result, result._spec.replicated())

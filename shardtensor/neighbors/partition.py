@@ -1,0 +1,230 @@
+"""``partition``: which node of a graph goes to which rank, so that ranks read few rows of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .bisection import bisected, even_sizes, lexicographic
+from .graph import adjacency, graph_coordinates, smallest_cut
+
+_METHODS = ("auto", "metis")
+
+
+class Edges(NamedTuple):
+    """The edges of a graph as its :class:`Partition` has them.
+
+    Attributes:
+        edge_index: ``(2, e)``, sources and targets by their new numbers, in the order of the targets.
+        sizes: how many each rank has: those whose target it has. They are the shard sizes of dim 1 of ``edge_index``,
+            and of dim 0 of what belongs to edges.
+        order: ``(e,)``, which edge is where: ``attributes[order]`` belongs to ``edge_index``.
+    """
+
+    edge_index: Tensor
+    sizes: tuple[int, ...]
+    order: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Partition:
+    """Which node goes to which rank, and what a layer sends then. Made by :func:`shardtensor.partition`.
+
+    Attributes:
+        order: ``(n,)``, which node is where: ``x[order]`` has the nodes of rank 0 first, then those of rank 1, ...
+        places: ``(n,)``, where each node is: its new number.
+        sizes: how many nodes each rank has: the shard sizes of dim 0.
+        method: how they were chosen.
+        edges_of: how many edges each rank has, those to its nodes; None where no edges were given.
+        cut: how many edges come from another rank's node; or None.
+        reads: ``reads[r][s]``: how many nodes of rank ``s`` have edges to nodes of rank ``r``. So many rows rank ``r``
+            reads in each layer, and as many gradients go back; or None.
+    """
+
+    order: Tensor
+    places: Tensor
+    sizes: tuple[int, ...]
+    method: str
+    edges_of: tuple[int, ...] | None = None
+    cut: int | None = None
+    reads: tuple[tuple[int, ...], ...] | None = None
+
+    def nodes(self, x: Tensor) -> Tensor:
+        """What belongs to the nodes, ``(n, ...)``, in the order of their new numbers."""
+        return x[self.order]
+
+    def back(self, x: Tensor) -> Tensor:
+        """What belongs to the nodes in the order that they had: the inverse of :meth:`nodes`."""
+        return x[self.places]
+
+    def edges(self, edge_index: Tensor) -> Edges:
+        """Edges by the nodes' new numbers, each with the rank that has its target.
+
+        Args:
+            edge_index: ``(2, e)``: sources and targets.
+
+        Raises:
+            ValueError, TypeError: it is none, or names nodes that there are not.
+        """
+        _check_edges(edge_index, len(self.order))
+        index = self.places[edge_index]
+        order = index[1].argsort(stable=True)
+        index = index[:, order]
+        ends = torch.tensor(self.sizes, device=index.device).cumsum(0)
+        sizes = torch.searchsorted(index[1].contiguous(), ends).diff(prepend=ends.new_zeros(1))
+        return Edges(index, tuple(sizes.tolist()), order)
+
+    def bytes_read(self, features: int, dtype: torch.dtype = torch.float32) -> tuple[int, ...]:
+        """How many bytes each rank reads from others in a layer, forward, if a node has so many features.
+
+        Raises:
+            ValueError: it is not known, as no edges were given.
+        """
+        if self.reads is None:
+            raise ValueError("what ranks read follows from edges: call partition(..., edge_index=edge_index)")
+        return tuple(sum(row) * features * dtype.itemsize for row in self.reads)
+
+    def __repr__(self) -> str:
+        head = f"Partition of {len(self.order)} nodes over {len(self.sizes)} ranks by {self.method}"
+        if self.reads is None or self.edges_of is None:
+            return f"{head}: {', '.join(map(str, self.sizes))}"
+        edges = sum(self.edges_of)
+        lines = [f"{head}: {self.cut} of {edges} edges between ranks", "rank  nodes  edges  rows that it reads"]
+        for r, row in enumerate(self.reads):
+            read = ", ".join(f"{n} of rank {s}" for s, n in enumerate(row) if n) or "none"
+            lines.append(f"{r:4d}  {self.sizes[r]:5d}  {self.edges_of[r]:5d}  {read}")
+        return "\n".join(lines)
+
+
+def partition(
+    *,
+    positions: Tensor | None = None,
+    edge_index: Tensor | None = None,
+    num_nodes: int | None = None,
+    ranks: int,
+    method: str = "auto",
+) -> Partition:
+    """Divide the nodes of a graph among ranks, so that few edges are between ranks.
+
+    On plain tensors, the same on every rank: the result is then the same, too. Sizes differ by one node at most.
+
+    - Of ``positions``: the nodes are divided in two across their widest extent, again and again (recursive coordinate
+      bisection).
+    - Of ``edge_index``: nodes get coordinates, their distances in edges from eight nodes that lie far apart. They are
+      divided by that coordinate, or that sum or difference of some, which cuts the fewest edges; then nodes change
+      places where that cuts fewer.
+    - Of both: so, by the positions' coordinates.
+
+    That is good for meshes, grids and graphs of neighbours, of any shape. For graphs without an extent, such as social
+    networks, METIS is better: ``method="metis"`` has it divide them by ``edge_index``, in sizes that differ more.
+
+    Args:
+        positions: ``(n, d)``, floating-point.
+        edge_index: ``(2, e)``, int64: sources and targets, as in PyTorch Geometric.
+        num_nodes: ``n``, where there are no positions.
+        ranks: among how many.
+        method: "auto", or "metis", which takes the package pymetis.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit each other; positions that are not finite.
+        ImportError: pymetis is not installed.
+
+    Example:
+        >>> import torch
+        >>> chain = torch.tensor([[4, 2, 0, 3], [2, 0, 3, 1]])  # 4 - 2 - 0 - 3 - 1
+        >>> found = partition(edge_index=chain, num_nodes=5, ranks=2)
+        >>> found.sizes, found.order.tolist(), found.cut
+        ((3, 2), [1, 3, 0, 2, 4], 1)
+        >>> found.edges(chain).edge_index.tolist(), found.edges(chain).sizes
+        ([[1, 2, 3, 4], [0, 1, 2, 3]], (3, 1))
+    """
+    n = _check(positions, edge_index, num_nodes, ranks, method)
+    sizes = even_sizes(n, ranks)
+    if method == "metis":
+        assert edge_index is not None
+        order, sizes = _by_metis(edge_index, n, ranks)
+        name = "METIS"
+    elif edge_index is None:
+        assert positions is not None
+        columns, name = positions.detach().double(), "coordinates"
+        order = bisected(columns, sizes, start=lexicographic(columns))
+    else:
+        columns, name = edge_index.new_empty(n, 1), "distances in the graph"
+        if positions is not None:
+            columns, name = positions.detach().double(), "coordinates, across few edges"
+        elif n:
+            columns = graph_coordinates(*adjacency(edge_index, n))
+        # Lines of equal coordinates, too, are divided into neighbours.
+        order = bisected(columns, sizes, smallest_cut(edge_index, n), lexicographic(columns))
+    places = torch.empty_like(order)
+    places[order] = torch.arange(n, device=order.device)
+    if edge_index is None:
+        return Partition(order, places, sizes, name)
+    return Partition(order, places, sizes, name, *_traffic(places[edge_index], sizes))
+
+
+def _traffic(edge_index: Tensor, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
+    """How many edges each rank has, how many are between ranks, and who reads how many rows of whom."""
+    n, ranks = sum(sizes), len(sizes)
+    rank_of = torch.arange(ranks, device=edge_index.device).repeat_interleave(
+        torch.tensor(sizes, device=edge_index.device)
+    )
+    sources, readers = edge_index[0], rank_of[edge_index[1]]
+    between = rank_of[sources] != readers
+    rows: Tensor = torch.unique(readers[between] * n + sources[between])
+    pairs = rows // max(n, 1) * ranks + rank_of[rows % max(n, 1)]
+    reads = pairs.bincount(minlength=ranks * ranks).view(ranks, ranks)
+    edges = readers.bincount(minlength=ranks)
+    return tuple(edges.tolist()), int(between.sum()), tuple(map(tuple, reads.tolist()))
+
+
+def _by_metis(edge_index: Tensor, n: int, ranks: int) -> tuple[Tensor, tuple[int, ...]]:
+    import pymetis
+
+    starts, neighbors = (t.tolist() for t in adjacency(edge_index, n))
+    _, found = pymetis.part_graph(ranks, xadj=starts, adjncy=neighbors)
+    owners = torch.as_tensor(found, dtype=torch.int64, device=edge_index.device)
+    return owners.argsort(stable=True), tuple(owners.bincount(minlength=ranks).tolist())
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _check(positions: Tensor | None, edge_index: Tensor | None, num_nodes: int | None, ranks: int, method: str) -> int:
+    """How many nodes there are; errors where arguments do not fit each other."""
+    if any(isinstance(t, DTensor) for t in (positions, edge_index)):
+        raise TypeError("partition takes plain tensors, the same on every rank: pass full_tensor() of sharded ones")
+    if method not in _METHODS:
+        raise ValueError(f"partition: method {method!r}: choose 'auto' or 'metis'")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ValueError(f"partition: ranks must be an integer, at least 1, not {ranks!r}")
+    if positions is None and (edge_index is None or num_nodes is None):
+        raise ValueError("partition takes positions=, or edge_index= and num_nodes=, or positions= and edge_index=")
+    if method == "metis" and edge_index is None:
+        raise ValueError("partition: METIS divides graphs, pass edge_index=")
+    if positions is not None:
+        if positions.ndim != 2 or not positions.is_floating_point() or not positions.shape[1]:
+            shown = f"{tuple(positions.shape)} of {positions.dtype}"
+            raise ValueError(f"partition: positions must be (n, d), floating-point, d at least 1, not {shown}")
+        if not bool(positions.isfinite().all()):
+            raise ValueError("partition: positions are not finite (NaN or infinite), so that they have no order")
+        if num_nodes not in (None, len(positions)):
+            raise ValueError(f"partition: num_nodes is {num_nodes}, but there are {len(positions)} positions")
+    n = num_nodes if positions is None else len(positions)
+    assert n is not None
+    if edge_index is not None:
+        _check_edges(edge_index, n)
+    return n
+
+
+def _check_edges(edge_index: Tensor, n: int) -> None:
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
+        shown = f"{tuple(edge_index.shape)} of {edge_index.dtype}"
+        raise ValueError(f"edge_index must be (2, e) of int64, not {shown}")
+    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < n:
+        low, high = int(edge_index.min()), int(edge_index.max())
+        raise ValueError(f"edge_index names nodes {low} to {high}, but there are {n}: 0 to {n - 1}")
