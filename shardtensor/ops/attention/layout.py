@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
@@ -54,6 +55,7 @@ class AttentionLayout:
         rows: the queries that this rank has.
         columns: the keys of each block: those that this rank has or fetches, or every rank's if they are sent around
             the ring.
+        squares: blocks that are seen in part are computed in squares: no kernel aligns them at the lower right.
         mask_start: the key to which the first column of this rank's mask belongs.
         mask_travels: the mask is sharded like the keys, has one row for all queries, and is sent along with them.
         mesh_dim: the one along which the kind is "keys" or "both".
@@ -67,6 +69,7 @@ class AttentionLayout:
     split: tuple[int, ...]
     rows: Interval
     columns: tuple[Interval, ...]
+    squares: bool = True
     mask_start: int = 0
     mask_travels: bool = False
     mesh_dim: int | None = None
@@ -108,6 +111,7 @@ def layout_of(
         split=tuple(m for m, dims in enumerate(held) if any(dims)),
         rows=_interval(q, _SEQUENCE),
         columns=(_interval(k, _SEQUENCE),),
+        squares=query.mesh.device_type == "cpu" or torch.version.hip is not None,
         mask_start=0 if bias is None else _interval(bias, -1)[0],
         mesh_dim=mesh_dim,
     )
@@ -240,7 +244,7 @@ def _by_ring(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLay
     rows, columns = intervals_of(q.sizes_along(m)), intervals_of(k.sizes_along(m))
 
     def needs(r: int, s: int) -> bool:
-        return bool(pieces(rows[r], columns[s], shift))
+        return bool(pieces([rows[r]], [columns[s]], shift))
 
     return replace(
         layout,
@@ -259,8 +263,8 @@ def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLa
     if k.shape[:-1] != v.shape[:-1] or _is_along_keys(bias, m):
         return None
     keys = (0, k.shape[_SEQUENCE])
-    seen = [pieces(rows, keys, shift) for rows in intervals_of(q.sizes_along(m))]
-    fetched = tuple((0, max((columns[1] for _, columns, _ in found), default=0)) for found in seen)
+    seen = [pieces([rows], [keys], shift) for rows in intervals_of(q.sizes_along(m))]
+    fetched = tuple((0, max((piece.columns[1] for piece in found), default=0)) for found in seen)
     return replace(layout, columns=(fetched[q.coordinate[m]],), fetched=fetched)
 
 
@@ -330,8 +334,7 @@ def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> boo
     per_score = 2 * math.prod(q.shape[:-2]) * (q.shape[-1] + v.shape[-1]) / rate
 
     def work(r: int, s: int) -> float:
-        parts = pieces(rows[r], columns[s], shift)
-        return per_score * sum(length(a) * length(b) / (2 if square else 1) for a, b, square in parts)
+        return per_score * sum(piece.scores for piece in pieces([rows[r]], [columns[s]], shift))
 
     ring = 0.0
     for step in range(ranks):

@@ -31,7 +31,7 @@ from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
 from ..common.alignment import as_operand, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
-from .blockwise import DTYPES, Dropout
+from .kernels import DTYPES, Dropout
 from .layout import NAME, AttentionLayout, layout_of
 from .online_softmax import AttentionWork, backward, forward, work_of
 
@@ -308,7 +308,7 @@ def _flash(
         return NotImplemented
     plan, local = _planned(query, key, value, attn_mask, is_causal, scale)
     work = plan.work
-    out, (*_, lse) = forward(work, work.kernel(), *local)
+    out, (_, lse, *_) = forward(work, work.kernel(), *local)
     return plan.wrapped(out), wrap(lse, _result_spec(work, query.shape[:-1], lse.dtype))
 
 
@@ -332,7 +332,8 @@ def _flash_backward(
         redistributed(NAME, as_operand(t, work.query.mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
-    grads = backward(work, work.kernel(), (True, True, True, False), results[0], q, mask, k, v, *results[1:])
+    needed, held = (True, True, True, False), work.held(k, v)
+    grads = backward(work, work.kernel(), needed, results[0], q, mask, *results[1:], *held)
     layouts = [_gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
     return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]
 
