@@ -20,15 +20,15 @@ from ..._compat import AutogradFunction, alias
 from ..._compat.c10d import group_along
 from ...communication.exchange import plan_intervals
 from ...communication.halo import Axis, Fetch
-from ...communication.redistribute import all_reduce, swap_blocks
+from ...communication.redistribute import all_reduce, swap_blocks, swapped
 from ...errors import refuse
 from ...layout.caches import cached
-from ...layout.geometry import Interval, intervals_of, length
+from ...layout.geometry import intersect, intervals_of, length, resized
 from ..common.alignment import cast, wide_dtype
 from ..common.ring import Form, Trip
 from .blockwise import RunningSoftmax, pieces
 from .kernels import Dropout, Explicit, Kernel, finite, fused_kernel, has_fused_kernels
-from .layout import NAME, AttentionLayout
+from .layout import NAME, AttentionLayout, Parts
 
 _DIMS = 4  # that torch's kernels take
 
@@ -115,7 +115,7 @@ class AttentionWork:
             return self.shift is not None or (
                 self.kernel().fused if on_cpu else has_fused_kernels(query.mesh.device_type, query.tensor_meta.dtype)
             )
-        return self.exchanges or (self.shift is not None and self.layout.rows[0] + self.shift != 0)
+        return self.exchanges or (self.shift is not None and self.layout.rows[0][0] + self.shift != 0)
 
     def by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Shard the heads instead of the sequence, compute, and shard the sequence again."""
@@ -137,6 +137,16 @@ class AttentionWork:
                 mask = mask.narrow(-3, heads[0][rank][0], q.shape[-3])
         out = self.attend(q, k, v, mask, dropout)
         (out,) = _Swap.apply(dims[::-1], heads[:1], sequences[:1], rank, self.group, out)
+        return out  # type: ignore[no-any-return]
+
+    def balanced(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
+        """Exchange parts of the sequence, so that each rank computes as much, and back, see [Note: balance]."""
+        m, balance = self.layout.mesh_dim, self.layout.balance
+        assert m is not None and balance is not None
+        rank = self.query.coordinate[m]
+        q, k, v = _Move.apply(balance.shards, balance.parts, rank, self.group, q, k, v)
+        out = self.attend(q, k, v, mask, dropout)
+        (out,) = _Move.apply(balance.parts[:1], balance.shards[:1], rank, self.group, out)
         return out  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
@@ -214,9 +224,9 @@ class AttentionWork:
             found = self._trips[key] = Trip(self.layout.ring, forms, grad_forms, self.group)
         return found
 
-    def _forms(self, own: Sequence[Tensor], columns: Interval) -> tuple[Form, ...]:
+    def _forms(self, own: Sequence[Tensor], columns: Parts) -> tuple[Form, ...]:
         """Shapes and dtypes of a block: like the own one but for the number of keys."""
-        n, held = columns[1] - columns[0], 2 - self.joins
+        n, held = sum(map(length, columns)), 2 - self.joins
         shapes = [(*t.shape[:-2], n, t.shape[-1]) for t in own[:held]] + [(*t.shape[:-1], n) for t in own[held:]]
         return tuple((shape, t.dtype) for shape, t in zip(shapes, own, strict=True))
 
@@ -239,10 +249,11 @@ def _fetch(layout: AttentionLayout) -> Fetch | None:
 
 
 def _parts(layout: AttentionLayout, index: int, shift: int | None) -> Iterator[BlockPart]:
-    rows, columns = layout.rows, layout.columns[index]
-    first_column = columns[0] - (columns[0] if layout.mask_travels else layout.mask_start)  # in the mask
-    for i, piece in enumerate(pieces([rows], [columns], shift, layout.squares)):
-        all_rows, all_columns = piece.rows == (0, length(rows)), piece.columns == (0, length(columns))
+    columns = layout.columns[index]
+    rows_here, columns_here = (sum(map(length, parts)) for parts in (layout.rows, columns))
+    first_column = 0 if layout.mask_travels else columns[0][0] - layout.mask_start  # in the mask
+    for i, piece in enumerate(pieces(layout.rows, columns, shift, layout.squares)):
+        all_rows, all_columns = piece.rows == (0, rows_here), piece.columns == (0, columns_here)
         yield BlockPart(
             None if all_rows else (piece.rows[0], length(piece.rows)),
             None if all_columns else (piece.columns[0], length(piece.columns)),
@@ -471,3 +482,53 @@ class _Swap(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None,) * 5 + _Swap.apply(*ctx.args, *grads)
+
+
+class _Move(AutogradFunction):
+    """Some parts of sequences to others, for several tensors in one exchange; see :class:`.layout.Balance`."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Any, after: Any, rank: int, group: Any, *tensors: Tensor) -> Any:
+        ctx.args = after, before, rank, group
+        return tuple(_moved(before, after, rank, group, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None,) * 4 + _Move.apply(*ctx.args, *grads)
+
+
+def _moved(
+    before: Sequence[Sequence[Parts]],
+    after: Sequence[Sequence[Parts]],
+    rank: int,
+    group: dist.ProcessGroup,
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """Of each tensor the parts ``after[i][rank]`` of its sequence; each rank ``r`` has ``before[i][r]``."""
+    sequence = -2
+    ranks = range(group.size())
+    sent: list[list[Tensor]] = [[] for _ in ranks]
+    shapes: list[list[list[int]]] = [[] for _ in ranks]
+    for t, held, wanted in zip(tensors, before, after, strict=True):
+        for r in ranks:
+            sent[r] += [t.narrow(sequence, *place) for _, place in _common(held[rank], wanted[r])]
+            shapes[r] += [resized(t.shape, t.ndim + sequence, n) for _, (_, n) in _common(held[r], wanted[rank])]
+    arrived = [iter(parts) for parts in swapped(sent, shapes, rank, group, tensors[0])]
+    results = []
+    for t, held, wanted in zip(tensors, before, after, strict=True):
+        parts = [(start, next(arrived[r])) for r in ranks for start, _ in _common(held[r], wanted[rank])]
+        parts.sort(key=lambda part: part[0])
+        results.append(torch.cat([part for _, part in parts], sequence) if parts else t.narrow(sequence, 0, 0))
+    return results
+
+
+def _common(held: Parts, wanted: Parts) -> list[tuple[int, tuple[int, int]]]:
+    """What both have: where it begins in the sequence, and its ``(start, length)`` in what is held."""
+    found, offset = [], 0
+    for part in held:
+        for other in wanted:
+            start, stop = intersect(part, other)
+            if stop > start:
+                found.append((start, (offset + start - part[0], stop - start)))
+        offset += length(part)
+    return found

@@ -95,7 +95,9 @@ class AttentionPlan(LocalPlan):
 
     def is_one_step(self) -> bool:
         """Whether :meth:`forward` and :meth:`backward` do it: not where torch's own function does."""
-        return not self._by_autograd and self.work.layout.head_sizes is None and self.work.is_ours
+        layout = self.work.layout
+        moves = layout.head_sizes is not None or layout.balance is not None
+        return not self._by_autograd and not moves and self.work.is_ours
 
     def run(self, tensors: Sequence[Any]) -> Any:
         return Plan.run(self, tensors) if self.is_one_step() else super().run(tensors)
@@ -121,8 +123,9 @@ class AttentionPlan(LocalPlan):
         if p > 0:
             place = tuple(work.query.coordinate[m] for m in work.layout.split)
             dropout = Dropout(p, common_draw(work.query, q.device), place)
-        compute = work.attend if work.layout.head_sizes is None else work.by_heads
-        return compute(q, k, v, mask, dropout)
+        if work.layout.balance is not None:
+            return work.balanced(q, k, v, mask, dropout)
+        return (work.attend if work.layout.head_sizes is None else work.by_heads)(q, k, v, mask, dropout)
 
 
 class AttentionOptions(NamedTuple):
@@ -279,7 +282,7 @@ def _planned(
         given[3] = redistribute_to(rows, _unsharded_where_single(rows._spec))
     specs: list[Any] = [None if t is None else t._spec for t in given]
     q, k, v, mask = specs
-    plan = plan_attention(q, k, v, mask, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "ring")
+    plan = plan_attention(q, k, v, mask, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "plain ring")
     pairs = zip(given, plan.work.layout.targets, strict=True)
     return plan, [None if spec is None else redistributed(NAME, t, spec)._local_tensor for t, spec in pairs]
 
