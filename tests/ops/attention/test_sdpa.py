@@ -540,7 +540,7 @@ def check_balanced_steps(half: bool) -> None:
         assert backward.collectives == {"all_to_all": 2 + world + 1}  # gradients end one step after the blocks
         # Inside of layers, with dropout, and below autograd.
         sdpa(q, k, v, is_causal=True, dropout_p=0.5)
-        if not half:
+        if not half and torch.get_default_device().type == "cpu":  # devices compose float64
             with torch._C.DisableTorchFunctionSubclass(), count_communication() as below:
                 again = sdpa(q.detach(), k.detach(), v.detach(), is_causal=True)
             assert below.collectives == {"all_to_all": world - 1}, "each rank computes with its shards"
