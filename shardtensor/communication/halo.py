@@ -243,6 +243,8 @@ def _copied(t: Tensor, place: Narrow) -> Tensor:
 
 def _piece(t: Tensor, place: Narrow) -> Tensor:
     """A part of a tensor, to be sent: packed already where that is one call."""
+    if place[2] == t.shape[place[0]]:
+        return t
     return torch.narrow_copy(t, *place) if t.is_contiguous() else t.narrow(*place)
 
 
