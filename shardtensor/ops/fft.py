@@ -283,7 +283,7 @@ class _Staged(Plan):
         self.stages, self.outputs = stages, out
 
     def forward(self, *tensors: Any) -> tuple[Tensor, Sequence[Tensor]]:
-        (x,) = tensors
+        x: Tensor = tensors[0]
         for stage in self.stages:
             x = stage.run(x)
         return x, ()
@@ -295,7 +295,7 @@ class _Staged(Plan):
         return (grad,)
 
     def again(self, *tensors: Any) -> Tensor:
-        (x,) = tensors
+        x: Tensor = tensors[0]
         for stage in self.stages:
             x = stage.again(x)
         return x
