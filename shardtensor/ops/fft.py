@@ -1,9 +1,22 @@
 """Fourier transforms along any dims, sharded or not.
 
-A transform of several dims is one of each dim in turn (of real numbers the last dim comes first, to real numbers last).
-Along a dim that is not sharded a rank transforms its shard. A sharded one is resharded: an all-to-all shards the
-longest free dim instead, and another one goes back, if there is a free dim with as many elements as there are ranks;
-otherwise the shards are sent around a ring.
+Dims that are not sharded are transformed at once, by torch's own kernel. A sharded one has to be all on one rank
+before: an all-to-all shards another dim instead.
+
+[Note: transposed] Of several dims, that is another one of them, which has been transformed or will be, and the result
+is left sharded along it. A second all-to-all, back, would be undone by what follows: products with filters and slices
+of modes go along with any layout, and the inverse transform begins with the dim that is now free. It has to end with
+the layout that the first one was given, and knows nothing but its own operand's. So a transform with a negative
+exponent goes to the dim that comes next among those transformed, the last one's next being the first, and one with a
+positive exponent to the one before. Even shards become even ones, and others keep their proportions, rounded to the
+nearest: which is reversible where the new dim is at least as long.
+
+A single dim's transform has no other one: it goes to the longest free dim, and back. Where none is free either that
+has as many elements as there are ranks, the shards are sent around a ring.
+
+[Note: modes] Networks keep few modes. These stay where they are, also if all of one dim's lie on the first rank: to
+share them out again would take a message for the modes and one for their product, each way, and sums of weights'
+gradients remain; what it would save is a product that takes a small part of the transforms' time.
 
 [Note: chirp] Output ``k`` is the sum over ``j`` of ``x[j] * w ** (j * k)``. What the inputs of one shard contribute to
 the outputs of another is such a sum over an interval of ``j`` for an interval of ``k``. With ``2 * j * k == j ** 2 +
@@ -18,15 +31,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
-from .._compat import TensorMeta, untraced
-from ..dispatch.tensor import ShardTensor, from_part, redistribute_to
+from .._compat import TensorMeta, constant_like, untraced
+from ..communication.redistribute import redistribute_local
+from ..dispatch.tensor import from_part, redistribute_to
 from ..errors import UnsupportedSharding, refuse
-from ..layout.geometry import Interval, intervals_of, map_boundaries
+from ..layout.geometry import Interval, chunk_sizes, intervals_of, map_boundaries, resized
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
@@ -40,25 +56,27 @@ class _Transform:
     """One transform of one dim.
 
     Attributes:
-        function: torch's.
+        name: torch's, of one dim; with "n" behind it, of several.
+        adjoint: the name of its adjoint, but for the factor.
         sign: of the exponent.
         scaled_by: the norm that divides by the length; "ortho" divides by its root, the other one not at all.
         from_half, to_half: whether the input, or the output, is the half of a Hermitian sequence.
     """
 
-    function: Callable[..., Tensor]
+    name: str
+    adjoint: str
     sign: int
     scaled_by: str
     from_half: bool = False
     to_half: bool = False
 
 
-_FFT = _Transform(torch.fft.fft, -1, "forward")
-_IFFT = _Transform(torch.fft.ifft, 1, "backward")
-_RFFT = _Transform(torch.fft.rfft, -1, "forward", to_half=True)
-_IRFFT = _Transform(torch.fft.irfft, 1, "backward", from_half=True)
-_HFFT = _Transform(torch.fft.hfft, -1, "forward", from_half=True)
-_IHFFT = _Transform(torch.fft.ihfft, 1, "backward", to_half=True)
+_FFT = _Transform("fft", "ifft", -1, "forward")
+_IFFT = _Transform("ifft", "fft", 1, "backward")
+_RFFT = _Transform("rfft", "irfft", -1, "forward", to_half=True)
+_IRFFT = _Transform("irfft", "rfft", 1, "backward", from_half=True)
+_HFFT = _Transform("hfft", "ihfft", -1, "forward", from_half=True)
+_IHFFT = _Transform("ihfft", "hfft", 1, "backward", to_half=True)
 
 # name: (the transform of the last dim, that of the others)
 _TRANSFORMS = {
@@ -69,18 +87,50 @@ _TRANSFORMS = {
     "hfft": (_HFFT, _FFT),
     "ihfft": (_IHFFT, _IFFT),
 }
+_OPPOSITE = {"forward": "backward", "backward": "forward", "ortho": "ortho"}  # the norm with which an adjoint scales
 
 
 _Lengths = int | Sequence[int] | None
 _Dims = int | Sequence[int] | None
-_Step = Callable[[ShardTensor], ShardTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """The transform of a dim of ``given`` elements as a sequence of ``length``, cut or filled up with zeros."""
+
+    transform: _Transform
+    dim: int
+    given: int
+    length: int
+
+    @property
+    def used(self) -> int:
+        """How many elements the sequence is made of."""
+        return self.length // 2 + 1 if self.transform.from_half else self.length
+
+    @property
+    def result(self) -> int:
+        """How many elements the result has."""
+        return self.length // 2 + 1 if self.transform.to_half else self.length
+
+
+class _Stage(Protocol):
+    """A part of the work: of a local tensor, so that autograd can differentiate it (``again``), or without."""
+
+    def run(self, x: Tensor) -> Tensor: ...
+
+    def adjoint(self, grad: Tensor) -> Tensor: ...
+
+    def again(self, x: Tensor) -> Tensor: ...
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
 
 
 def _plan(
     call: Arguments,
     name: str,
     function: Callable[..., Tensor],
-    transforms: tuple[_Transform, _Transform],
     spec: ShardTensorSpec,
     n: _Lengths,
     dim: _Dims,
@@ -88,28 +138,27 @@ def _plan(
 ) -> Plan:
     """Of ``function(x, n, dim, norm)``; ``n`` and ``dim`` are sequences where it transforms several dims."""
     ndim = len(spec.shape)
-    meta = call.returned(function, spec, *_ascending(n, dim, ndim), norm)
+    call.returned(function, spec, *_ascending(n, dim, ndim), norm)
     if dim is None:
         dims = list(range(ndim))[-len(n) if n is not None else 0 :]  # type: ignore[arg-type]
     else:
         dims = [d % ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    if not set(dims) & set(spec.sharded_dims()):
-        out = spec.replace(meta=_meta(meta.shape, _result_dtype(call, function, spec, dim)))
-        return LocalPlan(lambda x: _applied(function, x, n, dim, norm), out)
     lengths = [None] * len(dims) if n is None else [n] if isinstance(n, int) else list(n)
-    others = [(transforms[1], d, length) for d, length in zip(dims[:-1], lengths[:-1], strict=True)]
-    last = (transforms[0], dims[-1], lengths[-1])
-    steps: list[_Step] = []
-    for transform, d, length in [last, *others] if transforms[0].to_half else [*others, last]:
-        step, spec = _plan_along(call, name, transform, spec, d, None if length == -1 else length, norm or "backward")
-        steps.append(step)
+    half, other = _TRANSFORMS[name]
+    transforms = [other] * (len(dims) - 1) + [half]
+    along = [_along(t, d, spec.shape[d], length) for t, d, length in zip(transforms, dims, lengths)]
+    if not set(dims) & set(spec.sharded_dims()):
+        out = spec.replace(meta=_meta(_shape_after(spec, along), _result_dtype(call, function, spec, dim)))
+        return LocalPlan(lambda x: _applied(function, x, n, dim, norm), out)
+    stages, out = _stages(call, along, spec, norm or "backward")
+    plan = _Staged(stages, out)
+    return LocalPlan(plan.again, out) if any(isinstance(stage, _Ring) for stage in stages) else plan
 
-    def transformed(x: ShardTensor) -> ShardTensor:
-        for step in steps:
-            x = step(x)
-        return x
 
-    return Composed(transformed)
+def _along(transform: _Transform, dim: int, given: int, length: int | None) -> _Along:
+    if length is None or length == -1:
+        length = 2 * (given - 1) if transform.from_half else given
+    return _Along(transform, dim, given, length)
 
 
 def _ascending(n: _Lengths, dim: _Dims, ndim: int) -> tuple[_Lengths, _Dims]:
@@ -131,24 +180,218 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
     return TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
 
 
-def _plan_along(
-    call: Arguments, name: str, transform: _Transform, given: ShardTensorSpec, dim: int, n: int | None, norm: str
-) -> tuple[_Step, ShardTensorSpec]:
-    """One transform of one dim, and the spec of its result."""
-    shape = call.returned(transform.function, given, n, dim, norm).shape
-    meta = _meta(shape, _result_dtype(call, transform.function, given, dim))
-    result = _resized(given, dim, meta)
-    try:
-        target = free_dims(name, given, dim)
-    except UnsupportedSharding:
-        return _ring(transform, given, result, dim, n, norm), result
-    out = _resized(target, dim, meta)
+def _shape_after(spec: ShardTensorSpec, along: Sequence[_Along]) -> Sequence[int]:
+    shape: Sequence[int] = spec.shape
+    for a in along:
+        shape = resized(shape, a.dim, a.result)
+    return shape
 
-    def transformed(x: ShardTensor) -> ShardTensor:
-        y = _applied(transform.function, redistribute_to(x, target).to_local(), n, dim, norm)
-        return redistribute_to(from_part(y, out), result)
 
-    return transformed, result
+def _carried(sizes: Sequence[int], n: int) -> tuple[int, ...]:
+    """Shard sizes of a dim of length ``n`` like those of another dim, or of this one with another length.
+
+    Example:
+        >>> _carried((4, 3), 9), _carried((5, 2), 4), _carried((3, 1), 7)
+        ((5, 4), (3, 1), (5, 2))
+    """
+    old = sum(sizes)
+    if tuple(sizes) == chunk_sizes(old, len(sizes)):
+        return chunk_sizes(n, len(sizes))
+    return map_boundaries(sizes, lambda boundary: (2 * boundary * n + old) // (2 * old))
+
+
+def _resharded(spec: ShardTensorSpec, m: int, dim: int, sizes: Sequence[int]) -> ShardTensorSpec:
+    """The spec with ``dim`` sharded on mesh dim ``m``, like a dim that has ``sizes``."""
+    return spec.with_axes({m: AxisLayout(Shard(dim), _carried(sizes, spec.shape[dim]))})
+
+
+def _stages(
+    call: Arguments, along: Sequence[_Along], spec: ShardTensorSpec, norm: str
+) -> tuple[list[_Stage], ShardTensorSpec]:
+    """All that is done, one after the other, and the spec of the result. See [Note: transposed]."""
+    dims = sorted(a.dim for a in along)
+    turn = -along[0].transform.sign
+    following = {d: dims[(i + turn) % len(dims)] for i, d in enumerate(dims)}
+    stages: list[_Stage] = []
+    lent: dict[int, tuple[int, Sequence[int]]] = {}  # mesh dims that shard none of these dims meanwhile, but did
+    todo = list(along)
+
+    def move(target: ShardTensorSpec) -> None:
+        nonlocal spec
+        stages.append(_Move(spec, target))
+        spec = target
+
+    while todo:
+        sharded = spec.sharded_dims()
+        able, local = _able(todo, sharded)
+        if local:
+            kernel = _Kernel.of(call, local, spec, norm)
+            stages.append(kernel)
+            spec = spec.replace(meta=kernel.result)
+            todo = [a for a in todo if a not in local]
+            continue
+        pending = [a.dim for a in todo]
+        found = [
+            (d in pending, d != following[a.dim], -spec.shape[d], a.dim, d)
+            for a in able
+            for d in dims
+            if d not in sharded and spec.shape[d] >= spec.mesh.size(sharded[a.dim])
+        ]
+        if found:
+            *_, dim, free = min(found)
+            m = sharded[dim]
+            move(_resharded(spec, m, free, spec.sizes_along(m)))
+            continue
+        dim, m = able[0].dim, sharded[able[0].dim]
+        try:
+            target = free_dims(call.name, spec, dim)
+        except UnsupportedSharding:
+            ring = _Ring(able[0], spec, norm, _Kernel.of(call, able[:1], spec, norm).result)
+            stages.append(ring)
+            spec = ring.out
+            todo.remove(able[0])
+        else:
+            lent[m] = dim, spec.sizes_along(m)
+            move(target)
+    for m, (dim, sizes) in lent.items():
+        choice = [following[dim], dim, *dims]
+        move(_resharded(spec, m, next(d for d in choice if d not in spec.sharded_dims()), sizes))
+    return stages, spec
+
+
+def _able(todo: Sequence[_Along], sharded: dict[int, int]) -> tuple[list[_Along], list[_Along]]:
+    """Which dims may be transformed next, and those that can at once, because none of them is sharded.
+
+    Of real numbers the last dim comes first, to real numbers it comes last.
+    """
+    *others, last = todo
+    if last.transform.to_half and last.dim in sharded:
+        return [last], []
+    local = [a for a in todo if a.dim not in sharded]
+    if last.transform.from_half and others:
+        return others, local if len(local) == len(todo) else [a for a in local if a is not last]
+    return list(todo), local
+
+
+class _Staged(Plan):
+    """A linear operator made of others, whose adjoint is theirs in the other order."""
+
+    twice = True
+    linear = True
+
+    def __init__(self, stages: Sequence[_Stage], out: ShardTensorSpec) -> None:
+        self.stages, self.outputs = stages, out
+
+    def forward(self, *tensors: Any) -> tuple[Tensor, Sequence[Tensor]]:
+        x: Tensor = tensors[0]
+        for stage in self.stages:
+            x = stage.run(x)
+        return x, ()
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Sequence[Tensor | None]:
+        (grad,) = grads
+        for stage in reversed(self.stages):
+            grad = stage.adjoint(grad)
+        return (grad,)
+
+    def again(self, *tensors: Any) -> Tensor:
+        x: Tensor = tensors[0]
+        for stage in self.stages:
+            x = stage.again(x)
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """From one layout to another."""
+
+    source: ShardTensorSpec
+    target: ShardTensorSpec
+
+    def run(self, x: Tensor) -> Tensor:
+        return redistribute_local(x, self.source, self.target)
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        return redistribute_local(grad, self.target, self.source)
+
+    def again(self, x: Tensor) -> Tensor:
+        return redistribute_to(from_part(x, self.source), self.target).to_local()
+
+
+# -- along dims that are not sharded -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """The transform of dims that are not sharded, in one call of torch's.
+
+    Attributes:
+        along: the dims, that of a half last.
+        given: the dtype of the operand.
+        result: shape and dtype of the global result.
+        halves: what the gradient of a half is multiplied with, see :meth:`_halved`.
+    """
+
+    along: Sequence[_Along]
+    norm: str
+    given: torch.dtype
+    result: TensorMeta
+    halves: Tensor | None
+
+    @classmethod
+    def of(cls, call: Arguments, along: Sequence[_Along], spec: ShardTensorSpec, norm: str) -> _Kernel:
+        last, dims = along[-1], [a.dim for a in along]
+        function = getattr(torch.fft, last.transform.name + "n")
+        meta = _meta(_shape_after(spec, along), _result_dtype(call, function, spec, dims))
+        halves = None
+        if last.transform.to_half:
+            with torch.no_grad(), untraced():
+                k = torch.arange(last.result, device=call.device)
+                alone = (k == 0) | (2 * k == last.length)
+                halves = torch.stack([torch.where(alone, 1.0, 0.5), torch.where(alone, 0.0, 0.5)], -1)
+                halves = halves.to(meta.dtype.to_real())
+        return cls(along, norm, spec.tensor_meta.dtype, meta, halves)
+
+    def run(self, x: Tensor) -> Tensor:
+        return _called(self.along[-1].transform.name, x, self.along, self.norm)
+
+    again = run
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """As torch's own, but that of a transform of real numbers is one to real numbers: torch fills up the half with
+        zeros, transforms twice as much, and drops the imaginary part.
+        """
+        *others, last = along = self.along
+        norm = _OPPOSITE[self.norm]
+        if last.transform.to_half:
+            if others:
+                grad = _called(others[0].transform.adjoint, grad, others, norm)
+            grad, along = self._halved(grad), [last]
+        found = _called(last.transform.adjoint, grad, along, norm)
+        if last.transform.from_half:  # what has a mirror image counts twice
+            found.narrow(last.dim, 1, (last.length - 1) // 2).mul_(2)
+        for a in self.along:
+            if a.used != a.given:
+                found = F.pad(found, [0, 0] * (found.ndim - 1 - a.dim) + [0, a.given - a.used])
+        if found.is_complex() and not self.given.is_complex:
+            found = found.real
+        result: Tensor = found.to(self.given)
+        return result
+
+    def _halved(self, grad: Tensor) -> Tensor:
+        """Half of each number, as its mirror image in the whole sequence adds as much; of what has none, the real part.
+
+        The imaginary part, which has no effect, is made zero: kernels of GPUs rely on it.
+        """
+        assert self.halves is not None
+        shape = [1] * (grad.ndim - 1 - self.along[-1].dim)
+        halves = constant_like(self.halves, grad).view(-1, *shape, 2)
+        return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * halves)
+
+
+def _called(name: str, x: Tensor, along: Sequence[_Along], norm: str) -> Tensor:
+    """torch's transform ``name`` of some dims."""
+    return _applied(getattr(torch.fft, name + "n"), x, [a.length for a in along], [a.dim for a in along], norm)
 
 
 def _applied(function: Callable[..., Tensor], x: Tensor, *args: object) -> Tensor:
@@ -162,39 +405,37 @@ def _applied(function: Callable[..., Tensor], x: Tensor, *args: object) -> Tenso
     return y
 
 
-def _resized(spec: ShardTensorSpec, dim: int, meta: TensorMeta) -> ShardTensorSpec:
-    """The spec of a tensor with ``meta``, which differs in the length of ``dim``: its boundaries scale with that."""
-    m, old, new = spec.sharded_dims().get(dim), spec.shape[dim], meta.shape[dim]
-    if m is not None:
-        sizes = map_boundaries(spec.sizes_along(m), lambda boundary: boundary * new // max(1, old))
-        spec = spec.with_axes({m: AxisLayout(spec.placements[m], sizes)})
-    return spec.replace(meta=meta)
-
-
 # -- around the ring --------------------------------------------------------------------------------------------------
 
 
-def _ring(
-    transform: _Transform, spec: ShardTensorSpec, out: ShardTensorSpec, dim: int, n: int | None, norm: str
-) -> _Step:
-    """See [Note: chirp]."""
-    m = spec.sharded_dims()[dim]
-    length = n or (2 * (spec.shape[dim] - 1) if transform.from_half else spec.shape[dim])
-    used = length // 2 + 1 if transform.from_half else length
-    scale: float = {transform.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
-    intervals = intervals_of(spec.sizes_along(m))
-    mine = out.interval(m)
-    tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, intervals)
-    dtype = out.tensor_meta.dtype
+class _Ring:
+    """The transform of a dim whose shards go round. See [Note: chirp]."""
 
-    def contribution(owner: int, part: Tensor) -> Tensor:
-        start, stop = intervals[owner]
-        part = part.narrow(dim, 0, max(0, min(stop, used) - start)).movedim(dim, -1)
+    def __init__(self, along: _Along, spec: ShardTensorSpec, norm: str, result: TensorMeta) -> None:
+        self.along, dim, length = along, along.dim, along.length
+        m = spec.sharded_dims()[dim]
+        self.out = _resharded(spec.replace(meta=result), m, dim, spec.sizes_along(m))
+        self.scale: float = {along.transform.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
+        self.intervals = intervals_of(spec.sizes_along(m))
+        self.mine = self.out.interval(m)
+        self.tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, self.intervals)
+
+    def _contribution(self, owner: int, part: Tensor) -> Tensor:
+        transform, dim, length = self.along.transform, self.along.dim, self.along.length
+        start, stop = self.intervals[owner]
+        part = part.narrow(dim, 0, max(0, min(stop, self.along.used) - start)).movedim(dim, -1)
         half = _doubled(part, start, length) if transform.from_half else part
-        y = _chirp(half, start, mine, transform.sign, length)
-        return (y.real if transform.from_half else y).movedim(-1, dim) * scale
+        y = _chirp(half, start, self.mine, transform.sign, length)
+        return (y.real if transform.from_half else y).movedim(-1, dim) * self.scale
 
-    return lambda x: from_part(part_by_part(contribution, tour, x.to_local()).to(dtype), out)
+    def again(self, x: Tensor) -> Tensor:
+        return part_by_part(self._contribution, self.tour, x).to(self.out.tensor_meta.dtype)
+
+    def run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError  # autograd differentiates it
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 def _doubled(part: Tensor, start: int, length: int) -> Tensor:
@@ -230,8 +471,8 @@ def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> T
 # -- entry points -----------------------------------------------------------------------------------------------------
 
 
-def _declare(name: str, dims: _Dims, transforms: tuple[_Transform, _Transform]) -> None:
-    function = getattr(torch.fft, name)
+def _declare(name: str, suffix: str, dims: _Dims) -> None:
+    function = getattr(torch.fft, name + suffix)
 
     @operator(function, tensors="input")
     def plan_transform(
@@ -243,12 +484,12 @@ def _declare(name: str, dims: _Dims, transforms: tuple[_Transform, _Transform]) 
         norm: str | None = None,
     ) -> Plan:
         """The length is ``n`` of one dim, ``s`` of several."""
-        return _plan(call, name, function, transforms, input, n if s is None else s, dim, norm)
+        return _plan(call, name, function, input, n if s is None else s, dim, norm)
 
 
-for _name, _pair in _TRANSFORMS.items():
+for _name in _TRANSFORMS:
     for _suffix, _dims in {"": -1, "2": (-2, -1), "n": None}.items():
-        _declare(_name + _suffix, _dims, _pair)  # type: ignore[arg-type]
+        _declare(_name, _suffix, _dims)  # type: ignore[arg-type]
 
 
 # -- stft --------------------------------------------------------------------------------------------------------------
