@@ -105,8 +105,9 @@ def counts(name: str) -> dict[str, Any]:
             tensors = [ShardTensor.from_local(t, mesh, [Shard(row.dim)], shard_sizes=sizes) for t in tensors]
         module = row.make(tensors[0].shape)
         module = module.to(device) if isinstance(module, nn.Module) else module
-        inputs = [t.requires_grad_() for t in tensors]
-        inputs += list(module.parameters()) if isinstance(module, nn.Module) else []
+        # As in a network, what goes in is another operator's result: gradients of leaves may be copied once more.
+        tensors = [t.requires_grad_().clone() for t in tensors]
+        inputs = [*tensors, *(module.parameters() if isinstance(module, nn.Module) else [])]
         for _ in range(2):
             y = module(*tensors)
             grad = y.detach().clone()

@@ -48,7 +48,7 @@ def meanwhile(names, kind):
 
 def assert_overlaps(forward, backward):
     assert meanwhile(forward, "convolution") == [0, 0]  # one kernel computes shard and halo
-    assert meanwhile(backward, "convolution_backward") == [2, 2]  # the parameters' gradients, and the shard's
+    assert meanwhile(backward, "convolution_backward") == [1, 1]  # the shard's and the parameters' gradients
     assert forward.count(WAIT) == 2 and backward.count(WAIT) == 3
     assert backward.count(SUM) == 1  # for the parameters of all layers
 

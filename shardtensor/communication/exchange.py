@@ -221,8 +221,11 @@ def _packed(pieces: Sequence[Tensor]) -> Tensor:
     """The pieces in one dim, one after the other. Each is copied once, however it lies in memory."""
     if all(p.is_contiguous() for p in pieces) or any(type(p) is not Tensor or is_lazy(p) for p in pieces):
         return torch.cat([p.reshape(-1) for p in pieces])
-    sizes = [p.numel() for p in pieces]
-    packed = pieces[0].new_empty(sum(sizes))
+    first, sizes = pieces[0], [p.numel() for p in pieces]
+    packed = first.new_empty(sum(sizes))
+    if all(p.shape == first.shape for p in pieces):  # one kernel
+        torch.cat(list(pieces), out=packed.view(len(pieces) * first.shape[0], *first.shape[1:]))
+        return packed
     for place, piece in zip(packed.split_with_sizes(sizes), pieces, strict=True):
         place.view(piece.shape).copy_(piece)
     return packed

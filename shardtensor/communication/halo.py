@@ -21,6 +21,7 @@ from ..layout.geometry import Interval, intersect, intervals_of, length, resized
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import CHANNELS_LAST, cat_like, stride_like, with_stride, zeros_like
 from .exchange import Exchange, Pending, Transfers, plan_intervals
+from .zeros import zeros_of
 
 Narrow = tuple[int, int, int]  # (dim, start, length)
 
@@ -105,14 +106,24 @@ class Fetch:
             local = step.join(local, received)
         return local
 
-    def backward(self, grad: Tensor) -> Tensor:
-        """The adjoint, not differentiable: the shard's gradient, out of the ranks' gradients of what they needed."""
+    def backward(self, grad: Tensor, *, overwrite: bool = False) -> Tensor:
+        """The adjoint, not differentiable: the shard's gradient, out of the ranks' gradients of what they needed.
+
+        Args:
+            overwrite: ``grad`` is a new tensor, which nothing else refers to: the result may be a part of it.
+        """
         for step in reversed(self._steps):
-            grad = step.give_back(grad)
+            grad, overwrite = step.give_back(grad, overwrite=overwrite), True
         return grad
 
+    def received(self, halo: Tensor) -> list[Tensor]:
+        """What :meth:`read` has received, ``axes[0].transfers.recvs``, where there is one axis."""
+        out = self._steps[0].out
+        assert out is not None
+        return out.split(halo)
+
     def start_return(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
-        """Send the gradients of what was received, ``axes[0].transfers.recvs``, where there is one axis, to the owners.
+        """Send the gradients of what was :meth:`received` to the owners.
 
         For :meth:`add_returned`. Both together do what :meth:`backward` does, with the halo's gradient by itself.
         """
@@ -126,7 +137,7 @@ class Fetch:
 
 
 class _FetchedDim:
-    """One dim of a :class:`Fetch`; ``back`` sends the gradients of what was received."""
+    """One dim of a :class:`Fetch`; ``out`` sends what others need, ``back`` the gradients of what was received."""
 
     def __init__(
         self, shape: Sequence[int], dim: int, transfers: Transfers, zeros: Interval, group: dist.ProcessGroup
@@ -138,11 +149,11 @@ class _FetchedDim:
         # Where the pieces are: those that are sent, in the shard; those that are received, in what is needed.
         self._sent = [_place(dim, own, part) for _, part in transfers.sends]
         self._received = [_place(dim, need, part) for _, part in transfers.recvs]
-        self._out = self.back = None
+        self.out = self.back = None
         if transfers.active:
             sends = [(peer, resized(shape, dim, length(part))) for peer, part in transfers.sends]
             recvs = [(peer, resized(shape, dim, length(part))) for peer, part in transfers.recvs]
-            self._out, self.back = (
+            self.out, self.back = (
                 Exchange(*ways, group, transfers.most_peers) for ways in ((sends, recvs), (recvs, sends))
             )
         kept = intersect(own, need)
@@ -166,31 +177,35 @@ class _FetchedDim:
 
     def receive(self, local: Tensor) -> Tensor | None:
         """The other ranks' parts of it, one after the other in one dim; None if no rank needs any."""
-        if self._out is None:
+        if self.out is None:
             return None
-        return self._out.start([_piece(local, place) for place in self._sent], local).buffer()
+        return self.out.start(_pieces(local, self._sent), local).buffer()
 
     def join(self, local: Tensor, halo: Tensor | None) -> Tensor:
         """What this rank needs, out of its shard and what :meth:`receive` gave."""
-        received = () if self._out is None or halo is None else self._out.split(halo)
+        received = () if self.out is None or halo is None else self.out.split(halo)
         own = local if self._keeps_all or self._kept is None else local.narrow(*self._kept[0])
         pieces = [own if i is None else received[i] for i in self._order]
         before, after = self._zeros
         if before is not None:
-            pieces.insert(0, local.new_zeros(*before))
+            pieces.insert(0, zeros_of(before, local))
         if after is not None:
-            pieces.append(local.new_zeros(*after))
+            pieces.append(zeros_of(after, local))
         if not pieces:
             return zeros_like(local, self._shape)  # nothing, in the shard's memory format
         return cat_like(pieces, self._dim, local, self._shape)
 
-    def give_back(self, grad: Tensor) -> Tensor:
-        """The shard's gradient: its own part, and what the others return of theirs, in the order of ranks."""
+    def give_back(self, grad: Tensor, *, overwrite: bool = False) -> Tensor:
+        """The shard's gradient: its own part, and what the others return of theirs, in the order of ranks.
+
+        Args:
+            overwrite: see :meth:`Fetch.backward`.
+        """
         pending = None
         if self.back is not None:
-            pending = self.back.start([_piece(grad, place) for place in self._received], grad)
+            pending = self.back.start(_pieces(grad, self._received), grad)
         if self._kept is not None and self._keeps_all:
-            total = _copied(grad, self._kept[1])
+            total = grad.narrow(*self._kept[1]) if overwrite else _copied(grad, self._kept[1])
         else:
             total = zeros_like(grad, self._own_shape)
             if self._kept is not None:
@@ -241,11 +256,12 @@ def _copied(t: Tensor, place: Narrow) -> Tensor:
     return t.narrow(*place).clone(memory_format=fmt)
 
 
-def _piece(t: Tensor, place: Narrow) -> Tensor:
-    """A part of a tensor, to be sent: packed already where that is one call."""
-    if place[2] == t.shape[place[0]]:
-        return t
-    return torch.narrow_copy(t, *place) if t.is_contiguous() else t.narrow(*place)
+def _pieces(t: Tensor, places: Sequence[Narrow]) -> list[Tensor]:
+    """Parts of a tensor, to be sent: a single one packed already where that is one call."""
+    if len(places) == 1 and t.is_contiguous():
+        dim, _, n = places[0]
+        return [t if n == t.shape[dim] else torch.narrow_copy(t, *places[0])]
+    return [t.narrow(*place) for place in places]
 
 
 def _place(dim: int, held: Interval, part: Interval) -> Narrow:

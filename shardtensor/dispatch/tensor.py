@@ -30,6 +30,7 @@ from .._compat import (
 from ..errors import refuse
 from ..layout.placements import check_own_shard, normalize_placements
 from ..layout.spec import ShardTensorSpec
+from ..layout.strides import is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from ..ranks.first_use import forget_operands
 from . import chunks, conversions, torch_functions
@@ -348,7 +349,7 @@ def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
 def _as_leaf_gradient(spec: ShardTensorSpec, grad: Any) -> Any:
     """A leaf's gradient, in memory of its own: it is added to and scaled in place, and autograd asks the spec only."""
     grad = as_gradient(grad, spec)
-    return grad.clone() if grad is not None and 0 in grad._local_tensor.stride() else grad
+    return grad if grad is None or is_dense(grad._local_tensor) else grad.clone()
 
 
 @register(Tensor.requires_grad_)

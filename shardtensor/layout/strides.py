@@ -41,6 +41,20 @@ def _is_channels_last(t: Tensor) -> bool:
     return True
 
 
+def is_dense(t: Tensor) -> bool:
+    """Whether its first and its last element in memory are as far apart as its number of elements says.
+
+    Example:
+        >>> x = torch.ones(4, 3)
+        >>> is_dense(x.t()), is_dense(x[:, :2]), is_dense(x[:1].expand(4, 3))
+        (True, False, False)
+    """
+    n, last = t.numel(), 0
+    for length, stride in zip(t.shape, t.stride(), strict=True):
+        last += (length - 1) * stride
+    return n == 0 or last == n - 1
+
+
 def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int]) -> Tensor:
     """``torch.cat(pieces, dim)``, which has this shape, channels-last where ``like`` is and row-major otherwise."""
     if like.ndim not in CHANNELS_LAST or not _is_channels_last(like):

@@ -16,17 +16,17 @@ bench_kernels = importlib.import_module("bench_kernels")
 
 # Kernels beyond the plain operator's, and collectives, forward and backward.
 COUNTED = {
-    "conv2d 3x3": (9, 3),
-    "conv3d 3x3x3": (8, 3),
-    "transposed conv2d": (8, 3),
+    "conv2d 3x3": (6, 3),
+    "conv3d 3x3x3": (5, 3),
+    "transposed conv2d": (4, 3),
     "group norm": (7, 2),
     "instance norm": (3, 2),
     "batch norm, training": (6, 2),
     "layer norm over a sharded dim": (9, 2),
     "softmax over shards": (7, 3),
     "var over shards": (8, 3),
-    "bilinear x 2": (8, 2),
-    "max pool 3x3, stride 2": (4, 2),
+    "bilinear x 2": (6, 2),
+    "max pool 3x3, stride 2": (3, 2),
     "rfft2, product, irfft2": (20, 8),
     "attention, fetch": (6, 2),
     "attention, heads": (10, 4),

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta, constant_like, untraced
 from ...communication.halo import Fetch
+from ...communication.zeros import padded
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
@@ -99,7 +100,7 @@ def taken(function: Differentiated, wanted: Mapping[int, Wanted], ndim: int) -> 
         return result.clone(), kept  # dense, in its memory format, and without the rest
 
     def backward(grad: Tensor, *others: Tensor) -> Tensor:
-        return function.backward(torch.constant_pad_nd(grad, unwanted), *others)
+        return function.backward(padded(grad, unwanted), *others)
 
     return Differentiated(forward, backward)
 
@@ -125,7 +126,7 @@ class StencilPlan(Plan):
             return [None]
         if not self._fetches:
             return [self.function.backward(grad, x, *kept)]
-        return [self.fetch.backward(self.function.backward(grad, self._read(x), *kept))]
+        return [self.fetch.backward(self.function.backward(grad, self._read(x), *kept), overwrite=True)]
 
     def _read(self, like: Tensor) -> Tensor:
         """A tensor in the shape of what the function reads, of any values."""
@@ -141,7 +142,9 @@ class LinearStencilPlan(StencilPlan):
 
     def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None], *kept: Tensor) -> list[Any]:
         grad = grads[0]
-        return [None if grad is None else self.fetch.backward(self.function.backward(grad, self._read(grad), *kept))]
+        if grad is None:
+            return [None]
+        return [self.fetch.backward(self.function.backward(grad, self._read(grad), *kept), overwrite=True)]
 
 
 class Constant:

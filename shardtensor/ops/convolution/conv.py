@@ -7,7 +7,7 @@ it; transposed convolution. What is done with tensors stands in ``halo_conv.py``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def plan_convolution(
         held[d], outs[d] = needs[d][rank], outputs[rank]
     out_spec = output_spec(spec, (shape[0], weight[0], *(w.outputs for w in windows.values())), sizes)
     half = wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype
-    local = _Local(out_spec.local_shape(), windows, stride, dilation, groups, half)
+    local = _Local(out_spec.local_shape(), windows, stride, dilation, groups)
     convolve, zeros = local.convolution(held, outs), (0, 0)
     if convolve.zeros and needs:
         # Zeros along the dim that is fetched last come with what is fetched. (Along others they would travel.)
@@ -86,8 +86,17 @@ def plan_convolution(
         zeros = local.around(last, held[last], outs[last])
         held[last] = held[last][0] - zeros[0], held[last][1] + zeros[1]
         convolve = local.convolution(held, outs)
-    fetch = Fetch.of(spec, needs, zeros)
-    return ConvolutionPlan(out_spec, fetch, convolve, local.split(fetch, fetch.shape, held, outs))
+    fetch, split = Fetch.of(spec, needs, zeros), None
+    if len(needs) == 1 and 0 not in out_spec.local_shape():
+        (d,) = needs
+        split = split_gradient(
+            fetch,
+            outs[d],
+            half,
+            lambda part: windows[d].touching(part, outs[d]),
+            lambda part, out: local.alone(d, part, out, held, outs),
+        )
+    return ConvolutionPlan(out_spec, fetch, convolve, split)
 
 
 def _within(read: Interval, size: int) -> Interval:
@@ -117,7 +126,6 @@ class _Local:
         out_shape: of this rank's outputs.
         windows: by spatial tensor dim.
         stride, dilation, groups: of the convolution.
-        half: whether it is of half precision.
     """
 
     out_shape: Sequence[int]
@@ -125,7 +133,6 @@ class _Local:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    half: bool
 
     def around(self, d: int, held: Interval, out: Interval) -> Interval:
         """How many zeros (negative: how many inputs less) what is held lacks of what the outputs read."""
@@ -149,41 +156,58 @@ class _Local:
         arguments = self.stride, tuple(padding), self.dilation, False, (0,) * len(padding), self.groups
         return LocalConvolution(shape, arguments, around if any(around) else ())
 
-    def split(self, fetch: Fetch, shape: Sequence[int], held: Intervals, outs: Intervals) -> SplitGradient | None:
-        """How to compute the gradient of what is read in two; None where it is not worth it, or more than one dim.
+    def alone(self, d: int, part: Interval, out: Interval, held: Intervals, outs: Intervals) -> LocalConvolution:
+        """The call that gives the outputs ``out`` along ``d`` of the inputs ``part`` alone, among zeros."""
+        before, after = self.around(d, part, out)
+        window = self.windows[d]
+        # The kernel pads both ends alike: so it gives more outputs, before these and after them.
+        more = max(0, -(before // window.stride), -((before - after) // window.stride))
+        room = length(part) + 2 * (before + more * window.stride) - window.extent
+        rest = room // window.stride + 1 - more - length(out)
+        found = self.convolution({**held, d: part}, {**outs, d: (out[0] - more, out[1] + rest)})
+        crop = [n for dim in reversed([*self.windows]) for n in ((-more, -rest) if dim == d else (0, 0))]
+        shape = *found.out_shape[:d], length(out), *found.out_shape[d + 1 :]
+        return replace(found, out_shape=shape, crop=tuple(crop) if any(crop) else ())
 
-        Args:
-            shape: of what is read.
-        """
-        if len(fetch.axes) != 1 or 0 in (*shape, *self.out_shape):
-            return None
-        if len(self.windows) == 3 and not self.half:
-            return None  # torch's kernels for few planes of a volume are ten times slower on the CPU
-        d, transfers = fetch.axes[0].dim, fetch.axes[0].transfers
-        own = transfers.own
-        if not transfers.active or not length(own) or intersect(own, transfers.need) != own:
-            return None
-        shard = self.convolution({**held, d: own}, outs)
-        received = [part for _, part in transfers.recvs]
-        shared = [part for _, part in transfers.sends] if self.half else []
-        touched = [self.windows[d].touching(part, outs[d]) for part in (*received, *shared)]
-        few = SHARE[self.half] * sum(map(length, touched)) <= length(outs[d])
-        if shard.zeros or not few or not all(map(length, touched)):
-            return None
 
-        def strip(part: Interval) -> Strip:
-            outputs = self.windows[d].touching(part, outs[d])
-            reads = intersect(self.windows[d].reads(outputs), held[d])
-            reads = min(reads[0], part[0]), max(reads[1], part[1])
-            return Strip(
-                (d, outputs[0] - outs[d][0], length(outputs)),
-                tuple(length(reads) if dim == d else n for dim, n in enumerate(shape)),
-                self.convolution({**held, d: reads}, {**outs, d: outputs}),
-                (d, part[0] - reads[0], length(part)),
-            )
+def split_gradient(
+    fetch: Fetch,
+    out: Interval,
+    half: bool,
+    touching: Callable[[Interval], Interval],
+    alone: Callable[[Interval, Interval], LocalConvolution],
+) -> SplitGradient | None:
+    """How to compute the gradients in two; None where it is not worth it, or inputs are fetched along several dims.
 
-        edges = [((d, part[0] - own[0], length(part)), strip(part)) for part in shared]
-        return SplitGradient(shard, tuple(map(strip, received)), tuple(edges))
+    Args:
+        out: this rank's outputs along the dim that is fetched.
+        half: whether they are of half precision.
+        touching: those of them that read some inputs.
+        alone: the kernel that gives some outputs of some inputs alone.
+    """
+    if len(fetch.axes) != 1 or 0 in fetch.shape:
+        return None
+    if len(fetch.shape) == 5 and not half:
+        return None  # torch's kernels for few planes of a volume are ten times slower on the CPU
+    d, transfers = fetch.axes[0].dim, fetch.axes[0].transfers
+    own = transfers.own
+    if not transfers.active or not length(own) or intersect(own, transfers.need) != own:
+        return None
+    received = [part for _, part in transfers.recvs]
+    shared = [part for _, part in transfers.sends] if half else []
+    touched = [length(touching(part)) for part in (*received, *shared)]
+    if SHARE[half] * sum(touched) > length(out) or not all(touched):
+        return None
+    shard = alone(own, out)
+    if shard.zeros or any(shard.crop):
+        return None
+
+    def strip(part: Interval) -> Strip:
+        outputs = touching(part)
+        return Strip((d, outputs[0] - out[0], length(outputs)), alone(part, outputs))
+
+    edges = [((d, part[0] - own[0], length(part)), strip(part)) for part in shared]
+    return SplitGradient(shard, tuple(map(strip, received)), tuple(edges))
 
 
 def _check(
@@ -526,14 +550,30 @@ class TransposedWindow:
             ((-1, -1), (1, 0, (0, 0)))
         """
         before, after = self.margins(part, out)
+        extra = after - before
+        if before <= 0 <= extra < self.stride:  # an output padding must be less
+            return -before, extra, (0, 0)
         if before >= 0 or after > 0:
             return 0, 0, (before, after)
-        extra = after - before
-        if extra < 0:  # more to crop at the end than the padding at both ends leaves out
-            return -before, 0, (0, extra)
-        if extra < self.stride:  # an output padding must be
-            return -before, extra, (0, 0)
-        return -after, 0, (-extra, 0)
+        # There is more to crop at one end than the padding at both ends leaves out.
+        return (-before, 0, (0, extra)) if extra < 0 else (-after, 0, (-extra, 0))
+
+    def zeros(self, part: Interval, out: Interval) -> Interval:
+        """How many inputs of zeros before and after ``part`` let the kernel leave out all that ``out`` has not.
+
+        Example:
+            >>> w = TransposedWindow(size=6, kernel=3, stride=2, dilation=1, padding=1, extra=1)
+            >>> w.options((0, 4), (0, 6)), w.zeros((0, 4), (0, 6)), w.options((-1, 4), (0, 6))
+            ((1, 0, (0, -1)), (1, 0), (3, 1, (0, 0)))
+        """
+        before, after = self.margins(part, out)
+        first = max(0, -(-before // self.stride), -((after - before) // self.stride))
+        return first, max(0, (after - before) // self.stride + first)
+
+    def touching(self, part: Interval, out: Interval) -> Interval:
+        """Those of the outputs ``out`` that the inputs ``part`` reach."""
+        start = part[0] * self.stride - self.padding
+        return intersect((start, start + (length(part) - 1) * self.stride + self.extent), out)
 
 
 def _declare_transposed(n: int) -> None:
@@ -581,22 +621,48 @@ def _plan_transposed(
         shape: of the global result.
         numbers: stride, padding, output padding and dilation per spatial dim.
     """
-    stride, padding, extra, dilation = map(list, numbers)
-    sizes, needs, margins = {}, {}, {}
+    stride, dilation = tuple(numbers[0]), tuple(numbers[3])
+    windows, sizes, needs = {}, {}, {}
+    held, outs = {}, {}
     for d, m in spec.sharded_dims().items():
         if d < 2:
             continue
-        i, rank = d - 2, spec.coordinate[m]
-        window = TransposedWindow(spec.shape[d], weight.shape[d], stride[i], dilation[i], padding[i], extra[i])
-        sizes[d] = map_boundaries(spec.sizes_along(m), window.boundary)
-        outs = intervals_of(sizes[d])
-        needs[d] = [window.reads(out) for out in outs]
-        padding[i], extra[i], margins[d] = window.options(needs[d][rank], outs[rank])
-    crop = tuple(n for d in reversed(range(2, len(shape))) for n in margins.get(d, (0, 0)))
+        step, padding, extra, spread = (values[d - 2] for values in numbers)
+        windows[d] = TransposedWindow(spec.shape[d], weight.shape[d], step, spread, padding, extra)
+        sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].boundary)
+        outputs, rank = intervals_of(sizes[d]), spec.coordinate[m]
+        needs[d] = [windows[d].reads(out) for out in outputs]
+        held[d], outs[d] = needs[d][rank], outputs[rank]
     out_spec = output_spec(spec, shape, sizes)
-    arguments = tuple(stride), tuple(padding), tuple(dilation), True, tuple(extra), groups
-    convolve = LocalConvolution(out_spec.local_shape(), arguments, crop=crop if any(crop) else ())
-    return ConvolutionPlan(out_spec, Fetch.of(spec, needs), convolve)
+    local_shape = out_spec.local_shape()
+
+    def convolution(held: Intervals, outs: Intervals) -> LocalConvolution:
+        padding, extra, crop = list(numbers[1]), list(numbers[2]), [0] * 2 * len(stride)
+        result = list(local_shape)
+        for d, window in windows.items():
+            result[d] = length(outs[d])
+            padding[d - 2], extra[d - 2], margins = window.options(held[d], outs[d])
+            place = 2 * (len(shape) - 1 - d)
+            crop[place : place + 2] = margins
+        arguments = stride, tuple(padding), dilation, True, tuple(extra), groups
+        return LocalConvolution(tuple(result), arguments, crop=tuple(crop) if any(crop) else ())
+
+    split, zeros = None, (0, 0)
+    if len(needs) == 1 and 0 not in local_shape:
+        (d,) = needs
+        window, out = windows[d], outs[d]
+        split = split_gradient(
+            Fetch.of(spec, needs),
+            out,
+            wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype,
+            lambda part: window.touching(part, out),
+            lambda part, out: convolution({d: part}, {d: out}),
+        )
+        if split is not None:
+            # Such zeros make kernels on the CPU slow in the backward pass, but that has the shard alone here.
+            zeros = window.zeros(held[d], out)
+            held[d] = held[d][0] - zeros[0], held[d][1] + zeros[1]
+    return ConvolutionPlan(out_spec, Fetch.of(spec, needs, zeros), convolution(held, outs), split)
 
 
 for _n in (1, 2, 3):

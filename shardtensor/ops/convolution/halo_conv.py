@@ -1,16 +1,17 @@
 """Convolution on one rank, transposed or not: fetch the halo, put it next to the shard, and call the kernel once.
 
-Between forward and backward a rank keeps its shard, which autograd holds in any case, and the halo. The two are put
-together once more for the weight's gradient: both in one tensor would take as much memory again as all shards do.
+Between forward and backward a rank keeps its shard, which autograd holds in any case, and the halo: both in one tensor
+would take as much memory again as all shards do.
 
 ::
 
     forward   halo = fetch(x)       read = shard + halo      y = kernel(read, weight, bias)
-    backward                        read = shard + halo      the kernel's gradients of read, weight and bias
-              the halo's part of read's gradient goes back to its owners, who add it to their own
+    backward                        the kernel's gradients of halo and weight; the halo's goes back to its owners
+                                    the kernel's gradients of shard, weight and bias; what is returned is added
 
-The gradient of what a tall shard reads is computed in two parts, see :class:`SplitGradient`.
-Which inputs a rank reads, and how the kernel is to pad them, stands in ``geometry.py`` and ``conv.py``.
+Where shards are not tall, they are put together with the halo once more, and the backward pass, too, is one call of the
+kernel: see :class:`SplitGradient`. Which inputs a rank reads, and how the kernel is to pad them, stands in
+``geometry.py`` and ``conv.py``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from ...communication.exchange import Pending
 from ...communication.halo import Fetch, Narrow
+from ...communication.zeros import padded
 from ...layout.spec import ShardTensorSpec
-from ...layout.strides import stride_like
 from ...operators.declaration import Plan
-from ..common.alignment import cast, wide_dtype, widened
+from ...operators.weight_gradients import GradientSum
+from ..common.alignment import cast, is_half, wide_dtype, widened
 from .volumes import Gradients, convolution_backward, convolve_volume, volume_backward
 
 ONLY_INPUT = True, False, False
@@ -54,11 +56,11 @@ class LocalConvolution:
         if 0 in self.out_shape or not read.numel():  # nothing to compute on this rank
             y = read.new_zeros(self.out_shape) + _nothing_of(read, weight)
             return y if bias is None else y + _over_channels(bias, y)
-        read = torch.constant_pad_nd(read, self.zeros) if self.zeros else read
+        read = padded(read, self.zeros) if self.zeros else read
         after = max(self.crop, default=0) > 0  # outputs that no input reaches: they are the bias
         kernel = convolve_volume if read.ndim == 5 else torch.convolution
         y = kernel(read, weight, None if after else bias, *self.arguments)
-        y = torch.constant_pad_nd(y, self.crop) if self.crop else y
+        y = padded(y, self.crop) if self.crop else y
         return y + _over_channels(bias, y) if after and bias is not None else y
 
     def gradients(self, needed: Sequence[bool], grad: Tensor, read: Tensor, weight: Tensor) -> Gradients:
@@ -75,12 +77,12 @@ class LocalConvolution:
             return torch.zeros_like(read) if need_x else None, torch.zeros_like(weight) if need_w else None, grad_b
         if not (need_x or need_w):
             return None, None, grad_b
-        padded = torch.constant_pad_nd(read, self.zeros) if self.zeros else read
-        grad = torch.constant_pad_nd(grad, [-n for n in self.crop]) if self.crop else grad
+        read = padded(read, self.zeros) if self.zeros else read
+        grad = padded(grad, [-n for n in self.crop]) if self.crop else grad
         mask = [need_x, need_w, False]
-        grad_x, grad_w, _ = backward(grad, padded, weight, None, *self.arguments, mask)
+        grad_x, grad_w, _ = backward(grad, read, weight, None, *self.arguments, mask)
         if grad_x is not None and self.zeros:
-            grad_x = torch.constant_pad_nd(grad_x, [-n for n in self.zeros])
+            grad_x = padded(grad_x, [-n for n in self.zeros])
         return grad_x, grad_w, grad_b
 
 
@@ -99,36 +101,34 @@ def _over_channels(bias: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Some rows of what is read, whose gradient is computed by itself.
+    """A few rows of what is read, by themselves.
 
     Attributes:
         outputs: those that read them.
-        reads: the shape of all that these outputs read.
-        convolve: gives these outputs of it.
-        within: the rows among what they read.
+        convolve: gives these outputs of the rows alone, among zeros.
     """
 
     outputs: Narrow
-    reads: tuple[int, ...]
     convolve: LocalConvolution
-    within: Narrow
 
-    def gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Of these rows, in float32 for half precision, out of the gradient of all this rank's outputs."""
-        grad, weight = widened(grad.narrow(*self.outputs), weight)
-        shape = torch.empty_strided(self.reads, stride_like(grad, self.reads), dtype=grad.dtype, device=grad.device)
-        found, _, _ = self.convolve.gradients(ONLY_INPUT, grad, shape, weight)
-        assert found is not None
-        return found.narrow(*self.within)
+    def gradients(self, needed: Sequence[bool], grad: Tensor, rows: Tensor, weight: Tensor) -> Gradients:
+        """Those of the rows and of the weight, in float32 for half precision.
+
+        Args:
+            grad: of all this rank's outputs.
+            rows: of any values where the weight's is not needed.
+        """
+        return self.convolve.gradients(needed, *widened(grad.narrow(*self.outputs), rows, weight))
 
 
 @dataclass(frozen=True, slots=True)
 class SplitGradient:
-    """The gradient of what is read, the shard's apart from the halo's, which travels meanwhile.
+    """The gradients of the shard apart from those of the halo, which travels meanwhile.
 
-    For tall shards. Shard and halo in one take one activation more at a time: 108 MiB of tensors rather than 99 in a
-    step of the globe U-Net. And what ranks add up is to be in float32 for half precision, in which the kernel takes
-    several times as long: here these are a few rows.
+    For tall shards. A convolution is linear in what it reads: the weight's gradient is a sum, too, of that of the shard
+    among zeros and those of the received rows. So the two are not put together once more, which would copy the shard
+    and take two activations more at a time. And what ranks add up of the input's gradient is to be in float32 for half
+    precision, in which the kernel takes several times as long: here these are a few rows.
 
     Attributes:
         shard: the kernel with the shard alone, among zeros.
@@ -140,18 +140,53 @@ class SplitGradient:
     halo: tuple[Strip, ...]
     edges: tuple[tuple[Narrow, Strip], ...]
 
-    def start(self, fetch: Fetch, grad: Tensor, weight: Tensor) -> Pending:
-        """Send the halo's gradient to its owners."""
-        return fetch.start_return([strip.gradient(grad, weight) for strip in self.halo], widened(grad[:0])[0])
+    def gradients(
+        self,
+        needed: Sequence[bool],
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        fetch: Fetch,
+        halo: Tensor,
+        total: GradientSum | None,
+    ) -> Gradients:
+        """Those of shard, weight and bias, see :meth:`ConvolutionPlan.backward`."""
+        need_x, need_w, need_b = needed
+        pieces, parts = [], []
+        for strip, rows in zip(self.halo, fetch.received(halo), strict=True):
+            of_rows, of_weight, _ = strip.gradients((need_x, need_w, False), grad, rows, weight)
+            pieces += [] if of_rows is None else [of_rows]
+            parts += [] if of_weight is None else [of_weight]
 
-    def finish(self, fetch: Fetch, grad: Tensor, x: Tensor, weight: Tensor, returning: Pending) -> Tensor:
-        """The shard's gradient, complete."""
-        total, _, _ = self.shard.gradients(ONLY_INPUT, grad, x, weight)
-        assert total is not None
-        (total,) = widened(total)
-        for place, strip in self.edges:
-            total.narrow(*place).copy_(strip.gradient(grad, weight))
-        return cast(fetch.add_returned(total, returning), x.dtype)
+        def start() -> Pending:
+            return fetch.start_return(pieces, widened(grad[:0])[0])
+
+        returning = None
+        # Only some ranks may compute in two: where there is a sum, all of them start it before they return the halo's.
+        if need_x and total is None:
+            returning = start()
+            weight = returning.meanwhile(weight)
+        # One call of the kernel for all is faster; but a sum is to travel meanwhile, and half precision is wide here.
+        together = need_x and total is None and not is_half(x)
+        grad_x, grad_w, grad_b = self.shard.gradients((together, need_w, need_b), *widened(grad, x, weight))
+        for part in parts:
+            assert grad_w is not None
+            grad_w.add_(part)
+        # The kernel has made the parameters' gradients for this call alone.
+        finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
+        if need_x:
+            returning = returning or start()
+            if not together:
+                grad_x, _, _ = self.shard.gradients(ONLY_INPUT, grad, x, weight)
+            assert grad_x is not None
+            (grad_x,) = widened(grad_x)
+            for place, strip in self.edges:
+                rows = x.narrow(*place)
+                grad_x.narrow(*place).copy_(strip.gradients(ONLY_INPUT, grad, rows, weight)[0])
+            grad_x = cast(fetch.add_returned(grad_x, returning), x.dtype)
+        if finish is not None:
+            _, grad_w, grad_b = finish()
+        return grad_x, grad_w, grad_b
 
 
 class ConvolutionPlan(Plan):
@@ -200,32 +235,23 @@ class ConvolutionPlan(Plan):
         (grad,), (x, weight, *halo), (need_x, need_w, need_b) = grads, saved, needed
         if grad is None:
             return None, None, None
-        split = self.split if need_x else None
-        returning = None
-        # Only some ranks may compute in two: where there is a sum, all of them start it before they return the halo's.
-        if split is not None and self.total is None:
-            returning = split.start(self.fetch, grad, weight)
-            weight = returning.meanwhile(weight)
-        joins = self._fetches and (split is None or need_w or need_b)
-        read = self.fetch.join(x, halo) if joins else x
+        if self.split is not None:
+            return self.split.gradients(needed, grad, x, weight, self.fetch, halo[0], self.total)
+        read = self.fetch.join(x, halo) if self._fetches else x
         wide = self._half and (self.sums or self._fetches)
         # One call of the kernel for all is faster, but nothing travels meanwhile.
-        together = need_x and split is None and self.total is None and wide == (wide and self._fetches)
+        together = need_x and self.total is None and wide == (wide and self._fetches)
         given = widened(grad, read, weight) if wide else [grad, read, weight]
         grad_x, grad_w, grad_b = self.convolve.gradients((together, need_w, need_b), *given)
         # The kernel has made the parameters' gradients for this call alone.
         finish = None if self.total is None else self.total.start([None, grad_w, grad_b], overwrite=True)
-        if split is not None:
-            del given, read
-            returning = returning or split.start(self.fetch, grad, weight)
-            grad_x = split.finish(self.fetch, grad, x, weight, returning)
-        elif need_x:
+        if need_x:
             if not together:
                 given = given if self._fetches else [grad, read, weight]
                 grad_x, _, _ = self.convolve.gradients(ONLY_INPUT, *given)
             assert grad_x is not None
             del given, read
-            grad_x = cast(self.fetch.backward(grad_x), x.dtype)
+            grad_x = cast(self.fetch.backward(grad_x, overwrite=True), x.dtype)
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b

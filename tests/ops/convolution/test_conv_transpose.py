@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from copied import Copied
 from hypothesis import given
 from hypothesis import strategies as st
+from spatial_cases import computing
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -55,16 +56,22 @@ def test_geometry_against_brute_force(size, kernel, stride, dilation, padding, e
         assert p >= 0 and (more == 0 or 0 < more < stride)
         assert first * stride - padding + p == a + before
         assert (stop - first - 1) * stride + w.extent - 2 * p + more + before + after == b - a
+        before, after = w.zeros((first, stop), (a, b))
+        assert min(before, after) >= 0 and w.options((first - before, stop + after), (a, b))[2] == (0, 0)
+        start, end = w.touching((first, stop), (a, b))
+        outputs = {i * stride - padding + t * dilation for i in range(first, stop) for t in range(kernel)}
+        assert outputs & set(range(a, b)) <= set(range(start, end))
 
 
-def check(cases):
+def check(cases, way="by their size"):
     for shape, arguments, mesh_shape, dims, sizes in cases:
         torch.manual_seed(0)
         n = len(arguments["kernel_size"])
         module = MODULES[n](4, 4, **arguments).double()
         x = torch.randn(shape, dtype=torch.float64)
         placements = [Shard(d) for d in dims]
-        assert_matches_unsharded(module, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
+        with computing(way):
+            assert_matches_unsharded(module, x, mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes)
 
 
 def arguments(n, kernel, stride, padding, extra, dilation, groups=1, bias=True):
@@ -100,11 +107,11 @@ def grid(world):
     return cases
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_grid(world):
+@pytest.mark.parametrize(("world", "way"), [(1, "at once"), *itertools.product([2, 3, 4], ["at once", "in two"])])
+def test_grid(world, way):
     cases = grid(world)
     assert len(cases) > 50
-    run_distributed(check, world, cases, timeout=120)
+    run_distributed(check, world, cases, way, timeout=120)
 
 
 def test_2x2_mesh_batches_and_volumes():
@@ -115,7 +122,8 @@ def test_2x2_mesh_batches_and_volumes():
             cases.append(((2, 4, 8, 5), made, (2, 2), dims, sizes))
     cases.append(((1, 4, 3, 4, 5), arguments(3, 3, 2, 1, 1, 1), (2, 2), [2, 4], {0: (1, 2), 1: (4, 1)}))
     cases.append(((4, 8, 5), arguments(2, 2, 2, 0, 0, 1), (2, 2), [1, 2], {0: (1, 7), 1: (3, 2)}))
-    run_distributed(check, 4, cases)
+    for way in ("at once", "in two"):
+        run_distributed(check, 4, cases, way)
 
 
 def sizes_and_traffic():
@@ -136,7 +144,7 @@ def test_sizes_and_traffic():
     run_distributed(sizes_and_traffic, 2)
 
 
-def doubles(n):
+def doubles(n, way):
     """A network's usual way down and up again: the result is sharded like the input, and copied at most once."""
     mesh = shared_mesh(2)
     x = torch.randn(1, 4, *[8] * n)
@@ -144,20 +152,24 @@ def doubles(n):
     convolve, transposed = getattr(F, f"conv{n}d"), getattr(F, f"conv_transpose{n}d")
     sharded = shard(x, mesh, [Shard(2)], {0: (4, 4)})
     half = convolve(sharded, down, None, 2, 1)
-    with Copied() as copied:
+    with Copied() as copied, computing(way):
         y = transposed(half, up, torch.ones(4), 2, 1, 1)
     assert y.shard_sizes == sharded.shard_sizes
-    # What reaches the last outputs ends with them, so there the kernel's padding leaves out all that others own.
-    assert copied.elements["aten::constant_pad_nd"] == (y.to_local().numel() if mesh.get_local_rank() == 0 else 0)
+    # What reaches the last outputs ends with them, so there the kernel's padding leaves out all that others own. On the
+    # other rank it does so where it is given zeros, too, which it is but for volumes.
+    cropped = mesh.get_local_rank() == 0 and (way == "at once" or n == 3)
+    assert copied.elements["aten::clone"] == (y.to_local().numel() if cropped else 0)
+    assert not copied.elements["aten::constant_pad_nd"]
     assert not [name for name in copied.order if "add" in name], "the kernel adds the bias"
     with count_communication() as counts:
         torch.cat([sharded, y], 1)
     assert not counts.messages
 
 
+@pytest.mark.parametrize("way", ["at once", "in two"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_doubling_keeps_the_sizes(n):
-    run_distributed(doubles, 2, n)
+def test_doubling_keeps_the_sizes(n, way):
+    run_distributed(doubles, 2, n, way)
 
 
 def bad(which):
