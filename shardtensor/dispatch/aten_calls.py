@@ -24,6 +24,7 @@ from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
 from .conversions import wrap
 from .copies import check_written, note_copies, represents_view, write_back
+from .found import note_views
 from .gathering import gathered
 from .open_layouts import decide, is_open, note_open_views
 from .planning import (
@@ -37,6 +38,7 @@ from .planning import (
     look_up,
     meta_of,
     on_meta,
+    operand,
     planned_by,
     returning,
     returns_view,
@@ -90,6 +92,8 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         for step in path[:-1]:
             holder = holder[step]
         holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
+    if plan.keeps is not None:
+        local_kwargs["keeper"] = operand(args, plan.keeps)
     result = plan.call(*local_args, **local_kwargs)
     if plan.returns_self:
         write_back(args[0])
@@ -132,6 +136,7 @@ def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str,
     viewed = args[0]
     if plan.moves or plan.may_copy or represents_view(viewed):
         out = tree_map(lambda view: note_copies(view, viewed, moved=plan.moves, may_copy=plan.may_copy), out)
+    note_views(out, viewed, func, args, kwargs)
     if is_open(viewed):
         note_open_views(out, viewed, lambda t: run(func, (t, *args[1:]), kwargs, moves=False))
     return out

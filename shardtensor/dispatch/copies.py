@@ -28,7 +28,7 @@ Copies = tuple[tuple[Tensor, Tensor], ...]
 def mark_copied(view: View, viewed: Tensor, copies: Copies | None = None) -> View:
     """Record that ``view`` represents a view of ``viewed`` but is a copy: on all ranks, or this one made ``copies``."""
     noted: Any = view  # these attributes are ShardTensor's, which is defined on top of this module
-    noted._copied, noted._viewed = copies, (viewed, _version(viewed))
+    noted._copied, noted._viewed = copies, (viewed, version_of(viewed))
     not_for_graphs(_local(view))  # a graph has no such record, so flattening the tensor is refused
     return view
 
@@ -65,7 +65,8 @@ def represents_view(tensor: object) -> bool:
     return getattr(tensor, "_viewed", None) is not None
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, has been written to."""
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version counter
 
 
@@ -79,7 +80,7 @@ def check_current(op: object, tensor: Tensor) -> None:
     viewed, version = recorded._viewed
     if represents_view(viewed):
         check_current(op, viewed)
-    now = _version(viewed)
+    now = version_of(viewed)
     if now == version:
         return
     if recorded._copied is None:

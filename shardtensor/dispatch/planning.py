@@ -61,6 +61,8 @@ class AtenPlan:
         view: the result represents a view of the first argument (``dispatch.run`` fills this in).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
+        keeps: the path of an operand with which ``call``, which gets it by the name ``keeper``, keeps what it finds
+            about its values, see found.py.
         plain: the plain operands, by their path; None if there are none to look at (``dispatch`` fills this in).
     """
 
@@ -71,6 +73,7 @@ class AtenPlan:
     view: bool = False
     may_copy: bool = False
     call_moves: bool = False
+    keeps: Path | None = None
     plain: PlainOperands | None = None
 
     @property
@@ -319,6 +322,13 @@ def returning(func: OpOverload) -> OpOverload | None:
         return None
     found = getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
     return None if found is None or is_inplace(found) else found
+
+
+def operand(args: Sequence[Any], path: Path) -> Any:
+    """The argument at ``path``."""
+    for step in path:
+        args = args[step]
+    return args
 
 
 def operands(args: Sequence[Any], kwargs: dict[str, Any], kinds: Any) -> Iterator[tuple[Path, Any]]:

@@ -36,6 +36,7 @@ from ..ranks.first_use import forget_operands
 from . import chunks, conversions, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
+from .found import lent
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .planning import SCALARS
@@ -75,10 +76,11 @@ class ShardTensor(DTensor):
 
     _local_tensor: Tensor
     _spec: ShardTensorSpec
-    # See copies.py; the last one: open_layouts.py.
+    # See copies.py; the last two: open_layouts.py, found.py.
     _copied: Any = ()
     _viewed: Any = None
     _open: Any = None
+    _found: Any = None
 
     # -- construction and conversion ----------------------------------------------------------------------
 
@@ -143,6 +145,8 @@ class ShardTensor(DTensor):
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
             spec = spec.replace(placements=grad_placements)
+        if self._found is not None and not self.requires_grad:
+            return lent(self)
         wide = self._spec.is_wide(self._local_tensor)  # see [Note: rounded once] in redistribute.py
         return to_part(self, spec, self.dtype if wide else None)
 
@@ -377,7 +381,7 @@ def _set_data(self: ShardTensor, value: Tensor) -> None:
         with DisableTorchFunction():
             Tensor.data.__set__(self, wrap(local, spec))  # type: ignore[attr-defined]
     self._local_tensor, self._spec = local, spec
-    self._copied, self._viewed = (), None
+    self._copied, self._viewed, self._found = (), None, None
 
 
 @register(Tensor._is_view)

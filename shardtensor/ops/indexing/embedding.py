@@ -15,8 +15,9 @@ from ...dispatch.tensor import ShardTensor, run
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import replicated, same_layout, widened
+from .index_layout import INDEXED
 from .index_operators import Read, any_sharded, gathered, indexes_a_shard
-from .index_plan import INDEXED, labelled
+from .index_plan import labelled
 
 _aten = torch.ops.aten
 

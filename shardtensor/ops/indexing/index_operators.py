@@ -1,6 +1,7 @@
 """Reading and writing by index: index_select, gather, take, scatter, index_put and the like.
 
-What the operands' dims have to do with each other is said by labels; index_plan.py makes plans of these.
+What the operands' dims have to do with each other is said by labels; index_layout.py finds from them how operands are
+laid out, index_plan.py makes plans of that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import AutogradFunction, OpOverload
-from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, is_inplace, spec_of
+from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, is_inplace, operand, spec_of
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, redistribute_to, run, wrap
 from ...errors import PLAIN_TARGET, refuse
@@ -23,7 +24,8 @@ from ...ranks.cuda_graphs import check_not_captured
 from ..common.alignment import broadcast_shape, is_sharded, reduced_value, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
-from .index_plan import INDEXED, Labels, labelled, operand
+from .index_layout import INDEXED, Labels
+from .index_plan import labelled
 
 _aten = torch.ops.aten
 
@@ -139,9 +141,8 @@ def _index_select(call: Arguments, input: ShardTensorSpec, dim: int, index: Shar
     d = dim_of(input, dim)
     if d is None or not indexes_a_shard(input, [d]):
         return DECLINED
-    shape = index.shape or (1,)
     read, write = _aten.index_select.default, torch.index_add
-    return Composed(lambda x, places: _read_along(x, d, places.reshape(shape), read, write))
+    return Composed(lambda x, places: _read_along(x, d, places if places.ndim else places.reshape(1), read, write))
 
 
 def flat_cumsum(x: Tensor) -> Tensor:

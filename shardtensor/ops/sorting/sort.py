@@ -31,7 +31,8 @@ from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import as_operand, free_dims
 from ..common.distributed_sort import Sorted, find_places, sort_keys
 from ..common.reduce import Selected, check_dtype, mesh_dims_of, plain_tuple, reduce_over, reduced_dims, reduced_spec
-from ..indexing.index_plan import INDEXED, Labels, labelled
+from ..indexing.index_layout import INDEXED, Labels
+from ..indexing.index_plan import labelled
 
 _aten = torch.ops.aten
 

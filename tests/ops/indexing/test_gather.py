@@ -12,7 +12,7 @@ from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor.ops.indexing.index_plan import clipped
+from shardtensor.ops.indexing.index_layout import clipped
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 
@@ -274,12 +274,12 @@ def test_what_travels():
             assert found[label] == ((Shard(0),), cut, 0, 0, 0, 0), label
         # One block for each rank: the other's contribution to it, all of the block.
         assert found["as many rows"] == ((Shard(0),), cut, 2, (2, 5)[rank] * row, 2, (5, 2)[rank] * row)
-        # The blocks of the index, and the other's contributions.
-        index = (4, 3)[rank] * 8
-        assert found["a sharded index"][:4] == ((Shard(0),), {0: (4, 3)}, 4, index + (3, 4)[rank] * row)
+        # Rank 0 asks for row 6, rank 1 for rows 3 and 4: counts, positions, and then rows; backward rows only.
+        asks, gives = (1, 2)[rank], (2, 1)[rank]
+        assert found["a sharded index"] == ((Shard(0),), {0: (4, 3)}, 3, asks * 8 + gives * row, 1, asks * row)
         assert found["gather"][1:4] == ({0: (3, 2)}, 2, (2, 3)[rank] * row)
-        # A row of the source, which is sharded otherwise than the index, and contributions to the other's block.
-        assert found["index_add of a sharded source"][2:4] == (3, (1 + 2, 5)[rank] * row)
+        # A row of the source, which is sharded otherwise than the index; then contributions to the other's rows.
+        assert found["index_add of a sharded source"][2:4] == (2, (1 + 1, 2)[rank] * row)
 
 
 # -- values that come out as they were, and errors ---------------------------------------------------------------
@@ -309,13 +309,17 @@ def values():
     plain = data(4, 3).requires_grad_()
     (first,) = torch.autograd.grad((plain[i] ** 3).sum(), plain, create_graph=True)
     assert torch.allclose(second.full_tensor(), torch.autograd.grad((first * data(4, 3)).sum(), plain)[0])
-    for wrong in () if i.is_cuda else (  # there torch reports it by the device, which cannot be used any more then
-        lambda t: t[i + 1],
-        lambda t: t.index_add(0, i + 1, torch.ones(5, 3).double()),
-        lambda t: t.gather(0, i[:, None] - 1),
-        lambda t: F.embedding(i + 1, t),
-        lambda t: t.__setitem__(i - 5, 0.0),
-        lambda t: t.detach().put_(torch.tensor([-13]), torch.ones(1).double()),
+    for wrong in (
+        ()
+        if i.is_cuda
+        else (  # there torch reports it by the device, which cannot be used any more then
+            lambda t: t[i + 1],
+            lambda t: t.index_add(0, i + 1, torch.ones(5, 3).double()),
+            lambda t: t.gather(0, i[:, None] - 1),
+            lambda t: F.embedding(i + 1, t),
+            lambda t: t.__setitem__(i - 5, 0.0),
+            lambda t: t.detach().put_(torch.tensor([-13]), torch.ones(1).double()),
+        )
     ):
         with count_communication() as counted, pytest.raises(IndexError, match="out of range for dimension 0 with"):
             wrong(t.detach())

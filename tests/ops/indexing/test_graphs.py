@@ -238,6 +238,7 @@ def traffic():
     counted("out of place", lambda: whole.scatter_add(0, index, m))
     counted("in place", lambda: whole.scatter_add_(0, index, m))
     counted("maximum", lambda: whole.scatter_reduce(0, index, m, "amax"))
+    cut.scatter_add(0, index, m)
     counted("sharded nodes", lambda: cut.scatter_add(0, index, m))
     return found
 
@@ -248,9 +249,10 @@ def test_contributions_are_what_is_sent():
         assert found["out of place"] == ((Partial(),), {}, 0)
         assert found["in place"][:2] == ((Replicate(),), {"all_reduce": 1})
         assert found["maximum"][:2] == ((Replicate(),), {"all_reduce": 1})
-        # To the other rank what its nodes get: 3 nodes on rank 0, 2 on rank 1.
+        # To the other rank what its nodes get: those that have edges here.
+        target, owned = graph(5)[2].split([4, 7])[rank], ((0, 1, 2), (3, 4))[rank]
         assert found["sharded nodes"][0] == (Shard(0),)
-        assert found["sharded nodes"][2] == nodes * (2, 3)[rank] // 5
+        assert found["sharded nodes"][2] == len(set(target.tolist()) - set(owned)) * nodes // 5
 
 
 def plain_target():

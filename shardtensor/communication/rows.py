@@ -1,0 +1,143 @@
+"""Rows of a sharded dim that ranks read, and add to, by position: the halo is where an index says.
+
+[Note: row halos] An index that is sharded reads rows of other ranks, in a graph most of them many times. Each rank
+looks at its own part of the index and asks every owner for the rows that it lacks, each once: an exchange of counts,
+which all ranks see, and one of positions. After that rows travel without another look at the index, in one exchange,
+and are put behind the shard; :attr:`RowHalo.places` says for each entry of the index where in the two its row is. In
+the other direction a rank first adds up, in the same places, what it has for rows of others, and sends each once.
+
+Looking at an index takes the host; what was found is therefore kept with the index, see [Note: found] in
+dispatch/found.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layout.geometry import boundaries_of
+from .exchange import Exchange
+from .redistribute import all_gather, reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one rank's part of an index asks for.
+
+    Attributes:
+        places: for each entry of the index, where its row is among the shard's rows and, behind them, ``positions``.
+        positions: the rows that other ranks own, ascending, each once.
+        claim: how many of them each rank owns; then whether an entry is negative, and whether one is out of range.
+    """
+
+    places: Tensor
+    positions: Tensor
+    claim: Tensor
+
+
+def wanted(index: Tensor, sizes: Sequence[int], rank: int) -> Wanted:
+    """What rank ``rank`` asks for, whose part of the index is ``index``; negative entries count from the end.
+
+    Args:
+        sizes: of the shards of the dim that is indexed.
+
+    Example:
+        >>> found = wanted(torch.tensor([4, 0, 3, 4, -1]), (3, 2), rank=0)
+        >>> found.places.tolist(), found.positions.tolist(), found.claim.tolist()
+        ([4, 0, 3, 4, 4], [3, 4], [0, 2, 1, 0])
+    """
+    bounds = boundaries_of(sizes)
+    n, start, stop = bounds[-1], bounds[rank], bounds[rank + 1]
+    part = _each_once(index)
+    entries = part.long()
+    negative, beyond = entries < 0, (entries < -n) | (entries >= n)
+    entries = torch.where(negative, entries + n, entries)
+    outside = (entries < start) | (entries >= stop)
+    positions, order = torch.unique(entries[outside], return_inverse=True)
+    places = entries - start
+    places[outside] = order + (stop - start)
+    counts = torch.searchsorted(positions, torch.tensor(bounds, device=index.device)).diff()
+    claim = torch.cat([counts, torch.stack([negative.any(), beyond.any()]).long()])
+    return Wanted(places.to(index.dtype).expand(index.shape), positions, claim)
+
+
+def _each_once(index: Tensor) -> Tensor:
+    """The part of an expanded index that has all its values."""
+    for d, (n, stride) in enumerate(zip(index.shape, index.stride(), strict=True)):
+        if n > 1 and stride == 0:
+            index = index.narrow(d, 0, 1)
+    return index
+
+
+class RowHalo:
+    """The exchange of the rows that an index reads, and its adjoint. Collective on ``group``, as what is called on it.
+
+    Args:
+        index, sizes, rank: as those of :func:`wanted`; ``rank`` is that of ``group``.
+
+    Attributes:
+        places, positions: as those of :class:`Wanted`.
+        total: how many rows are sent between all ranks; the same on all, as the two that follow.
+        negative, beyond: whether any rank's part of the index has an entry that is negative, or out of range. In the
+            latter case nothing can be exchanged.
+    """
+
+    def __init__(self, index: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> None:
+        asked = wanted(index, sizes, rank)
+        table = all_gather(asked.claim, group).cpu()
+        table[rank] = asked.claim.cpu()  # as it is in any case, but in a preview, which receives nothing
+        counts, (self.negative, self.beyond) = table[:, :-2], table[:, -2:].amax(0).bool().tolist()
+        self.places, self.positions, self.total = asked.places, asked.positions, int(counts.sum())
+        self._own, self._group = sizes[rank], group
+        self._gets = [(s, n) for s, n in enumerate(counts[rank].tolist()) if n]
+        self._gives = [(r, n) for r, n in enumerate(counts[:, rank].tolist()) if n]
+        self._most_peers = int(max((counts > 0).sum(d).max() for d in (0, 1)))
+        self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
+        self._given: tuple[Tensor, ...] = ()  # where in the shard the rows are that each peer gets
+        if self.total and not self.beyond:
+            asking = self._exchange(1)[1]
+            given = asking.start([asked.positions], asked.positions).buffer() - boundaries_of(sizes)[rank]
+            self._given = given.split_with_sizes([n for _, n in self._gives])
+
+    def _exchange(self, width: int) -> tuple[Exchange, Exchange]:
+        """Of rows of this many elements: from their owners, and back to them."""
+        if width not in self._exchanges:
+            gives, gets = ([(peer, (n * width,)) for peer, n in ways] for ways in (self._gives, self._gets))
+            self._exchanges[width] = (
+                Exchange(gives, gets, self._group, self._most_peers),
+                Exchange(gets, gives, self._group, self._most_peers),
+            )
+        return self._exchanges[width]
+
+    def fetch(self, local: Tensor, dim: int) -> Tensor:
+        """The shard and, behind it along ``dim``, the rows at :attr:`positions`."""
+        if not self.total:
+            return local
+        rows = local.movedim(dim, 0)
+        out, _ = self._exchange(math.prod(rows.shape[1:]))
+        sent = [rows.index_select(0, torch.cat(self._given))] if self._given else []
+        received = out.start(sent, local).buffer().view(len(self.positions), *rows.shape[1:])
+        return torch.cat([local, received.movedim(0, dim)], dim)
+
+    def give_back(self, room: Tensor, dim: int, op: str = "sum") -> Tensor:
+        """The adjoint: the shard's part of ``room``, which is like what :meth:`fetch` gives, with what all others have.
+
+        What a rank has behind its shard goes to the owners, who reduce it in the order of ranks, in place.
+        """
+        own = room.narrow(dim, 0, self._own)
+        if not self.total:
+            return own
+        rows, halo = own.movedim(dim, 0), room.narrow(dim, self._own, len(self.positions)).movedim(dim, 0)
+        _, back = self._exchange(math.prod(rows.shape[1:]))
+        for places, piece in zip(self._given, back.start([halo], room).wait(own), strict=True):
+            piece = piece.view(len(places), *rows.shape[1:])
+            if op == "sum":
+                rows.index_add_(0, places, piece)
+            else:
+                rows.index_copy_(0, places, reduced([rows.index_select(0, places), piece], op))
+        return own
