@@ -26,7 +26,7 @@ import torch._dynamo  # torch imports it with the first shape that it infers by 
 import torch.distributed as dist
 from networks import NETWORKS, Network, step
 from report import Figure, chosen, finish, parser
-from timing import on_rank_of_fake, on_ranks
+from timing import Run, on_rank_of_fake, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -89,16 +89,21 @@ def tensors(mesh: DeviceMesh, names: Sequence[str]) -> dict[str, dict[str, float
         one, half = torch.randn(network.shape), torch.randn(network.half)
         alone = [sharded(network, t, me) if network.alone else t for t in (one, half)]
         kinds = dict(zip(("one", "half"), alone, strict=True)) | {"two": sharded(network, half, mesh)}
-        found[name] = {kind: most_at_once(network, model, x) for kind, x in kinds.items()}
+        found[name] = {kind: most_of_step(network, model, x) for kind, x in kinds.items()}
     return found
 
 
-def most_at_once(network: Network, model: nn.Module, x: Tensor) -> float:
+def most_of_step(network: Network, model: nn.Module, x: Tensor) -> float:
     step(network, model, x)
     model.zero_grad()
+    return most_at_once(lambda: step(network, model, x))
+
+
+def most_at_once(run: Run) -> float:
+    """The largest number of MiB of tensors at a time that ``run`` makes."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(network, model, x)
+        run()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0

@@ -110,7 +110,10 @@ def test_the_model_adds_latencies_and_bytes(module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["house", "host", "overhead", "operators", "networks", "compile", "memory", "scale", "neighbors"])
+@pytest.mark.parametrize(
+    "script",
+    "house host overhead operators networks compile memory graphs scale neighbors autoencoders".split(),
+)
 def test_each_part_runs(script, tmp_path):
     file = tmp_path / "figures.json"
     rows = {
@@ -121,6 +124,8 @@ def test_each_part_runs(script, tmp_path):
         "memory": "Fourier",
         "scale": "mean",
         "neighbors": "nearest, partitioned",
+        "graphs": "grid",
+        "autoencoders": "AutoencoderDC",
     }
     only = rows.get(script, "linear")
     command = [sys.executable, BENCHMARKS / f"bench_{script}.py", "--quick", "--only", only, "--json", file]

@@ -1,0 +1,199 @@
+"""Graph networks whose nodes and edges are sharded: what ranks send, and two ranks next to one process.
+
+    python benchmarks/bench_graphs.py [--only NAME] [--json FILE]
+
+Bytes are those of one layer of message passing with 32 features, from the second step on, when it is known which rows
+an index reads: sent by all ranks, divided by the least, which is each row once that another rank reads or adds to. Of a
+grid of 200 x 200 nodes in row order each rank has the edges that end at its nodes; of random ones an even part. A step
+of a network like MeshGraphNet (an encoder, two layers that update edges and nodes with residuals, a decoder) is one of
+training, on a mesh of triangles with 160,000 nodes and 956,802 edges; its memory is the most bytes of tensors at a
+time, on the larger rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_memory import most_at_once
+from report import Figure, best_and_median, chosen, finish, parser
+from timing import Run, interleaved, on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from shardtensor import ShardTensor
+from shardtensor.testing import count_communication
+
+GROUP = "graphs, nodes and edges sharded"
+BAR_BYTES, BAR_TIME, BAR_MEMORY = 1.2, 0.62, 0.55
+SIDE, FEATURES = 200, 32
+MESH_SIDE, HIDDEN, LAYERS = 400, 32, 2
+NETWORK = "MeshGraphNet, 160,000 nodes"
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def grid(side: int, diagonals: bool = False) -> Tensor:
+    """Source and target of the edges between neighbours, both ways, in the order of their targets."""
+    node = torch.arange(side * side).view(side, side)
+    pairs = [(node[:, :-1], node[:, 1:]), (node[:-1], node[1:])]
+    if diagonals:
+        pairs.append((node[:-1, :-1], node[1:, 1:]))
+    edges = torch.cat([torch.stack([a.reshape(-1), b.reshape(-1)]) for a, b in pairs], 1)
+    edges = torch.cat([edges, edges.flip(0)], 1)
+    return edges[:, edges[1].argsort(stable=True)]
+
+
+def at_nodes(edges: Tensor, nodes: int, ranks: int) -> list[int]:
+    """How many edges end at each rank's nodes, of which all have as many."""
+    return (edges[1] * ranks // nodes).bincount(minlength=ranks).tolist()
+
+
+def part(values: Tensor, dim: int, sizes: list[int], mesh: DeviceMesh) -> ShardTensor:
+    """A ShardTensor of values that every rank has."""
+    local = values.split(sizes, dim)[dist.get_rank()].contiguous()
+    return ShardTensor.from_local(local, mesh, (Shard(dim),), shard_sizes={0: sizes})
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def message_passing(linear: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
+    source, target = edges[0], edges[1]
+    return torch.zeros_like(x).index_add(0, target, linear(torch.cat([x[source], x[target]], -1)))
+
+
+def least(edges: Tensor, nodes: int, sizes: list[int]) -> tuple[int, int]:
+    """How many rows have to travel, forward and backward."""
+    ranks = len(sizes)
+    sources, targets = (
+        sum(int((ends.unique() * ranks // nodes != rank).sum()) for rank, ends in enumerate(row.split(sizes)))
+        for row in edges
+    )
+    # Rows of sources and of targets, and contributions to targets; backward the adjoint of each.
+    return sources + 2 * targets, sources + 2 * targets
+
+
+def sent(mesh: DeviceMesh, random: bool) -> dict[str, float]:
+    """The bytes that all ranks send in the third step, forward and backward, and the least that they could send."""
+    ranks, nodes = mesh.size(), SIDE * SIDE
+    edges = grid(SIDE)
+    torch.manual_seed(0)
+    if random:
+        edges = torch.randint(nodes, edges.shape)
+    count = edges.shape[1]
+    even = [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+    sizes = even if random else at_nodes(edges, nodes, ranks)
+    linear = nn.Linear(2 * FEATURES, FEATURES)
+    x = part(torch.randn(nodes, FEATURES), 0, [nodes // ranks] * ranks, mesh).requires_grad_()
+    index = part(edges, 1, sizes, mesh)
+    for _ in range(3):
+        with count_communication() as forward:
+            y = message_passing(linear, x, index)
+        with count_communication() as backward:
+            y.square().sum().backward()
+    bytes_sent = torch.tensor([forward.bytes_sent, backward.bytes_sent], dtype=torch.float64)
+    dist.all_reduce(bytes_sent)
+    rows = [n * FEATURES * 4 for n in least(edges, nodes, sizes)]
+    return dict(zip(("forward", "backward", "least forward", "least backward"), [*bytes_sent.tolist(), *rows]))
+
+
+def of_bytes(ranks: int, random: bool) -> list[Figure]:
+    found = on_ranks(sent, random, ranks=ranks)
+    figures = []
+    for way in ("forward", "backward"):
+        name = f"{'random edges' if random else 'grid'}, {ranks} ranks, {way}: bytes of the least"
+        note = f"{found[way] / 1e3:.1f} kB"
+        figures.append(Figure(GROUP, name, found[way] / found[f"least {way}"], bar=BAR_BYTES, note=note))
+    return figures
+
+
+# -- a network ---------------------------------------------------------------------------------------------------------
+
+
+def mlp(features: int, out: int = HIDDEN) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, out))
+
+
+class MeshGraphNet(nn.Module):
+    """Of nodes and edges with 3 features each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes, self.edges, self.decoder = mlp(3), mlp(3), mlp(HIDDEN, 3)
+        self.of_edges = nn.ModuleList(mlp(3 * HIDDEN) for _ in range(LAYERS))
+        self.of_nodes = nn.ModuleList(mlp(2 * HIDDEN) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, features: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges[0], edges[1]
+        x, e = self.nodes(x), self.edges(features)
+        for of_edges, of_nodes in zip(self.of_edges, self.of_nodes):
+            e = e + of_edges(torch.cat([x[source], x[target], e], -1))
+            total = torch.zeros_like(x).index_add(0, target, e)
+            x = x + of_nodes(torch.cat([x, total], -1))
+        return self.decoder(x)
+
+
+def training_step(mesh: DeviceMesh | None) -> Run:
+    """A step on two ranks, or of this process alone."""
+    torch.manual_seed(0)
+    edges, nodes = grid(MESH_SIDE, diagonals=True), MESH_SIDE * MESH_SIDE
+    inputs = [torch.randn(nodes, 3), torch.randn(edges.shape[1], 3), edges]
+    if mesh is not None:
+        sizes = at_nodes(edges, nodes, mesh.size())
+        shards = ((0, [nodes // mesh.size()] * mesh.size()), (0, sizes), (1, sizes))
+        inputs = [part(t, dim, n, mesh) for t, (dim, n) in zip(inputs, shards)]
+    network = MeshGraphNet()
+
+    def step() -> None:
+        network.zero_grad()
+        network(*inputs).square().mean().backward()
+
+    return step
+
+
+def compared(mesh: DeviceMesh, budget: float) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each kind, and the most MiB of tensors at a time."""
+    two, one = training_step(mesh), training_step(None)
+    times = interleaved({"two": two, "one": one}, budget, least=3, most=5, alone=("one",))
+    memory = torch.tensor([most_at_once(two), 0.0])
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    alone = most_at_once(one) if dist.get_rank() == 0 else 0.0
+    return times, {"two": float(memory[0]), "one": alone}
+
+
+def of_network(quick: bool) -> list[Figure]:
+    times, memory = on_ranks(compared, 1.0 if quick else 25.0)
+    both = best_and_median(times)
+    faster, smaller = both["best"]["two"] / both["best"]["one"], memory["two"] / memory["one"]
+    note = f"one {memory['one']:.0f} MiB, each of two {memory['two']:.0f} MiB"
+    return [
+        Figure(GROUP, f"{NETWORK}: two ranks' time of one process's", faster, bar=BAR_TIME, **both),
+        Figure(GROUP, f"{NETWORK}: tensors, of one process's", smaller, bar=BAR_MEMORY, note=note),
+    ]
+
+
+def main() -> None:
+    made = parser(__doc__)
+    options = made.parse_args()
+    rows: dict[str, Callable[[], list[Figure]]] = {
+        f"{'random edges' if random else 'grid'}, {ranks} ranks": partial(of_bytes, ranks, random)
+        for random in (False, True)
+        for ranks in (2, 4, 8)
+    }
+    rows[NETWORK] = partial(of_network, options.quick)
+    figures: list[Any] = []
+    for name in chosen(options.only, rows, made.error):
+        print(f"measuring {name}", file=sys.stderr)
+        figures += rows[name]()
+    finish(figures, options)
+
+
+if __name__ == "__main__":
+    main()
