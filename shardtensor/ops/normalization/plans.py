@@ -21,11 +21,12 @@ from ..._compat import (
     untraced,
 )
 from ...communication.redistribute import all_gather, all_reduce, start_sums
-from ...communication.tracing import is_traced
+from ...communication.tracing import goes_into_graph, is_traced
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand, Plan
 from ...operators.weight_gradients import GradientSum, contributing
 from ..common.alignment import wide_dtype, widened
+from .in_graphs import normalized_in_graph, of_input_in_graph, sums_in_graph
 from .statistics import Columns, Geometry, Statistics, centered, channels_are_last, columns_of, sums_of_channels
 
 Kept = tuple[Tensor, tuple[Tensor, ...]]  # a local result, and what its gradient needs besides
@@ -416,7 +417,7 @@ class ChannelNorm(ShardedNorm):
         plain = all(p is None for p in parameters)
         inner = geometry.dims if plain else tuple(d for d in geometry.dims if geometry.affine[d] == 1)
         of_channels = tuple(1 if d in inner else n for d, n in enumerate(view))
-        self.samples = 1 if 0 in geometry.dims else view[0]
+        self.samples = self.statistics.samples = 1 if 0 in geometry.dims else view[0]
         self.per_sample = torch.Size(geometry.affine).numel()
         self.sets, channels = torch.Size(of_sets).numel(), torch.Size(of_channels).numel()
         self.per_set = channels // max(self.sets, 1)
@@ -455,7 +456,7 @@ class ChannelNorm(ShardedNorm):
     def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if not torch.is_grad_enabled() and self._fuses(x):
             return self._fused(x, weight, bias, *buffers)
-        if torch.is_grad_enabled() or x.is_contiguous() or self._columns(x) is not None:
+        if torch.is_grad_enabled() or x.is_contiguous() or goes_into_graph(x) or self._columns(x) is not None:
             return super()._forward(x, weight, bias, *buffers)
         y, kept = super()._forward(x.contiguous(), weight, bias, *buffers)
         return torch.empty_like(x, dtype=y.dtype).copy_(y), kept
@@ -471,6 +472,9 @@ class ChannelNorm(ShardedNorm):
         w, b, eps = self._of_channels(weight, 0), self._of_channels(bias, 1), self.geometry.eps
         if self.empty:
             return torch.empty_like(x, dtype=self.dtype), (moments,)
+        if goes_into_graph(x):
+            y, kept = normalized_in_graph(x, self.samples, moments, w, b, eps)
+            return y.to(self.dtype), (kept,)
         columns = None if x.is_contiguous() else self.columns
         if columns is None:
             x_view = x.view(self.channels)
@@ -548,6 +552,10 @@ class ChannelNorm(ShardedNorm):
         if x.dtype != moments.dtype or grad.dtype != moments.dtype:
             x, grad = x.to(moments.dtype), grad.to(moments.dtype)
         w, columns = self._of_channels(weight, 0), None if x.is_contiguous() else self._columns(x)
+        if goes_into_graph(x) and not self.empty:
+            count = None if self.statistics.replicas is not None else self.geometry.count
+            given = x, self.samples, grad, moments
+            return sums_in_graph(*given), w, lambda totals: of_input_in_graph(*given, totals, count)
         if columns is None:
             x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
         mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
@@ -620,10 +628,7 @@ class ChannelNorm(ShardedNorm):
     ) -> Tensor:
         """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``."""
         scale, rstd_of_sets, view_of_sets = rstd if w is None else rstd * w, rstd, self.of_sets
-        if self.per_set != 1 and columns is None and is_traced(x):  # compilers fuse what has one view, by channels
-            totals = totals.unsqueeze(-1).expand(2, self.sets, self.per_set).reshape(2, -1)
-            view_of_sets = self.channels
-        elif self.per_set != 1:
+        if self.per_set != 1:
             # The kernel takes twice the time for strided statistics.
             moments = moments.view(2, self.sets, self.per_set).select(2, 0).contiguous()
             rstd_of_sets = rstd.view(self.sets, self.per_set).select(1, 0)
