@@ -32,7 +32,16 @@ from torch.fx.traceback import get_current_meta
 from .._compat import OpOverload, goes_into_graph, has_ordered_effects, is_traced, no_frames_of, outside_cuda_graphs
 from ..errors import UnsupportedSharding
 
-__all__ = ["after_start", "goes_into_graph", "graph_operator", "is_traced", "no_ticket", "ticket_for", "wait"]
+__all__ = [
+    "after_start",
+    "goes_into_graph",
+    "graph_operator",
+    "is_traced",
+    "no_ticket",
+    "settled",
+    "ticket_for",
+    "wait",
+]
 
 Result = TypeVar("Result")
 
@@ -127,3 +136,20 @@ def wait(ticket: Tensor, sent: Tensor, shape: Sequence[int], after: Tensor | Non
 def after_start(value: Tensor, ticket: Tensor) -> Tensor:
     """A copy of ``value``, made after what the ticket is for has been started. See [Note: start and wait]."""
     return value.clone()
+
+
+# -- numbers that loops over shards read -------------------------------------------------------------------------------
+
+
+def settled(numbers: Tensor) -> Tensor:
+    """``numbers``, which a compiler for CPUs computes before a loop that reads them, once.
+
+    By itself inductor computes what is small anew for each element of a shard, with its roots and divisions, and makes
+    no vector instructions of the loop then. Kernels of accelerators wait for memory meanwhile, and are not helped.
+    """
+    return _settled(numbers) if numbers.device.type == "cpu" and goes_into_graph(numbers) else numbers
+
+
+@graph_operator("settled(Tensor numbers) -> Tensor", lambda numbers: numbers.clone(), ordered=False)
+def _settled(numbers: Tensor) -> Tensor:
+    return numbers.clone()

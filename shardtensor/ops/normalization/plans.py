@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, constant_like, kernel, untraced
 from ...communication.redistribute import all_reduce, start_sums
-from ...communication.tracing import is_traced
+from ...communication.tracing import goes_into_graph, is_traced
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand, Plan
 from ...operators.weight_gradients import GradientSum, contributing
 from ..common.alignment import wide_dtype, widened
+from .in_graphs import normalized_in_graph, of_input_in_graph, sums_in_graph
 from .statistics import (
     Columns,
     DeviceKernels,
@@ -569,7 +570,7 @@ class ChannelNorm(ShardedNorm):
         channels = math.prod(n for d, n in enumerate(view) if d not in inner)
         super().__init__(call, geometry, dtype, *parameters, per_set=channels // max(sets, 1))
         self.columns = self.statistics.columns = columns_of(geometry, self.statistics.on_cpu)
-        self.samples = 1 if 0 in geometry.dims else view[0]
+        self.samples = self.statistics.samples = 1 if 0 in geometry.dims else view[0]
         self.per_sample = torch.Size(geometry.affine).numel()
         batch = view[0] if 0 in geometry.dims else 1
         size = torch.Size(view).numel() // max(batch * channels, 1)
@@ -611,6 +612,9 @@ class ChannelNorm(ShardedNorm):
         w, b, eps = self._of_channels(weight, 0), self._of_channels(bias, 1), self.geometry.eps
         if self.empty:
             return torch.empty_like(x, dtype=self.dtype), kept
+        if goes_into_graph(x):
+            y, rows = normalized_in_graph(x, self.samples, moments, w, b, eps)
+            return y.to(self.dtype), (rows,)
         columns = self._columns(x)
         given = x if x.dtype == self.dtype else x.to(self.dtype)
         if columns is not None:
@@ -645,19 +649,24 @@ class ChannelNorm(ShardedNorm):
         return [None if t is None else t.view(self.samples, self.per_sample).sum(0) for t in sums]
 
     def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
-        moments, of_sets = kept
+        moments, *of_sets = kept
         if x.dtype != moments.dtype or grad.dtype != moments.dtype:
             x, grad = x.to(moments.dtype), grad.to(moments.dtype)
-        columns = self._columns(x)
-        if columns is None:
-            x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
-        mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
-        if self.empty:
-            sums: Sequence[Tensor] = moments.new_zeros(2, moments.shape[1]).unbind()
+        in_graph = not of_sets
+        columns = None if in_graph else self._columns(x)
+        if in_graph:
+            sums: Sequence[Tensor] = sums_in_graph(x, self.samples, grad, moments).unbind()
+            scale = moments[2]
         else:
-            sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
-        w = self._of_channels(weight, 0)
-        scale = rstd if w is None else rstd * w
+            if columns is None:
+                x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
+            mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
+            if self.empty:
+                sums = moments.new_zeros(2, moments.shape[1]).unbind()
+            else:
+                sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
+            w = self._of_channels(weight, 0)
+            scale = rstd if w is None else rstd * w
         of_parameters = self._of_weights([t if need else None for t, need in zip(sums, needed[1:3], strict=True)])
         # Those of channels tell those of sets, unless they are summed over samples, or not over the ranks.
         both = self.samples == 1 and self.total is not None and all(needed[1:3]) and all(self.total.needed[1:3])
@@ -669,9 +678,12 @@ class ChannelNorm(ShardedNorm):
                 weighted = totals[0] if apart else self._of_sets(totals, scale)
                 slope, offset = weighted.mul_(-1 / max(self.geometry.count, 1)).unbind()
             else:
-                factor = scale / -(of_sets[2] if len(of_sets) == 3 else max(self.geometry.count, 1))
+                counted = None if self.statistics.replicas is None else moments[3] if in_graph else moments[2]
+                factor = scale / -(max(self.geometry.count, 1) if counted is None else counted)
                 slope, offset = totals[0] * factor, totals[1] * factor
-            return self._of_input(x, grad, moments, of_sets, scale, slope, offset, columns)
+            if in_graph:
+                return of_input_in_graph(x, self.samples, grad, moments, slope, offset)
+            return self._of_input(x, grad, of_sets[0], scale, slope, offset, columns)
 
         return found, of_parameters, of_input
 
@@ -683,7 +695,6 @@ class ChannelNorm(ShardedNorm):
         self,
         x: Tensor,
         grad: Tensor,
-        moments: Tensor,
         of_sets: Tensor,
         scale: Tensor,
         slope: Tensor,
@@ -696,15 +707,12 @@ class ChannelNorm(ShardedNorm):
             scale: ``rstd * w`` of the channels.
             slope, offset: of ``xhat``, by sets.
         """
-        view, eps = self.of_sets, self.geometry.eps
-        if self.per_set != 1 and columns is None and is_traced(x):  # compilers fuse what has one view, by channels
-            slope, offset = (t.repeat_interleave(self.per_set) for t in (slope, offset))
-            of_sets, view = moments, self.channels
-        mean, var = of_sets[0], of_sets[1]
+        mean, var, eps = of_sets[0], of_sets[1], self.geometry.eps
         if columns is not None:
             slope = slope * (var + eps).rsqrt_()
             return columns.combined(x, slope, torch.addcmul(offset, mean, slope, value=-1), grad, scale)
-        dx = torch.native_batch_norm(x.view(view), slope, offset, mean, var, False, 0.0, eps)[0].view(self.channels)
+        given = x.view(self.of_sets)
+        dx = torch.native_batch_norm(given, slope, offset, mean, var, False, 0.0, eps)[0].view(self.channels)
         return dx.addcmul_(grad, scale.unsqueeze(-1))
 
     def _sums_by_kernels(

@@ -32,12 +32,14 @@ from torch.distributed.tensor.placement_types import Placement
 from ..._compat import TensorMeta, constant_like, has_kernels_of_sync_batch_norm, is_traced, kernel, untraced
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, all_gather_each, all_reduce
+from ...communication.tracing import goes_into_graph
 from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand
 from ..common.alignment import free_dims, local_part, redistributed, wide_dtype
+from .in_graphs import moments_in_graph
 
 # -- geometry ----------------------------------------------------------------------------------------------------------
 
@@ -351,10 +353,12 @@ class Statistics:
     """Mean and variance of one geometry's sets of elements, and what they can be computed with: made once.
 
     Attributes:
+        samples: how many have sets of their own, where a set consists of entire channels; 0 where it does not.
         columns: how to go through a shard that has its channels last; None where there is another way only.
         replicas: what merges them with those of other meshes, if there are any.
     """
 
+    samples = 0
     columns: Columns | None = None
     replicas: Replicas | None = None
 
@@ -399,6 +403,8 @@ class Statistics:
             squares = x.square() if x.dtype == self.dtype else x.to(self.dtype).square_()
             return squares.mean(self.dims).view(1, -1)
         x = x if x.dtype == self.dtype else x.to(self.dtype)
+        if self.samples and self.on_cpu and goes_into_graph(x):
+            return moments_in_graph(x, self.samples, self.sets)
         if self.few and self.on_cpu and self.as_channels is not None and x.is_contiguous() and not is_traced(x):
             found = torch.batch_norm_update_stats(x.view(self.as_channels), None, None, 0.0)
             return torch.stack(found)

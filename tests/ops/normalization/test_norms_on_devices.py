@@ -146,7 +146,8 @@ def check_ways_of_groups(launch):
                 )
         for name in ("group, frozen", "group, without weight and bias"):
             module = made(name, torch.float64)
-            assert_matches_unsharded(module, image, mesh=shared_mesh(2), placements=[Shard(2)], shard_sizes={0: (12, 0)})
+            mesh, sizes = shared_mesh(2), {0: (12, 0)}
+            assert_matches_unsharded(module, image, mesh=mesh, placements=[Shard(2)], shard_sizes=sizes)
 
 
 @pytest.mark.on_device
