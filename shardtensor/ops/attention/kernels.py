@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -428,27 +429,10 @@ class Efficient(Kernel):
         sizes, shapes = (q.shape[-1], q.shape[-1], v.shape[-1]), (q.shape, k.shape, v.shape)
         operands, bias = self._operands(q, k, v, mask)
         grad, out = (_aligned(cast(t, q.dtype)).transpose(1, 2).contiguous() for t in (grad, out))
-        rows, columns, missing = q.shape[-2], k.shape[-2], -q.shape[-2] % _ROWS
+        missing = -q.shape[-2] % _ROWS
         lse = F.pad(lse, (0, missing), value=_INF) if missing else lse.contiguous()
-        seed = torch.empty((), dtype=torch.int64, device=q.device)  # not read
-        alignment, of_bias = _LOWER_RIGHT if causal else 0, grad_mask is not None
-        *grads, d_bias = _aten._efficient_attention_backward(
-            grad,
-            *operands,
-            bias,
-            out,
-            None,
-            None,
-            rows,
-            columns,
-            lse,
-            0.0,
-            seed,
-            seed,
-            alignment,
-            of_bias,
-            scale=self.scale,
-        )
+        backward = _efficient_backward_in_graph if is_traced(q) else _efficient_backward
+        *grads, d_bias = backward(grad, *operands, bias, out, lse, self.scale, causal, grad_mask is not None)
         if grad_mask is not None:
             grad_mask += _summed(d_bias, grad_mask)
         dq, dk, dv = (
@@ -459,6 +443,42 @@ class Efficient(Kernel):
     def _operands(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         operands = [_aligned(t).transpose(1, 2) for t in (q, _like_queries(k, q), _like_queries(v, q))]
         return operands, None if mask is None else _aligned_bias(mask, q, k.shape[-2])
+
+
+def _efficient_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the operands and, if it is asked for, of the bias: (batch, rows, heads, size) and the lse padded."""
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # not read
+    lengths, alignment = (q.shape[1], k.shape[1]), _LOWER_RIGHT if causal else 0
+    dq, dk, dv, d_bias = _aten._efficient_attention_backward(
+        grad, q, k, v, bias, out, None, None, *lengths, lse, 0.0, seed, seed, alignment, of_bias, scale=scale
+    )
+    return dq, dk, dv, d_bias if of_bias else q.new_empty(0)
+
+
+@graph_operator(
+    "efficient_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, float scale, "
+    "bool causal, bool of_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda grad, q, k, v, bias, out, lse, scale, causal, of_bias: (
+        *(t.new_empty(t.shape) for t in (q, k, v)),
+        bias.new_empty(bias.shape) if of_bias else q.new_empty(0),
+    ),
+    ordered=False,
+)
+def _efficient_backward_in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same in a graph: what torch 2.13 has in its place for tensors without data lacks a parameter."""
+    dq, dk, dv, d_bias = _efficient_backward(*args)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_bias.contiguous()
 
 
 def _aligned(t: Tensor) -> Tensor:

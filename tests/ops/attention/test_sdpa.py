@@ -555,6 +555,27 @@ def test_steps_of_balanced_rings(half):
     run_distributed(check_balanced_steps, 3, half)
 
 
+def check_compiled(dtype: torch.dtype) -> None:
+    """A balanced ring, and one with the gradient of a mask, in a graph."""
+    torch.manual_seed(0)
+    q, k, v, bias = (data(1, 2, 47, n, dtype=dtype) for n in (8, 8, 8, 47))
+    compiled = torch.compile(sdpa, backend="aot_eager")
+    for tensors, options in (((q, k, v), {"is_causal": True}), ((q, k, v, bias), {})):
+        with dear_scores():
+            assert_matches_unsharded(
+                lambda *t, options=options: compiled(*t, **options),
+                *tensors,
+                mesh_shape=2,
+                placements=ROWS,
+                shard_sizes={0: (40, 7)},
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_rings_on_a_device(dtype, emulated):
+    run_distributed(check_compiled, 2, dtype, timeout=180.0)
+
+
 def check_equal_work() -> list[float]:
     """The scores that each rank computes in each step."""
     spec = shard(data(1, 2, 2048, 8), shared_mesh(4), ROWS, {0: (100, 1000, 500, 448)})._spec
