@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -117,9 +117,14 @@ class _Along:
 class _Stage(Protocol):
     """A part of the work: of a local tensor, so that autograd can differentiate it (``again``), or without."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether what it returns is always a new tensor."""
+
     def run(self, x: Tensor) -> Tensor: ...
 
-    def adjoint(self, grad: Tensor) -> Tensor: ...
+    def adjoint(self, grad: Tensor, ours: bool) -> Tensor:
+        """Of a gradient that may be written to if it is ``ours``."""
 
     def again(self, x: Tensor) -> Tensor: ...
 
@@ -290,8 +295,10 @@ class _Staged(Plan):
 
     def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Sequence[Tensor | None]:
         (grad,) = grads
+        ours = False
         for stage in reversed(self.stages):
-            grad = stage.adjoint(grad)
+            grad = stage.adjoint(grad, ours)
+            ours = ours or stage.copies
         return (grad,)
 
     def again(self, *tensors: Any) -> Tensor:
@@ -301,21 +308,42 @@ class _Staged(Plan):
         return x
 
 
-@dataclass(frozen=True, slots=True)
 class _Move:
-    """From one layout to another."""
+    """From one layout to another, and what arrives lies in memory as torch's kernels transform it, which otherwise copy
+    it to such memory: the dim that is put together is the innermost.
+    """
 
-    source: ShardTensorSpec
-    target: ShardTensorSpec
+    def __init__(self, source: ShardTensorSpec, target: ShardTensorSpec) -> None:
+        self.source, self.target = source, target
+        moved = [m for m, axis in enumerate(source.layout) if axis != target.layout[m]]
+        self.copies = all(source.mesh.size(m) > 1 and target.placements[m].is_shard() for m in moved)
+        self._there, self._back = _innermost(source, target), _innermost(target, source)
 
     def run(self, x: Tensor) -> Tensor:
-        return redistribute_local(x, self.source, self.target)
+        dim, *specs = self._there
+        return redistribute_local(x.movedim(dim, -1), *specs).movedim(-1, dim)
 
-    def adjoint(self, grad: Tensor) -> Tensor:
-        return redistribute_local(grad, self.target, self.source)
+    def adjoint(self, grad: Tensor, ours: bool) -> Tensor:
+        dim, *specs = self._back
+        return redistribute_local(grad.movedim(dim, -1), *specs).movedim(-1, dim)
 
     def again(self, x: Tensor) -> Tensor:
         return redistribute_to(from_part(x, self.source), self.target).to_local()
+
+
+def _innermost(source: ShardTensorSpec, target: ShardTensorSpec) -> tuple[int, ShardTensorSpec, ShardTensorSpec]:
+    """The dim that is sharded in the source alone, and both specs with that dim as the last one."""
+    ndim = len(source.shape)
+    dim = next((d for d, m in source.sharded_dims().items() if target.sharded_dims().get(d) != m), ndim - 1)
+
+    order = [*(d for d in range(ndim) if d != dim), dim]
+
+    def moved(spec: ShardTensorSpec) -> ShardTensorSpec:
+        axes = {m: AxisLayout(Shard(order.index(d)), spec.sizes_along(m)) for d, m in spec.sharded_dims().items()}
+        meta = _meta([spec.shape[d] for d in order], spec.tensor_meta.dtype)
+        return spec.with_axes(axes).replace(meta=meta)
+
+    return dim, moved(source), moved(target)
 
 
 # -- along dims that are not sharded -----------------------------------------------------------------------------------
@@ -337,6 +365,7 @@ class _Kernel:
     given: torch.dtype
     result: TensorMeta
     halves: Tensor | None
+    copies: ClassVar[bool] = True
 
     @classmethod
     def of(cls, call: Arguments, along: Sequence[_Along], spec: ShardTensorSpec, norm: str) -> _Kernel:
@@ -357,7 +386,7 @@ class _Kernel:
 
     again = run
 
-    def adjoint(self, grad: Tensor) -> Tensor:
+    def adjoint(self, grad: Tensor, ours: bool) -> Tensor:
         """As torch's own, but that of a transform of real numbers is one to real numbers: torch fills up the half with
         zeros, transforms twice as much, and drops the imaginary part.
         """
@@ -365,8 +394,8 @@ class _Kernel:
         norm = _OPPOSITE[self.norm]
         if last.transform.to_half:
             if others:
-                grad = _called(others[0].transform.adjoint, grad, others, norm)
-            grad, along = self._halved(grad), [last]
+                grad, ours = _called(others[0].transform.adjoint, grad, others, norm), True
+            grad, along = self._halved(grad, ours), [last]
         found = _called(last.transform.adjoint, grad, along, norm)
         if last.transform.from_half:  # what has a mirror image counts twice
             found.narrow(last.dim, 1, (last.length - 1) // 2).mul_(2)
@@ -378,7 +407,7 @@ class _Kernel:
         result: Tensor = found.to(self.given)
         return result
 
-    def _halved(self, grad: Tensor) -> Tensor:
+    def _halved(self, grad: Tensor, ours: bool) -> Tensor:
         """Half of each number, as its mirror image in the whole sequence adds as much; of what has none, the real part.
 
         The imaginary part, which has no effect, is made zero: kernels of GPUs rely on it.
@@ -386,7 +415,8 @@ class _Kernel:
         assert self.halves is not None
         shape = [1] * (grad.ndim - 1 - self.along[-1].dim)
         halves = constant_like(self.halves, grad).view(-1, *shape, 2)
-        return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * halves)
+        numbers = torch.view_as_real(grad.resolve_conj())
+        return torch.view_as_complex(numbers.mul_(halves) if ours else numbers * halves)
 
 
 def _called(name: str, x: Tensor, along: Sequence[_Along], norm: str) -> Tensor:
@@ -431,10 +461,12 @@ class _Ring:
     def again(self, x: Tensor) -> Tensor:
         return part_by_part(self._contribution, self.tour, x).to(self.out.tensor_meta.dtype)
 
+    copies = True
+
     def run(self, x: Tensor) -> Tensor:
         raise NotImplementedError  # autograd differentiates it
 
-    def adjoint(self, grad: Tensor) -> Tensor:
+    def adjoint(self, grad: Tensor, ours: bool) -> Tensor:
         raise NotImplementedError
 
 
