@@ -109,7 +109,9 @@ def test_the_model_adds_latencies_and_bytes(module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["house", "host", "overhead", "operators", "networks", "compile", "memory", "scale", "neighbors"])
+@pytest.mark.parametrize(
+    "script", ["house", "host", "overhead", "operators", "networks", "compile", "memory", "scale", "neighbors"]
+)
 def test_each_part_runs(script, tmp_path):
     file = tmp_path / "figures.json"
     rows = {
