@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from seeded import seeded
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardtensor import UnsupportedSharding
 from shardtensor.layout.geometry import chunk_sizes, sizes_of
@@ -125,6 +125,20 @@ def check_dtypes():
 
 def test_other_dtypes_and_extreme_coordinates():
     run_distributed(check_dtypes, 2)
+
+
+def check_dtensors_and_no_queries():
+    mesh, points = shared_mesh(2), cloud(7, 2, 0)
+    x = distribute_tensor(points, mesh, [Shard(0)])  # torch's class
+    assert_same(knn(x, x, 3), knn(points, points, 3), shard(points, mesh, [Shard(0)]))
+    none = points[:0]
+    q = shard(none, mesh, [Shard(0)])
+    assert_same(knn(x, q, 3), knn(points, none, 3), q)
+    assert_same(radius(q, x, 1.0), radius(none, points, 1.0), shard(points, mesh, [Shard(0)]))
+
+
+def test_of_dtensors_and_of_no_queries():
+    run_distributed(check_dtensors_and_no_queries, 2)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ points that were found, which are read by index as in any program, so that their
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._compat import TensorMeta, not_in_graphs
 from .._compat.c10d import group_along
@@ -64,9 +65,8 @@ def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     SciPy's ``cKDTree`` searches on CPUs, where SciPy is installed (``pip install shardtensor[neighbors]``).
     """
-    if torch.overrides.has_torch_function((points, queries)):
-        found: tuple[Tensor, Tensor] = torch.overrides.handle_torch_function(knn, (points, queries), points, queries, k)
-        return found
+    if _is_dispatched(points, queries):
+        return _dispatched(knn, points, queries, k)
     _check("knn", points, queries)
     _check_k(k, points)
     search = Nearest(queries.detach().double(), k)
@@ -102,12 +102,8 @@ def radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | No
         >>> edges.tolist()
         [[2, 0, 1], [0, 0, 1]]
     """
-    if torch.overrides.has_torch_function((points, queries)):
-        given = points, queries
-        found: tuple[Tensor, Tensor] = torch.overrides.handle_torch_function(
-            radius, given, points, queries, r, max_neighbors=max_neighbors
-        )
-        return found
+    if _is_dispatched(points, queries):
+        return _dispatched(radius, points, queries, r, max_neighbors=max_neighbors)
     _check("radius", points, queries)
     _check_r(r, max_neighbors)
     search = Within(queries.detach().double(), float(r), max_neighbors)
@@ -115,6 +111,22 @@ def radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | No
     rows, numbers, squares = search.found()
     needed = _needs_gradient(points, queries)
     return _distances(points, queries[rows] if needed else queries, numbers, squares), torch.stack([numbers, rows])
+
+
+def _is_dispatched(*operands: Tensor) -> bool:
+    # torch's own DTensors do not say so themselves.
+    return torch.overrides.has_torch_function(operands) or any(isinstance(t, DTensor) for t in operands)
+
+
+def _dispatched(
+    function: Callable[..., Any], points: Tensor, queries: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """What the function of ShardTensors returns, which DTensors are made."""
+    points, queries = (ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else t for t in (points, queries))
+    found: tuple[Tensor, Tensor] = torch.overrides.handle_torch_function(
+        function, (points, queries), points, queries, *args, **kwargs
+    )
+    return found
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
