@@ -39,8 +39,8 @@ def _kept(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def padded(t: Tensor, around: Sequence[int]) -> Tensor:
     """``torch.constant_pad_nd(t, around)``: zeros before and after dims from the last one on; negative: what to crop.
 
-    Along one dim it is one kernel, where torch's calls one for zeros everywhere, and one for the rest; but what
-    autograd is to differentiate is torch's.
+    Along one dim it is one kernel, where torch calls one for zeros everywhere, and one for the rest; but what autograd
+    is to differentiate is torch's.
     """
     places = [i for i in range(0, len(around), 2) if around[i] or around[i + 1]]
     if len(places) != 1 or (t.requires_grad and torch.is_grad_enabled()):

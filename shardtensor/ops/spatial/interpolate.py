@@ -157,6 +157,15 @@ class Resize:
             return (self.size - 1) / (self.out - 1) if self.out > 1 else 0.0
         return 1 / self.scale if self.scale else self.size / self.out
 
+    def with_outputs(self, out: int) -> Resize | None:
+        """The first ``out`` outputs only, computed alike; None if torch's kernels could not tell, or not be told."""
+        if out == self.out:
+            return self
+        # The kernels take any number of outputs with a scale, and compute with it what they compute with the ratio of
+        # the sizes where that is a power of two. They copy where a dim keeps its size.
+        scale = self.scale or (self.out / self.size if math.frexp(self.out / self.size)[0] == 0.5 else None)
+        return None if scale is None or out == self.size or self.align_corners else replace(self, out=out, scale=scale)
+
     def taps(self) -> Taps:
         """Taps of all outputs."""
         return _taps(self)
@@ -267,9 +276,12 @@ def resampling(
         return _in_format(_dim_by_dim(shape, resizes, mine, out.tensor_meta.dtype), last)
     # One call of torch's kernel, as if these parts were all there is: several times faster than dim after dim.
     local = [part for part, _ in found.values()]
+    if _operator_of(local[0]) is not None:
+        shortened = [part.with_outputs(drop + length(mine[d][1])) for d, (part, drop) in found.items()]
+        local = [part for part in shortened if part is not None] if None not in shortened else local
     wanted = {
         d: (drop, length(mine[d][1]), part.out)
-        for d, (part, drop) in found.items()
+        for part, (d, (_, drop)) in zip(local, found.items(), strict=True)
         if (drop, length(mine[d][1])) != (0, part.out)
     }
     function = taken(_by_torch(shape, local), wanted, len(shape))
@@ -286,14 +298,19 @@ def _in_format(function: Differentiated, last: torch.memory_format | None) -> Di
     return replace(function, forward=lambda t: (function.forward(t)[0].contiguous(memory_format=last), ()))
 
 
+def _operator_of(resize: Resize) -> str | None:
+    """The operator of torch that does it; None where that is to be left to torch's function."""
+    name = _OPERATORS.get((resize.mode, resize.ndim, resize.antialias))
+    return None if torch.are_deterministic_algorithms_enabled() else name
+
+
 def _by_torch(shape: Sequence[int], parts: Sequence[Resize]) -> Differentiated:
     first, scales, out = parts[0], [part.scale for part in parts], [part.out for part in parts]
-    name = _OPERATORS.get((first.mode, first.ndim, first.antialias))
-    if name is None or torch.are_deterministic_algorithms_enabled():
+    name = _operator_of(first)
+    if name is None:
         return _composed(first, scales, out)
     resample, gradient = getattr(nn_functions, name), kernel(getattr(torch.ops.aten, f"{name}_backward").default)
     corners = () if first.mode in ("nearest", "nearest-exact") else (bool(first.align_corners),)
-    scales = [None] * len(out) if None in scales else scales
     return Differentiated(
         lambda t: (resample(t, out, *corners, *scales), ()),
         lambda grad, _: gradient(grad, out, list(shape), *corners, *scales),
