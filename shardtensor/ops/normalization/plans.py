@@ -337,9 +337,8 @@ class ShardedNorm(Norm):
         totals = self._totals(needed, sums, of_parameters)
         if self.statistics.replicas is not None and needed[0]:
             totals = list(self.statistics.replicas.sum(torch.stack(totals)).unbind())
-        result[1 : 1 + len(of_parameters)] = (
-            g if g is None else self._complete(g, i) for i, g in enumerate(of_parameters)
-        )
+        for i, g in enumerate(of_parameters):
+            result[i + 1] = g if g is None else self._complete(g, i)
         finish = None
         if self.total is not None and self.rest:
             finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
@@ -377,8 +376,9 @@ class ShardedNorm(Norm):
                     send.append(g)
             elif place < len(send):  # a contribution, where the sums are made in place
                 of_parameters[i] = g.clone()
-        for merge in self.statistics.merges if any(t.numel() for t in send) else ():
-            send = start_sums(send, merge.group, overwrite=True)()
+        if send and (send[0].numel() or any(t.numel() for t in send)):
+            for merge in self.statistics.merges:
+                send = start_sums(send, merge.group, overwrite=True)()
         for i, place in places.items():
             of_parameters[i] = send[place]
         return send[: len(sums)]
@@ -642,11 +642,12 @@ class ChannelNorm(ShardedNorm):
     def _complete(self, gradient: Tensor, i: int) -> Tensor:
         return self._of_parameter(gradient, i)
 
-    def _of_weights(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _of_weights(self, needed: Sequence[bool], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of weight and bias, from those for the channels of all samples."""
         if self.samples == 1:
             return list(sums)
-        return [None if t is None else t.view(self.samples, self.per_sample).sum(0) for t in sums]
+        pairs = zip(sums, needed[1:3], strict=True)
+        return [t.view(self.samples, self.per_sample).sum(0) if t is not None and need else None for t, need in pairs]
 
     def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
         moments, *of_sets = kept
@@ -667,10 +668,11 @@ class ChannelNorm(ShardedNorm):
                 sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
             w = self._of_channels(weight, 0)
             scale = rstd if w is None else rstd * w
-        of_parameters = self._of_weights([t if need else None for t, need in zip(sums, needed[1:3], strict=True)])
         # Those of channels tell those of sets, unless they are summed over samples, or not over the ranks.
-        both = self.samples == 1 and self.total is not None and all(needed[1:3]) and all(self.total.needed[1:3])
-        apart = self.per_set != 1 and not both
+        total, apart = self.total, False
+        if self.per_set != 1:
+            both = total is not None and total.needed[1] and total.needed[2] and needed[1] and needed[2]
+            apart = self.samples != 1 or not both
         found = [self._of_sets(sums, scale)] if apart else list(sums)
 
         def of_input(*totals: Tensor) -> Tensor:
@@ -685,7 +687,7 @@ class ChannelNorm(ShardedNorm):
                 return of_input_in_graph(x, self.samples, grad, moments, slope, offset)
             return self._of_input(x, grad, of_sets[0], scale, slope, offset, columns)
 
-        return found, of_parameters, of_input
+        return found, self._of_weights(needed, sums), of_input
 
     def _of_sets(self, sums: Sequence[Tensor], scale: Tensor) -> Tensor:
         """The sums over sets of what is summed over channels, weighted, ``(2, sets)``."""
@@ -742,8 +744,7 @@ class ChannelNorm(ShardedNorm):
                 of_bias, with_x, of_weight = kernels.sums(grad, x, mean, rstd, weight=needed[1])
                 dy, with_x = self._of_sets((of_bias, with_x), w).unbind()
                 of_input = partial(self._by_weights, kernels, grad, x, mean, rstd, w + _NEXT_TO_ZERO)
-        pairs = zip((of_weight, of_bias), needed[1:3], strict=True)
-        return [dy, with_x], self._of_weights([t if need else None for t, need in pairs]), of_input
+        return [dy, with_x], self._of_weights(needed, (of_weight, of_bias)), of_input
 
     def _by_weights(
         self,
