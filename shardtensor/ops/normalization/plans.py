@@ -474,7 +474,7 @@ class ChannelNorm(ShardedNorm):
             return torch.empty_like(x, dtype=self.dtype), (moments,)
         if goes_into_graph(x):
             y, kept = normalized_in_graph(x, self.samples, moments, w, b, eps)
-            return y.to(self.dtype), (kept,)
+            return y.to(self.dtype), kept
         columns = None if x.is_contiguous() else self.columns
         if columns is None:
             x_view = x.view(self.channels)
@@ -548,14 +548,14 @@ class ChannelNorm(ShardedNorm):
             result[0] = torch.empty_like(x).copy_(dx) if copied else dx
         return result if finish is None else [result[0], *finish()[1:]]
 
-    def _sums(self, grad: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor) -> Prepared:
+    def _sums(self, grad: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, *more: Tensor) -> Prepared:
         if x.dtype != moments.dtype or grad.dtype != moments.dtype:
             x, grad = x.to(moments.dtype), grad.to(moments.dtype)
         w, columns = self._of_channels(weight, 0), None if x.is_contiguous() else self._columns(x)
-        if goes_into_graph(x) and not self.empty:
-            count = None if self.statistics.replicas is not None else self.geometry.count
-            given = x, self.samples, grad, moments
-            return sums_in_graph(*given), w, lambda totals: of_input_in_graph(*given, totals, count)
+        if more:  # of a graph
+            given, (scale, rstd, *counts) = (x, self.samples, grad, moments), more
+            count = counts[0] if counts else self.geometry.count
+            return sums_in_graph(*given, rstd), w, lambda totals: of_input_in_graph(*given, scale, rstd, count, totals)
         if columns is None:
             x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
         mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
