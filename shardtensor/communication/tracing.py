@@ -141,15 +141,16 @@ def after_start(value: Tensor, ticket: Tensor) -> Tensor:
 # -- numbers that loops over shards read -------------------------------------------------------------------------------
 
 
-def settled(numbers: Tensor) -> Tensor:
-    """``numbers``, which a compiler for CPUs computes before a loop that reads them, once.
+def settled(numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same numbers, which a compiler for CPUs computes once, before the loops that read them.
 
     By itself inductor computes what is small anew for each element of a shard, with its roots and divisions, and makes
     no vector instructions of the loop then. Kernels of accelerators wait for memory meanwhile, and are not helped.
     """
-    return _settled(numbers) if numbers.device.type == "cpu" and goes_into_graph(numbers) else numbers
+    first = numbers[0]
+    return _settled(numbers) if first.device.type == "cpu" and goes_into_graph(first) else numbers
 
 
-@graph_operator("settled(Tensor numbers) -> Tensor", lambda numbers: numbers.clone(), ordered=False)
-def _settled(numbers: Tensor) -> Tensor:
-    return numbers.clone()
+@graph_operator("settled(Tensor[] numbers) -> Tensor[]", lambda numbers: [t.clone() for t in numbers], ordered=False)
+def _settled(numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [t.clone() for t in numbers]

@@ -2,10 +2,11 @@
 
 Everything has the shard's own shape. A view by channels in between would have inductor choose an order of memory for
 it, and copy what the convolutions around want channels-last. What is one number per channel is :func:`settled` before
-the loops that read it.
+the loops that read it, and nothing that backward needs is a view of another such thing: torch's compiler may have the
+one overwritten while the other is in use.
 
-As in ``plans.py`` numbers are kept for each channel of all samples that have statistics of their own, here as rows
-``(rows, channels)``. Without weight and bias a set counts as one channel.
+As in ``plans.py`` numbers are kept for each channel of all samples that have statistics of their own. Without weight
+and bias a set counts as one channel.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def moments_in_graph(x: Tensor, samples: int, sets: int) -> Tensor:
         return (t.mean(others) if others else t).reshape(sets, -1).mean(1)
 
     mean = average(x)
-    (center,) = _along(x, samples, settled(mean.repeat_interleave(samples * x.shape[1] // sets).unsqueeze(0)))
+    (center,) = settled([_along(x, samples, mean)])
     return torch.stack((mean, average((x - center).square())))
 
 
 def normalized_in_graph(
     x: Tensor, samples: int, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The normalized shard ``(N, C, ...)`` in the dtype of the moments, and what its gradient needs besides.
 
     Args:
@@ -42,41 +43,48 @@ def normalized_in_graph(
     """
     mean, var, *counts = moments.unbind()
     rstd = (var + eps).rsqrt()
-    rows = [mean, rstd, rstd if weight is None else rstd * weight, *counts]
-    kept = settled(torch.stack(rows if bias is None else [*rows, bias]))
-    mean, _, scale = _along(x, samples, kept[:3])
+    of_channels = [mean, rstd if weight is None else rstd * weight, *(() if bias is None else (bias,))]
+    mean, scale, *shift, rstd = settled([*(_along(x, samples, t) for t in of_channels), rstd])
     y = (x - mean) * scale
-    return y if bias is None else y + _along(x, samples, kept[-1:])[0], kept
+    return y + shift[0] if shift else y, (mean, scale, rstd, *counts)
 
 
-def sums_in_graph(x: Tensor, samples: int, grad: Tensor, kept: Tensor) -> Tensor:
+def sums_in_graph(x: Tensor, samples: int, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     """The sums of ``grad * xhat`` and of ``grad`` over each channel, ``(2, channels)``."""
-    (mean,) = _along(x, samples, kept[:1])
     others = _others(x, samples)
     found = [t.sum(others) if others else t for t in ((x - mean) * grad, grad)]
-    with_x, alone = (t.reshape(kept.shape[1], -1).sum(1) for t in found)
-    return torch.stack((with_x * kept[1], alone))
+    with_x, alone = (t.reshape(len(rstd), -1).sum(1) for t in found)
+    return torch.stack((with_x * rstd, alone))
 
 
-def of_input_in_graph(x: Tensor, samples: int, grad: Tensor, kept: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+def of_input_in_graph(
+    x: Tensor,
+    samples: int,
+    grad: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    rstd: Tensor,
+    slope: Tensor,
+    offset: Tensor,
+) -> Tensor:
     """``rstd * w * grad + slope * xhat + offset``.
 
     Args:
+        mean, scale, rstd: what :func:`normalized_in_graph` kept.
         slope, offset: one number for each set.
     """
-    each = kept.shape[1] // len(slope)
-    slope, offset = torch.stack((slope, offset)).repeat_interleave(each, 1).unbind()
-    slope, offset = _along(x, samples, settled(torch.stack((slope * kept[1], offset))))
-    mean, _, scale = _along(x, samples, kept[:3])
+    each = len(rstd) // len(slope)
+    slope, offset = (t.repeat_interleave(each) if each > 1 else t for t in (slope, offset))
+    slope, offset = settled([_along(x, samples, t) for t in (slope * rstd, offset)])
     return (x - mean) * slope + offset + grad * scale
 
 
-def _along(x: Tensor, samples: int, rows: Tensor) -> tuple[Tensor, ...]:
-    """Each row, to be broadcast against the shard."""
+def _along(x: Tensor, samples: int, numbers: Tensor) -> Tensor:
+    """Numbers of channels, to be broadcast against the shard."""
     channels = x.shape[1]
-    each = samples * channels // rows.shape[1]
-    rows = rows.repeat_interleave(each, 1) if each > 1 else rows
-    return rows.view(-1, samples, channels, *[1] * (x.ndim - 2)).unbind()
+    each = samples * channels // len(numbers)
+    numbers = numbers.repeat_interleave(each) if each > 1 else numbers
+    return numbers.view(samples, channels, *[1] * (x.ndim - 2))
 
 
 def _others(x: Tensor, samples: int) -> list[int]:

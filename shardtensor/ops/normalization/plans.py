@@ -613,8 +613,8 @@ class ChannelNorm(ShardedNorm):
         if self.empty:
             return torch.empty_like(x, dtype=self.dtype), kept
         if goes_into_graph(x):
-            y, rows = normalized_in_graph(x, self.samples, moments, w, b, eps)
-            return y.to(self.dtype), (rows,)
+            y, kept_in_graph = normalized_in_graph(x, self.samples, moments, w, b, eps)
+            return y.to(self.dtype), kept_in_graph
         columns = self._columns(x)
         given = x if x.dtype == self.dtype else x.to(self.dtype)
         if columns is not None:
@@ -650,24 +650,24 @@ class ChannelNorm(ShardedNorm):
         return [t.view(self.samples, self.per_sample).sum(0) if t is not None and need else None for t, need in pairs]
 
     def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
-        moments, *of_sets = kept
-        if x.dtype != moments.dtype or grad.dtype != moments.dtype:
-            x, grad = x.to(moments.dtype), grad.to(moments.dtype)
-        in_graph = not of_sets
+        in_graph, dtype = len(kept) > 2, self.statistics.dtype
+        if x.dtype != dtype or grad.dtype != dtype:
+            x, grad = x.to(dtype), grad.to(dtype)
         columns = None if in_graph else self._columns(x)
         if in_graph:
-            sums: Sequence[Tensor] = sums_in_graph(x, self.samples, grad, moments).unbind()
-            scale = moments[2]
+            mean, scaled_by, rstd, *counts = kept
+            sums: Sequence[Tensor] = sums_in_graph(x, self.samples, grad, mean, rstd).unbind()
         else:
+            moments, of_sets = kept
             if columns is None:
                 x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
-            mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
+            mean, rstd, counts = moments[0], (moments[1] + self.geometry.eps).rsqrt_(), list(of_sets[2:])
             if self.empty:
                 sums = moments.new_zeros(2, moments.shape[1]).unbind()
             else:
                 sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
-            w = self._of_channels(weight, 0)
-            scale = rstd if w is None else rstd * w
+        w = self._of_channels(weight, 0)
+        scale = rstd if w is None else rstd * w
         # Those of channels tell those of sets, unless they are summed over samples, or not over the ranks.
         total, apart = self.total, False
         if self.per_set != 1:
@@ -680,12 +680,11 @@ class ChannelNorm(ShardedNorm):
                 weighted = totals[0] if apart else self._of_sets(totals, scale)
                 slope, offset = weighted.mul_(-1 / max(self.geometry.count, 1)).unbind()
             else:
-                counted = None if self.statistics.replicas is None else moments[3] if in_graph else moments[2]
-                factor = scale / -(max(self.geometry.count, 1) if counted is None else counted)
+                factor = scale / -(counts[0] if counts else max(self.geometry.count, 1))
                 slope, offset = totals[0] * factor, totals[1] * factor
             if in_graph:
-                return of_input_in_graph(x, self.samples, grad, moments, slope, offset)
-            return self._of_input(x, grad, of_sets[0], scale, slope, offset, columns)
+                return of_input_in_graph(x, self.samples, grad, mean, scaled_by, rstd, slope, offset)
+            return self._of_input(x, grad, of_sets, scale, slope, offset, columns)
 
         return found, self._of_weights(needed, sums), of_input
 

@@ -22,11 +22,14 @@ DOUBLE = torch.float64
 class Norms(nn.Module):
     """All kinds, with and without weights; compiled for ShardTensors."""
 
-    def forward(self, x, weight, bias):
+    def __init__(self, backend):
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, *args):
         torch._dynamo.reset()
-        return (torch.compile(norms, backend="aot_eager", fullgraph=True) if isinstance(x, ShardTensor) else norms)(
-            x, weight, bias
-        )
+        compiled = torch.compile(norms, backend=self.backend, fullgraph=True)
+        return (compiled if isinstance(args[0], ShardTensor) else norms)(*args)
 
 
 def norms(x, weight, bias):
@@ -40,13 +43,13 @@ def norms(x, weight, bias):
     )
 
 
-def check_norms(shape, memory_format, dim, sizes):
+def check_norms(shape, memory_format, dim, sizes, backend="aot_eager"):
     torch.manual_seed(0)
     x = (torch.randn(shape, dtype=DOUBLE) + 3).contiguous(memory_format=memory_format)
     weight, bias = torch.rand(2, 6, dtype=DOUBLE)
     places, given = [[Shard(dim)], None, None], [{0: sizes}, None, None]
     assert_matches_unsharded(
-        Norms(), x, weight, bias, mesh_shape=len(sizes), placements=places, shard_sizes=given, rtol=1e-10
+        Norms(backend), x, weight, bias, mesh_shape=len(sizes), placements=places, shard_sizes=given, rtol=1e-10
     )
 
 
@@ -61,6 +64,13 @@ def check_norms(shape, memory_format, dim, sizes):
 )
 def test_norms_give_one_devices_numbers(shape, memory_format, dim, sizes):
     run_distributed(check_norms, len(sizes), shape, memory_format, dim, sizes, timeout=200)
+
+
+@pytest.mark.slow
+def test_norms_in_inductors_loops():
+    """Which reuses memory of what the backward pass has read."""
+    given = (2, 6, 17, 33), torch.channels_last, 2, (11, 6)
+    run_distributed(check_norms, 2, *given, "inductor", timeout=500)
 
 
 # -- what a compiler gets ----------------------------------------------------------------------------------------------
