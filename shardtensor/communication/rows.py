@@ -24,6 +24,11 @@ from ..layout.geometry import boundaries_of
 from .exchange import Exchange
 from .redistribute import all_gather, reduced
 
+_WRITTEN = (
+    "this rank's local tensor of an index was written to. Other ranks cannot know it, and would exchange the rows that "
+    "it named before. Remedy: write to the ShardTensor (index.copy_(new)) or make a new one (from_local), on all ranks."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -93,7 +98,7 @@ class RowHalo:
         table[rank] = asked.claim.cpu()  # as it is in any case, but in a preview, which receives nothing
         counts, (self.negative, self.beyond) = table[:, :-2], table[:, -2:].amax(0).bool().tolist()
         self.places, self.positions, self.total = asked.places, asked.positions, int(counts.sum())
-        self._own, self._group = sizes[rank], group
+        self._own, self._group, self._entries = sizes[rank], group, _each_once(index).clone()
         self._gets = [(s, n) for s, n in enumerate(counts[rank].tolist()) if n]
         self._gives = [(r, n) for r, n in enumerate(counts[:, rank].tolist()) if n]
         self._most_peers = int(max((counts > 0).sum(d).max() for d in (0, 1)))
@@ -103,6 +108,18 @@ class RowHalo:
             asking = self._exchange(1)[1]
             given = asking.start([asked.positions], asked.positions).buffer() - boundaries_of(sizes)[rank]
             self._given = given.split_with_sizes([n for _, n in self._gives])
+
+    def check(self, index: Tensor) -> None:
+        """Raise where these are not the values that it was made of. No host waits for a device.
+
+        Raises:
+            RuntimeError: on the CPU. Other devices report it as an index out of range.
+        """
+        index = _each_once(index)
+        if index.device.type != "cpu":
+            torch.ops.aten._assert_async.msg((index == self._entries).all(), _WRITTEN)
+        elif not torch.equal(index, self._entries):
+            raise RuntimeError(_WRITTEN)
 
     def _exchange(self, width: int) -> tuple[Exchange, Exchange]:
         """Of rows of this many elements: from their owners, and back to them."""

@@ -24,7 +24,7 @@ from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
 from .conversions import wrap
 from .copies import check_written, note_copies, represents_view, write_back
-from .found import note_views
+from .found import note_views, note_written
 from .gathering import gathered
 from .open_layouts import decide, is_open, note_open_views
 from .planning import (
@@ -102,6 +102,7 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     if type(plan.outputs) is ShardTensorSpec:
         out = wrap(result, plan.outputs)
     elif plan.outputs is None:
+        note_written(func, args)
         return result
     else:
         out = type(result)([r if s is None else wrap(r, s) for r, s in zip(result, plan.outputs, strict=True)])

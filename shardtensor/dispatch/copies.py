@@ -28,7 +28,7 @@ Copies = tuple[tuple[Tensor, Tensor], ...]
 def mark_copied(view: View, viewed: Tensor, copies: Copies | None = None) -> View:
     """Record that ``view`` represents a view of ``viewed`` but is a copy: on all ranks, or this one made ``copies``."""
     noted: Any = view  # these attributes are ShardTensor's, which is defined on top of this module
-    noted._copied, noted._viewed = copies, (viewed, version_of(viewed))
+    noted._copied, noted._viewed = copies, (viewed, _version(viewed))
     not_for_graphs(_local(view))  # a graph has no such record, so flattening the tensor is refused
     return view
 
@@ -65,8 +65,7 @@ def represents_view(tensor: object) -> bool:
     return getattr(tensor, "_viewed", None) is not None
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor, or what shares its memory, has been written to."""
+def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version counter
 
 
@@ -80,7 +79,7 @@ def check_current(op: object, tensor: Tensor) -> None:
     viewed, version = recorded._viewed
     if represents_view(viewed):
         check_current(op, viewed)
-    now = version_of(viewed)
+    now = _version(viewed)
     if now == version:
         return
     if recorded._copied is None:

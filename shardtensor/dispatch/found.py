@@ -14,7 +14,8 @@ so it follows from what the program did with the tensor, and from nothing else:
   for itself, such as taking a view to print it.
 
 A rank that writes to its local tensor (``to_local()``, or what it has given to ``from_local``) does something that the
-others cannot know; all may have done so, or this one. The local tensor's version shows it here, so this rank raises.
+others cannot know; all may have done so, or this one. So whoever uses what was found compares it with the values that
+are there, and raises.
 """
 
 from __future__ import annotations
@@ -25,132 +26,90 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat import OpOverload, same_memory
+from .._compat import OpOverload
 from ..ranks.debug_mode import debug_enabled
-from .copies import version_of
+from .planning import is_inplace
 
 T = TypeVar("T")
 
 MAX_FOUND = 32  # for one tensor and its views
-
-
-class _Origin:
-    """A tensor that is no view, for it and its views.
-
-    Attributes:
-        local: its local tensor.
-        found: under steps and key: the version of the tensor, the local tensor's, and what was found.
-    """
-
-    __slots__ = ("found", "local")
-
-    def __init__(self, local: Tensor) -> None:
-        self.local = local
-        self.found: dict[Hashable, tuple[int, int, Any]] = {}
+_INDICES = (torch.int64, torch.int32)  # the dtypes of tensors of which something is found
+_SAME = ("aten::detach", "aten::alias")  # views that are no steps
 
 
 class Place:
     """Where what is found about one tensor is kept.
 
     Attributes:
-        steps: how the tensor was taken from its origin.
-        seen: the versions of the tensor and of its local tensor when it was made, or something was last looked for.
+        entries: of all views of one tensor: by steps and key the tensor's version, and what was found.
+        steps: how this one was taken.
     """
 
-    __slots__ = ("origin", "seen", "steps")
+    __slots__ = ("entries", "steps")
 
-    def __init__(self, origin: _Origin, steps: tuple[Hashable, ...] = ()) -> None:
-        self.origin, self.steps = origin, steps
-        self.seen = (-1, 0)
-
-    def keep(self, key: Hashable, entry: tuple[int, int, Any]) -> None:
-        found = self.origin.found
-        found.pop((self.steps, key), None)
-        while len(found) >= MAX_FOUND:
-            found.pop(next(iter(found)))
-        found[self.steps, key] = entry
+    def __init__(self, entries: dict[Hashable, tuple[int, Any]], steps: tuple[Hashable, ...] = ()) -> None:
+        self.entries, self.steps = entries, steps
 
 
-def place_of(tensor: Any) -> Place:
-    """Where what is found about a ShardTensor is kept."""
-    if tensor._found is None:
-        tensor._found = Place(_Origin(tensor._local_tensor))
-    place: Place = tensor._found
-    return place
+def found(tensor: Any, key: Hashable, find: Callable[[], T]) -> T:
+    """What ``find()`` returned for these values of the tensor and this key, which is called if nothing is kept.
+
+    Args:
+        tensor: a ShardTensor, or another DTensor, with which nothing is kept.
+        key: the same on all ranks.
+    """
+    if _forgets(tensor):
+        return find()
+    place, version = _place_of(tensor), tensor._version
+    entry = place.entries.get((place.steps, key))
+    if entry is not None and entry[0] == version:
+        result: T = entry[1]
+        return result
+    result = find()
+    place.entries.pop((place.steps, key), None)
+    while len(place.entries) >= MAX_FOUND:
+        place.entries.pop(next(iter(place.entries)))
+    place.entries[place.steps, key] = version, result
+    return result
 
 
 def is_kept(tensor: Any, key: Hashable) -> bool:
     """Whether :func:`found` has something; the same on all ranks."""
     if _forgets(tensor):
         return False
-    place = place_of(tensor)
-    entry = place.origin.found.get((place.steps, key))
+    place = _place_of(tensor)
+    entry = place.entries.get((place.steps, key))
     return entry is not None and entry[0] == tensor._version
 
 
-def found(operator: object, tensor: Any, key: Hashable, find: Callable[[], T]) -> T:
-    """What ``find()`` returned for these values of the tensor and this key, which is called if nothing is kept.
-
-    Args:
-        operator: who asks, for errors.
-        tensor: a ShardTensor, or another DTensor, with which nothing is kept.
-        key: the same on all ranks.
-
-    Raises:
-        RuntimeError: on this rank, which has written to its local tensor since.
-    """
-    if _forgets(tensor):
-        return find()
-    place = place_of(tensor)
-    version, own, origin = tensor._version, version_of(tensor._local_tensor), version_of(place.origin.local)
-    entry = place.origin.found.get((place.steps, key))
-    if entry is not None and entry[0] == version:
-        if entry[1] != origin or (place.seen[0] == version and place.seen[1] != own):
-            raise RuntimeError(
-                f"{operator}: this rank's local tensor of an index, {tensor._spec}, was written to, and other ranks "
-                "cannot know it: they would exchange the rows that it named before. Remedy: write to the ShardTensor "
-                "(index.copy_(new)) or make a new one (from_local), on all ranks."
-            )
-        place.seen = version, own
-        result: T = entry[2]
-        return result
-    place.seen = version, own
-    made = find()
-    place.keep(key, (version, origin, made))
-    return made
+def _place_of(tensor: Any) -> Place:
+    if tensor._found is None:
+        tensor._found = Place({})
+    place: Place = tensor._found
+    return place
 
 
 def _forgets(tensor: Any) -> bool:
-    """Whether nothing is kept: it has no version, or ranks are to compare all that they do."""
+    """Whether nothing is kept: the tensor has no version, or ranks are to compare all that they do."""
     return not hasattr(tensor, "_found") or tensor.is_inference() or debug_enabled()
 
 
-_INDICES = (torch.int64, torch.int32)  # the dtypes of tensors of which something is found
-# Views of the same values.
-_SAME = ("aten::detach", "aten::alias")
-
-
-def note_views(view: Any, viewed: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def note_views(views: Any, viewed: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Let a view, or a list of views, have in common with the viewed tensor what is found about their values."""
     if viewed.dtype not in _INDICES or not hasattr(viewed, "_found") or viewed.is_inference():
         return
-    place, step = place_of(viewed), (func, _hashable(args[1:]), *sorted(kwargs.items()))
-    for i, one in enumerate(view if isinstance(view, (list, tuple)) else [view]):
-        if hasattr(one, "_found"):
-            same = func._schema.name in _SAME
-            one._found = Place(place.origin, place.steps if same else (*place.steps, (*step, i)))
-            one._found.seen = viewed._version, version_of(one._local_tensor)
+    place, step = _place_of(viewed), (func, _hashable(args[1:]), *sorted(kwargs.items()))
+    for i, view in enumerate(views if isinstance(views, (list, tuple)) else [views]):
+        if hasattr(view, "_found"):
+            steps = place.steps if func._schema.name in _SAME else (*place.steps, (*step, i))
+            view._found = Place(place.entries, steps)
 
 
 def _hashable(values: Any) -> Hashable:
     return tuple(map(_hashable, values)) if isinstance(values, (list, tuple)) else values
 
 
-def lent(tensor: Any) -> Tensor:
-    """The local tensor of a view, for the user, who may write to it: what is written shows at the origin, too."""
-    local: Tensor = tensor._local_tensor
-    place = tensor._found
-    if place is None or place.origin.local is local or not same_memory(local, place.origin.local):
-        return local
-    same: Tensor = place.origin.local.as_strided(local.shape, local.stride(), local.storage_offset())
-    return same
+def note_written(func: OpOverload, args: Sequence[Any]) -> None:
+    """Raise the versions of what an operator on lists has written to, which torch does for plain tensors only."""
+    if is_inplace(func) and isinstance(args[0], (list, tuple)):
+        torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, Tensor) and t.dtype in _INDICES])

@@ -36,7 +36,6 @@ from ..ranks.first_use import forget_operands
 from . import chunks, conversions, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
-from .found import lent
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .planning import SCALARS
@@ -145,8 +144,6 @@ class ShardTensor(DTensor):
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
             spec = spec.replace(placements=grad_placements)
-        if self._found is not None and not self.requires_grad:
-            return lent(self)
         wide = self._spec.is_wide(self._local_tensor)  # see [Note: rounded once] in redistribute.py
         return to_part(self, spec, self.dtype if wide else None)
 

@@ -111,7 +111,8 @@ class RowWork(BlockWork):
         for path, d, start, n in self._parts:
             put(values, path, operand(values, path).narrow(d, start, n))
         index = operand(values, self.index)
-        rows = found(self.func, keeper, self._key, lambda: RowHalo(index, self._sizes, self._rank, self._group))
+        rows = found(keeper, self._key, lambda: RowHalo(index, self._sizes, self._rank, self._group))
+        rows.check(index)
         if rows.beyond or (rows.negative and not self.wraps):
             n = sum(self._sizes)
             raise IndexError(f"an index is out of range for dimension {self._dim} with size {n}")

@@ -280,6 +280,8 @@ def kept():
     look("written through a view, itself", source, entries[0])
     edges.data = shard(entries.roll(1, 1), mesh, [Shard(1)])
     look("data", edges[0], entries.roll(1, 1)[0])
+    torch._foreach_mul_([edges], 1)
+    look("a list", edges[0], entries.roll(1, 1)[0])
     with torch.no_grad():
         look("without grad", edges[0], entries.roll(1, 1)[0])
     with torch.inference_mode():
@@ -293,7 +295,7 @@ def kept():
 
 def test_what_is_kept_follows_the_program():
     once = ("first", "another view", "unbound", "a part", "other sizes", "written", "written, another view")
-    once += ("written through a view", "data", "made in inference", "made in inference, again")
+    once += ("written through a view", "data", "a list", "made in inference", "made in inference, again")
     for found in run_distributed(kept, 2):
         assert {label for label, count in found.items() if count} == set(once)
         assert set(found.values()) == {0, 1}
@@ -310,7 +312,7 @@ def bounded():
                 part = index.view(8, 8)[:, 0] if start == 0 else index.view(64, 1).expand(64, start)
                 a[part]
         looked.append(counted.count)
-    return looked, len(index._found.origin.found)
+    return looked, len(index._found.entries)
 
 
 def test_what_is_kept_is_bounded():
@@ -342,13 +344,17 @@ def test_entries_out_of_range_raise_on_all_ranks(how):
 
 
 def local_write(through):
-    mesh = shared_mesh(2)
+    mesh, rank = shared_mesh(2), torch.distributed.get_rank()
     a = shard(torch.arange(10.0), mesh, [Shard(0)])
-    mine = torch.tensor([[0, 9, 3], [1, 1, 1]])
+    mine = torch.tensor([[0, 9, 3 + rank], [1, 1, 1]], device="cpu" if through == "numpy" else None)
     edges = ShardTensor.from_local(mine, mesh, [Shard(1)])
     a[edges[0]]
     if through == "given":
         mine[0, 0] = 1
+    elif through == "broadcast":  # of which no version tells
+        torch.distributed.broadcast(edges.to_local() if rank else edges.to_local() + 1, 0)
+    elif through == "numpy":
+        edges.to_local().numpy()[0, 0] = 1
     elif through == "origin":
         edges.to_local()[0, 0] = 1
     else:
@@ -356,9 +362,10 @@ def local_write(through):
     a[edges[0]]
 
 
-@pytest.mark.parametrize("through", ["given", "origin", "view"])
+@pytest.mark.parametrize("through", ["given", "broadcast", "numpy", "origin", "view"])
 def test_writes_to_local_tensors_raise(through):
-    for error in run_expecting_errors(local_write, 2, through):
+    errors = run_expecting_errors(local_write, 2, through)
+    for error in errors[1:] if through == "broadcast" else errors:  # the sender has what it had
         with pytest.raises(RuntimeError, match=r"local tensor of an index.*Remedy: write to the ShardTensor"):
             raise error
 
