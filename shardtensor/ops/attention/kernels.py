@@ -432,7 +432,8 @@ class Efficient(Kernel):
         missing = -q.shape[-2] % _ROWS
         lse = F.pad(lse, (0, missing), value=_INF) if missing else lse.contiguous()
         backward = _efficient_backward_in_graph if is_traced(q) else _efficient_backward
-        *grads, d_bias = backward(grad, *operands, bias, out, lse, self.scale, causal, grad_mask is not None)
+        q, k, v = operands
+        *grads, d_bias = backward(grad, q, k, v, bias, out, lse, self.scale, causal, grad_mask is not None)
         if grad_mask is not None:
             grad_mask += _summed(d_bias, grad_mask)
         dq, dk, dv = (
@@ -440,7 +441,7 @@ class Efficient(Kernel):
         )
         return dq, dk, dv
 
-    def _operands(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Sequence[Tensor], Tensor | None]:
         operands = [_aligned(t).transpose(1, 2) for t in (q, _like_queries(k, q), _like_queries(v, q))]
         return operands, None if mask is None else _aligned_bias(mask, q, k.shape[-2])
 
