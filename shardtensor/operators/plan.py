@@ -319,7 +319,8 @@ class _FunctionOf(AutogradFunction):
             for i, need in enumerate(ctx.needs_input_grad[2:]):
                 if need and ctx.depends[i]:
                     shape, dtype = ctx.like[i]
-                    found[i] = nothing.to(dtype).expand(shape)
+                    of_real = nothing.is_complex() and not dtype.is_complex
+                    found[i] = (nothing.real if of_real else nothing).to(dtype).expand(shape)
         return grad, None, *found
 
 

@@ -259,8 +259,9 @@ def _stages(
             lent[m] = dim, spec.sizes_along(m)
             move(target)
     for m, (dim, sizes) in lent.items():
-        choice = [following[dim], dim, *dims]
-        move(_resharded(spec, m, next(d for d in choice if d not in spec.sharded_dims()), sizes))
+        choice = [d for d in (following[dim], dim, *dims) if d not in spec.sharded_dims()]
+        back = next((d for d in choice if spec.shape[d] >= spec.mesh.size(m)), choice[0])
+        move(_resharded(spec, m, back, sizes))
     return stages, spec
 
 

@@ -27,7 +27,7 @@ COUNTED = {
     "var over shards": (8, 3),
     "bilinear x 2": (6, 2),
     "max pool 3x3, stride 2": (3, 2),
-    "rfft2, product, irfft2": (20, 8),
+    "rfft2, product, irfft2": (11, 4),
     "attention, fetch": (6, 2),
     "attention, heads": (10, 4),
     "attention, ring": (11, 3),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -80,6 +82,226 @@ def check_two_mesh_dims():
 
 def test_a_mesh_of_two_dims():
     run_distributed(check_two_mesh_dims, 4)
+
+
+# -- several dims: the result is sharded along another of them ---------------------------------------------------------
+
+
+def layouts(result):
+    return {m: (result.placements[m].dim, sizes) for m, sizes in result.shard_sizes.items()}
+
+
+def transformed(name, shape, at, sizes, mesh_shape, *args, **kwargs):
+    """The layout of the result, and how many collectives it took."""
+    placements = [Shard(d) for d in (at if isinstance(at, tuple) else (at,))]
+    x = shard(data(name, *shape), shared_mesh(mesh_shape), placements, sizes)
+    with count_communication() as counted:
+        y = getattr(torch.fft, name)(x, *args, **kwargs)
+    return layouts(y), sum(counted.collectives.values())
+
+
+def check_ends():
+    for name, shape, at, sizes, expected in (
+        # The next dim, and the one before.
+        ("fft2", (3, 8, 6), 1, (4, 4), (2, (3, 3), 1)),
+        ("ifft2", (3, 8, 6), 2, (3, 3), (1, (4, 4), 1)),
+        ("fftn", (4, 5, 6), 0, (2, 2), (1, (3, 2), 1)),
+        ("ifftn", (4, 5, 6), 1, (3, 2), (0, (2, 2), 1)),
+        ("fftn", (4, 5, 6), 2, (3, 3), (0, (2, 2), 1)),
+        ("ifftn", (4, 5, 6), 0, (2, 2), (2, (3, 3), 1)),
+        # Uneven shards in proportion, to the nearest; empty ones.
+        ("fft2", (3, 7, 8), 1, (5, 2), (2, (6, 2), 1)),
+        ("ifft2", (3, 7, 8), 2, (6, 2), (1, (5, 2), 1)),
+        ("fft2", (3, 7, 8), 1, (0, 7), (2, (0, 8), 1)),
+        # Halves of real sequences: the last dim comes first, or last.
+        ("rfft2", (3, 8, 6), 1, (4, 4), (2, (2, 2), 1)),
+        ("irfft2", (3, 8, 4), 2, (2, 2), (1, (4, 4), 1)),
+        ("rfft2", (3, 8, 6), 2, (3, 3), (2, (2, 2), 2)),
+        ("irfft2", (3, 8, 4), 1, (4, 4), (1, (4, 4), 2)),
+        ("hfft2", (3, 8, 4), 2, (2, 2), (1, (4, 4), 1)),
+        ("ihfft2", (3, 8, 6), 1, (4, 4), (2, (2, 2), 1)),
+        ("rfftn", (4, 5, 6), 2, (3, 3), (1, (3, 2), 2)),
+        # No other dim that is long enough: to a free one and back, or around.
+        ("fft2", (3, 8, 1), 1, (4, 4), (1, (4, 4), 2)),
+        ("fft", (3, 8, 6), 2, (3, 3), (2, (3, 3), 2)),
+    ):
+        (dim, ends, sent) = expected
+        assert transformed(name, shape, at, {0: sizes}, 2) == ({0: (dim, ends)}, sent), (name, shape, at, sizes)
+    assert transformed("rfft2", (3, 8, 6), 1, {0: (4, 4)}, 2, (8, 9), norm="ortho") == ({0: (2, (3, 2))}, 1)
+    assert transformed("fftn", (5, 6, 7), 2, {0: (4, 3)}, 2, dim=(2, 0)) == ({0: (0, (3, 2))}, 1)
+
+
+def test_where_a_transform_of_several_dims_ends():
+    run_distributed(check_ends, 2)
+
+
+def check_ends_on_two_mesh_dims():
+    for name, at, ends, sent in (
+        ("fftn", (0, 1), (1, 2), 2),
+        ("ifftn", (1, 2), (0, 1), 2),
+        ("rfftn", (0, 1), (1, 2), 2),
+        ("irfftn", (1, 2), (0, 1), 2),
+        ("fft2", (1, 2), (2, 1), 3),  # no dim of the two is free: one goes to the first dim meanwhile
+        ("ifft2", (2, 1), (1, 2), 3),
+        ("irfft2", (2, 1), (1, 2), 3),
+    ):
+        found, collectives = transformed(name, (4, 6, 10), at, None, (2, 2))
+        assert (tuple(found[m][0] for m in (0, 1)), collectives) == (ends, sent), name
+    assert transformed("fftn", (4, 6), (0, 1), None, (2, 2))[0] == {0: (0, (2, 2)), 1: (1, (3, 3))}
+
+
+def test_where_it_ends_on_a_mesh_of_two_dims():
+    run_distributed(check_ends_on_two_mesh_dims, 4)
+
+
+def there_and_back(there, back, dims, x):
+    return back(there(x, dim=dims).square(), [x.shape[d] for d in dims], dim=dims)
+
+
+def check_several_dims(mesh_shape, layouts_of):
+    """Values and gradients, of pairs as well, whose second transform gets what the first one made."""
+    for shape, at, sizes in layouts_of:
+        for forward, inverse in (("fft", "ifft"), ("rfft", "irfft"), ("ihfft", "hfft"), ("ifft", "fft")):
+            for suffix, dims in (("2", (-2, -1)), ("n", tuple(range(len(shape)))), ("n", (1, 0))):
+                check(forward + suffix, shape, at, sizes, mesh_shape, dim=dims)
+                check(inverse + suffix, shape, at, sizes, mesh_shape, norm="ortho", dim=dims)
+                check(inverse + suffix, shape, at, sizes, mesh_shape, [5] * len(dims), dims, "forward")
+                there, back = getattr(torch.fft, forward + suffix), getattr(torch.fft, inverse + suffix)
+                pair = partial(there_and_back, there, back, dims)
+                try:
+                    assert_matches_unsharded(
+                        pair,
+                        data(forward, *shape),
+                        mesh_shape=mesh_shape,
+                        placements=[Shard(d) for d in (at if isinstance(at, tuple) else (at,))],
+                        shard_sizes=sizes,
+                    )
+                except AssertionError as error:
+                    raise AssertionError(f"{inverse} of {forward} of {shape} cut at {at} in {sizes}, {dims}") from error
+
+
+ON_TWO = [((5, 7, 6), 1, {0: (5, 2)}), ((2, 3, 17), 2, {0: (17, 0)}), ((2, 2, 5), 1, {0: (1, 1)})]
+ON_THREE = [((5, 7, 6), 0, {0: (2, 0, 3)}), ((4, 2, 5), 1, {0: (1, 0, 1)})]
+ON_FOUR = [((4, 7, 6), (0, 1), {0: (3, 1), 1: (2, 5)}), ((3, 4, 5), (2, 1), {0: (5, 0), 1: (2, 2)})]
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape", "given"), [(2, 2, ON_TWO), (3, 3, ON_THREE), (4, (2, 2), ON_FOUR)])
+def test_several_dims(ranks, mesh_shape, given):
+    run_distributed(check_several_dims, ranks, mesh_shape, given)
+
+
+def filtered(x, weight, modes):
+    """A spectral convolution as networks write it."""
+    found = torch.fft.rfft2(x)
+    lowest = torch.cat([found[:, :, :modes, :modes], found[:, :, -modes:, :modes]], 2)
+    product = torch.einsum("bixy,ioxy->boxy", lowest, torch.view_as_complex(weight))
+    result = torch.zeros_like(found)
+    result[:, :, :modes, :modes] = product[:, :, :modes]
+    result[:, :, -modes:, :modes] = product[:, :, modes:]
+    return torch.fft.irfft2(result, s=x.shape[-2:])
+
+
+def check_modes():
+    for shape, sizes in (((2, 3, 12, 10), (6, 6)), ((1, 3, 13, 7), (9, 4)), ((1, 3, 9, 8), (0, 9))):
+        x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(3, 3, 6, 3, 2, dtype=torch.float64)
+        assert_matches_unsharded(
+            lambda x, w: filtered(x, w, 3) + x,
+            x,
+            weight,
+            mesh_shape=2,
+            placements=[[Shard(2)], None],
+            shard_sizes=[{0: sizes}, None],
+        )
+
+
+def test_a_spectral_convolution():
+    run_distributed(check_modes, 2)
+
+
+def messages_of_layers():
+    mesh, counts = shared_mesh(2), []
+    x = shard(torch.randn(1, 3, 8, 12), mesh, [Shard(2)], requires_grad=True)
+    weight, plain = torch.randn(3, 3, 4, 2, 2), torch.rand(8, 7)
+    sharded = shard(plain, mesh, [Shard(0)])
+    for layer in (
+        lambda: filtered(x, weight, 2) + x,
+        lambda: torch.fft.irfft2(torch.fft.rfft2(x) * plain, s=(8, 12)) + x,
+        lambda: torch.fft.irfft2(torch.fft.rfft2(x) * sharded, s=(8, 12)),
+        lambda: torch.fft.fft2(x).abs() - torch.fft.fft2(x.detach()).abs(),
+    ):
+        with count_communication() as forward:
+            y = layer()
+        with count_communication() as backward:
+            y.backward(torch.ones_like(y.detach()))
+        counts.append([(sum(c.collectives.values()), c.bytes_sent) for c in (forward, backward)])
+    return counts
+
+
+def test_messages_of_spectral_layers():
+    """One all-to-all for each transform, each way: of the half that is another rank's. And one more for a filter that
+    lies along rows, like the input.
+    """
+    for rank, counts in enumerate(run_distributed(messages_of_layers, 2)):
+        there = 3 * 4 * (3, 4)[rank] * 8  # columns (4, 3) of 7, for each of a rank's 4 rows
+        back = 3 * 4 * (4, 3)[rank] * 8
+        assert counts[0] == counts[1] == [(2, there + back)] * 2
+        assert counts[2][0] == (3, there + back + 4 * (3, 4)[rank] * 4) and counts[2][1][0] == 3
+        assert counts[3][0][0] == 2 and counts[3][1][0] == 1
+
+
+def check_second_derivatives():
+    for name, at in (("rfft2", 1), ("fftn", 0), ("irfft2", 2), ("hfftn", 1), ("ihfft2", 2)):
+        value, found = data(name, 4, 5, 6), []
+        for x in (value.clone().requires_grad_(), shard(value, shared_mesh(2), [Shard(at)], requires_grad=True)):
+            y = getattr(torch.fft, name)(x)
+            (first,) = torch.autograd.grad((y * y.conj()).real.square().sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad((first * first.conj()).real.sum(), x)
+            found.append(second if x is not value and not hasattr(second, "full_tensor") else second.full_tensor())
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10 * float(found[0].abs().max()))
+
+
+def test_second_derivatives():
+    run_distributed(check_second_derivatives, 2)
+
+
+def check_half_precision():
+    """Of real numbers in bfloat16, which autocast has transformed in float32."""
+    x = shard(torch.randn(2, 8, 6).bfloat16(), shared_mesh(2), [Shard(1)], requires_grad=True)
+    plain = x.full_tensor().detach().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = torch.fft.rfft2(x), torch.fft.rfft2(plain)
+    assert found.dtype == expected.dtype == torch.complex64
+    torch.testing.assert_close(found.full_tensor(), expected)
+    for y in (found, expected):
+        y.abs().sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def test_autocast():
+    run_distributed(check_half_precision, 2)
+
+
+def check_compiled():
+    x = shard(torch.randn(2, 8, 6, dtype=torch.float64), shared_mesh(2), [Shard(1)], requires_grad=True)
+
+    def pair(x):
+        return torch.fft.irfft2(torch.fft.rfft2(x) * 2.0, s=(8, 6)) + x
+
+    results = []
+    for function in (pair, torch.compile(pair, backend="aot_eager", fullgraph=True)):
+        y = function(x)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        results.append((y.to_local(), grad.to_local()))
+    for compiled, eager in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled():
+    run_distributed(check_compiled, 2)
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
 
 
 def communication():
