@@ -130,9 +130,9 @@ class SplitGradient:
     """The gradients of the shard apart from those of the halo, which travels meanwhile.
 
     For tall shards. A convolution is linear in what it reads: the weight's gradient is a sum, too, of that of the shard
-    among zeros and those of the received rows, which have a few of its taps. So the two are not put together once more, which would copy the shard
-    and take two activations more at a time. And what ranks add up of the input's gradient is to be in float32 for half
-    precision, in which the kernel takes several times as long: here these are a few rows.
+    among zeros and those of the received rows, which have a few of its taps. So the two are not put together once more,
+    which would copy the shard and take two activations more at a time. And what ranks add up of the input's gradient is
+    to be in float32 for half precision, in which the kernel takes several times as long: here these are a few rows.
 
     Attributes:
         shard: the kernel with the shard alone, among zeros.
