@@ -14,7 +14,7 @@ it yields the output's, so every rank knows every other rank's sizes without ask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -167,3 +167,18 @@ class Window:
         first = (part[0] + self.before - self.extent) // self.stride + 1
         stop = -(-(part[1] + self.before) // self.stride)
         return intersect((first, stop), out)
+
+    def between(self, part: Interval, out: Interval) -> tuple[Window, Interval]:
+        """The window with only the taps by which the outputs ``out`` may read the inputs ``part``, and which these are.
+
+        Example:
+            >>> w = Window(size=9, kernel=3, before=1, after=1)
+            >>> w.between((5, 6), (0, 5))
+            (Window(size=9, kernel=1, stride=1, dilation=1, before=-1, after=1, ceil_mode=False), (2, 3))
+        """
+        first, last = out[0] * self.stride - self.before, (out[1] - 1) * self.stride - self.before
+        taps = intersect(
+            (-((last - part[0]) // self.dilation), (part[1] - 1 - first) // self.dilation + 1), (0, self.kernel)
+        )
+        taps = taps if length(taps) else (0, self.kernel)  # none, where windows have gaps
+        return replace(self, kernel=length(taps), before=self.before - taps[0] * self.dilation), taps

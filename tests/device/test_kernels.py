@@ -16,9 +16,9 @@ bench_kernels = importlib.import_module("bench_kernels")
 
 # Kernels beyond the plain operator's, and collectives, forward and backward.
 COUNTED = {
-    "conv2d 3x3": (6, 3),
+    "conv2d 3x3": (5, 3),
     "conv3d 3x3x3": (5, 3),
-    "transposed conv2d": (4, 3),
+    "transposed conv2d": (3, 3),
     "group norm": (7, 2),
     "instance norm": (3, 2),
     "batch norm, training": (6, 2),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...communication.halo import Fetch
+from ...communication.halo import Fetch, Narrow
 from ...dispatch.planning import spec_of
 from ...dispatch.registry import register
 from ...dispatch.tensor import as_gradient, wrap
@@ -156,18 +156,25 @@ class _Local:
         arguments = self.stride, tuple(padding), self.dilation, False, (0,) * len(padding), self.groups
         return LocalConvolution(shape, arguments, around if any(around) else ())
 
-    def alone(self, d: int, part: Interval, out: Interval, held: Intervals, outs: Intervals) -> LocalConvolution:
+    def alone(self, d: int, part: Interval, out: Interval, held: Intervals, outs: Intervals) -> Alone:
         """The call that gives the outputs ``out`` along ``d`` of the inputs ``part`` alone, among zeros."""
-        before, after = self.around(d, part, out)
-        window = self.windows[d]
+        whole = self.windows[d]
+        window, taps = whole.between(part, out)
+        local = replace(self, windows={**self.windows, d: window})
+        before, after = local.around(d, part, out)
         # The kernel pads both ends alike: so it gives more outputs, before these and after them.
         more = max(0, -(before // window.stride), -((before - after) // window.stride))
         room = length(part) + 2 * (before + more * window.stride) - window.extent
         rest = room // window.stride + 1 - more - length(out)
-        found = self.convolution({**held, d: part}, {**outs, d: (out[0] - more, out[1] + rest)})
+        found = local.convolution({**held, d: part}, {**outs, d: (out[0] - more, out[1] + rest)})
         crop = [n for dim in reversed([*self.windows]) for n in ((-more, -rest) if dim == d else (0, 0))]
         shape = *found.out_shape[:d], length(out), *found.out_shape[d + 1 :]
-        return replace(found, out_shape=shape, crop=tuple(crop) if any(crop) else ())
+        found = replace(found, out_shape=shape, crop=tuple(crop) if any(crop) else ())
+        return found, None if window.kernel == whole.kernel else (d, taps[0], length(taps))
+
+
+# A call of the kernel, and which taps of the weight it has, if not all.
+Alone = tuple[LocalConvolution, Narrow | None]
 
 
 def split_gradient(
@@ -175,7 +182,7 @@ def split_gradient(
     out: Interval,
     half: bool,
     touching: Callable[[Interval], Interval],
-    alone: Callable[[Interval, Interval], LocalConvolution],
+    alone: Callable[[Interval, Interval], Alone],
 ) -> SplitGradient | None:
     """How to compute the gradients in two; None where it is not worth it, or inputs are fetched along several dims.
 
@@ -183,7 +190,7 @@ def split_gradient(
         out: this rank's outputs along the dim that is fetched.
         half: whether they are of half precision.
         touching: those of them that read some inputs.
-        alone: the kernel that gives some outputs of some inputs alone.
+        alone: the kernel that gives some outputs of some inputs alone, with the taps that lie between them.
     """
     if len(fetch.axes) != 1 or 0 in fetch.shape:
         return None
@@ -198,13 +205,13 @@ def split_gradient(
     touched = [length(touching(part)) for part in (*received, *shared)]
     if SHARE[half] * sum(touched) > length(out) or not all(touched):
         return None
-    shard = alone(own, out)
-    if shard.zeros or any(shard.crop):
+    shard, taps = alone(own, out)
+    if shard.zeros or shard.crop or taps is not None:
         return None
 
     def strip(part: Interval) -> Strip:
         outputs = touching(part)
-        return Strip((d, outputs[0] - out[0], length(outputs)), alone(part, outputs))
+        return Strip((d, outputs[0] - out[0], length(outputs)), *alone(part, outputs))
 
     edges = [((d, part[0] - own[0], length(part)), strip(part)) for part in shared]
     return SplitGradient(shard, tuple(map(strip, received)), tuple(edges))
@@ -575,6 +582,21 @@ class TransposedWindow:
         start = part[0] * self.stride - self.padding
         return intersect((start, start + (length(part) - 1) * self.stride + self.extent), out)
 
+    def between(self, part: Interval, out: Interval) -> tuple[TransposedWindow, Interval]:
+        """The window with only the taps by which inputs ``part`` may reach the outputs ``out``, and which these are.
+
+        Example:
+            >>> w = TransposedWindow(size=6, kernel=3, stride=2, dilation=1, padding=1, extra=1)
+            >>> w.between((3, 4), (0, 6))[1]
+            (0, 1)
+        """
+        first, last = part[0] * self.stride - self.padding, (part[1] - 1) * self.stride - self.padding
+        taps = intersect(
+            (-((last - out[0]) // self.dilation), (out[1] - 1 - first) // self.dilation + 1), (0, self.kernel)
+        )
+        taps = taps if length(taps) else (0, self.kernel)  # none, where windows have gaps
+        return replace(self, kernel=length(taps), padding=self.padding - taps[0] * self.dilation), taps
+
 
 def _declare_transposed(n: int) -> None:
     name = f"conv_transpose{n}d"
@@ -651,12 +673,19 @@ def _plan_transposed(
     if len(needs) == 1 and 0 not in local_shape:
         (d,) = needs
         window, out = windows[d], outs[d]
+
+        def alone(part: Interval, out: Interval) -> Alone:
+            windows[d], taps = window.between(part, out)
+            found, all_taps = convolution({d: part}, {d: out}), windows[d].kernel == window.kernel
+            windows[d] = window
+            return found, None if all_taps else (d, taps[0], length(taps))
+
         split = split_gradient(
             Fetch.of(spec, needs),
             out,
             wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype,
             lambda part: window.touching(part, out),
-            lambda part, out: convolution({d: part}, {d: out}),
+            alone,
         )
         if split is not None:
             # Such zeros make kernels on the CPU slow in the backward pass, but that has the shard alone here.

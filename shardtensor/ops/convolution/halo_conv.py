@@ -106,18 +106,21 @@ class Strip:
     Attributes:
         outputs: those that read them.
         convolve: gives these outputs of the rows alone, among zeros.
+        taps: those of the weight that lie between the two, None for all.
     """
 
     outputs: Narrow
     convolve: LocalConvolution
+    taps: Narrow | None
 
     def gradients(self, needed: Sequence[bool], grad: Tensor, rows: Tensor, weight: Tensor) -> Gradients:
-        """Those of the rows and of the weight, in float32 for half precision.
+        """Those of the rows and of the weight's taps, in float32 for half precision.
 
         Args:
             grad: of all this rank's outputs.
             rows: of any values where the weight's is not needed.
         """
+        weight = weight if self.taps is None else weight.narrow(*self.taps)
         return self.convolve.gradients(needed, *widened(grad.narrow(*self.outputs), rows, weight))
 
 
@@ -126,9 +129,9 @@ class SplitGradient:
     """The gradients of the shard apart from those of the halo, which travels meanwhile.
 
     For tall shards. A convolution is linear in what it reads: the weight's gradient is a sum, too, of that of the shard
-    among zeros and those of the received rows. So the two are not put together once more, which would copy the shard
-    and take two activations more at a time. And what ranks add up of the input's gradient is to be in float32 for half
-    precision, in which the kernel takes several times as long: here these are a few rows.
+    among zeros and those of the received rows, which have a few of its taps. So the two are not put together once more,
+    which would copy the shard and take two activations more at a time. And what ranks add up of the input's gradient is
+    to be in float32 for half precision, in which the kernel takes several times as long: here these are a few rows.
 
     Attributes:
         shard: the kernel with the shard alone, among zeros.
@@ -152,11 +155,12 @@ class SplitGradient:
     ) -> Gradients:
         """Those of shard, weight and bias, see :meth:`ConvolutionPlan.backward`."""
         need_x, need_w, need_b = needed
-        pieces, parts = [], []
+        pieces: list[Tensor] = []
+        parts: list[tuple[Narrow | None, Tensor]] = []
         for strip, rows in zip(self.halo, fetch.received(halo), strict=True):
             of_rows, of_weight, _ = strip.gradients((need_x, need_w, False), grad, rows, weight)
             pieces += [] if of_rows is None else [of_rows]
-            parts += [] if of_weight is None else [of_weight]
+            parts += [] if of_weight is None else [(strip.taps, of_weight)]
 
         def start() -> Pending:
             return fetch.start_return(pieces, widened(grad[:0])[0])
@@ -169,9 +173,9 @@ class SplitGradient:
         # One call of the kernel for all is faster; but a sum is to travel meanwhile, and half precision is wide here.
         together = need_x and total is None and not is_half(x)
         grad_x, grad_w, grad_b = self.shard.gradients((together, need_w, need_b), *widened(grad, x, weight))
-        for part in parts:
+        for taps, part in parts:
             assert grad_w is not None
-            grad_w.add_(part)
+            (grad_w if taps is None else grad_w.narrow(*taps)).add_(part)
         # The kernel has made the parameters' gradients for this call alone.
         finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
         if need_x:
