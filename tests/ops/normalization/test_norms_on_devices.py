@@ -145,8 +145,8 @@ def check_ways_of_groups(launch):
                     shard_sizes=[{0: (5, 7)}, *[None] * len(parameters)],
                 )
         for name in ("group, frozen", "group, without weight and bias"):
-            module = made(name, torch.float64)
-            assert_matches_unsharded(module, image, mesh=shared_mesh(2), placements=[Shard(2)], shard_sizes={0: (12, 0)})
+            module, cut = made(name, torch.float64), {0: (12, 0)}
+            assert_matches_unsharded(module, image, mesh=shared_mesh(2), placements=[Shard(2)], shard_sizes=cut)
 
 
 @pytest.mark.on_device
