@@ -11,6 +11,7 @@ from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
+from shardtensor.communication.redistribute import all_gather_each
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 
@@ -194,6 +195,25 @@ def dtypes_survive():
 
 def test_every_dtype_travels():
     run_distributed(dtypes_survive, 3)
+
+
+def gathers_each(ranks):
+    group, me = shared_mesh(ranks).get_group(), dist.get_rank()
+    # The second one is not contiguous.
+    tensors = torch.full((3,), me + 0.5), (torch.arange(6.0) + 10 * me)[::2]
+    with count_communication() as counted:
+        found = all_gather_each(tensors, group)
+    assert dict(counted.collectives) == {"all_gather": 1} and counted.collective_bytes == 2 * 3 * 4
+    assert torch.equal(found[0], (torch.arange(ranks) + 0.5)[:, None].expand(ranks, 3))
+    assert torch.equal(found[1], torch.tensor([[0.0, 2, 4]]) + 10 * torch.arange(ranks)[:, None])
+    empty = all_gather_each([torch.zeros(0, 2)] * 3, group)
+    assert empty.shape == (3, ranks, 0, 2)
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_tensors_are_gathered_in_one_collective(ranks):
+    run_distributed(gathers_each, ranks, ranks)
 
 
 def impossible(case):
