@@ -14,6 +14,13 @@ keeps its memory until then. Compilers are free to move local work to either sid
 ``wait`` also takes what is to be computed before it, and what is to be computed after the start takes an operand that
 :func:`after_start` has copied: the two are arguments, and no compiler goes against these.
 
+[Note: order in graphs] What communicates stays in the order in which it was traced, and no pass over a graph joins it.
+Graphs differ from rank to rank: of a convolution with stride 2 one rank only sends and its neighbour only receives, an
+empty shard depends on nothing that arrives, and only some ranks compute gradients in two parts. So what is independent
+of what, and could change places or share a message, is different in each graph, and ranks that decided it from their
+own would wait for each other forever. What is joined is joined from specs, while the graph is traced. There is little
+else to gain: in a chain of convolutions and norms each message depends on the one before it.
+
 [Note: CUDA graphs] A CUDA graph repeats kernels, and nothing that the host does: no number of a ticket, no seed, no
 entry of the history. So no operator of ours is part of one that inductor makes (``mode="reduce-overhead"``): it splits
 its graph at them, calls them as it does without CUDA graphs, and captures what lies between.
