@@ -547,8 +547,8 @@ def order_of_events(kind):
     with pytest.MonkeyPatch.context() as patch:
         reduce = recorded(events, "sum started", redistribute.c10d_all_reduce_coalesced)
         patch.setattr(redistribute, "c10d_all_reduce_coalesced", lambda *args: Work(events, reduce(*args)))
-        kernel = recorded(events, convolutions_kernel, halo_conv._convolution_backward)
-        patch.setattr(halo_conv, "_convolution_backward", kernel)
+        kernel = recorded(events, convolutions_kernel, halo_conv.convolution_backward)
+        patch.setattr(halo_conv, "convolution_backward", kernel)
         patch.setattr(torch, "mm", recorded(events, product, torch.mm))
         y.backward()
     assert events == ["weight's gradient", "sum started", "input's gradient", "sum done"]

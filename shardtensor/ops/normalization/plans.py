@@ -455,7 +455,10 @@ class RowNorm(ShardedNorm):
             y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
         elif b is not None:
             y.add_(b)
-        return (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape)
+        y = (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape)
+        # torch composes RMS norm of operators that keep the order of memory; its kernel of layer norm does not.
+        kept = self.geometry.centered or x.is_contiguous()
+        return y if kept else torch.empty_like(x, dtype=y.dtype).copy_(y)
 
     def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
         (moments,) = kept
