@@ -2,9 +2,9 @@
 
 [Note: alignment] For each mesh dim the first operand that shards an output dim there decides; a replicated operand is
 sharded locally, one that is sharded otherwise is exchanged, a Partial one is reduced. An operand that would have to be
-gathered is refused. Of operands sharded along different dims, one of which has to be exchanged in any case, the one
-whose shards stay the most even decides: a residual connection brings what attention has left in shards of two frames
-back to shards of many rows.
+gathered is refused. Where the first one's shards are much coarser than those of another operand of the result's shape,
+along another dim, that one decides, as one of them has to be exchanged in any case: a residual connection brings what
+attention has left in shards of two frames back to shards of many rows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from ...layout.placements import AxisLayout, wide_dtype
 from ...layout.spec import ShardTensorSpec
 from ...ranks.first_use import note_operand
 from ...ranks.history import here
+
+_MUCH_LESS = 0.8
 
 __all__ = [
     "as_operand",
@@ -54,8 +56,8 @@ def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTe
     """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``.
 
     On each mesh dim it is sharded like the first operand whose dim the other sharded ones can be sharded along, too:
-    not one along which they are broadcast, for which they would have to be gathered. If there are several such dims,
-    like the first operand of the one with the most even shards.
+    not one along which they are broadcast, for which they would have to be gathered. Like a later one of the result's
+    own shape where the first one's shards are much coarser.
     """
     if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
         return specs[0]
@@ -63,23 +65,26 @@ def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTe
     layout: list[AxisLayout] = []
     taken: set[int] = set()
     for m in range(specs[0].mesh.ndim):
-        shards = [
-            (dim, spec.sizes[m]) for spec in specs if (dim := _dim_on(spec, m, shape)) is not None and dim not in taken
-        ]
+        shards = [(dim, spec) for spec in specs if (dim := _dim_on(spec, m, shape)) is not None and dim not in taken]
         if shards:
             common = [shard for shard in shards if all(_can_have(spec, m, shard[0], shape) for spec in specs)]
-            first: dict[int, Any] = {}
-            for dim, sizes in common or shards[:1]:
-                first.setdefault(dim, sizes)
-            # A boundary that is off by one must not matter: what follows moves it by a few elements.
-            dim = min(first, key=lambda d: (max(first[d]) + 1) / max(1, shape[d]))
-            sizes = first[dim]
+            (dim, chosen), *others = common or shards[:1]
+            for d, spec in others:
+                if d != dim and spec.shape == shape and _coarseness(spec, m) < _MUCH_LESS * _coarseness(chosen, m):
+                    dim, chosen = d, spec
+            sizes = chosen.sizes[m]
             taken.add(dim)
             layout.append(AxisLayout(Shard(dim), sizes))
         else:
             found = {axis for spec in specs if (axis := spec.layout[m]).placement.is_partial()}
             layout.append(found.pop() if len(found) == 1 else AxisLayout(Partial() if found else Replicate()))
     return specs[0].with_layout(layout, meta)
+
+
+def _coarseness(spec: ShardTensorSpec, m: int) -> float:
+    """The largest share of a dim that a rank has, if the boundary is off by one: what follows moves it by a few."""
+    sizes = spec.sizes_along(m)
+    return (max(sizes) + 1) / max(1, sum(sizes))
 
 
 def _dim_on(spec: ShardTensorSpec, m: int, shape: torch.Size) -> int | None:

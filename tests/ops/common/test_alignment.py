@@ -27,7 +27,7 @@ def added(layouts, shape):
 
 
 @pytest.mark.parametrize("layouts", [(FRAMES, ROWS), (ROWS, FRAMES)])
-def test_of_two_dims_the_one_with_the_more_even_shards(layouts):
+def test_of_two_dims_the_one_with_much_more_even_shards(layouts):
     """Two frames are shared as evenly as 16 rows, but not any longer after a frame more or less."""
     for placements, sizes, messages, kept in run_distributed(added, 2, layouts, (2, 16, 3)):
         assert (placements, sizes, messages, kept) == ((Shard(1),), {0: (9, 7)}, 1, True)
@@ -37,6 +37,8 @@ def test_of_one_dim_the_first_operands_sizes():
     layouts = [([Shard(1)], {0: sizes}) for sizes in ((15, 1), (8, 8))]
     for rank, (placements, sizes, messages, _) in enumerate(run_distributed(added, 2, layouts, (2, 16, 3))):
         assert (placements, sizes, messages) == ((Shard(1),), {0: (15, 1)}, rank)
+    for placements, *_ in run_distributed(added, 2, (([Shard(1)], {0: (4, 4)}), ([Shard(0)], {0: (5, 4)})), (9, 8, 3)):
+        assert placements == (Shard(1),)  # 5 of 8 is hardly coarser than 6 of 9
     layouts = [([Replicate()], None), FRAMES]
     for placements, sizes, messages, _ in run_distributed(added, 2, layouts, (2, 16, 3)):
         assert (placements, sizes, messages) == ((Shard(0),), {0: (1, 1)}, 0)
