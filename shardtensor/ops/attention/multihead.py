@@ -25,7 +25,7 @@ from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
 from ..common.alignment import cast
 from ..linalg.matmul import gradients_of_weights
-from .kernels import DTYPES
+from .blockwise import DTYPES
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 
 _PARAMETERS = (
@@ -169,7 +169,7 @@ class MultiheadPlan(LocalPlan):
         if grads[0] is None:
             return found
         query, in_weight, out_weight, q, *kept = saved
-        grad, attended = grads[0].flatten(0, 1), kept[0]
+        grad, attended = grads[0].flatten(0, 1), kept[2]
         merged, (in_bias, out_bias) = _merged(attended).flatten(0, 1), self.biases
         found[7:9] = gradients_of_weights(needed[7:9], grad, merged, out_weight, out_bias, self.sums)
         of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
