@@ -9,7 +9,7 @@
 # make globe ARGS=--uneven       the same with bands of different heights
 # make brain                     tissues of a brain, on 2 x 2 processes and compared with one; writes brain.png
 # make vae                       pipelines of diffusers on two processes, vae.png, and a table of all AutoencoderKL*
-# make bench                     all benchmarks; writes benchmarks/results and its pages in docs (12 minutes, idle machine)
+# make bench                     all benchmarks; writes benchmarks/results and its pages in docs (25 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
 # make docs                      the documentation as a site; open docs/_build/index.html
 # make lint | clean
