@@ -11,7 +11,7 @@ would take as much memory again as all shards do.
 
 Where shards are not tall, they are put together with the halo once more, and the backward pass, too, is one call of the
 kernel: see :class:`SplitGradient`. Which inputs a rank reads, and how the kernel is to pad them, stands in
-``geometry.py`` and ``conv.py``.
+``conv.py``.
 """
 
 from __future__ import annotations
