@@ -5,7 +5,7 @@
     train.py:12: physicsnemo.domain_parallel.sync_module_over_mesh -> shardtensor.parallel.synchronize(model, mesh)
 
 ``--only physicsnemo`` (``dtensor``, ``messages``) restricts it to one origin. What the lines have in common is in
-docs/migrate.md. Names are followed through ``import ... as``; methods and arguments are recognized by their names, in
+docs/migrating.md. Names are followed through ``import ... as``; methods and arguments are recognized by their names, in
 files that import what they belong to. Nothing is changed.
 """
 
