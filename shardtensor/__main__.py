@@ -1,4 +1,4 @@
-"""``python -m shardtensor``: look at what a model would do on shards, without a cluster.
+"""``shardtensor``, or ``python -m shardtensor``: look at what a model would do on shards, without a cluster.
 
 python -m shardtensor explain models:unet --input 1x3x1350x2700 --mesh 4 --shard 2
 """
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m shardtensor", description="What models do on shards.")
+    parser = argparse.ArgumentParser(prog="shardtensor", description="What models do on shards.")
     commands = parser.add_subparsers(required=True)
     explain = commands.add_parser(
         "explain",

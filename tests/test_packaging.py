@@ -106,6 +106,17 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     assert modules | others == {name for name in names if name.startswith("shardtensor/")}
 
 
+def test_installing_the_wheel_makes_the_command(built):
+    _, wheel = built
+    folder = wheel.name.split("-py3")[0] + ".dist-info"
+    declared = zipfile.ZipFile(wheel).read(f"{folder}/entry_points.txt").decode()
+    assert "shardtensor = shardtensor.__main__:main" in declared
+    metadata = zipfile.ZipFile(wheel).read(f"{folder}/METADATA").decode()
+    python = re.search(r"^Requires-Python: >=(\S+)$", metadata, flags=re.M)
+    assert python and f"Classifier: Programming Language :: Python :: {python[1]}\n" in metadata
+    assert "torch<2.16,>=2.11" in metadata and "\nAuthor: " in metadata
+
+
 PROGRAM = """
 import sys
 sys.modules.update(dict.fromkeys({absent}))  # what is None there cannot be imported
