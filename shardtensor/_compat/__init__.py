@@ -62,6 +62,7 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 __all__ = [
     "SUPPORTED_NODES",
     "DTensorSpec",
+    "FakeTensor",
     "KeyEntry",
     "PyTree",
     "TensorMeta",
@@ -445,3 +446,18 @@ def register_scripting(function: Callable[..., Any], original: Callable[..., Any
     name = _find_builtin(original)  # type: ignore[no-untyped-call]
     if name is not None:
         _register_builtin(function, name)
+
+
+# -- a plain tensor that becomes another one ---------------------------------------------------------------------------
+
+
+# Two tensors become each other, but for their class: the objects stay. Nothing else may hold one of them.
+exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether nothing but its object holds a tensor and its memory, which did not come from an array or the like."""
+    if tensor._base is not None or tensor._use_count() != 1:  # type: ignore[attr-defined]
+        return False
+    storage = tensor.untyped_storage()
+    return storage.resizable() and not storage.is_shared() and torch._C._storage_Use_Count(storage._cdata) == 2

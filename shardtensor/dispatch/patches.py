@@ -29,6 +29,7 @@ from .._compat import function_modes_enabled, register_scripting
 from ..errors import refuse
 from .plain_tensors import explain
 from .tensor import ShardTensor, call_registered
+from .written import WrittenTensor, call_on_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,12 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
     def _self_call(
         self, wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if ShardTensor not in map(type, args) and not _operands((*args, *kwargs.values())):
-            return wrapped(*args, **kwargs)
+        if ShardTensor not in map(type, args):
+            operands = _operands((*args, *kwargs.values()))
+            if not operands:
+                return wrapped(*args, **kwargs)
+            if WrittenTensor in map(type, operands):
+                return call_on_sharded(self, args, kwargs)
         if function_modes_enabled() and type(self) is PatchedFunction:  # of a method they see what it calls
             return handle_torch_function(self, _operands((*args, *kwargs.values())), *args, **kwargs)
         try:

@@ -37,10 +37,11 @@ from . import chunks, conversions, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
 from .open_layouts import close
-from .plain_tensors import explain, local_size_error
+from .plain_tensors import explain, local_size_error, writes
 from .planning import SCALARS
 from .registry import FUNCTIONS, Refusal, register
 from .torch_functions import call_registered
+from .written import PLAIN, WrittenTensor, call_on_sharded, write_to_plain
 
 __all__ = [
     "ShardTensor",
@@ -231,7 +232,13 @@ class ShardTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given, kwargs = args, kwargs or {}
+        if len(types) > 1 and WrittenTensor in types:
+            return call_on_sharded(func, args, kwargs)
         try:
+            if args and type(args[0]) in PLAIN and writes(func):
+                result = write_to_plain(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
             if kwargs.get("out") is not None:
                 return torch_functions.write_out(func, args, kwargs)
             if func in FUNCTIONS or isinstance(func, OpOverload):

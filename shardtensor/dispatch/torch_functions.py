@@ -88,8 +88,6 @@ def write_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     out = kwargs["out"]
     outs = out if isinstance(out, (list, tuple)) else (out,)
     name, tensors = getattr(func, "__name__", str(func)), [a for a in (*args, *outs) if isinstance(a, Tensor)]
-    if any(not is_shard_tensor(t) for t in outs):
-        raise refuse(name, tensors, *PLAIN_TARGET)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(f"{name}(): functions with out=... arguments don't support automatic differentiation")
     if isinstance(func, OpOverload):
