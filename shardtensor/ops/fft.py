@@ -143,7 +143,7 @@ def _plan(
 ) -> Plan:
     """Of ``function(x, n, dim, norm)``; ``n`` and ``dim`` are sequences where it transforms several dims."""
     ndim = len(spec.shape)
-    call.returned(function, spec, *_ascending(n, dim, ndim), norm)
+    call.returned(function, spec, *_ascending(n, dim, spec.shape, _TRANSFORMS[name][0].from_half), norm)
     if dim is None:
         dims = list(range(ndim))[-len(n) if n is not None else 0 :]  # type: ignore[arg-type]
     else:
@@ -166,12 +166,17 @@ def _along(transform: _Transform, dim: int, given: int, length: int | None) -> _
     return _Along(transform, dim, given, length)
 
 
-def _ascending(n: _Lengths, dim: _Dims, ndim: int) -> tuple[_Lengths, _Dims]:
-    """``n`` and ``dim``, where both are given, in the dims' order: all that torch checks, and 2.11 fails on others."""
-    if isinstance(n, (list, tuple)) and isinstance(dim, (list, tuple)) and len(n) == len(dim):
-        pairs = sorted(zip(dim, n), key=lambda pair: pair[0] % ndim)
-        return tuple(length for _, length in pairs), tuple(d for d, _ in pairs)
-    return n, dim
+def _ascending(n: _Lengths, dim: _Dims, shape: Sequence[int], from_half: bool) -> tuple[_Lengths, _Dims]:
+    """``n`` and ``dim``, where several are given, in the dims' order: all that torch checks, and 2.11 fails on others."""
+    ndim = len(shape)
+    if not isinstance(dim, (list, tuple)) or not all(-ndim <= d < ndim for d in dim):
+        return n, dim
+    if n is None:  # which of the dims is halved follows from their order
+        n = [2 * (shape[d] - 1) if from_half and d == dim[-1] else shape[d] for d in dim]
+    if not isinstance(n, (list, tuple)) or len(n) != len(dim):
+        return n, dim
+    pairs = sorted(zip(dim, n), key=lambda pair: pair[0] % ndim)
+    return tuple(length for _, length in pairs), tuple(d for d, _ in pairs)
 
 
 def _result_dtype(call: Arguments, function: Callable[..., Tensor], spec: ShardTensorSpec, dim: _Dims) -> torch.dtype:
