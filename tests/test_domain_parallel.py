@@ -318,6 +318,13 @@ class Spectral(nn.Module):
         return out
 
 
+class WritesViews(nn.Module):
+    def forward(self, x):
+        out = torch.zeros_like(torch.zeros(x.shape))
+        out[:, 0].copy_(x[:, 0])
+        return out
+
+
 def tensors_of_its_own():
     mesh = shared_mesh(2)
     module, twin = Spectral(), Spectral()
@@ -332,8 +339,9 @@ def tensors_of_its_own():
     twin(x).sum().backward()
     compare(module.weight.grad, twin.weight.grad)
     without = DomainParallel(inputs=Shard(2), outputs=Replicate(), implicit_replication=False)
+    compare(parallelize_module(Spectral(), mesh, without)(x), twin(x))
     with pytest.raises(UnsupportedSharding, match=r"plain tensor.*shardtensor\.implicit_replication"):
-        parallelize_module(Spectral(), mesh, without)(x)
+        parallelize_module(WritesViews(), mesh, without)(x)
 
 
 def test_tensors_that_the_module_makes():

@@ -197,7 +197,7 @@ def test_every_rank_says_what_is_wrong_before_anything_is_sent(kind, sizes):
             assert (error, sent) == ("LocalSizeError", 0), (name, error, text, sent)
             assert text.startswith(f"{name.strip()}: a plain "), text
             assert re.search(rf"this rank's shard has {n} of (8|16) rows \(dim \d\)|has {2 * n} of 16 rows", text), text
-            remedy = {"targets": "Remedy: make that tensor from a ShardTensor"}.get(kind, "Remedy: (pass the|make the)")
+            remedy = {"targets": "Remedy: write to the tensor itself"}.get(kind, "Remedy: (pass the|make the)")
             assert re.search(remedy, text) and "Plain " in text and "Cause: " in text, text
 
 
@@ -316,13 +316,16 @@ def rules():
     index, mask = torch.tensor([6, 0, 7]), torch.arange(8) % 3 == 0
     for i in (index, [6, 0, 7], mask):
         assert torch.equal(x[:, i].full_tensor(), whole[:, i])
-    # What is written is global; what is written to must not be plain.
+    # What is written is global; what is written to becomes a ShardTensor, if it is no view.
     written = x.clone()
     written[:, 2:6] = whole[:, :4]
     assert torch.equal(written.full_tensor()[:, 2:6], whole[:, :4])
-    for write in (lambda: whole.clone().add_(x), lambda: torch.add(x, 1, out=whole.clone())):
-        with pytest.raises(UnsupportedSharding, match="cannot be written into a plain tensor"):
-            write()
+    for write in (lambda out: out.add_(x), lambda out: torch.add(x, whole, out=out)):
+        out = whole.clone()
+        write(out)
+        assert isinstance(out, ShardTensor) and torch.equal(out.full_tensor(), 2 * whole)
+        with pytest.raises(UnsupportedSharding, match="cannot be written into a plain tensor that is a view"):
+            write(whole.clone()[:])
     assert isinstance(torch.zeros_like(x), ShardTensor) and type(torch.zeros(8) + 1) is torch.Tensor
     assert isinstance(x.new_zeros(x.shape), ShardTensor)
     # A buffer.

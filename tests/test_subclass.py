@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,12 +173,23 @@ def test_what_would_change_the_layout_in_place_is_refused(name, placement):
         assert isinstance(error, NotImplementedError) and "Remedy" in str(error), repr(error)
 
 
-def write_into_plain():
-    torch.zeros(8, 4, dtype=torch.float64).add_(sharded())
+PLAIN_REFUSED = {
+    "view": lambda x: torch.zeros(9, 4, dtype=x.dtype)[1:].add_(x),
+    "viewed": lambda x: (lambda out: (out[1:], out.add_(x)))(torch.zeros(8, 4, dtype=x.dtype)),
+    "detached": lambda x: (lambda out: (out.detach(), out.add_(x)))(torch.zeros(8, 4, dtype=x.dtype)),
+    "array": lambda x: torch.from_numpy(np.zeros((8, 4))).add_(x),
+    "parameter": lambda x: (lambda weight: weight.data.add_(x))(nn.Parameter(torch.zeros(8, 4, dtype=x.dtype))),
+    "leaf": lambda x: torch.zeros(8, 4, dtype=x.dtype, requires_grad=True).add_(x),
+}
 
 
-def test_a_shardtensor_is_not_written_into_a_plain_tensor():
-    for error in run_expecting_errors(write_into_plain, 2):
+def write_into_plain(name):
+    PLAIN_REFUSED[name](sharded())
+
+
+@pytest.mark.parametrize("name", list(PLAIN_REFUSED))
+def test_a_shardtensor_is_not_written_where_others_would_not_see_it(name):
+    for error in run_expecting_errors(write_into_plain, 2, name):
         assert isinstance(error, UnsupportedSharding) and "cannot be written into a plain tensor" in str(error)
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import UnsupportedSharding, allow_gather
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor import ShardTensor, UnsupportedSharding, allow_gather
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
 
 
 def whole():
@@ -170,6 +180,101 @@ def gathered():
 
 def test_gathered_results_are_written_back():
     run_distributed(gathered, 2)
+
+
+# -- plain tensors that become ShardTensors, see [Note: written tensors] -----------------------------------------------
+
+
+class Squared(torch.autograd.Function):
+    """Of a program's own: autograd gives it the tensor itself, and not by way of torch functions."""
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.save_for_backward(t)
+        return t * t
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def in_turns(x):
+    out = torch.zeros(x.shape[0], 2 * x.shape[1], dtype=x.dtype)
+    out[:, 0::2] = x.sin()
+    first = Squared.apply(out)
+    out = out.clone()
+    out[:, 1::2] = x.cos()
+    return first.sum() + out.max() + F.linear(out, torch.ones(3, out.shape[1], dtype=x.dtype)).square().sum()
+
+
+def by_operators(x):
+    out = torch.ones(x.shape, dtype=x.dtype)
+    same = out
+    out.mul_(x).add_(x)
+    out[x > 0] = (x * 3)[x > 0]
+    return same, torch.cat([out, torch.zeros(2, 4, dtype=x.dtype)])
+
+
+def by_index(x):
+    sums = torch.zeros(3, 4, dtype=x.dtype).index_add_(0, torch.arange(7) % 3, x)
+    counts = torch.zeros(3, 4, dtype=x.dtype)
+    counts.scatter_add_(0, (torch.arange(28).view(7, 4) % 3), x * x)
+    return sums.exp() / counts
+
+
+def of_a_layer(x):
+    features = F.linear(torch.eye(7, 4, dtype=x.dtype), 2 * torch.eye(4, dtype=x.dtype).requires_grad_())
+    features.mul_(x)
+    return features
+
+
+def compare_programs(ranks, sizes):
+    for program in (in_turns, by_operators, by_index, of_a_layer):
+        assert_matches_unsharded(
+            program, whole(), mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes}
+        )
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (2, (0, 7)), (3, (4, 0, 3))])
+def test_a_plain_tensor_becomes_a_shard_tensor(ranks, sizes):
+    run_distributed(compare_programs, ranks, ranks, sizes)
+
+
+def one_object():
+    v, x = whole(), cut(whole())
+    out = torch.zeros(7, 4, dtype=torch.float64)
+    names = {"out": out}
+    with count_communication() as counted:
+        assert out.__setitem__(slice(None), x) is None
+    assert not counted.messages and not counted.collectives
+    assert names["out"] is out and isinstance(out, ShardTensor) and isinstance(out, torch.Tensor)
+    assert out.shard_sizes == {0: (5, 2)} and out.shape == (7, 4) and out.dtype is torch.float64 and len(out) == 7
+    assert torch.equal(out.full_tensor(), v) and "ShardTensor(7, 4)" in repr(out)
+    assert out.add_(1) is out and torch.equal(out.full_tensor(), v + 1)
+    assert torch.equal(copy.deepcopy(out).full_tensor(), v + 1)
+    assert not out.requires_grad and out.requires_grad_() is out and out.is_leaf
+    (out * 2).sum().backward()
+    assert torch.equal(out.grad.full_tensor(), torch.full_like(v, 2))
+    with torch.no_grad():
+        out.zero_()
+    assert float(out.abs().sum()) == 0
+    # What is refused, or wrong, leaves the tensor as it was.
+    plain = torch.zeros(7, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"must match|shape"):
+        plain.add_(cut(torch.ones(7, 5, dtype=torch.float64)))
+    assert type(plain) is torch.Tensor and torch.equal(plain, torch.zeros_like(v))
+    with torch.inference_mode():
+        plain = torch.zeros(7, 4, dtype=torch.float64)
+        plain.copy_(x)
+        assert torch.equal(plain.full_tensor(), v)
+    # What is replicated is written to it as it is.
+    plain = torch.zeros(7, 4, dtype=torch.float64)
+    plain.add_(cut(v, placement=Replicate()))
+    assert type(plain) is torch.Tensor and torch.equal(plain, v)
+
+
+def test_it_stays_the_object_that_the_program_holds():
+    run_distributed(one_object, 2)
 
 
 def fail(case):

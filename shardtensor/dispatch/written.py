@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from .._compat import AutogradFunction, FakeTensor, exchange_memory, has_own_memory, tracing
-from ..ranks.first_use import note_operand
 from .conversions import is_shard_tensor, promote
 from .open_layouts import leave_open
 from .plain_tensors import writes
@@ -97,7 +96,6 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         return NotImplemented
     if written.layout is not torch.strided or not _is_alone(written):
         return NotImplemented
-    note_operand(func.__name__, written, mesh)
     sharded = promote(written, mesh)
     leave_open(sharded)
     result = func(sharded, *args[1:], **kwargs)  # where it is refused, the tensor stays what it is

@@ -167,7 +167,7 @@ def _along(transform: _Transform, dim: int, given: int, length: int | None) -> _
 
 
 def _ascending(n: _Lengths, dim: _Dims, shape: Sequence[int], from_half: bool) -> tuple[_Lengths, _Dims]:
-    """``n`` and ``dim``, where several are given, in the dims' order: all that torch checks, and 2.11 fails on others."""
+    """``n`` and ``dim``, where several are given, in ascending order: all that torch checks; 2.11 fails on others."""
     ndim = len(shape)
     if not isinstance(dim, (list, tuple)) or not all(-ndim <= d < ndim for d in dim):
         return n, dim

@@ -336,9 +336,9 @@ class Writes(nn.Module):
 
 def test_implicit_replication():
     x = torch.empty(6, 4)
-    assert shardtensor.explain(Writes(), x, mesh=2, shard=0).refused
-    found = shardtensor.explain(Writes(), x, mesh=2, shard=0, implicit_replication=True)
-    assert not found.refused and found.layers[-1].operator == "__setitem__"
+    for options in ({}, {"implicit_replication": True}):
+        found = shardtensor.explain(Writes(), x, mesh=2, shard=0, **options)
+        assert not found.refused and found.layers[-1].operator == "__setitem__"
 
 
 def by_rank(x):
