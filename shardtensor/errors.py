@@ -9,11 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
 PLAIN_TARGET = (
-    "a ShardTensor cannot be written into a plain tensor that is a view, shares its memory with another tensor, or is "
-    "a leaf that requires grad, nor in a compiled function",
-    "write to the tensor itself (out[:2] = x instead of out[:2].copy_(x)), make it from a ShardTensor (x.new_zeros, "
-    "torch.zeros_like(x)), or call the network inside shardtensor.implicit_replication(mesh), where torch.zeros and "
-    "the like make ShardTensors",
+    "a ShardTensor cannot be written into a plain tensor whose memory another tensor or an array shares, or that is a "
+    "leaf which requires grad, nor in a compiled function",
+    "make that tensor from a ShardTensor (x.new_zeros, torch.zeros_like(x)), or call the network inside "
+    "shardtensor.implicit_replication(mesh), where torch.zeros and the like make ShardTensors",
 )
 
 

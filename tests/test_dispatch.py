@@ -392,12 +392,16 @@ def test_no_rule_is_left_out():
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 
+def foreign():
+    return torch.frombuffer(bytearray(128), dtype=torch.float32).view(8, 4)
+
+
 REFUSED = {
     "svd": (lambda x: torch.linalg.svd(x), "it needs dim 0 of operand 0 unsharded"),
     "qr": (lambda x: torch.linalg.qr(x), "there is no other dim to shard instead"),
     "inverse": (lambda x: torch.linalg.pinv(x), "Remedy"),
-    "out, plain": (lambda x: torch.add(x, 1, out=torch.empty(9, 4)[1:]), "cannot be written into a plain tensor"),
-    "in place, plain": (lambda x: torch.zeros(9, 4)[1:].mul_(x), "cannot be written into a plain tensor"),
+    "out, plain": (lambda x: torch.add(x, 1, out=foreign()), "cannot be written into a plain tensor"),
+    "in place, plain": (lambda x: foreign().mul_(x), "cannot be written into a plain tensor"),
     "strides": (lambda x: x.as_strided((2, 2), (1, 4)), "as_strided.default: no distributed form is known"),
 }
 # Operands whose layout is not that of the tensor above.

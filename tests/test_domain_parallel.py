@@ -320,8 +320,8 @@ class Spectral(nn.Module):
 
 class WritesViews(nn.Module):
     def forward(self, x):
-        out = torch.zeros_like(torch.zeros(x.shape))
-        out[:, 0].copy_(x[:, 0])
+        first, second = (out := torch.zeros(x.shape, dtype=x.dtype)).unbind(1)
+        first.copy_(x[:, 0]), second.copy_(x[:, 1])
         return out
 
 

@@ -197,7 +197,7 @@ def test_every_rank_says_what_is_wrong_before_anything_is_sent(kind, sizes):
             assert (error, sent) == ("LocalSizeError", 0), (name, error, text, sent)
             assert text.startswith(f"{name.strip()}: a plain "), text
             assert re.search(rf"this rank's shard has {n} of (8|16) rows \(dim \d\)|has {2 * n} of 16 rows", text), text
-            remedy = {"targets": "Remedy: write to the tensor itself"}.get(kind, "Remedy: (pass the|make the)")
+            remedy = {"targets": "Remedy: make that tensor from a ShardTensor"}.get(kind, "Remedy: (pass the|make the)")
             assert re.search(remedy, text) and "Plain " in text and "Cause: " in text, text
 
 
@@ -316,7 +316,7 @@ def rules():
     index, mask = torch.tensor([6, 0, 7]), torch.arange(8) % 3 == 0
     for i in (index, [6, 0, 7], mask):
         assert torch.equal(x[:, i].full_tensor(), whole[:, i])
-    # What is written is global; what is written to becomes a ShardTensor, if it is no view.
+    # What is written is global; what is written to becomes a ShardTensor, if it is alone.
     written = x.clone()
     written[:, 2:6] = whole[:, :4]
     assert torch.equal(written.full_tensor()[:, 2:6], whole[:, :4])
@@ -324,8 +324,11 @@ def rules():
         out = whole.clone()
         write(out)
         assert isinstance(out, ShardTensor) and torch.equal(out.full_tensor(), 2 * whole)
-        with pytest.raises(UnsupportedSharding, match="cannot be written into a plain tensor that is a view"):
-            write(whole.clone()[:])
+        out = whole.clone()
+        same = out.detach()
+        with pytest.raises(UnsupportedSharding, match="cannot be written into a plain tensor whose memory another"):
+            write(out)
+        assert torch.equal(same, whole)
     assert isinstance(torch.zeros_like(x), ShardTensor) and type(torch.zeros(8) + 1) is torch.Tensor
     assert isinstance(x.new_zeros(x.shape), ShardTensor)
     # A buffer.

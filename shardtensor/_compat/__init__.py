@@ -455,9 +455,28 @@ def register_scripting(function: Callable[..., Any], original: Callable[..., Any
 exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
 
-def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether nothing but its object holds a tensor and its memory, which did not come from an array or the like."""
-    if tensor._base is not None or tensor._use_count() != 1:  # type: ignore[attr-defined]
-        return False
+def has_own_memory(tensor: torch.Tensor, tensors: int) -> bool:
+    """Whether no more than ``tensors`` tensors have its memory, and nothing else, such as an array."""
     storage = tensor.untyped_storage()
-    return storage.resizable() and not storage.is_shared() and torch._C._storage_Use_Count(storage._cdata) == 2
+    if not storage.resizable() or storage.is_shared() or tensor._use_count() != 1:  # type: ignore[attr-defined]
+        return False
+    return torch._C._storage_Use_Count(storage._cdata) == tensors + 1  # and the object of the storage
+
+
+def _references_to_base(view: torch.Tensor) -> int:
+    base = view._base
+    return sys.getrefcount(base)
+
+
+_WITHOUT_PROGRAM = _references_to_base(torch.empty(1).view(1))
+
+
+def holds_base_of(tensor: torch.Tensor) -> bool:
+    """Whether a program holds the tensor that this one is a view of, if it is one."""
+    return tensor._base is not None and _references_to_base(tensor) > _WITHOUT_PROGRAM
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd has a tensor for a view of, or itself."""
+    with DisableTorchFunction():
+        return tensor if tensor._base is None else tensor._base

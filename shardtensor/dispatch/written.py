@@ -10,19 +10,21 @@ The object stays, since the program holds it. It cannot get the class ShardTenso
 Other tensors with the same memory would not see the write. Whether there are any, torch's count of them tells, which is
 the same on all ranks of a program that does the same on all; what waits for Python's garbage collector, which may be at
 another point on each rank, is collected first. Memory that came from elsewhere, such as an array's, is not counted. So
-these are refused, and views, of which the whole tensor would have to be found, and leaves that require grad.
+these are refused, and leaves that require grad. Of a view that is written to (``out[0] += x``), the tensor that it is a
+view of becomes one, too, if these are the only two. One that the program does not hold is left out.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from .._compat import AutogradFunction, FakeTensor, exchange_memory, has_own_memory, tracing
+from .._compat import AutogradFunction, FakeTensor, exchange_memory, has_own_memory, holds_base_of, tracing, whole_of
 from .conversions import is_shard_tensor, promote
 from .open_layouts import leave_open
 from .plain_tensors import writes
@@ -35,14 +37,19 @@ if TYPE_CHECKING:
 PLAIN = frozenset({Tensor, FakeTensor})
 
 
+_Family: TypeAlias = "WeakValueDictionary[int, WrittenTensor]"
+
+
 class WrittenTensor(Tensor):
     """Stands for a ShardTensor where a program holds the plain tensor that it was, and says that it is one.
 
     Attributes:
         sharded: the ShardTensor. Its attributes and methods are this tensor's, too.
+        family: the written tensors that share its memory, this one included, by their ids.
     """
 
     sharded: ShardTensor
+    family: _Family
 
     @classmethod
     def __torch_function__(
@@ -66,7 +73,10 @@ class WrittenTensor(Tensor):
 
 
 def call_on_sharded(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A call in which ShardTensors take the place of written tensors; one that returns its first operand does so."""
+    """A call in which ShardTensors take the place of written tensors.
+
+    One that returns its first operand does so, and views of it are written tensors, too.
+    """
     first = args[0] if args and type(args[0]) is WrittenTensor else None
     args, kwargs = converted(lambda a: a.sharded if type(a) is WrittenTensor else a, args, kwargs)
     name = func.__name__
@@ -77,9 +87,29 @@ def call_on_sharded(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     else:
         is_method = first is not None and getattr(Tensor, name, None) is func
         result = (getattr(type(args[0]), name) if is_method else func)(*args, **kwargs)
-    if first is not None and (name == "__set__" or writes(func)):
-        exchange_memory(first, _Standing.apply(first.sharded))  # what autograd knows of it has changed
-    return first if first is not None and result is first.sharded else result
+    if first is None:
+        return result
+    if name == "__set__" or writes(func):  # what autograd knows of these has changed
+        for written in first.family.values():
+            exchange_memory(written, _Standing.apply(written.sharded))
+    (result,), _ = converted(lambda r: _standing_for(r, first), (result,), {})
+    return result
+
+
+def _standing_for(result: Any, first: WrittenTensor) -> Any:
+    """What a call with a written tensor returns: that tensor, another one for a view of it, or a new tensor."""
+    if result is first.sharded:
+        return first
+    if type(result) is not type(first.sharded) or whole_of(result) is not whole_of(first.sharded):
+        return result
+    view: WrittenTensor = _Standing.apply(result)
+    _stand(view, result, first.family)
+    return view
+
+
+def _stand(written: Any, sharded: ShardTensor, family: _Family) -> None:
+    written.__dict__.update(sharded=sharded, family=family)
+    family[id(written)] = written
 
 
 def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -91,24 +121,61 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     operands = [a for a in flat(args, kwargs) if is_shard_tensor(a)]
     if tracing() or all(a._spec.is_replicate() for a in operands):
         return NotImplemented
-    mesh = operands[0]._spec.mesh
-    if (written.requires_grad and written.is_leaf) or written.device.type != mesh.device_type:
+    mesh, tensors = operands[0]._spec.mesh, 1 if written._base is None else 2
+    base = written._base if holds_base_of(written) else None
+    whole = written if base is None else base
+    if (whole.requires_grad and whole.is_leaf) or whole.layout is not torch.strided or type(whole) not in PLAIN:
         return NotImplemented
-    if written.layout is not torch.strided or not _is_alone(written):
+    take = None if base is None else _taken(whole, written)
+    if whole.device.type != mesh.device_type or (take is None) != (base is None) or not _is_alone(written, tensors):
         return NotImplemented
-    sharded = promote(written, mesh)
+    sharded = promote(whole, mesh)
     leave_open(sharded)
-    result = func(sharded, *args[1:], **kwargs)  # where it is refused, the tensor stays what it is
-    exchange_memory(written, _Standing.apply(sharded))
-    written.__class__ = WrittenTensor
-    written.__dict__["sharded"] = sharded
-    return written if result is sharded else result
+    pairs = [(whole, sharded)] if take is None else [(whole, sharded), (written, take(sharded))]
+    result = func(pairs[-1][1], *args[1:], **kwargs)  # where it is refused, the tensors stay what they are
+    family: _Family = WeakValueDictionary()
+    for plain, new in pairs:
+        exchange_memory(plain, _Standing.apply(new))
+        plain.__class__ = WrittenTensor
+        _stand(plain, new, family)
+    return written if result is pairs[-1][1] else result
 
 
-def _is_alone(tensor: Tensor) -> bool:
-    if not has_own_memory(tensor):
+def _is_alone(written: Tensor, tensors: int) -> bool:
+    """Whether no more than these many tensors, itself and what it is a view of, have its memory."""
+    if not has_own_memory(written, tensors):
         gc.collect()
-    return has_own_memory(tensor)
+    return has_own_memory(written, tensors)
+
+
+def _taken(whole: Tensor, view: Tensor) -> Callable[[Any], Any] | None:
+    """How a view is taken of a tensor by an index and an order of dims; None if it is another kind of view."""
+    rest, strides = int(view.storage_offset() - whole.storage_offset()), whole.stride()
+    index, kept = [slice(None)] * whole.ndim, []
+    dims = [k for k in range(view.ndim) if view.shape[k] > 1]
+    for d in sorted(range(whole.ndim), key=lambda d: -strides[d]):
+        n, stride = whole.shape[d], max(1, strides[d])
+        start, rest = divmod(rest, stride) if n > 1 else (0, rest)
+        steps = {k: view.stride(k) // stride for k in dims if k not in kept and view.stride(k) % stride == 0}
+        k = next((k for k, s in steps.items() if s > 0 and start + (view.shape[k] - 1) * s < n), None)
+        length, step = (1, 1) if k is None else (view.shape[k], steps[k])
+        index[d] = slice(start, start + (length - 1) * step + 1, step)
+        kept += [] if k is None else [k]
+    order = sorted((d for d in range(whole.ndim) if index[d].stop - index[d].start > 1), key=lambda d: -strides[d])
+
+    def take(t: Any) -> Any:
+        part = t[tuple(index[d] if d in order else index[d].start for d in range(t.ndim))]
+        held = sorted(order)
+        part = part.permute([held.index(order[kept.index(k)]) for k in dims])
+        for k in range(view.ndim):
+            part = part if view.shape[k] > 1 else part.unsqueeze(k)
+        return part
+
+    if len(kept) != len(dims) or 0 in view.shape:
+        return None
+    found = take(whole.detach())
+    same = found.shape == view.shape and found.storage_offset() == view.storage_offset()
+    return take if same and all(found.stride(k) == view.stride(k) for k in dims) else None
 
 
 class _Standing(AutogradFunction):
