@@ -9,6 +9,7 @@ before that, so a process, or the machine, may fail at any time: a folder ``NAME
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -191,8 +192,9 @@ class _DigestingFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         file = None
         try:
-            with DigestingFile(Path(path)) as file:
-                yield file
+            file = DigestingFile(Path(path))
+            with io.BufferedWriter(file) as buffered:
+                yield buffered
         except BaseException as error:
             self.errors.append((file and file.failure) or error)
             raise self.errors[-1] from None
