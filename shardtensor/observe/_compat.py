@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork as FakeWork  # to be waited for, at once
 from torch.distributed.tensor import DTensor
 
 from .._compat import OpOverload, tree_leaves

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ..layout.caches import forget
-from ._compat import Kernel, clear_dtensor_caches, init_fake_process_group, put_in_front
+from ._compat import FakeWork, Kernel, clear_dtensor_caches, init_fake_process_group, put_in_front
 
 
 def simulate_ranks(
@@ -51,19 +50,6 @@ def simulate_ranks(
     return results
 
 
-class _Complete(dist.Work):
-    """Communication that is complete; to be waited for like any other."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_complete = _Complete()  # what Python overrides ends with Python's object
-
-
 def complete(result: Any, returns_result: bool) -> Any:
     """What a c10d operator returns that has nothing to do.
 
@@ -71,7 +57,7 @@ def complete(result: Any, returns_result: bool) -> Any:
         result: its first argument, where the result is.
         returns_result: whether the operator returns it in front of the work.
     """
-    work = _complete.boxed()
+    work = FakeWork().boxed()
     return (result, work) if returns_result else work
 
 
