@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .._compat import OpOverload, backward_pass
-from .._compat.c10d import c10d_all_gather
 from ..dispatch.tensor import ShardTensor
 from ..ranks import history, waiting
-from ..ranks.rows import gather_rows
+from ..ranks.failures import communicating
 from .counting import Communication, LocalCalls
 
 _recording = False
@@ -143,17 +140,10 @@ def _gathered(events: list[dict[str, Any]], group: dist.ProcessGroup | None) -> 
         return {0: events}
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    device = "cpu" if "cpu" in str(group._device_types) else str(group._device_types[0])
-    data = zlib.compress(json.dumps(events).encode())
-    lengths = [length for _, [length] in sorted(gather_rows([len(data)], group, device).items())]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    table = mine.new_empty((group.size(), len(mine)))
-    waiting.wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)
-    if group.rank() != 0:
-        return None
-    texts = (zlib.decompress(bytes(row[:length].tolist())) for row, length in zip(table.cpu(), lengths))
-    return dict(zip(dist.get_process_group_ranks(group), map(json.loads, texts)))
+    every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    with communicating(group):
+        dist.gather_object(events, every, group=group, group_dst=0)
+    return None if every is None else dict(zip(dist.get_process_group_ranks(group), every))
 
 
 def _write(path: Path, by_rank: dict[int, list[dict[str, Any]]] | None) -> None:
