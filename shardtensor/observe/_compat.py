@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -56,19 +56,17 @@ def c10d_operators() -> list[str]:
     return [name for name in names if name != "check_for_nan"]
 
 
-def put_in_front(
-    kernels: Mapping[str, Callable[[Kernel, bool], Callable[..., Any]]],
-) -> Callable[[], None]:
+def put_in_front(names: Iterable[str], make: Callable[[str, Kernel, bool], Kernel]) -> Callable[[], None]:
     """Put kernels in front of those of c10d's operators, below all modes and subclasses; returns what removes them.
 
     Args:
-        kernels: by the operator's name, a function of torch's kernel, and of whether the operator returns tensors in
-            front of the work, that gives the new kernel.
+        make: gives the new kernel, of the operator's name, torch's kernel, and whether the operator returns tensors in
+            front of the work.
     """
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for name, make in kernels.items():
+    for name in names:
         operator = getattr(torch.ops.c10d, name).default
-        new = make(_kernel_of_device(operator), len(operator._schema.returns) > 1)
+        new = make(name, _kernel_of_device(operator), len(operator._schema.returns) > 1)
         library.impl(name, new, "BackendSelect")  # type: ignore[no-untyped-call]
 
     return library._destroy

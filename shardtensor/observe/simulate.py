@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..layout.caches import forget
-from ._compat import FakeWork, Kernel, clear_dtensor_caches, init_fake_process_group, put_in_front
+from ._compat import FakeWork, clear_dtensor_caches, init_fake_process_group, put_in_front
 
 
 def simulate_ranks(
@@ -33,7 +33,7 @@ def simulate_ranks(
         )
     results = []
     # torch's own raises where a rank only receives.
-    restore = put_in_front({"alltoall_base_": _complete_at_once})
+    restore = put_in_front(["alltoall_base_"], lambda name, _, returns: lambda *args: complete(args[0], returns))
     excepthook = sys.excepthook  # torch puts one in front that names the rank, for each group that is made
     try:
         for rank in range(world_size) if ranks is None else ranks:
@@ -59,10 +59,6 @@ def complete(result: Any, returns_result: bool) -> Any:
     """
     work = FakeWork().boxed()
     return (result, work) if returns_result else work
-
-
-def _complete_at_once(kernel: Kernel, returns_tensors: bool) -> Kernel:
-    return lambda *args: complete(args[0], returns_tensors)
 
 
 def _forget_the_last_rank() -> None:

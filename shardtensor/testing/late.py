@@ -78,7 +78,7 @@ class late_communication:  # named like torch.no_grad, which works alike
         global _scene
         self._outer, _scene = _scene, _Scene(self._seconds, self._seed)
         if self._outer is None:
-            self._remove = put_in_front({name: _kernel(name) for name in c10d_operators()})
+            self._remove = put_in_front(c10d_operators(), _kernel)
 
     def __exit__(self, *_: object) -> None:
         global _scene
@@ -234,25 +234,22 @@ class _LateWork(dist.Work):
             self._expected, self._operands, self._written = [], {}, []
 
 
-def _kernel(name: str) -> Callable[[Kernel, bool], Callable[..., Any]]:
-    """What makes the kernel of c10d's operator ``name`` that goes in front of torch's."""
+def _kernel(name: str, kernel: Kernel, returns_tensors: bool) -> Kernel:
+    """The kernel that goes in front of torch's of c10d's operator ``name``."""
 
-    def replacement(kernel: Kernel, returns_tensors: bool) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            group = group_of(next(a for a in args if isinstance(a, torch.ScriptObject)))
-            scene = _scene
-            if scene is None or group.name() != "gloo":
-                return kernel(*args)
-            work = _LateWork(name, *_operands(name, group, args))
-            work.start(scene, _lane(name, group, args), kernel, args)
-            if name == "monitored_barrier_":
-                work.wait()
-                return None
-            return (args[0], work.boxed()) if returns_tensors else work.boxed()
+    def run(*args: Any) -> Any:
+        group = group_of(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        scene = _scene
+        if scene is None or group.name() != "gloo":
+            return kernel(*args)
+        work = _LateWork(name, *_operands(name, group, args))
+        work.start(scene, _lane(name, group, args), kernel, args)
+        if name == "monitored_barrier_":
+            work.wait()
+            return None
+        return (args[0], work.boxed()) if returns_tensors else work.boxed()
 
-        return run
-
-    return replacement
+    return run
 
 
 def _operands(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
