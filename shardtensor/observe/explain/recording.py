@@ -58,16 +58,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, is_causal: bool | 
     return both // 2 if causal else both
 
 
-def _attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any, **_: Any
-) -> int:
-    """Five products of that size: the scores are computed once more."""
-    return _attention(q, k, v, *others[:2]) * 5 // 2
-
-
 _ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # Five products of that size: the scores are computed once more.
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, out, lse, *others, **_: _attention(q, k, v, *others[:2]) * 5 // 2
+    ),
     torch.ops.shardtensor.attend: lambda q, k, v, mask, scale, square: _attention(q, k, v, is_causal=square),
 }
 
