@@ -26,8 +26,6 @@ from .layout import MeshlessSpec
 
 _PLAIN = {type(None), bool, int, float, str}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
-# Classes that were found, by their names.
-_CLASSES: dict[str, type] = {}
 
 
 def is_side_data(leaf: object) -> bool:
@@ -122,12 +120,6 @@ def unknown(types: Iterable[str]) -> list[str]:
 
 def _class(name: str) -> type | None:
     """The class of this name, see [Note: types of a batch]."""
-    if name not in _CLASSES and (found := _look_up(name)) is not None:
-        _CLASSES[name] = found
-    return _CLASSES.get(name)
-
-
-def _look_up(name: str) -> type | None:
     for kind in SUPPORTED_NODES:
         if _name(kind) == name:
             return kind
