@@ -192,12 +192,6 @@ class Manifest:
         files = {name: Digests(**digests) for name, digests in content["files"].items()}
         return Manifest(files, digest.decode())
 
-    def check_sizes(self, folder: Path) -> None:
-        """DamagedCheckpoint where a file is missing or has another size; no file is read."""
-        for name, digests in self.files.items():
-            with open_checked(folder / name, {name: digests}):
-                pass
-
 
 def _open_or_damaged(path: Path) -> io.FileIO:
     try:
