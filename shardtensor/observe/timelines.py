@@ -60,19 +60,24 @@ def timeline(path: str | Path, *, group: dist.ProcessGroup | None = None) -> Ite
         with ExitStack() as stack:
             stack.enter_context(history.observed(record.note_operator))
             stack.enter_context(waiting.observed(record.waits))
-            stack.enter_context(_Calls(record))
+            stack.enter_context(record)
             yield
     finally:
         _recording = False
     _write(Path(path), _gathered(record.events, group))
 
 
-class _Record:
-    """The events of this rank, as Chrome's format has them; times in microseconds since 1970."""
+class _Record(LocalCalls):  # type: ignore[no-untyped-call]
+    """The events of this rank, as Chrome's format has them; times in microseconds since 1970.
+
+    As a mode it sees operators on ShardTensors below autograd, and collectives.
+    """
 
     def __init__(self) -> None:
+        super().__init__(self._collective)
         self.events: list[dict[str, Any]] = []
         self._began: tuple[str, float] | None = None
+        self._inside = False
         self._offset = time.time() * 1e6 - time.perf_counter() * 1e6  # a clock that never jumps, but starts anywhere
 
     def now(self) -> float:
@@ -101,34 +106,26 @@ class _Record:
         start = self.now()
         return lambda: self.span(f"wait for {history.last_entry(group.group_name)}", "wait", start)
 
-
-class _Calls(LocalCalls):  # type: ignore[no-untyped-call]
-    """Sees operators on ShardTensors below autograd, and collectives."""
-
-    def __init__(self, record: _Record) -> None:
-        super().__init__(self._collective)
-        self._record, self._inside = record, False
-
     def on_shards(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside or history.here.operator or ShardTensor not in types:
             return NotImplemented
-        start, self._inside = self._record.now(), True
+        start, self._inside = self.now(), True
         try:
             with self:  # for what it communicates
                 return func(*args, **kwargs)
         finally:
             self._inside = False
-            self._record.span(func._schema.name.removeprefix("aten::"), "operator", start)
+            self.span(func._schema.name.removeprefix("aten::"), "operator", start)
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        counted, start = Communication(), self._record.now()
+        counted, start = Communication(), self.now()
         counted.add(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         finally:
             name = next(iter(counted.collectives), func._schema.name.split("::")[1].strip("_"))
             sizes = {"messages": counted.messages, "bytes": counted.bytes_sent + counted.collective_bytes}
-            self._record.span(name, "communication", start, **sizes)
+            self.span(name, "communication", start, **sizes)
 
 
 # -- all ranks --------------------------------------------------------------------------------------------------------
