@@ -9,6 +9,7 @@ before that, so a process, or the machine, may fail at any time: a folder ``NAME
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -191,8 +192,9 @@ class _DigestingFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         file = None
         try:
-            with DigestingFile(Path(path)) as file:
-                yield file
+            file = DigestingFile(Path(path))
+            with io.BufferedWriter(file) as buffered:
+                yield buffered
         except BaseException as error:
             self.errors.append((file and file.failure) or error)
             raise self.errors[-1] from None
@@ -253,7 +255,10 @@ def _last_complete(folder: Path) -> Path | None:
     steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
     for _, name in sorted(steps, reverse=True):
         try:
-            Manifest.read(folder / name).check_sizes(folder / name)
+            files = Manifest.read(folder / name).files
+            for file in files:
+                with open_checked(folder / name / file, files):  # which looks at its size
+                    pass
             return folder / name
         except DamagedCheckpoint as error:
             warnings.warn(f"skipped: {error}", stacklevel=3)

@@ -41,57 +41,39 @@ class Digests:
     blocks: list[str] = field(default_factory=list)
 
 
-class DigestingFile(io.BufferedWriter):
+class DigestingFile(io.FileIO):
     """A new file that is written from its start to its end; ``digests`` are complete when it has been closed."""
 
     def __init__(self, path: Path) -> None:
         # Not over another file: a process that was believed dead may still write to the same folder.
-        super().__init__(io.FileIO(str(path), "x"))
-        self._path = path
+        super().__init__(str(path), "x")
         self._block = hashlib.sha256()
-        self._filled = 0
         self.digests = Digests()
         self.failure: OSError | None = None
 
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Note what the system raises, with the file's name: torch's archives replace it by an error of their own."""
-        try:
-            yield
-        except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, str(self._path))
-            raise self.failure from error
-
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        with self._noting():
-            super().write(view)
-        rest = view
-        while rest:
-            part = rest[: _BLOCK - self._filled]
-            self._block.update(part)
-            self._filled += len(part)
-            if self._filled == _BLOCK:
-                self._end_block()
-            rest = rest[len(part) :]
-        return len(view)
+        """Write at most the rest of a block. Returns how many bytes have been written."""
+        rest = _BLOCK - self.digests.size % _BLOCK
+        part = memoryview(data).cast("B")[:rest]
+        try:
+            written = super().write(part)
+        except OSError as error:  # with the file's name: torch's archives replace it by an error of their own
+            self.failure = OSError(error.errno, error.strerror, self.name)
+            raise self.failure from error
+        self._block.update(part[:written])
+        self.digests.size += written
+        if written == rest:
+            self._end_block()
+        return written
 
     def _end_block(self) -> None:
-        self.digests.size += self._filled
         self.digests.blocks.append(self._block.hexdigest())
-        self._block, self._filled = hashlib.sha256(), 0
-
-    def flush(self) -> None:
-        if not self.closed:
-            with self._noting():
-                super().flush()
+        self._block = hashlib.sha256()
 
     def close(self) -> None:
-        if not self.closed:
-            with self._noting():
-                super().close()
-            if self._filled:
-                self._end_block()
+        if not self.closed and self.digests.size % _BLOCK:
+            self._end_block()
+        super().close()
 
 
 class _CheckedFile(io.RawIOBase):
@@ -209,12 +191,6 @@ class Manifest:
             raise DamagedCheckpoint(f"{path} was written by another version of shardtensor, and cannot be read")
         files = {name: Digests(**digests) for name, digests in content["files"].items()}
         return Manifest(files, digest.decode())
-
-    def check_sizes(self, folder: Path) -> None:
-        """DamagedCheckpoint where a file is missing or has another size; no file is read."""
-        for name, digests in self.files.items():
-            with open_checked(folder / name, {name: digests}):
-                pass
 
 
 def _open_or_damaged(path: Path) -> io.FileIO:

@@ -15,7 +15,7 @@ import base64
 import builtins
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
@@ -26,8 +26,6 @@ from .layout import MeshlessSpec
 
 _PLAIN = {type(None), bool, int, float, str}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
-# Classes that were found, by their names.
-_CLASSES: dict[str, type] = {}
 
 
 def is_side_data(leaf: object) -> bool:
@@ -91,38 +89,25 @@ def build(value: Any) -> PyTree:
     if type(value) is not list:
         return value
     kind, *rest = value
-    return _DECODERS[kind](rest)
-
-
-def _decoded_dict(rest: list[Any]) -> dict[Any, Any]:
-    n = len(rest) // 2
-    return dict(zip(map(build, rest[:n]), map(build, rest[n:])))
-
-
-def _decoded_part(rest: list[Any]) -> MeshlessSpec:
-    shape, dtype, dims, sizes = rest
-    placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-    return MeshlessSpec(tuple(shape), _DTYPES[dtype], placements, tuple(None if s is None else tuple(s) for s in sizes))
-
-
-def _decoded_node(rest: list[Any]) -> Any:
+    if kind == "l":
+        return list(map(build, rest))
+    if kind == "t":
+        return tuple(map(build, rest))
+    if kind == "d":
+        n = len(rest) // 2
+        return dict(zip(map(build, rest[:n]), map(build, rest[n:])))
+    if kind == "p":
+        shape, dtype, dims, sizes = rest
+        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+        sizes = tuple(None if s is None else tuple(s) for s in sizes)
+        return MeshlessSpec(tuple(shape), _DTYPES[dtype], placements, sizes)
+    if kind == "b":
+        return base64.b64decode(rest[0])
     name, context, *children = rest
-    kind: Any = _class(name)
-    assert kind is not None, f"{name} is unknown"
+    of: Any = _class(name)
+    assert of is not None, f"{name} is unknown"
     values = list(map(build, children))
-    if kind in SUPPORTED_NODES:
-        return SUPPORTED_NODES[kind].unflatten_fn(values, build(context))
-    return kind._make(values)
-
-
-_DECODERS: dict[str, Callable[[list[Any]], Any]] = {
-    "l": lambda rest: list(map(build, rest)),
-    "t": lambda rest: tuple(map(build, rest)),
-    "d": _decoded_dict,
-    "p": _decoded_part,
-    "b": lambda rest: base64.b64decode(rest[0]),
-    "n": _decoded_node,
-}
+    return SUPPORTED_NODES[of].unflatten_fn(values, build(context)) if of in SUPPORTED_NODES else of._make(values)
 
 
 # -- types ------------------------------------------------------------------------------------------------------------
@@ -135,12 +120,6 @@ def unknown(types: Iterable[str]) -> list[str]:
 
 def _class(name: str) -> type | None:
     """The class of this name, see [Note: types of a batch]."""
-    if name not in _CLASSES and (found := _look_up(name)) is not None:
-        _CLASSES[name] = found
-    return _CLASSES.get(name)
-
-
-def _look_up(name: str) -> type | None:
     for kind in SUPPORTED_NODES:
         if _name(kind) == name:
             return kind

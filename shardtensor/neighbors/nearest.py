@@ -65,12 +65,12 @@ def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     SciPy's ``cKDTree`` searches on CPUs, where SciPy is installed (``pip install shardtensor[neighbors]``).
     """
-    if _is_dispatched(points, queries):
-        return _dispatched(knn, points, queries, k)
     _check("knn", points, queries)
     _check_k(k, points)
+    if _is_dispatched(points, queries):
+        return _dispatched(knn, points, queries, k)
     search = Nearest(queries.detach().double(), k)
-    _search_here("knn", search, points)
+    _search("knn", search, points, queries)
     distances = _distances(points, queries.unsqueeze(1), search.numbers, search.squares)
     return distances, search.numbers
 
@@ -102,12 +102,12 @@ def radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | No
         >>> edges.tolist()
         [[2, 0, 1], [0, 0, 1]]
     """
-    if _is_dispatched(points, queries):
-        return _dispatched(radius, points, queries, r, max_neighbors=max_neighbors)
     _check("radius", points, queries)
     _check_r(r, max_neighbors)
+    if _is_dispatched(points, queries):
+        return _dispatched(radius, points, queries, r, max_neighbors=max_neighbors)
     search = Within(queries.detach().double(), float(r), max_neighbors)
-    _search_here("radius", search, points)
+    _search("radius", search, points, queries)
     rows, numbers, squares = search.found()
     needed = _needs_gradient(points, queries)
     return _distances(points, queries[rows] if needed else queries, numbers, squares), torch.stack([numbers, rows])
@@ -170,14 +170,26 @@ def _not_finite(name: str, operands: Sequence[Tensor]) -> ValueError:
     )
 
 
-# -- on one process ---------------------------------------------------------------------------------------------------
+# -- points and distances ---------------------------------------------------------------------------------------------
 
 
-def _search_here(name: str, search: Nearest | Within, points: Tensor) -> None:
-    coordinates = points.detach().double()
-    if not bool(coordinates.isfinite().all() & search.queries.isfinite().all()):
-        raise _not_finite(name, (points, search.queries))
-    search.add(coordinates, torch.arange(len(points), device=points.device))
+def _search(name: str, search: Nearest | Within, points: Tensor, queries: Tensor) -> None:
+    """Collective over the mesh dim on which points or queries are sharded, if one is."""
+    of_points, of_queries = (t._spec if isinstance(t, ShardTensor) else None for t in (points, queries))
+    local = points._local_tensor.detach() if isinstance(points, ShardTensor) else points.detach()
+    if of_points is not None and 0 in of_points.sharded_dims():
+        m = of_points.sharded_dims()[0]
+        finite = search_all(search, local, of_points.sizes_along(m), group_along(of_points.mesh, m))
+    else:
+        coordinates = local.double()
+        here = coordinates.isfinite().all() & search.queries.isfinite().all()
+        if of_queries is not None and 0 in of_queries.sharded_dims():
+            here = all_gather(here.long(), group_along(of_queries.mesh, of_queries.sharded_dims()[0])).all()
+        finite = bool(here)
+        if finite:
+            search.add(coordinates, torch.arange(len(local), device=local.device))
+    if not finite:
+        raise _not_finite(name, (points, queries))
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
@@ -203,26 +215,18 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 @register(knn)
 def _knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    _check("knn", points, queries)
-    _check_k(k, points)
     with calling("knn"):
         points, queries, given = _operands("knn", points, queries)
         search = Nearest(queries._local_tensor.detach().double(), k)
         _search("knn", search, points, queries)
         spec = _spec_like(queries._spec, 0, (queries.shape[0], k), None)
         indices = wrap(search.numbers, spec.with_dtype(torch.int64))
-        if _needs_gradient(points, queries):
-            near = redistribute_to(points[indices], _spec_like(spec, 0, (*spec.shape, points.shape[1]), None))
-            distances = from_part(_distance(near.to_local(), queries.to_local().unsqueeze(1)), spec)
-        else:
-            distances = wrap(search.squares.sqrt().to(points.dtype), spec)
+        distances = _sharded_distances(points, queries, indices, search.squares, (slice(None), None))
         return _laid_out_as(given, distances), _laid_out_as(given, indices)
 
 
 @register(radius)
 def _radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None) -> tuple[Tensor, Tensor]:
-    _check("radius", points, queries)
-    _check_r(r, max_neighbors)
     with calling("radius"):
         points, queries, given = _operands("radius", points, queries)
         search = Within(queries._local_tensor.detach().double(), float(r), max_neighbors)
@@ -236,12 +240,7 @@ def _radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | N
             counts = tuple(all_gather(mine, group_along(points.device_mesh, m)).tolist())
             first = queries._spec.interval(m)[0]
         spec = _spec_like(queries._spec, 0, (sum(counts),), counts)
-        if _needs_gradient(points, queries):
-            places = wrap(numbers, spec.with_dtype(torch.int64))
-            near = redistribute_to(points[places], _spec_like(spec, 0, (*spec.shape, points.shape[1]), counts))
-            distances = from_part(_distance(near.to_local(), queries.to_local()[rows]), spec)
-        else:
-            distances = wrap(squares.sqrt().to(points.dtype), spec)
+        distances = _sharded_distances(points, queries, wrap(numbers, spec.with_dtype(torch.int64)), squares, rows)
         of_edges = _spec_like(spec, 1, (2, *spec.shape), counts).with_dtype(torch.int64)
         edges = wrap(torch.stack([numbers, rows + first]), of_edges)
         return _laid_out_as(given, distances), _laid_out_as(given, edges)
@@ -277,23 +276,15 @@ def _operands(name: str, points: Tensor, queries: Tensor) -> tuple[ShardTensor, 
     return points, queries, given
 
 
-def _search(name: str, search: Nearest | Within, points: ShardTensor, queries: ShardTensor) -> None:
-    """Collective over the mesh dim on which points or queries are sharded."""
-    local, mesh = points._local_tensor.detach(), points.device_mesh
-    m = points._spec.sharded_dims().get(0)
-    if m is not None:
-        finite = search_all(search, local, points._spec.sizes_along(m), group_along(mesh, m))
-    else:
-        coordinates = local.double()
-        here = coordinates.isfinite().all() & search.queries.isfinite().all()
-        of_queries = queries._spec.sharded_dims().get(0)
-        if of_queries is not None:
-            here = all_gather(here.long(), group_along(mesh, of_queries)).all()
-        finite = bool(here)
-        if finite:
-            search.add(coordinates, torch.arange(len(local), device=local.device))
-    if not finite:
-        raise _not_finite(name, (points, queries))
+def _sharded_distances(
+    points: ShardTensor, queries: ShardTensor, indices: ShardTensor, squares: Tensor, at: Any
+) -> ShardTensor:
+    """Distances of the points with these indices from the rank's queries ``[at]``."""
+    spec = indices._spec.with_dtype(points.dtype)
+    if not _needs_gradient(points, queries):
+        return wrap(squares.sqrt().to(points.dtype), spec)
+    near = redistribute_to(points[indices], _spec_like(spec, 0, (*spec.shape, points.shape[1]), None))
+    return from_part(_distance(near.to_local(), queries.to_local()[at]), spec)
 
 
 def _spec_like(spec: ShardTensorSpec, dim: int, shape: Sequence[int], sizes: tuple[int, ...] | None) -> ShardTensorSpec:

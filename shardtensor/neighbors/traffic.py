@@ -10,7 +10,6 @@ many, as with points in random order, they travel in rounds, in which no rank ge
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -47,10 +46,11 @@ def search_all(search: Nearest | Within, points: Tensor, sizes: Sequence[int], g
         runs = bisected(coordinates, even_sizes(len(points), count))
         known = _gathered(search, coordinates, runs, count, group)
     else:
-        known = all_gather(coordinates.new_full((_width(count, points.shape[1]),), torch.nan), group)
+        nothing = coordinates.new_full((count + 4 * count * points.shape[1],), torch.nan)  # as many numbers
+        known = all_gather(nothing, group)
     if bool(known[:, 0].isnan().any()):
         return False
-    interest = _Interest.of(known, sizes, count, search.k if isinstance(search, Nearest) else None)
+    interest = _Interest(known, sizes, count, search.k if isinstance(search, Nearest) else None)
     if not interest.between_ranks():
         return True
     chosen = [interest.chosen(coordinates, runs, rank, r) if r != rank else runs[:0] for r in range(len(sizes))]
@@ -61,11 +61,6 @@ def search_all(search: Nearest | Within, points: Tensor, sizes: Sequence[int], g
 
 
 # -- who is interested in what ----------------------------------------------------------------------------------------
-
-
-def _width(count: int, d: int) -> int:
-    """How many numbers each rank tells the others."""
-    return count + 4 * count * d
 
 
 def _gathered(search: Nearest | Within, points: Tensor, runs: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
@@ -82,7 +77,6 @@ def _gathered(search: Nearest | Within, points: Tensor, runs: Tensor, count: int
     return all_gather(torch.cat([t.flatten() for t in row]), group)
 
 
-@dataclass(frozen=True)
 class _Interest:
     """Which boxes of queries look as far as which boxes of points.
 
@@ -92,12 +86,7 @@ class _Interest:
         near: ``(ranks of queries, count, ranks of points, count)``.
     """
 
-    queries: Boxes
-    limits: Tensor
-    near: Tensor
-
-    @staticmethod
-    def of(known: Tensor, sizes: Sequence[int], count: int, k: int | None) -> _Interest:
+    def __init__(self, known: Tensor, sizes: Sequence[int], count: int, k: int | None) -> None:
         """From what all ranks have told; so it is the same on all of them.
 
         Args:
@@ -105,17 +94,17 @@ class _Interest:
         """
         ranks = len(sizes)
         d = (known.shape[1] // count - 1) // 4
-        limits = known[:, :count]
+        self.limits = known[:, :count]
         low, high, *of_points = known[:, count:].view(ranks, 4, count, d).unbind(1)
-        queries, points = Boxes(low, high), Boxes(*(t.reshape(1, ranks * count, d) for t in of_points))
-        each = queries.at((slice(None), slice(None), None)).flat()
+        self.queries, points = Boxes(low, high), Boxes(*(t.reshape(1, ranks * count, d) for t in of_points))
+        each = self.queries.at((slice(None), slice(None), None)).flat()
         if k is not None:
             held = torch.tensor([n for size in sizes for n in even_sizes(size, count)], device=known.device)
             reaches, order = each.reaches(points).sort(1)
             enough = (held[order].cumsum(1) >= k).int().argmax(1, keepdim=True)
-            limits = torch.minimum(limits, reaches.gather(1, enough).sqrt().view_as(limits))
-        near = each.gaps(points).sqrt() <= limits.reshape(-1, 1)
-        return _Interest(queries, limits, near.view(ranks, count, ranks, count))
+            self.limits = torch.minimum(self.limits, reaches.gather(1, enough).sqrt().view_as(self.limits))
+        near = each.gaps(points).sqrt() <= self.limits.reshape(-1, 1)
+        self.near = near.view(ranks, count, ranks, count)
 
     def between_ranks(self) -> bool:
         """Whether anybody is interested in points of another rank."""
@@ -181,15 +170,10 @@ def _exchanged(
     coordinates = points.shape[1] * points.dtype.itemsize
     width = coordinates + numbers.dtype.itemsize
 
-    def receivers(r: int) -> list[int]:
-        return sorted((r + t) % ranks for t in steps if counts[r][(r + t) % ranks])
-
-    def senders(r: int) -> list[int]:
-        return sorted((r - t) % ranks for t in steps if counts[(r - t) % ranks][r])
-
-    sends = [(r, (counts[rank][r], width)) for r in receivers(rank)]
-    recvs = [(s, (counts[s][rank], width)) for s in senders(rank)]
-    most_peers = max(len(peers(r)) for peers in (receivers, senders) for r in range(ranks))
+    table = [[n if (r - s) % ranks in steps else 0 for r, n in enumerate(row)] for s, row in enumerate(counts)]
+    sends = [(r, (n, width)) for r, n in enumerate(table[rank]) if n]
+    recvs = [(s, (row[rank], width)) for s, row in enumerate(table) if row[rank]]
+    most_peers = max(sum(map(bool, line)) for line in (*table, *zip(*table)))
     pieces = [
         torch.cat([t[chosen[r]].contiguous().view(torch.uint8) for t in (points, numbers.unsqueeze(1))], 1)
         for r, _ in sends

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork as FakeWork  # to be waited for, at once
 from torch.distributed.tensor import DTensor
 
 from .._compat import OpOverload, tree_leaves
@@ -49,19 +50,23 @@ def current_node() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
-def put_in_front(
-    kernels: Mapping[str, Callable[[Kernel, bool], Callable[..., Any]]],
-) -> Callable[[], None]:
+def c10d_operators() -> list[str]:
+    """The names of c10d's operators that communicate."""
+    names = (name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
+    return [name for name in names if name != "check_for_nan"]
+
+
+def put_in_front(names: Iterable[str], make: Callable[[str, Kernel, bool], Kernel]) -> Callable[[], None]:
     """Put kernels in front of those of c10d's operators, below all modes and subclasses; returns what removes them.
 
     Args:
-        kernels: by the operator's name, a function of torch's kernel, and of whether the operator returns tensors in
-            front of the work, that gives the new kernel.
+        make: gives the new kernel, of the operator's name, torch's kernel, and whether the operator returns tensors in
+            front of the work.
     """
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for name, make in kernels.items():
+    for name in names:
         operator = getattr(torch.ops.c10d, name).default
-        new = make(_kernel_of_device(operator), len(operator._schema.returns) > 1)
+        new = make(name, _kernel_of_device(operator), len(operator._schema.returns) > 1)
         library.impl(name, new, "BackendSelect")  # type: ignore[no-untyped-call]
 
     return library._destroy

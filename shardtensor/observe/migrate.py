@@ -16,7 +16,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -26,22 +26,15 @@ class Origin:
 
     Attributes:
         roots: the modules whose names count, with all that is in them.
-        names: the last part of a name in them, and what to write instead.
-        attributes: methods and attributes that are recognized in files which import one of the roots.
-        keywords: arguments, likewise.
+        names: the last part of a name in them, and what to write instead; with a dot in front methods and attributes
+            that are recognized in files which import one of the roots, and with ``=`` behind arguments, likewise.
     """
 
     roots: tuple[str, ...]
     names: dict[str, str]
-    attributes: dict[str, str] = field(default_factory=dict)
-    keywords: dict[str, str] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         return any(name == root or name.startswith(f"{root}.") for root in self.roots)
-
-    def instead_of(self, name: str) -> str | None:
-        """What to write for a name with its modules; None where it may stay."""
-        return self.names.get(name.rpartition(".")[2]) if self.has(name) else None
 
 
 _NOTHING = "nothing"
@@ -69,19 +62,17 @@ _PHYSICSNEMO = Origin(
         "ring_sdpa": "torch.nn.functional.scaled_dot_product_attention",
         "mark_module_as_shared": f"{_NOTHING}: gradients of weights are summed over the domain in backward",
         "unmark_module_as_shared": f"{_NOTHING}: gradients of weights are summed over the domain in backward",
+        ".register_function_handler": _REGISTER,
+        ".register_dispatch_handler": _REGISTER,
+        ".register_named_function_handler": _REGISTER,
+        ".set_promotion_mode": _PROMOTION,
+        ".get_promotion_mode": _PROMOTION,
+        ".promotion_mode": _PROMOTION,
+        ".patches_enabled": "shardtensor.dispatch.patches.installed()",
+        ".sharding_shapes": "x.shard_sizes: {mesh_dim: (length on rank 0, ...)}, without the other dims",
+        ".offsets": "sum(x.shard_sizes[mesh_dim][:coordinate])",
+        "sharding_shapes=": 'shard_sizes={mesh_dim: (length on rank 0, ...)}; "chunk" is "even", "infer" is None',
     },
-    attributes={
-        "register_function_handler": _REGISTER,
-        "register_dispatch_handler": _REGISTER,
-        "register_named_function_handler": _REGISTER,
-        "set_promotion_mode": _PROMOTION,
-        "get_promotion_mode": _PROMOTION,
-        "promotion_mode": _PROMOTION,
-        "patches_enabled": "shardtensor.dispatch.patches.installed()",
-        "sharding_shapes": "x.shard_sizes: {mesh_dim: (length on rank 0, ...)}, without the other dims",
-        "offsets": "sum(x.shard_sizes[mesh_dim][:coordinate])",
-    },
-    keywords={"sharding_shapes": 'shard_sizes={mesh_dim: (length on rank 0, ...)}; "chunk" is "even", "infer" is None'},
 )
 _DTENSOR = Origin(
     roots=("torch.distributed.tensor", "torch.distributed._tensor"),
@@ -136,12 +127,14 @@ def find(source: str, origins: Iterable[str] = tuple(ORIGINS)) -> list[Finding]:
     bound = {alias: name for alias, name, _ in imported}
     found: set[Finding] = set()
     for origin in (ORIGINS[name] for name in origins):
-        for _, name, line in imported:
-            if instead := origin.instead_of(name):
-                found.add(Finding(line, name, instead))
-        found.update(_names(tree, bound, origin))
-        if any(map(origin.has, bound.values())):
-            found.update(_members(tree, origin))
+        is_imported = any(map(origin.has, bound.values()))
+        for name, line, may_stay in (*((name, line, False) for _, name, line in imported), *_uses(tree, bound)):
+            is_member = name.startswith(".") or name.endswith("=")
+            if is_imported if is_member else origin.has(name):
+                instead = origin.names.get(name if is_member else name.rpartition(".")[2])
+                # A name that is called the same with us stays: its import is all that changes.
+                if instead and not (may_stay and _same_name(name, instead)):
+                    found.add(Finding(line, name, instead))
     return sorted(found)
 
 
@@ -158,23 +151,19 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}", alias.lineno
 
 
-def _names(tree: ast.AST, bound: dict[str, str], origin: Origin) -> Iterator[Finding]:
-    """Uses of what imports have bound."""
-    for node in ast.walk(tree):
-        name = _full_name(node, bound)
-        instead = origin.instead_of(name) if name else None
-        # A name that is called the same with us stays: its import is all that changes.
-        if instead and not (isinstance(node, ast.Name) and _same_name(name, instead)):
-            yield Finding(getattr(node, "end_lineno", 0), name, instead)
+def _uses(tree: ast.AST, bound: dict[str, str]) -> Iterator[tuple[str, int, bool]]:
+    """Uses of what imports have bound, and methods, attributes and arguments of whatever object, with their lines.
 
-
-def _members(tree: ast.AST, origin: Origin) -> Iterator[Finding]:
-    """Methods, attributes and arguments, of whatever object: types are not known here."""
+    The last of the three is whether it is a name by itself.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in origin.attributes:
-            yield Finding(node.end_lineno or node.lineno, f".{node.attr}", origin.attributes[node.attr])
-        elif isinstance(node, ast.keyword) and node.arg in origin.keywords:
-            yield Finding(node.lineno, f"{node.arg}=", origin.keywords[node.arg])
+        line: int = getattr(node, "end_lineno", 0)
+        if name := _full_name(node, bound):
+            yield name, line, isinstance(node, ast.Name)
+        if isinstance(node, ast.Attribute):
+            yield f".{node.attr}", line, False
+        elif isinstance(node, ast.keyword):
+            yield f"{node.arg}=", node.lineno, False
 
 
 def _full_name(node: ast.AST, bound: dict[str, str]) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ..layout.caches import forget
-from ._compat import Kernel, clear_dtensor_caches, init_fake_process_group, put_in_front
+from ._compat import FakeWork, clear_dtensor_caches, init_fake_process_group, put_in_front
 
 
 def simulate_ranks(
@@ -34,7 +33,7 @@ def simulate_ranks(
         )
     results = []
     # torch's own raises where a rank only receives.
-    restore = put_in_front({"alltoall_base_": _complete_at_once})
+    restore = put_in_front(["alltoall_base_"], lambda name, _, returns: lambda *args: complete(args[0], returns))
     excepthook = sys.excepthook  # torch puts one in front that names the rank, for each group that is made
     try:
         for rank in range(world_size) if ranks is None else ranks:
@@ -51,19 +50,6 @@ def simulate_ranks(
     return results
 
 
-class _Complete(dist.Work):
-    """Communication that is complete; to be waited for like any other."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_complete = _Complete()  # what Python overrides ends with Python's object
-
-
 def complete(result: Any, returns_result: bool) -> Any:
     """What a c10d operator returns that has nothing to do.
 
@@ -71,12 +57,8 @@ def complete(result: Any, returns_result: bool) -> Any:
         result: its first argument, where the result is.
         returns_result: whether the operator returns it in front of the work.
     """
-    work = _complete.boxed()
+    work = FakeWork().boxed()
     return (result, work) if returns_result else work
-
-
-def _complete_at_once(kernel: Kernel, returns_tensors: bool) -> Kernel:
-    return lambda *args: complete(args[0], returns_tensors)
 
 
 def _forget_the_last_rank() -> None:

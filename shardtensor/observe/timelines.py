@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .._compat import OpOverload, backward_pass
-from .._compat.c10d import c10d_all_gather
 from ..dispatch.tensor import ShardTensor
 from ..ranks import history, waiting
-from ..ranks.rows import gather_rows
+from ..ranks.failures import communicating
 from .counting import Communication, LocalCalls
 
 _recording = False
@@ -63,19 +60,24 @@ def timeline(path: str | Path, *, group: dist.ProcessGroup | None = None) -> Ite
         with ExitStack() as stack:
             stack.enter_context(history.observed(record.note_operator))
             stack.enter_context(waiting.observed(record.waits))
-            stack.enter_context(_Calls(record))
+            stack.enter_context(record)
             yield
     finally:
         _recording = False
     _write(Path(path), _gathered(record.events, group))
 
 
-class _Record:
-    """The events of this rank, as Chrome's format has them; times in microseconds since 1970."""
+class _Record(LocalCalls):  # type: ignore[no-untyped-call]
+    """The events of this rank, as Chrome's format has them; times in microseconds since 1970.
+
+    As a mode it sees operators on ShardTensors below autograd, and collectives.
+    """
 
     def __init__(self) -> None:
+        super().__init__(self._collective)
         self.events: list[dict[str, Any]] = []
         self._began: tuple[str, float] | None = None
+        self._inside = False
         self._offset = time.time() * 1e6 - time.perf_counter() * 1e6  # a clock that never jumps, but starts anywhere
 
     def now(self) -> float:
@@ -104,34 +106,26 @@ class _Record:
         start = self.now()
         return lambda: self.span(f"wait for {history.last_entry(group.group_name)}", "wait", start)
 
-
-class _Calls(LocalCalls):  # type: ignore[no-untyped-call]
-    """Sees operators on ShardTensors below autograd, and collectives."""
-
-    def __init__(self, record: _Record) -> None:
-        super().__init__(self._collective)
-        self._record, self._inside = record, False
-
     def on_shards(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside or history.here.operator or ShardTensor not in types:
             return NotImplemented
-        start, self._inside = self._record.now(), True
+        start, self._inside = self.now(), True
         try:
             with self:  # for what it communicates
                 return func(*args, **kwargs)
         finally:
             self._inside = False
-            self._record.span(func._schema.name.removeprefix("aten::"), "operator", start)
+            self.span(func._schema.name.removeprefix("aten::"), "operator", start)
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        counted, start = Communication(), self._record.now()
+        counted, start = Communication(), self.now()
         counted.add(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         finally:
             name = next(iter(counted.collectives), func._schema.name.split("::")[1].strip("_"))
             sizes = {"messages": counted.messages, "bytes": counted.bytes_sent + counted.collective_bytes}
-            self._record.span(name, "communication", start, **sizes)
+            self.span(name, "communication", start, **sizes)
 
 
 # -- all ranks --------------------------------------------------------------------------------------------------------
@@ -143,17 +137,10 @@ def _gathered(events: list[dict[str, Any]], group: dist.ProcessGroup | None) -> 
         return {0: events}
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    device = "cpu" if "cpu" in str(group._device_types) else str(group._device_types[0])
-    data = zlib.compress(json.dumps(events).encode())
-    lengths = [length for _, [length] in sorted(gather_rows([len(data)], group, device).items())]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    table = mine.new_empty((group.size(), len(mine)))
-    waiting.wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)
-    if group.rank() != 0:
-        return None
-    texts = (zlib.decompress(bytes(row[:length].tolist())) for row, length in zip(table.cpu(), lengths))
-    return dict(zip(dist.get_process_group_ranks(group), map(json.loads, texts)))
+    every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    with communicating(group):
+        dist.gather_object(events, every, group=group, group_dst=0)
+    return None if every is None else dict(zip(dist.get_process_group_ranks(group), every))
 
 
 def _write(path: Path, by_rank: dict[int, list[dict[str, Any]]] | None) -> None:

@@ -107,13 +107,13 @@ def parallelize(
     shard = tuple(shard) if shard is not None else () if data is None else (data,)
     _check_axes(names, data, domain, tensor, plan, shard, spmd)
     axes = [n for n in names if n in (data, domain, tensor)]
-    mesh = _sub(mesh, axes)
+    mesh = mesh[tuple(axes)]
     copies = tuple(n for n in axes if n in (data, domain) and n not in shard)
     options |= _spmd_options(shard, copies) if spmd else {}
     synchronize(model, mesh)
     steps = [f"weights and buffers: rank 0's on all ranks of {_named(mesh, axes)}"]
 
-    inputs = mesh if spmd else _sub(mesh, [n for n in axes if n != data])
+    inputs = mesh if spmd else mesh[tuple(n for n in axes if n != data)]
     if tensor is not None and plan is not None:
         styles = tensor_parallel(model, inputs, plan, tensor=tensor)
         steps.append(f"tensor parallel over {tensor!r}: {', '.join(f'{n} {how}' for n, how in styles.items())}")
@@ -155,17 +155,10 @@ def _check_axes(
         raise ValueError(f"mesh axes {tuple(names)}: order them data, domain, tensor, those that communicate most last")
 
 
-def _sub(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """The mesh of these axes."""
-    if tuple(names) == mesh.mesh_dim_names:
-        return mesh
-    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]
-
-
 def _fsdp_mesh(mesh: DeviceMesh, shard: Sequence[str], data: str | None) -> DeviceMesh:
     """The mesh for ``fully_shard`` of plain weights, whose gradients are equal along the domain axis already."""
     if len(shard) == 2:
-        return flattened(_sub(mesh, sorted(shard, key=(mesh.mesh_dim_names or ()).index)))
+        return flattened(mesh[tuple(sorted(shard, key=(mesh.mesh_dim_names or ()).index))])
     if data in shard or data is None:
         return mesh[shard[0]]
     return mesh[(data, shard[0])]  # replicated over the first, sharded over the second

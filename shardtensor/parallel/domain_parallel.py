@@ -18,9 +18,10 @@ import copy
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -38,8 +39,9 @@ from ..dispatch.tensor import ShardTensor, promote
 from ..layout.geometry import aligned_sizes
 from ..layout.placements import ShardSizes
 from ..ranks.agreement import compare_histories, gather_over_mesh
+from ..ranks.debug_mode import debug_enabled
 from ..ranks.equal_values import check_plain
-from ..ranks.first_use import FirstCalls
+from ..ranks.first_use import CALLS, wanted
 from .styled_methods import Style, apply_style
 
 # One placement per mesh dim.
@@ -155,7 +157,7 @@ class DomainParallel(ParallelStyle):
             if not callable(getattr(module, method, None)):
                 raise ValueError(f"methods names {method!r}, which {name} does not have")
         signatures = {method: inspect.signature(getattr(module, method)) for method in self.methods}
-        parameters = {method: _Parameters.of(f"{name}.{method}", given) for method, given in signatures.items()}
+        parameters = {method: _Parameters(f"{name}.{method}", given) for method, given in signatures.items()}
         inputs = {method: own.by_name(self.inputs) for method, own in parameters.items()}
         on_shards = partial(implicit_replication, device_mesh) if self.implicit_replication else nullcontext
         checks = _Checks(f"plain inputs of {name} (DomainParallel)", device_mesh)
@@ -210,25 +212,21 @@ class DomainParallel(ParallelStyle):
         return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in aligned.items()}
 
     def __repr__(self) -> str:
-        options = (
-            "inputs",
-            "outputs",
-            "shard_sizes",
-            "align",
-            "use_local_output",
-            "implicit_replication",
-            "methods",
-            "when",
-        )
+        options = inspect.signature(DomainParallel).parameters
         return f"DomainParallel({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
 
 
 class _Checks:
-    """Compares what the ranks pass to a module, and the plain values that it used, in its first calls."""
+    """Compares what the ranks pass to a module, and the plain values that it used.
+
+    In the first calls of its first layouts; with ``SHARDTENSOR_DEBUG=1`` in all.
+    """
+
+    _LAYOUTS = 16
 
     def __init__(self, what: str, mesh: DeviceMesh) -> None:
         self._what, self._mesh = what, mesh
-        self._first = FirstCalls()
+        self._seen: Counter[Any] = Counter()
         self._due = False
 
     def before(self, method: str, given: Sequence[tuple[str, Tensor]]) -> None:
@@ -236,9 +234,18 @@ class _Checks:
         traced = any(is_traced(t._local_tensor if isinstance(t, DTensor) else t) for _, t in given)
         plain = [(name, t) for name, t in given if not isinstance(t, DTensor)]
         layout = (method, *((name, t.shape, t.dtype) for name, t in plain))
-        self._due = self._mesh.size() > 1 and not traced and self._first.due(layout)
+        self._due = self._mesh.size() > 1 and not traced and self._is_due(layout)
         if self._due:
             check_plain(self._what, plain, self._mesh)
+
+    def _is_due(self, layout: Any) -> bool:
+        """Whether a call is one of these. Every rank asks, with the same layout."""
+        if debug_enabled():
+            return True
+        if not wanted or (len(self._seen) >= self._LAYOUTS and layout not in self._seen):
+            return False
+        self._seen[layout] += 1
+        return self._seen[layout] <= CALLS
 
     def after(self) -> None:
         """Check the weights that were used, and all that ranks have done: what leaves the module may never be read."""
@@ -348,7 +355,6 @@ def _check_mesh(what: str, layouts: Layouts, mesh: DeviceMesh) -> None:
         )
 
 
-@dataclass(frozen=True)
 class _Parameters:
     """The parameters of a module's method.
 
@@ -360,21 +366,14 @@ class _Parameters:
         others: names of keyword-only ones; None: any name, there are ``**kwargs``.
     """
 
-    method: str
-    signature: inspect.Signature
-    positional: tuple[str, ...]
-    rest: str
-    others: tuple[str, ...] | None
-
-    @staticmethod
-    def of(method: str, signature: inspect.Signature) -> _Parameters:
+    def __init__(self, method: str, signature: inspect.Signature) -> None:
         kinds: dict[Any, list[str]] = {}
         for p in signature.parameters.values():
             kinds.setdefault(p.kind, []).append(p.name)
-        positional = kinds.get(Parameter.POSITIONAL_ONLY, []) + kinds.get(Parameter.POSITIONAL_OR_KEYWORD, [])
-        rest = kinds.get(Parameter.VAR_POSITIONAL, [""])[0]
-        others = None if Parameter.VAR_KEYWORD in kinds else tuple(kinds.get(Parameter.KEYWORD_ONLY, []))
-        return _Parameters(method, signature, tuple(positional), rest, others)
+        self.method, self.signature = method, signature
+        self.positional = kinds.get(Parameter.POSITIONAL_ONLY, []) + kinds.get(Parameter.POSITIONAL_OR_KEYWORD, [])
+        self.rest = kinds.get(Parameter.VAR_POSITIONAL, [""])[0]
+        self.others = None if Parameter.VAR_KEYWORD in kinds else kinds.get(Parameter.KEYWORD_ONLY, [])
 
     def by_name(self, layouts: Layouts) -> Layouts:
         """Layouts by position as layouts by name; ValueError where there are no such parameters."""

@@ -35,7 +35,7 @@ from .._compat import STOPS_RECOMPUTATION
 from .._compat.c10d import default_store
 from ..errors import LostRankError, ThreadConflict
 from .callers import called_from, raised_at
-from .history import at_conflict, at_first, check_before, counts, here, last_entry
+from .history import at_conflict, at_first, before_each, counts, here, last_entry
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
 _POLL = 0.05
@@ -88,7 +88,7 @@ def _note_fork() -> None:
     global _post, _forked_with
     if dist.is_initialized():
         _post, _forked_with = None, dist.group.WORLD
-        check_before(_check_fork)
+        before_each.append(_check_fork)
 
 
 def _check_fork() -> None:
@@ -99,7 +99,7 @@ def _check_fork() -> None:
         )
 
 
-at_first(watch)
+at_first.append(watch)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 _previous_hook: list[Callable[..., Any]] = []
@@ -158,7 +158,7 @@ def _say_raised(error: Exception, **more: Any) -> None:
     _ask(say)
 
 
-at_conflict(lambda group, error: _say_raised(error, conflict=group))  # for which they will wait for ever
+at_conflict.append(lambda group, error: _say_raised(error, conflict=group))  # for which they will wait for ever
 
 
 def check_raised(group: dist.ProcessGroup) -> None:

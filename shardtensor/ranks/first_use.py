@@ -15,10 +15,11 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,19 +29,14 @@ from .._compat.c10d import group_along
 from ..layout.caches import forgets
 from .callers import called_from
 from .cuda_graphs import is_capturing
-from .debug_mode import debug_enabled
 from .history import forget_values, note_values
 from .summaries import summary, tolerance_of
 
-# How often something is looked at that may be another tensor each time, and for how many layouts.
-_CALLS = 3
-_LAYOUTS = 16
+CALLS = 3  # how often something is looked at that may be another tensor each time
 
 # The tensors that have been used, with what was noted of them; by id, as tensors cannot be compared as keys.
 _used: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-_without_plan: dict[Any, PlainOperands] = {}
-forgets(_without_plan.clear)
-_wanted = os.environ.get("SHARDTENSOR_CHECK_PARAMETERS", "1") not in ("", "0")
+wanted = os.environ.get("SHARDTENSOR_CHECK_PARAMETERS", "1") not in ("", "0")
 
 
 class PlainOperands:
@@ -56,13 +52,13 @@ class PlainOperands:
 
     def __init__(self, name: str, mesh: DeviceMesh, places: Sequence[Any], parameters: bool) -> None:
         self._name, self._mesh, self.places, self._parameters = name, mesh, tuple(places), parameters
-        self._left = _CALLS
+        self._left = CALLS
 
     @staticmethod
     def among(name: str, mesh: DeviceMesh, tensors: Iterable[tuple[Any, Tensor]]) -> PlainOperands | None:
         """Those among pairs of a place and the tensor there; None if there are none."""
         plain = {place: t for place, t in tensors if not isinstance(t, DTensor)}
-        if not plain or not _wanted or mesh.size() == 1:
+        if not plain or not wanted or mesh.size() == 1:
             return None
         return PlainOperands(name, mesh, tuple(plain), any(isinstance(t, nn.Parameter) for t in plain.values()))
 
@@ -95,15 +91,17 @@ class PlainOperands:
 
 def note_operand(name: str, t: Tensor, mesh: DeviceMesh) -> None:
     """Note a plain tensor that meets ShardTensors in a call without a plan, which would tell its first uses."""
-    if id(t) in _used or not _wanted or mesh.size() == 1:
+    if id(t) in _used or not wanted or mesh.size() == 1:
         return  # the usual case
-    key = (name, t.shape, t.dtype, mesh)
-    operands = _without_plan.get(key)
-    if operands is None:
-        while len(_without_plan) >= 1024:
-            del _without_plan[next(iter(_without_plan))]
-        operands = _without_plan[key] = PlainOperands(name, mesh, (0,), False)
-    operands.note((t,))
+    _without_plan(name, t.shape, t.dtype, mesh).note((t,))
+
+
+@lru_cache(1024)
+def _without_plan(name: str, shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh) -> PlainOperands:
+    return PlainOperands(name, mesh, (0,), False)
+
+
+forgets(_without_plan.cache_clear)
 
 
 def forget_operands(tensors: Iterable[Any]) -> None:
@@ -111,19 +109,3 @@ def forget_operands(tensors: Iterable[Any]) -> None:
     for key in map(id, tensors):
         if key in _used:
             forget_values(_used.pop(key)[1])
-
-
-class FirstCalls:
-    """Which calls of a module are checked: the first ones of its first layouts; with ``SHARDTENSOR_DEBUG=1`` all."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[Any] = Counter()
-
-    def due(self, layout: Any) -> bool:
-        """Whether this call is. Every rank is to ask, with the same layout."""
-        if debug_enabled():
-            return True
-        if not _wanted or (len(self._seen) >= _LAYOUTS and layout not in self._seen):
-            return False
-        self._seen[layout] += 1
-        return self._seen[layout] <= _CALLS

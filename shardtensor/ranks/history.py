@@ -121,19 +121,10 @@ class _Log:
 
 _logs: dict[str, _Log] = {}
 forgets(_logs.clear)
-_at_first: list[Callable[[], None]] = []
-_check: Callable[[], None] | None = None
-
-
-def at_first(function: Callable[[], None]) -> None:
-    """Have it called whenever this rank is about to communicate in a group for the first time."""
-    _at_first.append(function)
-
-
-def check_before(function: Callable[[], None]) -> None:
-    """Have it called before this rank communicates, each time; it raises where it must not."""
-    global _check
-    _check = function
+# What others have called whenever this rank is about to communicate in a group for the first time, and
+at_first: list[Callable[[], None]] = []
+# before it communicates, each time; it raises where it must not.
+before_each: list[Callable[[], None]] = []
 
 
 def forget_history() -> None:
@@ -152,8 +143,9 @@ def record(group: str, kind: str, dtype: Any = None, elements: int = 0) -> None:
     if dtype is None:
         text = kind.encode()
     else:
-        if _check is not None:
-            _check()
+        if before_each:
+            for check in before_each:
+                check()
         text = _communication(kind, dtype, elements, here.operator)
     log = _logs.get(group) or _log(group)
     if log.thread != get_ident():
@@ -191,7 +183,7 @@ def _log(group: str) -> _Log:
     log = _logs.get(group)
     if log is None:
         log = _logs[group] = _Log()
-        for function in _at_first:
+        for function in at_first:
             function()
     return log
 
@@ -354,15 +346,11 @@ def _by_rank(texts: Mapping[int, str]) -> str:
 
 conflicts: dict[str, str] = {}  # what all threads raise that communicate in a group
 forgets(conflicts.clear)
-_at_conflict: list[Callable[[str, ThreadConflict], None]] = []
+# Called where a thread is about to communicate in a group, by its name, that belongs to another one.
+at_conflict: list[Callable[[str, ThreadConflict], None]] = []
 _turn = threading.RLock()
 _has_turn = 0
 _WAITING = f"{__package__}.waiting"
-
-
-def at_conflict(function: Callable[[str, ThreadConflict], None]) -> None:
-    """Have it called where a thread is about to communicate in a group, by its name, that belongs to another one."""
-    _at_conflict.append(function)
 
 
 def check_conflict(group: str) -> None:
@@ -420,7 +408,7 @@ def _pass_on(group: str, log: _Log) -> None:
         "shardtensor.take_turns(), in the same order on all ranks"
     )
     conflicts[group], log.thread = said, -1
-    for function in _at_conflict:
+    for function in at_conflict:
         function(group, ThreadConflict(said))
     raise ThreadConflict(said)
 

@@ -38,27 +38,7 @@ from torch import Tensor
 
 from .._compat import DisableTorchFunction, tree_leaves, tree_map, without_modes
 from ..layout.strides import as_bytes
-from ..observe._compat import Kernel, group_of, put_in_front
-
-# Of c10d's operators the first argument is written and the second one read, ...
-_OUT_OF_PLACE = (
-    "_allgather_base_",
-    "_reduce_scatter_base_",
-    "allgather_",
-    "allgather_coalesced_",
-    "allgather_into_tensor_coalesced_",
-    "alltoall_",
-    "alltoall_base_",
-    "gather_",
-    "gather_into_tensor_",
-    "reduce_scatter_",
-    "reduce_scatter_tensor_coalesced_",
-    "scatter_",
-)
-# ... or the first one is both (of a receive, only written), ...
-_IN_PLACE = ("allreduce_", "allreduce_coalesced_", "reduce_", "recv_", "recv_any_source_")
-# ... or only read, on the root of a broadcast and in a send; or there is no data.
-_OTHERS = ("broadcast_", "send", "barrier", "monitored_barrier_")
+from ..observe._compat import Kernel, c10d_operators, group_of, put_in_front
 
 
 class late_communication:  # named like torch.no_grad, which works alike
@@ -98,8 +78,7 @@ class late_communication:  # named like torch.no_grad, which works alike
         global _scene
         self._outer, _scene = _scene, _Scene(self._seconds, self._seed)
         if self._outer is None:
-            names = [n for n in (*_OUT_OF_PLACE, *_IN_PLACE, *_OTHERS) if hasattr(torch.ops.c10d, n)]  # by version
-            self._remove = put_in_front({name: _kernel(name) for name in names})
+            self._remove = put_in_front(c10d_operators(), _kernel)
 
     def __exit__(self, *_: object) -> None:
         global _scene
@@ -255,37 +234,32 @@ class _LateWork(dist.Work):
             self._expected, self._operands, self._written = [], {}, []
 
 
-def _kernel(name: str) -> Callable[[Kernel, bool], Callable[..., Any]]:
-    """What makes the kernel of c10d's operator ``name`` that goes in front of torch's."""
+def _kernel(name: str, kernel: Kernel, returns_tensors: bool) -> Kernel:
+    """The kernel that goes in front of torch's of c10d's operator ``name``."""
 
-    def replacement(kernel: Kernel, returns_tensors: bool) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            group = group_of(next(a for a in args if isinstance(a, torch.ScriptObject)))
-            scene = _scene
-            if scene is None or group.name() != "gloo":
-                return kernel(*args)
-            work = _LateWork(name, *_operands(name, group, args))
-            work.start(scene, _lane(name, group, args), kernel, args)
-            if name == "monitored_barrier_":
-                work.wait()
-                return None
-            return (args[0], work.boxed()) if returns_tensors else work.boxed()
+    def run(*args: Any) -> Any:
+        group = group_of(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        scene = _scene
+        if scene is None or group.name() != "gloo":
+            return kernel(*args)
+        work = _LateWork(name, *_operands(name, group, args))
+        work.start(scene, _lane(name, group, args), kernel, args)
+        if name == "monitored_barrier_":
+            work.wait()
+            return None
+        return (args[0], work.boxed()) if returns_tensors else work.boxed()
 
-        return run
-
-    return replacement
+    return run
 
 
 def _operands(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """What is read, and what is written."""
-    first = tree_leaves(args[0])
-    if name in _OUT_OF_PLACE:
-        return tree_leaves(args[1]), first
-    if name in _IN_PLACE:
-        return [], first
-    if name == "broadcast_" and args[2] != group.rank():
-        return [], first
-    return ([], []) if name.endswith("barrier_") or name == "barrier" else (first, [])
+    if name in ("barrier", "monitored_barrier_"):
+        return [], []
+    # The first argument is written and the second one, where it has tensors, read; or the first one is both, or sent.
+    first, second = tree_leaves(args[0]), [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)]
+    is_sent = name == "send" or (name == "broadcast_" and args[2] == group.rank())
+    return (first, []) if is_sent else (second, first)
 
 
 def _lane(name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> tuple[Any, ...]:

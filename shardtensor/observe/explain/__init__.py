@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .advice import Advice, Choice, Machine, advise
 from .report import Explanation, Layer, Share
-from .run import UnfitArguments
+from .run import UnfitArguments, explained, prepared, sample_of
 
 __all__ = ["Advice", "Choice", "Explanation", "Layer", "Machine", "Share", "UnfitArguments", "advise", "explain"]
 
@@ -71,8 +71,6 @@ def explain(
         >>> found.layers[0].shares[3].outputs
         ((1, 8, 336, 2700),)
     """
-    from .run import explained, prepared, sample_of
-
     job = prepared(model, inputs, kwargs or {}, mesh, shard, shard_sizes, backward, implicit_replication)
     if ranks is not None:
         ranks = sorted(set(ranks))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._compat import tree_leaves
 from ...layout.geometry import aligned_sizes, chunk_sizes
-from .report import Explanation
+from .report import Explanation, bytes_text, table
 from .run import UnfitArguments
 
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
@@ -107,8 +107,6 @@ class Advice:
         return self.speedup >= _PAYS
 
     def __str__(self) -> str:
-        from .report import bytes_text, table
-
         rows = [
             (
                 *(str(c), f"{1e3 * c.seconds:.3g}", f"{self.single.seconds / c.seconds:.2f}"),
@@ -121,8 +119,6 @@ class Advice:
 
     def verdict(self) -> str:
         """In words, whether to shard and how."""
-        from .report import bytes_text
-
         if self.best is None:
             return "Every way to shard is refused."
         ranks = math.prod(self.best.mesh)

@@ -58,16 +58,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, is_causal: bool | 
     return both // 2 if causal else both
 
 
-def _attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any, **_: Any
-) -> int:
-    """Five products of that size: the scores are computed once more."""
-    return _attention(q, k, v, *others[:2]) * 5 // 2
-
-
 _ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # Five products of that size: the scores are computed once more.
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, out, lse, *others, **_: _attention(q, k, v, *others[:2]) * 5 // 2
+    ),
     torch.ops.shardtensor.attend: lambda q, k, v, mask, scale, square: _attention(q, k, v, is_causal=square),
 }
 
@@ -233,17 +229,14 @@ class Recorder:
         """Record a backward pass."""
         self._close(self._row)
         self._phase = 1
-        with self._local_calls():
+        with LocalCalls(self.communicate, self.compute):
             yield
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t)
-        with keeping, self._local_calls(), _Calls(self):
+        with keeping, LocalCalls(self.communicate, self.compute), _Calls(self):
             yield
-
-    def _local_calls(self) -> LocalCalls:
-        return LocalCalls(self.communicate, self.compute)
 
     def _follow(self, stack: ExitStack, path: str, module: nn.Module) -> None:
         def enter(_: nn.Module, args: Any) -> None:
@@ -281,19 +274,17 @@ class Recorder:
         if not row.is_empty or (self._plain and row.shapes):
             self.rows.append(row)
 
-    def observe(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
-    ) -> Any:
-        """Record an operator's call, which ``run`` carries out. What it calls itself is a part of it."""
+    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator's call. What it calls itself is a part of it."""
         name = getattr(func, "__name__", str(func))
         if self._calling or name in _READS:
-            return run()
+            return func(*args, **kwargs)
         self._close(self._row)
         row = self.open(name)
         with self._inside():
             row.takes_shards = any(isinstance(t, DTensor) for t in tree_leaves((args, kwargs)))
             try:
-                result = run()
+                result = func(*args, **kwargs)
             except UnsupportedSharding as error:
                 row.refused = str(error)
                 result = substitute(name, func, args, kwargs)
@@ -370,5 +361,4 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        return self._recorder.observe(func, tuple(args), kwargs, lambda: func(*args, **kwargs))
+        return self._recorder.observe(func, tuple(args), kwargs or {})

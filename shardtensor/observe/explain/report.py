@@ -150,21 +150,52 @@ class Explanation:
         return sum(sum(layer.shares[rank].flops) for layer in self.layers)
 
     def __str__(self) -> str:
-
-        return as_text(self)
+        """The inputs, a table of layers, one of ranks, what is refused, and notes."""
+        world = "x".join(map(str, self.mesh))
+        passes = "forward and backward" if self.differentiated else "forward"
+        parts = [
+            f"mesh {world}, {passes}; weights {bytes_text(self.weight_bytes)} on each rank",
+            *(f"input {text}" for text in self.inputs),
+            "",
+            table(_LAYER_COLUMNS, (_layer_line(layer) for layer in self.layers if layer.matters)),
+            "",
+            table(_RANK_COLUMNS, _rank_lines(self)),
+        ]
+        parts += [f"\nrefused in {_name(layer)}: {layer.refused}" for layer in self.refused]
+        if self.stopped:
+            parts.append(f"\nThe run ended early: {self.stopped}")
+        parts += [f"\n{note}" for note in self.notes]
+        return "\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, numbers and strings, for ``json.dumps``."""
-
-        return as_dict(self)
+        result = asdict(self)
+        result["balance"] = {rank: self.flops(rank) for rank in self.ranks}
+        result["imbalance"] = imbalance(result["balance"])
+        result["totals"] = {
+            rank: {phase: asdict(self.communication(rank, phase)) for phase in PHASES}
+            | {"saved_bytes": self.total(rank, "saved_bytes")}
+            for rank in self.ranks
+        }
+        for layer, own in zip(self.layers, result["layers"]):
+            own["imbalance"] = layer.imbalance
+        written: dict[str, Any] = _with_text_keys(result)
+        return written
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """The page, complete in itself; written to ``path`` if one is given."""
-
-        page = as_page(self)
+        """The page, complete in itself; written to ``path`` if one is given. page.html is its template."""
+        try:
+            from jinja2 import Environment, StrictUndefined
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("to_html() writes its page with jinja2: pip install shardtensor[html]") from error
+        templates = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+        templates.filters |= {"bytes": bytes_text, "shapes": shape_text, "giga": lambda n: f"{n / 1e9:.3g}"}
+        page = templates.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+        most = max(map(self.flops, self.ranks)) or 1
+        text: str = page.render(found=self, model=_tree(self), most=most, collectives=_collectives, imbalance=imbalance)
         if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
 
 def imbalance(work: dict[int, int]) -> float:
@@ -176,25 +207,6 @@ def imbalance(work: dict[int, int]) -> float:
 # -- report ------------------------------------------------------------------------------------------------------------
 
 _WIDTH = 20  # of a bar, in characters
-
-
-def as_text(found: Explanation) -> str:
-    """The inputs, a table of layers, one of ranks, what is refused, and notes."""
-    world = "x".join(map(str, found.mesh))
-    passes = "forward and backward" if found.differentiated else "forward"
-    parts = [
-        f"mesh {world}, {passes}; weights {bytes_text(found.weight_bytes)} on each rank",
-        *(f"input {text}" for text in found.inputs),
-        "",
-        table(_LAYER_COLUMNS, (_layer_line(layer) for layer in found.layers if layer.matters)),
-        "",
-        table(_RANK_COLUMNS, _rank_lines(found)),
-    ]
-    parts += [f"\nrefused in {_name(layer)}: {layer.refused}" for layer in found.refused]
-    if found.stopped:
-        parts.append(f"\nThe run ended early: {found.stopped}")
-    parts += [f"\n{note}" for note in found.notes]
-    return "\n".join(parts)
 
 
 _LAYER_COLUMNS = ("layer", "result", "layout", "messages", "collectives", "sent", "kept", "GFLOP", "max/mean")
@@ -232,22 +244,6 @@ def _rank_lines(found: Explanation) -> Iterable[tuple[str, ...]]:
             f"{flops[rank] / 1e9:.3g}",
             bar(flops[rank], most),
         )
-
-
-def as_dict(found: Explanation) -> dict[str, Any]:
-    """See :meth:`Explanation.to_dict`."""
-    result = asdict(found)
-    result["balance"] = {rank: found.flops(rank) for rank in found.ranks}
-    result["imbalance"] = imbalance(result["balance"])
-    result["totals"] = {
-        rank: {phase: asdict(found.communication(rank, phase)) for phase in PHASES}
-        | {"saved_bytes": found.total(rank, "saved_bytes")}
-        for rank in found.ranks
-    }
-    for layer, own in zip(found.layers, result["layers"]):
-        own["imbalance"] = layer.imbalance
-    written: dict[str, Any] = _with_text_keys(result)
-    return written
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -304,19 +300,6 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 # -- page --------------------------------------------------------------------------------------------------------------
 
 # A preview as one HTML page that needs nothing else: modules that fold, operators that can be sorted.
-
-
-def as_page(found: Explanation) -> str:
-    """See :meth:`Explanation.to_html`. The page is page.html, a template of jinja2."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("to_html() writes its page with jinja2: pip install shardtensor[html]") from error
-    templates = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    templates.filters |= {"bytes": bytes_text, "shapes": shape_text, "giga": lambda n: f"{n / 1e9:.3g}"}
-    page = templates.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    most = max(map(found.flops, found.ranks)) or 1
-    return page.render(found=found, model=_tree(found), most=most, collectives=_collectives, imbalance=imbalance)
 
 
 def _collectives(found: Explanation, rank: int) -> str:

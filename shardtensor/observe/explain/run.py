@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -336,9 +337,7 @@ def _described(value: Any, layout: tuple[Placement, ...] | None, sizes: Sizes) -
 
 
 def _first_difference(ranks: Sequence[int], names: Sequence[Sequence[tuple[str, str]]]) -> str:
-    longest = max(map(len, names))
-    for i in range(longest):
-        there = [each[i] if i < len(each) else ("", "nothing") for each in names]
+    for i, there in enumerate(zip_longest(*names, fillvalue=("", "nothing"))):
         if len(set(there)) > 1:
             shown = [f"{operator} in {path or 'the model'} on rank {r}" for r, (path, operator) in zip(ranks, there)]
             return f"call {i} is {', '.join(shown)}"
