@@ -60,7 +60,7 @@ def reduction_plan(
     spec = call.reduced(keep=keep)[(0,)]
     dims = reduced_dims(dim, len(spec.shape))
     out = reduced_spec(spec, call.meta, dims, keepdim, op)
-    if 0 in spec.own_shape and 0 not in spec.shape:
+    if 0 in spec.own_shape and all(spec.shape[d] for d in dims):
         shape, value = out.own_shape, neutral_element(op, call.meta.dtype)
 
         def neutral(x: Tensor, *_: object, **__: object) -> Tensor:
