@@ -263,11 +263,7 @@ class Columns:
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """``(x - mean) / sqrt(var + eps) * weight + bias``."""
-        if self.samples == 1 and (x.dtype != mean.dtype or x.device.type != "cpu"):
-            numbers = [None if t is None else self._repeated(t) for t in (weight, bias, mean, var)]
-            settings: Any = (*numbers, False, 0.0, eps)
-            return _in_shape(torch.native_batch_norm(self._rows(x)[0], *settings)[0], x)
-        # What that kernel does on CPUs, in half the time.
+        # What batch norm's kernel does on CPUs, in half the time.
         rstd = (var + eps).rsqrt_()
         scale = rstd if weight is None else rstd * weight
         shift = mean * -scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
@@ -319,14 +315,13 @@ def channels_are_last(x: Tensor) -> bool:
 
 def columns_of(geometry: Geometry, on_cpu: bool) -> Columns | None:
     """For a normalization over entire channels, or groups of them; None where shards that have them last are better
-    put in another order: they have many small samples, or their positions do not make columns of equal length.
+    put in another order: they are not on a CPU, have many small samples, or their positions do not make columns of
+    equal length.
     """
     n, channels, *spatial = geometry.spec.own_shape
     samples, positions = (1, n * math.prod(spatial)) if 0 in geometry.dims else (n, math.prod(spatial))
-    if 0 in (samples, positions, channels) or (samples > 1 and positions * channels < _SAMPLE):
+    if not on_cpu or 0 in (samples, positions, channels) or (samples > 1 and positions * channels < _SAMPLE):
         return None
-    if not on_cpu:  # the kernels of other devices add up in parallel
-        return Columns(samples, channels, 1, positions)
     wide = range(-(-_WIDTH[0] // channels), _WIDTH[-1] // channels + 1)
     repeats = next((k for k in wide if positions % k == 0), 1)
     rows, longest = positions // repeats, max(_LENGTH[0], min(_LENGTH[-1], _BLOCK // (repeats * channels)))
