@@ -46,6 +46,7 @@ from ..layout.geometry import Interval, chunk_sizes, intervals_of, map_boundarie
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
+from ..operators.arguments import autocast_dtype
 from ..operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from .common.alignment import free_dims
 from .common.named_dims import Tour, part_by_part
@@ -181,9 +182,8 @@ def _ascending(n: _Lengths, dim: _Dims, shape: Sequence[int], from_half: bool) -
 
 def _result_dtype(call: Arguments, function: Callable[..., Tensor], spec: ShardTensorSpec, dim: _Dims) -> torch.dtype:
     """What the kernel returns, which autocast, where it is on, casts the operand of."""
-    with torch.no_grad(), untraced():
-        small = torch.ones([2] * len(spec.shape), dtype=spec.tensor_meta.dtype, device=call.device)
-        return function(small, None, dim).dtype
+    shapes, dtypes = [[2] * len(spec.shape)], [spec.tensor_meta.dtype]
+    return autocast_dtype(lambda small: function(small, None, dim), shapes, dtypes, call.device)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:

@@ -9,7 +9,7 @@ attention has left in shards of two frames back to shards of many rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...communication.redistribute import redistribute_local
-from ...dispatch.planning import spec_of
+from ...dispatch.planning import AtenCall, Path, meta_of, operands, replicated_spec, spec_of
 from ...dispatch.tensor import ShardTensor, promote, redistribute_to, wrap
 from ...errors import UnsupportedSharding, refuse
 from ...layout.geometry import chunk_sizes
@@ -36,16 +36,19 @@ __all__ = [
     "broadcast_shape",
     "common_layout",
     "fit",
+    "fitted_parts",
     "flattening",
     "free_dims",
     "is_sharded",
     "local_part",
+    "plain_operands",
     "redistributed",
     "reduced_value",
     "refuse_gathering",
     "replicated",
     "same_layout",
     "wide_dtype",
+    "with_own_parts",
 ]
 
 
@@ -155,6 +158,36 @@ def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
             )
         spec = spec.with_axes({m: axis})
     return spec
+
+
+# -- plain operands, below autograd --------------------------------------------------------------------------------
+
+
+def plain_operands(call: AtenCall) -> dict[Path, ShardTensorSpec]:
+    """The specs of a call's plain tensors, which count as replicated."""
+    mesh = call.specs[0].mesh
+    return {path: replicated_spec(mesh, meta_of(t)) for path, t in operands(call.args, {}, Tensor)}
+
+
+def with_own_parts(func: Callable[..., Any], parts: Mapping[Path, ShardTensorSpec]) -> Callable[..., Any]:
+    """``func``, which gets of plain operands what belongs to this rank where they are laid out as ``parts`` says."""
+    narrowings = [(path, d, *spec.interval(m)) for path, spec in parts.items() for d, m in spec.sharded_dims().items()]
+    if not narrowings:
+        return func
+
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        local: list[Any] = list(args)
+        for (*outer, last), dim, start, stop in narrowings:
+            holder = local[outer[0]] if outer else local
+            holder[last] = holder[last].narrow(dim, start, stop - start)
+        return func(*local, **kwargs)
+
+    return narrowed
+
+
+def fitted_parts(call: AtenCall, target: ShardTensorSpec) -> dict[Path, ShardTensorSpec]:
+    """The specs with which a call's plain tensors broadcast against the shard of a result with spec ``target``."""
+    return {path: fit(spec, target) for path, spec in plain_operands(call).items()}
 
 
 # -- on tensors, below autograd ------------------------------------------------------------------------------------

@@ -26,20 +26,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
 from ...errors import UnsupportedSharding, refuse
 from ...layout.caches import cached
-from ...layout.geometry import Interval, chunk_sizes, intervals_of
+from ...layout.geometry import chunk_sizes, intervals_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
-from ...operators.arguments import autocast_dtype, common_mesh
+from ...operators.arguments import autocast_dtype
 from ...operators.declaration import Arguments, LocalPlan
-from .alignment import as_operand, wide_dtype
+from .alignment import wide_dtype
 from .ring import Tour, part_by_part
 
 # Scores of queries and keys are read along the keys next: by a softmax, and by a product with values. Sharded
@@ -56,7 +55,8 @@ class Form:
     """The dims of an operator's tensors by label.
 
     Attributes:
-        terms: for each operand the labels of its dims. None is a dim of length 1 that is broadcast.
+        terms: for each operand the labels of its dims, each once but for those that are whole. None is a dim of length
+            1 that is broadcast.
         out: the labels of the result's dims. A label that is missing here is summed over.
         whole: labels along which nothing may be sharded.
         by_parts: whether the result is put together from results of parts of an operand: side by side along the
@@ -138,55 +138,29 @@ class Arrangement:
         shared = [m for m in works if target.placements[m].is_replicate()]
         return target.with_axes({m: AxisLayout(Partial()) for m in shared}) if shared else target
 
-    def diagonal(self, i: int) -> list[tuple[int, int, int]]:
-        """``(dim, start, length)`` narrowings of operand ``i``'s shard: a label that shards one of its dims and names
-        another one, too, leaves of that only what belongs to the shard.
-        """
-        target, term = self.targets[i], self.form.terms[i]
-        result = []
-        for m, sharded in enumerate(self.sharded):
-            p = target.placements[m]
-            if sharded is not None and isinstance(p, Shard) and term[p.dim] == sharded.label:
-                start, stop = target.interval(m)
-                others = [d for d, label in enumerate(term) if label == sharded.label and d != p.dim]
-                result += [(d, start, stop - start) for d in others]
-        return result
-
     def local(self, i: int, tensor: Tensor) -> Tensor:
         """The local part of operand ``i``, redistributed to its target. Differentiable."""
-        local = to_part(redistribute_to(tensor, self.targets[i]), self.gradient(i))
-        for place in self.diagonal(i):
-            local = local.narrow(*place)
-        return local
+        return to_part(redistribute_to(tensor, self.targets[i]), self.gradient(i))
 
     def local_work(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``function`` for the local operands, part by part where one is sent around. Differentiable."""
         work = function
         for ring in self.rings:
             work = self._around_ring(work, ring)
-        diagonals = [(i, place) for i in range(len(self.targets)) for place in self.diagonal(i)]
-        if not diagonals:
-            return work
-
-        def narrowed(*operands: Tensor) -> Tensor:
-            parts = list(operands)
-            for i, place in diagonals:
-                parts[i] = parts[i].narrow(*place)
-            return work(*parts)
-
-        return narrowed
+        return work
 
     def _around_ring(self, function: Callable[..., Tensor], ring: RingOperand) -> Callable[..., Tensor]:
         at, label = ring.operand, ring.sharded.label
         target, intervals = self.targets[at], intervals_of(ring.sharded.sizes)
         p = target.placements[ring.mesh_dim]
         assert isinstance(p, Shard)
-        dims = [[d for d, name in enumerate(term) if name == label] for term in self.form.terms]
-        dims[at].remove(p.dim)
+        dims = [term.index(label) if label in term and i != at else None for i, term in enumerate(self.form.terms)]
 
         def part_of(owner: int, part: Tensor, *others: Tensor) -> Tensor:
+            a, b = intervals[owner]
             operands = [*others[:at], part, *others[at:]]
-            return function(*(_narrowed(t, d, intervals[owner]) for t, d in zip(operands, dims, strict=True)))
+            pairs = zip(operands, dims, strict=True)
+            return function(*(t if d is None else t.narrow(d, a, b - a) for t, d in pairs))
 
         into = None if self.form.summed(label) else self.form.out.index(label)
         tour = Tour(target.mesh, ring.mesh_dim, target.coordinate[ring.mesh_dim], p.dim, into, intervals)
@@ -195,12 +169,6 @@ class Arrangement:
             return part_by_part(part_of, tour, operands[at], *operands[:at], *operands[at + 1 :])
 
         return call
-
-
-def _narrowed(t: Tensor, dims: Sequence[int], interval: Interval) -> Tensor:
-    for d in dims:
-        t = t.narrow(d, interval[0], interval[1] - interval[0])
-    return t
 
 
 # -- choosing -------------------------------------------------------------------------------------------------------
@@ -407,7 +375,6 @@ __all__ = [
     "Tour",
     "arrange",
     "batch_labels",
-    "contract",
     "part_by_part",
     "plan_contraction",
 ]
@@ -450,10 +417,6 @@ class ContractionPlan(LocalPlan):
         summed = any(s is not None and s.partial_mesh_dims() and t.requires_grad for t, s in graded)
         return summed or bool(self.outputs.partial_mesh_dims())
 
-    def run_on(self, tensors: Sequence[ShardTensor]) -> ShardTensor:
-        """:meth:`run` for operands that do not have their targets yet."""
-        return self.run(list(map(redistribute_to, tensors, self.targets)))
-
 
 def _dtype_of_autocast(how: Arrangement, function: Callable[..., Tensor]) -> torch.dtype | None:
     """The dtype to which autocast casts the operands; None where it is off."""
@@ -479,20 +442,6 @@ def plan_contraction(
     for operand, target in zip(operands, how.targets, strict=True):
         call.redistribute(operand, target)
     return ContractionPlan(how, function)
-
-
-def contract(
-    name: str, function: Callable[..., Tensor], form: Form, *operands: Tensor, mesh: DeviceMesh | None = None
-) -> ShardTensor:
-    """``function`` of the operands, ShardTensors and plain tensors, as a ShardTensor. Differentiable.
-
-    The caller has had torch check the operands' shapes and dtypes, and at least one of them is a ShardTensor.
-    """
-    mesh = mesh or common_mesh(name, operands)
-    assert mesh is not None
-    tensors = [as_operand(t, mesh) for t in operands]
-    how = arrange(name, form, tuple(t._spec for t in tensors))
-    return ContractionPlan(how, function).run_on(tensors)
 
 
 def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from ..._compat import AutogradFunction, OpOverload
 from ..._compat.c10d import group_along
-from ...communication.redistribute import all_gather, all_reduce, start_all_reduce
+from ...communication.redistribute import all_gather, start_all_reduce
 from ...dispatch.gradients import once_differentiable
 from ...dispatch.planning import AtenCall, meta_of
 from ...dispatch.registry import DECLINED
@@ -110,15 +110,8 @@ def mesh_dims_of(spec: ShardTensorSpec, dims: Sequence[int]) -> list[int]:
     return [m for d, m in spec.sharded_dims().items() if d in dims]
 
 
-def reduce_over(local: Tensor, spec: ShardTensorSpec, mesh_dims: Sequence[int], op: str) -> Tensor:
-    """``local`` reduced over the ranks along these mesh dims."""
-    for m in mesh_dims:
-        local = all_reduce(local, group_along(spec.mesh, m), op)
-    return local
-
-
 def rank_reduction(spec: ShardTensorSpec, mesh_dims: Sequence[int]) -> Callable[[Tensor, str], Tensor]:
-    """:func:`reduce_over` made ready for a plan: ``(local, op)`` to the reduction over the ranks.
+    """What reduces a local tensor over the ranks along these mesh dims: ``(local, op)`` to the reduction.
 
     ``local`` is a new tensor, which may become the result.
     """

@@ -37,7 +37,7 @@ from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from ..common.alignment import common_layout, fit
+from ..common.alignment import common_layout, fit, fitted_parts, with_own_parts
 from ..interop import item
 
 _aten = torch.ops.aten
@@ -150,7 +150,8 @@ def _planned(call: AtenCall) -> AtenPlan:
             "redistribute that tensor first; one that a network makes itself gets the layout of the first value inside "
             "shardtensor.implicit_replication(mesh)",
         ) from None
-    plan.call = with_slices(call, target, call.func)
+    plain = fitted_parts(call, target)
+    plan.call = with_own_parts(call.func, plain) if plain else None
     if written is not None and written != call.specs[0]:
         plan.call = _written_to_partial(call.specs[0], written, plan.call or call.func)
     return plan
@@ -241,28 +242,6 @@ def _adds_to_partial(call: AtenCall) -> bool:
         old == new or (new == Partial("sum") and (isinstance(old, Shard) or old.is_replicate()))
         for old, new in zip(other.placements, wanted.placements, strict=True)
     ) and not any(p.is_partial() and p != Partial("sum") for p in written.placements)
-
-
-def with_slices(call: AtenCall, target: ShardTensorSpec, func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """``func`` on this rank's slices of plain operands, which count as replicated; None: nothing to slice."""
-    ndim = len(target.shape)
-    slices: list[tuple[int, int, int, int]] = []
-    for i, a in enumerate(call.args):
-        for d, m in target.sharded_dims().items() if isinstance(a, Tensor) else ():
-            dim = d - (ndim - a.ndim)
-            if dim >= 0 and a.shape[dim] == target.shape[d] != 1:
-                start, stop = target.interval(m)
-                slices.append((i, dim, start, stop - start))
-    if not slices:
-        return None
-
-    def sliced(*args: Any, **kwargs: Any) -> Any:
-        local = list(args)
-        for i, dim, start, n in slices:
-            local[i] = local[i].narrow(dim, start, n)
-        return func(*local, **kwargs)
-
-    return sliced
 
 
 # -- the same elements, and new tensors like old ones ------------------------------------------------------------------

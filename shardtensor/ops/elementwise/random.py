@@ -45,7 +45,7 @@ from ...ranks.debug_mode import debug_enabled
 from ...ranks.history import record
 from ...ranks.summaries import digest
 from ..common.alignment import free_dims
-from ..common.reduce import mesh_dims_of, reduce_over
+from ..common.reduce import mesh_dims_of, rank_reduction
 from ..shape.view import carry
 from .pointwise import pointwise_plan
 
@@ -298,13 +298,14 @@ def plan_dirichlet(call: AtenCall) -> AtenPlan:
     out = spec.replace(meta=meta_of(call.meta))
     over = mesh_dims_of(spec, [len(spec.shape) - 1])
     func: Callable[..., Tensor] = call.func
+    reduce = rank_reduction(spec, over)
 
     def drawn(x: Tensor, *_: object) -> Tensor:
         generator = _own_generator(out, x)
         if not over:
             return func(x, generator)
         gamma: Tensor = _aten._standard_gamma.default(x, generator)
-        return gamma / reduce_over(gamma.sum(-1, keepdim=True), spec, over, "sum")
+        return gamma / reduce(gamma.sum(-1, keepdim=True), "sum")
 
     return call.plan(out, {(0,): spec}, call=drawn)
 

@@ -16,9 +16,8 @@ from ..._compat import safe_softmax
 from ...dispatch.planning import AtenCall, AtenPlan, meta_of
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from ..common.alignment import common_layout, fit, wide_dtype
+from ..common.alignment import common_layout, fit, fitted_parts, wide_dtype, with_own_parts
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims
-from .pointwise import with_slices
 
 _aten = torch.ops.aten
 
@@ -70,8 +69,7 @@ def plan_softmax_backward(call: AtenCall) -> AtenPlan:
         total = reduce(grad.sum(dims, keepdim=True), "sum")
         return (grad - (output.exp() if logs else output) * total).to(dtype).contiguous()
 
-    compute = across if over else call.func
-    compute = with_slices(call, base, compute) or compute
+    compute = with_own_parts(across if over else call.func, fitted_parts(call, base))
     return call.plan(base, {path: fit(s, base) for path, s in reduced.items()}, call=compute)
 
 

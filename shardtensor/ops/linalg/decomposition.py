@@ -25,7 +25,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import broadcast_shape
 from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
-from ..common.reduce import reduce_over
+from ..common.reduce import rank_reduction
 
 # The dims behind the batch dims, of the operands and of the results: a capital letter is a dim that may be sharded.
 # Operands that are not named, such as tolerances, are one number for each matrix, and so are such results.
@@ -100,7 +100,7 @@ def _left_out(
     nothing = 0 in per_matrix.local_shape()
     if name == "lstsq":
         opinions = torch.tensor([2 if nothing else int(not e) for e in empty], device=found[0].device)
-        votes = reduce_over(opinions, per_matrix, list(per_matrix.sharded_dims().values()), "min").tolist()
+        votes = rank_reduction(per_matrix, [*per_matrix.sharded_dims().values()])(opinions, "min").tolist()
         return [e if vote == 2 else not vote for e, vote in zip(empty, votes, strict=True)]
     if nothing and any(empty) and len(lead) == 1:
         results = of_all()

@@ -30,6 +30,9 @@ def plan_einsum(call: Arguments, equation: str, *operands: ShardTensorSpec) -> P
     call.returned(torch.einsum, equation, *specs)
     terms, out = letters(equation, tuple(len(spec.shape) for spec in specs))
     spelled = ",".join(terms) + "->" + out
+    if any(len(set(term)) < len(term) for term in terms):
+        once = ",".join(map(_letters_once, terms)) + "->" + out
+        return Composed(lambda operands: torch.einsum(once, *map(_diagonal, operands, terms)))
     try:
         how = arrange("einsum", _einsum_form(terms, out, [spec.shape for spec in specs]), specs)
     except UnsupportedSharding:
@@ -37,7 +40,7 @@ def plan_einsum(call: Arguments, equation: str, *operands: ShardTensorSpec) -> P
             raise
         return Composed(lambda operands: _two_at_a_time(terms, out, operands))
     plan = ContractionPlan(how, lambda *parts: torch.einsum(spelled, *parts))
-    return Composed(plan.run_on)
+    return Composed(lambda operands: plan.run(list(map(redistribute_to, operands, how.targets))))
 
 
 @lru_cache(maxsize=1024)
@@ -63,6 +66,21 @@ def letters(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...], str
         once = sorted(c for c in set(given) - set(".,") if given.count(c) == 1)
         result = "..." * ("..." in given) + "".join(once)
     return spelled_terms, result.replace("...", dots)
+
+
+def _letters_once(term: str) -> str:
+    """The dims of :func:`_diagonal`."""
+    return "".join(dict.fromkeys(reversed(term)))[::-1]
+
+
+def _diagonal(x: Tensor, term: str) -> Tensor:
+    """The diagonals along dims with the same letter, at the place of the last of them."""
+    for letter in set(term):
+        while term.count(letter) > 1:
+            first, last = term.index(letter), term.rindex(letter)
+            x = x.diagonal(0, first, last).movedim(-1, last - 1)
+            term = term.replace(letter, "", 1)
+    return x
 
 
 def _einsum_form(terms: Sequence[str], out: str, shapes: Sequence[torch.Size]) -> Form:

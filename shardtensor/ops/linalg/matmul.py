@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload, TensorMeta
 from ...dispatch import planning
@@ -24,8 +24,19 @@ from ...errors import PLAIN_TARGET, refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, Operand, Plan, operator, planned
-from ..common.alignment import as_operand, cast, common_layout, fit, product, wide_dtype, widened
-from ..common.named_dims import Form, arrange, batch_labels, contract, plan_contraction
+from ..common.alignment import (
+    as_operand,
+    cast,
+    common_layout,
+    fit,
+    fitted_parts,
+    plain_operands,
+    product,
+    wide_dtype,
+    widened,
+    with_own_parts,
+)
+from ..common.named_dims import Form, arrange, batch_labels, plan_contraction
 from ..common.reduce import check_dtype, reduced_spec
 from .sparse import MATRIX, MATRIX_BATCH, MATRIX_VECTOR, added_sparse_product, sparse_product
 
@@ -201,31 +212,19 @@ for _name, (_product, _tensors) in _PRODUCTS.items():
 
 @operator(_aten.mm.default, _aten.bmm.default)
 def plan_product(call: planning.AtenCall) -> planning.AtenPlan:
-    reduced = call.reduced()
-    mesh = call.specs[0].mesh
-    specs = []
-    for i, a in enumerate(call.args[:2]):
-        # A plain operand counts as replicated.
-        plain = None if (i,) in reduced else ShardTensorSpec.make(mesh, [Replicate()] * mesh.ndim, a.shape, a.dtype)
-        specs.append(reduced[(i,)] if plain is None else plain)
-    how = arrange(call.func, MATRIX if call.func == _aten.mm.default else MATRIX_BATCH, tuple(specs))
-    plain_slices = [
-        (i, d, *t.interval(m))
-        for i, t in enumerate(how.targets)
-        if (i,) not in reduced
-        for d, m in t.sharded_dims().items()
-    ]
+    plain = plain_operands(call)
+    specs = {**plain, **call.reduced()}
+    form = MATRIX if call.func == _aten.mm.default else MATRIX_BATCH
+    how = arrange(call.func, form, (specs[0,], specs[1,]))
     work = how.local_work(call.func)
     out = how.out(call.meta.shape, call.meta.dtype).replace(meta=planning.meta_of(call.meta))
     held = out.held_dtype
 
     def local(*operands: Tensor) -> Tensor:
-        parts = [t.to(held) for t in operands]
-        for i, d, start, stop in plain_slices:
-            parts[i] = parts[i].narrow(d, start, stop - start)
-        return work(*parts)
+        return work(*(t.to(held) for t in operands))
 
-    return call.plan(out, {path: how.targets[path[0]] for path in reduced}, call=local)
+    compute = with_own_parts(local, {path: how.targets[path[0]] for path in plain})
+    return call.plan(out, {path: how.targets[path[0]] for path in call.tensors}, call=compute)
 
 
 # Two operators in a row, each with a plan of its own.
@@ -266,17 +265,12 @@ def plan_dot(call: planning.AtenCall) -> planning.AtenPlan:
     first = next(iter(reduced.values()))
     base = common_layout(list(reduced.values()), first.tensor_meta)
     out = reduced_spec(base, call.meta, [0], False, "sum")
-    bounds = [base.interval(m) for m in base.sharded_dims().values()]
     func: Callable[..., Tensor] = call.func
-    plain = [i for i in (0, 1) if (i,) not in reduced]
 
-    def compute(*vectors: Tensor) -> Tensor:
-        parts = [v.to(out.held_dtype) for v in vectors]
-        for i in plain:  # counts as replicated
-            for start, stop in bounds:
-                parts[i] = parts[i][start:stop]
-        return func(*parts)
+    def dot(*vectors: Tensor) -> Tensor:
+        return func(*(v.to(out.held_dtype) for v in vectors))
 
+    compute = with_own_parts(dot, fitted_parts(call, base))
     return call.plan(out, {path: fit(s, base) for path, s in reduced.items()}, call=compute)
 
 
@@ -372,9 +366,15 @@ def plan_linear(call: Arguments, input: ShardTensorSpec, weight: Operand, bias: 
     return LinearPlan(input.replace(meta=meta), biased)
 
 
+@planned("linear", tensors="input weight")
+def _contracted(call: Arguments, input: ShardTensorSpec, weight: ShardTensorSpec) -> Plan:
+    lead, rows = tuple(range(len(input.shape) - 1)), ("rows",) * (len(weight.shape) - 1)
+    form = Form(((*lead, "k"), (*rows, "k")), (*lead, *rows))
+    return plan_contraction(call, "linear", F.linear, form, "input", "weight")
+
+
 def _linear_by_contraction(mesh: DeviceMesh, x: ShardTensor, weight: Tensor, bias: Tensor | None) -> ShardTensor:
-    lead, rows = tuple(range(x.ndim - 1)), ("rows",) * (weight.ndim - 1)
-    y = contract("linear", F.linear, Form(((*lead, "k"), (*rows, "k")), (*lead, *rows)), x, weight, mesh=mesh)
+    y: ShardTensor = _contracted(x, weight)
     if bias is None:
         return y
     if isinstance(bias, DTensor) and x.ndim - 1 not in y._spec.sharded_dims():

@@ -5,7 +5,8 @@ The norms of matrices that are made of singular values are taken of many matrice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,27 +50,21 @@ def plan_vector_norm(call: AtenCall) -> AtenPlan:
     if not over:
         return call.plan(out, {(0,): spec})
     given = argument(call, 4, "dtype", None) or spec.tensor_meta.dtype
-    local = _local_norm(order, dims, keepdim, rank_reduction(spec, over))
-    dtype, wide = call.meta.dtype, wide_dtype(given)
-    return call.plan(out, {(0,): spec}, call=lambda x, *_, **__: local(x.to(given).to(wide).abs()).to(dtype))
+    dtype, wide, shape = call.meta.dtype, wide_dtype(given), out.local_shape()
+    op = {math.inf: "max", -math.inf: "min"}.get(order, "sum")
+    power, reduce = (order if op == "sum" and order else 1), rank_reduction(spec, over)
+    empty = 0 in spec.local_shape()
 
+    def norm(x: Tensor, *_: object, **__: object) -> Tensor:
+        if empty:
+            own = torch.full(shape, neutral_element(op, dtype), dtype=wide.to_real(), device=x.device)
+        else:
+            own = torch.linalg.vector_norm(x.to(given).to(wide), order, dims, keepdim)
+            own = own if power == 1 else own.pow(power)
+        total = reduce(own, op)
+        return (total if power == 1 else total.pow(1.0 / power)).to(dtype)
 
-def _local_norm(
-    order: float, dims: list[int], keepdim: bool, reduce: Callable[[Tensor, str], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """The norm of what the ranks have, from the sizes of a rank's elements."""
-    if order in (float("inf"), float("-inf")):
-        op, extreme = ("max", torch.amax) if order > 0 else ("min", torch.amin)
-
-        def of_extremes(size: Tensor) -> Tensor:
-            if 0 not in size.shape:
-                return reduce(extreme(size, dims, keepdim), op)
-            return reduce(size.sum(dims, keepdim).fill_(neutral_element(op, size.dtype)), op)
-
-        return of_extremes
-    if order == 0:
-        return lambda size: reduce((size != 0).to(size.dtype).sum(dims, keepdim), "sum")
-    return lambda size: reduce(size.pow(order).sum(dims, keepdim), "sum").pow(1.0 / order)
+    return call.plan(out, {(0,): spec}, call=norm)
 
 
 # Handlers, not plans: they are other operators in a row, which have plans.

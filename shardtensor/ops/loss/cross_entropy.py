@@ -13,7 +13,7 @@ the kernels get row-major ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from ...dispatch.tensor import redistribute_to
 from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, planned
-from ...operators.plan import picked
 from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype, widened
 from ..common.reduce import reduced_spec
 from .elementwise import full_precision, loss, outputs_spec, reduced, scalar_spec
@@ -72,22 +71,11 @@ def _prepare_weights(call: Arguments, weight: Operand | None, common: ShardTenso
     return None
 
 
-class _FixedWeights(Plan):
-    """A loss whose weights, its last tensor, have no gradient. Whether one is wanted, plans do not depend on."""
-
-    def __call__(self, tensors: Sequence[Any]) -> Any:
-        weight = tensors[-1] if self.order is None else picked(tensors, self.order[-1])
-        if weight is not None and weight.requires_grad:
-            raise RuntimeError(f"{self.name}: the weights of the classes cannot be differentiated; detach them")
-        return super().__call__(tensors)
-
-
-class _LocalWithFixedWeights(_FixedWeights, LocalPlan):
-    """A :class:`LocalPlan` that is one."""
-
-
-class _ComposedWithFixedWeights(_FixedWeights, Composed):
-    """A :class:`Composed` that is one."""
+def _fixed(name: str, weight: Tensor | None) -> Tensor | None:
+    """The weights of the classes, which have no gradient. Whether one is wanted, plans do not depend on."""
+    if weight is not None and weight.requires_grad:
+        raise RuntimeError(f"{name}: the weights of the classes cannot be differentiated; detach them")
+    return weight
 
 
 def _without_autocast(
@@ -134,19 +122,21 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
         refuse_gathering(call.name, [target], [target_spec])
         call.redistribute("target", target_spec)
         _prepare_weights(call, weight, common, classes)
+        call.then_do("weight", partial(_fixed, call.name))
         options = {name: value for name, value in given.items() if name not in ("input", "target", "weight")}
         compute = _loss_of_rows(function, options, rows, reduction)
-        return _LocalWithFixedWeights(compute, outputs_spec(rows, reduction, meta.dtype))
+        return LocalPlan(compute, outputs_spec(rows, reduction, meta.dtype))
     if soft:
         refuse_gathering(call.name, [target], [common])
         call.redistribute("target", common)
     smoothing, ignore_index = given.get("label_smoothing", 0.0), given["ignore_index"]
 
     def compute_logs(input: Tensor, target: Tensor, weight: Tensor | None) -> Any:
+        weight = weight if soft else _fixed(call.name, weight)
         logs = torch.log_softmax(input, classes) if function is F.cross_entropy else input
         return _of_logs[function](logs, target, weight, meta.dtype, soft, smoothing, ignore_index, reduction)
 
-    return Composed(compute_logs) if soft else _ComposedWithFixedWeights(compute_logs)
+    return Composed(compute_logs)
 
 
 def _check_rows(input: torch.Size, target: torch.Size, classes: int, soft: bool) -> None:
@@ -305,6 +295,7 @@ def _plan_margins(function: Callable[..., Tensor], call: Arguments, given: dict[
     # A number per row, or per class of it; gathered if need be.
     call.tensors["target"] = (common if per_class else rows).replace(meta=target.tensor_meta)
     _prepare_weights(call, weight, common, classes)
+    call.then_do("weight", partial(_fixed, call.name))
     options = {name: value for name, value in given.items() if name not in ("input", "target", "weight")}
     own_shape, count = rows.local_shape(), meta.shape.numel()
 
@@ -316,8 +307,7 @@ def _plan_margins(function: Callable[..., Tensor], call: Arguments, given: dict[
             terms = _no_terms(function, logits, own_shape)
         return reduced(terms, reduction, count)
 
-    plan = _LocalWithFixedWeights if "weight" in given else LocalPlan
-    return plan(compute, outputs_spec(rows, reduction, meta.dtype))
+    return LocalPlan(compute, outputs_spec(rows, reduction, meta.dtype))
 
 
 # -- with a linear layer ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..._compat import TensorMeta, untraced
 from ...communication.halo import Fetch
 from ...dispatch.planning import without_data
 from ...dispatch.registry import register
-from ...dispatch.tensor import ShardTensor, from_part, promote, redistribute_to
+from ...dispatch.tensor import ShardTensor, promote, redistribute_to
 from ...errors import refuse
 from ...layout.geometry import Interval, intervals_of
 from ...layout.placements import AxisLayout
@@ -31,7 +31,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator, planned
 from ..attention.blockwise import DTYPES
-from ..common.alignment import common_layout, local_part, refuse_gathering
+from ..common.alignment import common_layout, local_part, refuse_gathering, wide_dtype
 from ..shape.view import whole_blocks
 from .tiled import Dim, Neighborhood, tiled_attention
 
@@ -85,48 +85,6 @@ def _neighborhood_attention(
     )
 
 
-class NeighborhoodPlan(LocalPlan):
-    """Neighborhood attention of this rank's queries.
-
-    Args:
-        dims: per spatial dim, its windows, this rank's queries, and the keys that it will have.
-        fetch: the halo of the keys and values, side by side.
-        scale: of the products of queries and keys.
-        arguments: of natten's kernel; None where the tiles do the work.
-        outputs: of the attention, and of the log-sum-exp if it is returned.
-    """
-
-    outputs: tuple[ShardTensorSpec, ...]
-
-    def __init__(
-        self,
-        dims: tuple[Dim, ...],
-        fetch: Fetch,
-        scale: float,
-        arguments: dict[str, Any] | None,
-        outputs: tuple[ShardTensorSpec, ...],
-    ) -> None:
-        super().__init__(self.attend, outputs)
-        self.dims, self.fetch, self.scale, self.arguments = dims, fetch, scale, arguments
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, additional: Tensor | None) -> tuple[Tensor, ...]:
-        """The outputs, and the log-sum-exp if it is returned. Differentiable."""
-        key_value = self.fetch(torch.cat([key, value], -1))  # one exchange for both
-        return_lse = len(self.outputs) > 1
-        with torch.autocast(self.device, enabled=False):
-            if self.arguments is None:
-                results = tiled_attention(query, key_value, self.dims, additional, self.scale, return_lse)
-            else:
-                results = attention_by_natten(query, key_value, self.dims, additional, return_lse, self.arguments)
-        return (results[0].contiguous(), *(lse.squeeze(-1) for lse in results[1:]))
-
-    def run(self, tensors: Sequence[Any]) -> Any:
-        results = self.attend(*self.local_tensors(tensors))
-        # The dtype of the log-sum-exp is the kernel's choice.
-        wrapped = tuple(from_part(r, spec.with_dtype(r.dtype)) for r, spec in zip(results, self.outputs, strict=True))
-        return wrapped if len(wrapped) > 1 else wrapped[0]
-
-
 @planned("neighborhood_attention", tensors="query key value additional", partial="additional")
 def plan_neighborhood_attention(
     call: Arguments,
@@ -142,7 +100,10 @@ def plan_neighborhood_attention(
     attention_kwargs: tuple[tuple[str, Any], ...] | None,
     tuning: tuple[tuple[str, Any], ...],
 ) -> Plan:
-    """The plan of a call: ``windows`` are kernel size, stride, dilation and causality as the caller gives them."""
+    """The plan of a call: ``windows`` are kernel size, stride, dilation and causality as the caller gives them.
+
+    It fetches the halo of keys and values side by side, and attends with this rank's queries.
+    """
     specs, more = [query, key, value], dict(tuning)
     windows, is_self_attention = _checked(specs, additional or (), windows, more.get("kernel_schedule"))
     name = f"natten.na{len(query.shape) - 3}d"
@@ -169,17 +130,26 @@ def plan_neighborhood_attention(
     if extra:
         # Instead of the usual preparation, which would make ShardTensors of both halves.
         call.steps["additional"] = [partial(_local_additional, call.mesh, axes, layout)]
-    scale = scale or query.shape[-1] ** -0.5
-    arguments = None
+    factor, arguments = scale or query.shape[-1] ** -0.5, None
     if kernel is not None:
         arguments = dict(zip(("kernel_size", "stride", "dilation", "is_causal"), windows, strict=True), **more)
         kwargs = None if attention_kwargs is None else dict(attention_kwargs)
-        arguments |= {"scale": scale, "backend": kernel, "attention_kwargs": kwargs}
+        arguments |= {"scale": factor, "backend": kernel, "attention_kwargs": kwargs}
     shape = (*query.shape[:-1], value.shape[-1])
-    outputs = [_with_shape(layout, shape)] + ([_with_shape(layout, shape[:-1])] if return_lse else [])
+    out, lse = _with_shape(layout, shape), _with_shape(layout, shape[:-1]).with_dtype(wide_dtype(dtype))
     dims, needs = _dims(layout, windows, kernel is not None)
     fetch = Fetch.of(_with_shape(targets[1], (*key.shape[:-1], key.shape[-1] + value.shape[-1])), needs)
-    return NeighborhoodPlan(dims, fetch, scale, arguments, tuple(outputs))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, additional: Tensor | None) -> Any:
+        key_value = fetch(torch.cat([key, value], -1))  # one exchange for both
+        if arguments is None:
+            results = tiled_attention(query, key_value, dims, additional, factor, return_lse)
+        else:
+            results = attention_by_natten(query, key_value, dims, additional, return_lse, arguments)
+        attended = results[0].contiguous()
+        return (attended, results[1].squeeze(-1)) if return_lse else attended
+
+    return LocalPlan(call.without_autocast(attend), (out, lse) if return_lse else out)
 
 
 def _checked(

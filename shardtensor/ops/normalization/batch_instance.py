@@ -211,8 +211,7 @@ def plan_native_batch_norm(
     def compute(x: ShardTensor, *tensors: Any) -> tuple[Any, ...]:
         y = torch.batch_norm(x, *tensors, *options)
         if training:
-            moments = moments_of(x._local_tensor, geometry, x.shape[1:2], {1: 0})
-            saved = [t.to(dtype) for t in moments]
+            saved = [t.squeeze(geometry.dims) for t in moments_of(x.detach(), geometry.dims, eps, dtype)]
         else:  # as empty as torch returns them
             one = torch.ones(1, dtype=y.dtype)
             empty = kernel(one[None].expand(2, 1), None, None, one, one, False, momentum, eps)[1:]

@@ -83,15 +83,12 @@ def plan_native_group_norm(
     grouped = with_unsharded_groups("group_norm", input, group)
     kernel: Any = torch.native_group_norm
     dtype = result_dtype(call, lambda t, w, b: kernel(t, w, b, 2, 1, 1, 1, eps)[1], input, weight, bias)
-    wide = wide_dtype(input.tensor_meta.dtype)  # squares overflow in half precision
 
-    def compute(x: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
+    def compute(x: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
         y = torch.group_norm(x, group, weight, bias, eps)
-        x = redistribute_to(x, grouped).to(wide).unflatten(1, (group, C // group))  # type: ignore[no-untyped-call]
+        x = redistribute_to(x, grouped).unflatten(1, (group, C // group))  # type: ignore[no-untyped-call]
         over = list(range(2, x.ndim))
-        mean = x.mean(over, keepdim=True)
-        rstd = ((x - mean).square().mean(over) + eps).rsqrt()
-        return y, mean.squeeze(over).to(dtype), rstd.to(dtype)
+        return y, *(t.squeeze(over) for t in moments_of(x, over, eps, dtype))
 
     return Composed(compute)
 
@@ -129,16 +126,13 @@ def plan_native_layer_norm(
     """Layer norm with mean and reciprocal standard deviation, whose gradients torch ignores."""
     shape, n = tuple(normalized_shape), len(input.shape)
     call.returned(torch.native_layer_norm, input, shape, weight, bias, eps)
-    geometry = geometry_of_last_dims("layer_norm", input, len(shape), eps)
-    kept = range(n - len(shape))
-    of_moments = [size if d in kept else 1 for d, size in enumerate(input.shape)]
+    over = list(range(n - len(shape), n))
     kernel: Any = torch.native_layer_norm
     dtype = result_dtype(call, lambda t, w, b: kernel(t, (1,), w, b, eps)[1], input, weight, bias)
 
     def compute(x: ShardTensor, weight: Any, bias: Any) -> tuple[Any, ...]:
         y = torch.layer_norm(x, shape, weight, bias, eps)
-        moments = moments_of(x._local_tensor, geometry, of_moments, {d: d for d in kept})
-        return y, *(t.to(dtype) for t in moments)
+        return y, *moments_of(x.detach(), over, eps, dtype)
 
     return Composed(compute)
 

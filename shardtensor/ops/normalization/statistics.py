@@ -1,14 +1,12 @@
 """Mean and variance over sharded dims: which elements share them, and which of those this rank holds.
 
 [Note: statistics] Each rank takes mean and variance of its own shard, in two passes or by Welford's method (on CPUs by
-the kernel of layer norm, whose result is dropped: it takes a tenth of the time of torch.var_mean). E[x²] - E[x]² takes
-a quarter of that, and is used on CPUs where the mean is no greater than the standard deviation, so that the difference
-costs at most a factor of two in precision. Channels that are last in memory are added up by a kernel of batch norm,
-block by block (:class:`Columns`), where no mean is far from zero. The ranks' pairs are gathered and merged, weighted
-with the share of elements that the spec says each rank has. A large mean so costs no more precision than on one device,
-unequal and empty shards are exact, and every rank merges the same numbers in the same order, so running statistics stay
-equal. That is one small all-gather in forward per mesh dim that shards a normalized dim (two small all-reduces on a
-large one), and one small all-reduce in backward.
+the kernel of layer norm, whose result is dropped: it takes a tenth of the time of torch.var_mean). Channels that are
+last in memory are added up by a kernel of batch norm, block by block (:class:`Columns`), where no mean is far from
+zero. The ranks' pairs are gathered and merged, weighted with the share of elements that the spec says each rank has. A
+large mean so costs no more precision than on one device, unequal and empty shards are exact, and every rank merges the
+same numbers in the same order, so running statistics stay equal. That is one small all-gather in forward per mesh dim
+that shards a normalized dim (two small all-reduces on a large one), and one small all-reduce in backward.
 
 Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances" (1979).
@@ -17,7 +15,7 @@ variances" (1979).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -27,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat import TensorMeta, constant_like, has_kernels_of_sync_batch_norm, is_traced, kernel, untraced
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, all_gather_each, all_reduce
 from ...communication.tracing import goes_into_graph
-from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
+from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -266,11 +263,7 @@ class Columns:
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """``(x - mean) / sqrt(var + eps) * weight + bias``."""
-        if self.samples == 1 and (x.dtype != mean.dtype or x.device.type != "cpu"):
-            numbers = [None if t is None else self._repeated(t) for t in (weight, bias, mean, var)]
-            settings: Any = (*numbers, False, 0.0, eps)
-            return _in_shape(torch.native_batch_norm(self._rows(x)[0], *settings)[0], x)
-        # What that kernel does on CPUs, in half the time.
+        # What batch norm's kernel does on CPUs, in half the time.
         rstd = (var + eps).rsqrt_()
         scale = rstd if weight is None else rstd * weight
         shift = mean * -scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
@@ -322,14 +315,13 @@ def channels_are_last(x: Tensor) -> bool:
 
 def columns_of(geometry: Geometry, on_cpu: bool) -> Columns | None:
     """For a normalization over entire channels, or groups of them; None where shards that have them last are better
-    put in another order: they have many small samples, or their positions do not make columns of equal length.
+    put in another order: they are not on a CPU, have many small samples, or their positions do not make columns of
+    equal length.
     """
     n, channels, *spatial = geometry.spec.own_shape
     samples, positions = (1, n * math.prod(spatial)) if 0 in geometry.dims else (n, math.prod(spatial))
-    if 0 in (samples, positions, channels) or (samples > 1 and positions * channels < _SAMPLE):
+    if not on_cpu or 0 in (samples, positions, channels) or (samples > 1 and positions * channels < _SAMPLE):
         return None
-    if not on_cpu:  # the kernels of other devices add up in parallel
-        return Columns(samples, channels, 1, positions)
     wide = range(-(-_WIDTH[0] // channels), _WIDTH[-1] // channels + 1)
     repeats = next((k for k in wide if positions % k == 0), 1)
     rows, longest = positions // repeats, max(_LENGTH[0], min(_LENGTH[-1], _BLOCK // (repeats * channels)))
@@ -343,10 +335,6 @@ def columns_of(geometry: Geometry, on_cpu: bool) -> Columns | None:
 _FEW = 1 << 11
 # Ranks up to which all of them get all moments.
 GATHERING = 16
-# Elements of a row from which the kernel of layer norm takes less time.
-_ROW = 16
-# Bounds of how many squares are added up one after the other: more lose precision, fewer take time.
-_PIECE = range(64, 513)
 
 
 class Statistics:
@@ -368,20 +356,10 @@ class Statistics:
         self.dtype = wide_dtype(geometry.spec.tensor_meta.dtype)
         self.shape = _reduced(view, dims)
         self.sets, self.empty, self.smallest = math.prod(self.shape), 0 in view, torch.finfo(self.dtype).tiny
-        self.on_cpu, self.few = device.type == "cpu", math.prod(view) <= _FEW
+        self.view, self.on_cpu, self.few = view, device.type == "cpu", math.prod(view) <= _FEW
         # Rows: the last dims, as far as they are normalized over.
         last = max((d + 1 for d in range(len(view)) if d not in dims), default=0)
         self.row, self.row_shape = math.prod(view[last:]), _reduced(view, range(last, len(view)))
-        # Dims that are reduced first where memory is in another order: not channels.
-        self.first = tuple(d for d in dims if geometry.affine[d] == 1) or dims
-        self.view, self.in_rows = view, self.on_cpu and self.row >= _ROW
-        self.piece = max((n for n in _PIECE if self.row % n == 0), default=0)
-        # A view of a contiguous shard that batch norm's kernels take the sets of for channels, if there is one.
-        self.as_channels: tuple[int, ...] | None = None
-        if math.prod(view[:last]) == self.sets:
-            self.as_channels = 1, self.sets, self.row
-        elif self.sets == view[1]:
-            self.as_channels = view[0], self.sets, math.prod(view[2:])
         self.merges = [Merge(geometry.spec.mesh, m, sizes, self.dtype, device) for m, sizes in geometry.merges]
 
     def of(self, x: Tensor) -> Tensor:
@@ -405,11 +383,6 @@ class Statistics:
         x = x if x.dtype == self.dtype else x.to(self.dtype)
         if self.samples and self.on_cpu and goes_into_graph(x):
             return moments_in_graph(x, self.samples, self.sets)
-        if self.few and self.on_cpu and self.as_channels is not None and x.is_contiguous() and not is_traced(x):
-            found = torch.batch_norm_update_stats(x.view(self.as_channels), None, None, 0.0)
-            return torch.stack(found)
-        if self.in_rows and x.is_contiguous() and not is_traced(x):
-            return self._of_rows(x)
         if not self.on_cpu or self.few or is_traced(x):
             var, mean = torch.var_mean(x.reshape(self.view), self.dims, correction=0)
             return torch.stack((mean, var)).view(2, -1)
@@ -417,32 +390,12 @@ class Statistics:
             moments = self.columns.moments(x, self.sets)
             if moments is not None:
                 return moments
-        return self._in_passes(x.reshape(self.view))
+        return self._joined(self._of_rows(x.contiguous()).view(2, *self.row_shape))
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        moments = None if self.few or not self.piece else self._by_squares(x)
-        return self._joined((self._by_layer_norm(x) if moments is None else moments).view(2, *self.row_shape))
-
-    def _by_squares(self, x: Tensor) -> Tensor | None:
-        mean = x.view(-1, self.row).mean(1)
-        norms = torch.linalg.vector_norm(x.view(-1, self.piece), dim=1)
-        squares = norms.square_().view(-1, self.row // self.piece).mean(1).div_(self.piece)
-        var = torch.addcmul(squares, mean, mean, value=-1)
-        return torch.stack((mean, var)) if bool((squares <= 2 * var).all()) else None
-
-    def _by_layer_norm(self, x: Tensor) -> Tensor:
         # So small an eps that the reciprocal standard deviation gives any variance back, and is finite for zero.
         _, mean, rstd = torch.native_layer_norm(x.view(-1, self.row), (self.row,), None, None, self.smallest)
         return torch.stack((mean, rstd.pow_(-2)))
-
-    def _in_passes(self, x: Tensor) -> Tensor:
-        dims = self.first
-        mean = x.mean(dims, keepdim=True)
-        deviations = centered(x, mean)
-        # What rounding the mean has left; the second pass is of numbers around zero, so it is known exactly.
-        rest = deviations.mean(dims, keepdim=True)
-        var = deviations.square_().mean(dims, keepdim=True).addcmul_(rest, rest, value=-1).clamp_(min=0)
-        return self._joined(torch.stack((mean.add_(rest), var)))
 
     def _joined(self, moments: Tensor) -> Tensor:
         """Mean and variance of sets of elements, from those of equally large parts of them, in the view's dims."""
@@ -483,18 +436,16 @@ class Merge:
         if self.gathers:
             self.held = [rank for rank, size in enumerate(sizes) if size]
             self.partly = len(self.held) < len(sizes)
-            self.shares = [sizes[rank] / total for rank in self.held]
+            shares = [sizes[rank] / total for rank in self.held]
             with torch.inference_mode(False), untraced():
-                self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, 1)
+                self.weights = torch.tensor(shares, dtype=dtype, device=device).view(-1, 1)
 
     def __call__(self, moments: Tensor) -> Tensor:
         """Means and variances ``(2, sets)`` of parts, or mean squares ``(1, sets)``, to those of all elements."""
         if not self.gathers:
             return self._summed(moments)
         parts = self.of_those_that_have_any(all_gather(moments, self.group))
-        if len(self.held) == 1:
-            return parts[0]
-        return self._merge_two(*parts.unbind()) if len(self.held) == 2 else self._merge(parts)
+        return parts[0] if len(self.held) == 1 else self._merge(parts)
 
     def of_those_that_have_any(self, parts: Tensor, dim: int = 0) -> Tensor:
         """What was gathered, one entry of ``dim`` from each rank, without what ranks sent whose shard is empty."""
@@ -507,15 +458,6 @@ class Merge:
         total = all_reduce(mean * self.share, self.group)
         offsets = mean - total
         return torch.stack((total, all_reduce(torch.addcmul(var, offsets, offsets).mul_(self.share), self.group)))
-
-    def _merge_two(self, a: Tensor, b: Tensor) -> Tensor:
-        """The most frequent case in fewer operators."""
-        offsets = b - a
-        total = torch.add(a, offsets, alpha=self.shares[1])
-        if len(a) > 1:
-            offset = offsets[0]
-            total[1].addcmul_(offset, offset, value=self.shares[0] * self.shares[1])
-        return total
 
     def _merge(self, parts: Tensor) -> Tensor:
         weights = constant_like(self.weights, parts)
@@ -666,20 +608,14 @@ class Replicas:
         return all_reduce(value / self._ranks, self._group)
 
 
-def moments_of(x: Tensor, geometry: Geometry, shape: Sequence[int], dims: Mapping[int, int]) -> list[Tensor]:
-    """Mean and reciprocal standard deviation as ShardTensors, as torch's operators return them with their result.
+def moments_of(x: Any, dims: Sequence[int], eps: float, dtype: torch.dtype) -> list[Tensor]:
+    """Mean and reciprocal standard deviation of a ShardTensor, as torch's operators return them with their result.
 
     Args:
-        x: the local shard.
-        shape: theirs.
-        dims: ``{dim of the input: their dim}``.
+        dims: of the input, which are normalized over and stay with length 1.
     """
-    source, sizes = geometry.spec, {}
-    placements: list[Placement] = [Replicate()] * source.mesh.ndim
-    for d, m in source.sharded_dims().items():
-        if d in dims:
-            placements[m], sizes[m] = Shard(dims[d]), source.sizes_along(m)
-    with torch.no_grad():
-        mean, var = Statistics(geometry, x.device).of(x).unbind()
-        spec = ShardTensorSpec.make(source.mesh, placements, shape, mean.dtype, shard_sizes=sizes)
-        return [wrap(t.reshape(spec.local_shape()), spec) for t in (mean, (var + geometry.eps).rsqrt())]
+    x = x.to(wide_dtype(x.dtype))  # squares overflow in half precision
+    mean = x.mean(dims, keepdim=True)
+    mean = redistribute_to(mean, mean._spec.for_gradient())
+    var = (x - mean).square().mean(dims, keepdim=True)
+    return [t.to(dtype) for t in (mean, (var + eps).rsqrt())]

@@ -18,7 +18,8 @@ from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce
 from ...dispatch import planning
 from ...dispatch.planning import AtenCall, AtenPlan, argument
-from ...dispatch.registry import DECLINED
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, run
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
@@ -59,7 +60,7 @@ def reduction_plan(
     spec = call.reduced(keep=keep)[(0,)]
     dims = reduced_dims(dim, len(spec.shape))
     out = reduced_spec(spec, call.meta, dims, keepdim, op)
-    if 0 in spec.own_shape and 0 not in spec.shape:
+    if 0 in spec.own_shape and all(spec.shape[d] for d in dims):
         shape, value = out.own_shape, neutral_element(op, call.meta.dtype)
 
         def neutral(x: Tensor, *_: object, **__: object) -> Tensor:
@@ -214,20 +215,10 @@ def plan_prod(
 
 
 @operator(torch.trace, Tensor.trace, tensors="input")
-def plan_trace(call: Arguments, input: ShardTensorSpec) -> LocalPlan:
+def plan_trace(call: Arguments, input: ShardTensorSpec) -> Composed:
     """The sum over the part of the diagonal that runs through the shard."""
-    meta = call.returned(torch.trace, input)
-    starts = {d: input.interval(m)[0] for d, m in input.sharded_dims().items()}
-    offset = starts.get(0, 0) - starts.get(1, 0)
-    rows, columns = input.own_shape
-    outside = not -rows <= offset <= columns  # torch takes no offset beyond an edge
-
-    def trace(x: Tensor) -> Tensor:
-        diagonal = x.reshape(-1)[:0] if outside else x.diagonal(offset)
-        return diagonal.sum(dtype=out.held_dtype)
-
-    out = reduced_spec(input, meta, [0, 1], False, "sum")
-    return LocalPlan(trace, out)
+    call.returned(torch.trace, input)
+    return Composed(lambda x: x.diagonal().sum())
 
 
 # -- var ---------------------------------------------------------------------------------------------------------------
@@ -362,21 +353,12 @@ def plan_position(call: AtenCall) -> AtenPlan:
     return call.plan(returned, {(0,): spec}, call=compute)
 
 
-@operator(_aten.aminmax.default)
-def plan_aminmax(call: AtenCall) -> AtenPlan:
+@register(_aten.aminmax.default)
+def _aminmax(x: ShardTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Two Partials, reduced when they are needed."""
-    spec = call.reduced()[(0,)]
-    dims, keepdim = reduced_dims(call.kwargs.get("dim"), len(spec.shape)), call.kwargs.get("keepdim", False)
-    outputs = [reduced_spec(spec, meta, dims, keepdim, op) for meta, op in zip(call.meta, ("min", "max"), strict=True)]
-    check_dtype(call)
-    empty, func = any(spec.local_shape()[d] == 0 for d in dims), call.func
-
-    def compute(x: Tensor, **kwargs: object) -> tuple[Tensor, ...]:
-        if not empty:
-            return tuple(func(x, **kwargs))
-        return tuple(_nothing(x, out.local_shape(), op)[0] for out, op in zip(outputs, ("min", "max"), strict=True))
-
-    return call.plan(outputs, {(0,): spec}, call=compute)
+    torch.aminmax(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim=dim, keepdim=keepdim)  # torch's own errors
+    dims = () if dim is None else (dim,)
+    return tuple(run(op, (x, dims, keepdim), {}) for op in (_aten.amin.default, _aten.amax.default))
 
 
 @operator(torch.max, Tensor.max, torch.min, Tensor.min, tensors="input")

@@ -7,7 +7,7 @@ are never sent. Splitting and joining again gives the layout that there was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ...layout.geometry import Interval, boundaries_of, chunk_sizes, intersect, 
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
+from ..common.alignment import plain_operands, with_own_parts
 from .view import Assembly, carry, wrap_dim
 
 _aten = torch.ops.aten
@@ -85,42 +86,39 @@ def _join(call: AtenCall) -> AtenPlan:
     stacks = call.func == _aten.stack.default
     ndim = call.meta.ndim
     dim = wrap_dim(argument(call, 1, "dim", 0), ndim)
-    specs = call.reduced()
+    plain = plain_operands(call)
+    specs = {**plain, **call.reduced()}
     # torch lets a 1-D tensor without elements stand in any list.
     joined = [i for i, t in enumerate(call.args[0]) if len(t.shape) == ndim - stacks]
-    candidates = [specs[0, i] for i in joined if (0, i) in specs]
+    candidates = [specs[0, i] for i in joined if (0, i) not in plain]
     if not candidates:
         raise call.refuse("nothing but empty tensors is joined", "leave them out")
     pattern = _pattern(candidates)
     m = None if stacks else pattern.sharded_dims().get(dim)
-    targets: dict[Path, ShardTensorSpec] = dict(specs)
-    for i in joined:
-        if (0, i) in specs:
-            targets[0, i] = _operand_layout(specs[0, i], pattern, dim, m)
+    layouts = {i: _operand_layout(specs[0, i], pattern, dim, m) for i in joined}
     if m is not None:
-        return _along_sharded(call, pattern, targets, joined, dim, m)
-    dims = {d: d + (stacks and d >= dim) for d in range(ndim - stacks)}
-    out, function = carry(call, pattern, call.meta, dims), torch.stack if stacks else torch.cat
-    if len(joined) == len(targets) == len(call.args[0]):
-        return call.plan(out, targets, call=lambda tensors, *_, **__: function(tensors, dim))
-    parts = _own_parts(call, pattern, joined, None)
-    return call.plan(out, targets, call=lambda tensors, *_, **__: function([part(tensors) for part in parts], dim))
+        out, join = _along_sharded(call, pattern, layouts, dim, m)
+    else:
+        out = carry(call, pattern, call.meta, {d: d + (stacks and d >= dim) for d in range(ndim - stacks)})
+        function = torch.stack if stacks else torch.cat
+
+        def join(tensors: Sequence[Tensor], *_: int, **__: int) -> Tensor:
+            return function([tensors[i] for i in joined], dim)
+
+    targets: dict[Path, ShardTensorSpec] = {**specs, **{(0, i): layout for i, layout in layouts.items()}}
+    parts = {path: targets.pop(path) for path in plain}
+    return call.plan(out, targets, call=with_own_parts(join, parts))
 
 
 def _along_sharded(
-    call: AtenCall,
-    pattern: ShardTensorSpec,
-    targets: dict[Path, ShardTensorSpec],
-    joined: Sequence[int],
-    dim: int,
-    m: int,
-) -> AtenPlan:
-    """The plan of a ``cat`` along ``dim``, which mesh dim ``m`` shards."""
-    layouts = [targets.get((0, i)) for i in joined]  # None: a plain tensor
-    pieces = [
-        (call.args[0][i].shape[dim], None if spec is None else spec.sizes[m])
-        for i, spec in zip(joined, layouts, strict=True)
-    ]
+    call: AtenCall, pattern: ShardTensorSpec, layouts: Mapping[int, ShardTensorSpec], dim: int, m: int
+) -> tuple[ShardTensorSpec, Callable[..., Tensor]]:
+    """The spec and the local work of a ``cat`` along ``dim``, which mesh dim ``m`` shards.
+
+    Args:
+        layouts: of the tensors that are joined, by their place in the list.
+    """
+    pieces = [(call.args[0][i].shape[dim], spec.sizes[m]) for i, spec in layouts.items()]
     rank, group = pattern.coordinate[m], group_along(pattern.mesh, m)
     sizes = joined_sizes(pieces, pattern.mesh.size(m))
     out = pattern.with_axes({m: AxisLayout(Shard(dim), sizes)}).replace(meta=meta_of(call.meta))
@@ -128,7 +126,7 @@ def _along_sharded(
     owned: list[list[Interval]] = []
     narrowed: dict[int, tuple[int, int]] = {}
     shapes = []
-    for i, (n, own), at in zip(joined, pieces, boundaries_of([n for n, _ in pieces])):
+    for i, (n, own), at in zip(layouts, pieces, boundaries_of([n for n, _ in pieces])):
         if own is None:  # every rank has what it needs of it
             common = (intersect(each, (at, at + n)) for each in need)
             owned.append([each if length(each) else (0, 0) for each in common])
@@ -138,45 +136,14 @@ def _along_sharded(
             owned.append([(at + a, at + b) for a, b in intervals_of(own)])
         a, b = owned[-1][rank]
         shapes.append(resized(out.own_shape, dim, b - a))
-    parts, dtype = _own_parts(call, pattern, joined, m, dim, narrowed), call.meta.dtype
+    dtype, joined = call.meta.dtype, list(layouts)
     assembly = Assembly(dim, shapes, owned, [need], rank, group, like=call.meta)
 
     def join(tensors: Sequence[Tensor], *_: int, **__: int) -> Tensor:
-        return assembly([part(tensors).to(dtype) for part in parts])
+        parts = (tensors[i].narrow(dim, *narrowed[i]) if i in narrowed else tensors[i] for i in joined)
+        return assembly([part.to(dtype) for part in parts])
 
-    return call.plan(out, targets, call=join)
-
-
-def _own_parts(
-    call: AtenCall,
-    pattern: ShardTensorSpec,
-    joined: Sequence[int],
-    m: int | None,
-    dim: int = 0,
-    narrowed: dict[int, tuple[int, int]] | None = None,
-) -> list[Callable[[Sequence[Tensor]], Tensor]]:
-    """For each tensor that is joined what takes this rank's part of it from the list of local tensors.
-
-    A plain tensor is the same on every rank: its part is what corresponds to the shards on mesh dims other than ``m``.
-    """
-    common = [(d, *pattern.interval(k)) for d, k in pattern.sharded_dims().items() if k != m]
-    result = []
-    for i in joined:
-        narrowings = [(d, a, b - a) for d, a, b in common if (0, i) not in call.tensors]
-        if narrowed and i in narrowed:
-            narrowings.append((dim, *narrowed[i]))
-        result.append(_narrowing(i, narrowings))
-    return result
-
-
-def _narrowing(i: int, narrowings: Sequence[tuple[int, int, int]]) -> Callable[[Sequence[Tensor]], Tensor]:
-    def part(tensors: Sequence[Tensor]) -> Tensor:
-        t = tensors[i]
-        for narrowing in narrowings:
-            t = t.narrow(*narrowing)
-        return t
-
-    return part
+    return out, join
 
 
 def _pattern(specs: Sequence[ShardTensorSpec]) -> ShardTensorSpec:

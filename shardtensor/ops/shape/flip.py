@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 from ..._compat.c10d import group_along
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor
+from ...dispatch.tensor import ShardTensor, run
 from ...layout.geometry import Interval, intersect, intervals_of, length
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
-from .view import Assembly, carry, wrap_dim
+from .view import Assembly, wrap_dim
 
 _aten = torch.ops.aten
 
@@ -85,9 +85,11 @@ def _roll_flattened(x: ShardTensor, shifts: Sequence[int], dims: Sequence[int] =
 # -- flip and rot90 ---------------------------------------------------------------------------------------------
 
 
-def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Moving:
-    """The local work of a flip. Each rank reverses its shard; a reversed dim is then sent to where it belongs."""
-    flipped = [wrap_dim(d, len(spec.shape)) for d in dims]
+@operator(_aten.flip.default)
+def _flip(call: AtenCall) -> AtenPlan:
+    """Each rank reverses its shard; a reversed dim is then sent to where it belongs."""
+    spec = call.specs[0]
+    flipped = [wrap_dim(d, len(spec.shape)) for d in call.args[1]]
     assemblies = []
     for d, m in spec.sharded_dims().items():
         if d in flipped:
@@ -96,31 +98,19 @@ def _flipping(spec: ShardTensorSpec, dims: Iterable[int]) -> Moving:
             rank, group = spec.coordinate[m], group_along(spec.mesh, m)
             assemblies.append(Assembly(d, [spec.own_shape], [own], [need], rank, group))
 
-    def flip(x: Tensor) -> Tensor:
+    def flip(x: Tensor, *_: Sequence[int]) -> Tensor:
         x = x.flip(flipped)
         for assembly in assemblies:
             x = assembly([x])
         return x
 
-    return flip
+    return AtenPlan(spec.replace(meta=meta_of(call.meta)), call=flip)
 
 
-@operator(_aten.flip.default)
-def _flip(call: AtenCall) -> AtenPlan:
-    spec, dims = call.specs[0], call.args[1]
-    work = _flipping(spec, dims)
-    return AtenPlan(spec.replace(meta=meta_of(call.meta)), call=lambda x, *_: work(x))
-
-
-@operator(_aten.rot90.default)
-def _rot90(call: AtenCall) -> AtenPlan:
+@register(_aten.rot90.default)
+def _rot90(x: ShardTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     """A quarter turn is a flip and a transposition; the layout turns with the tensor."""
-    spec, n = call.specs[0], len(call.specs[0].shape)
-    a, b = (wrap_dim(d, n) for d in argument(call, 2, "dims", (0, 1)))
-    turns = argument(call, 1, "k", 1) % 4
-    to = {d: d for d in range(n)}
-    work = _flipping(spec, ([], [b], [a, b], [a])[turns])
-    if turns in (0, 2):
-        return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x))
-    to[a], to[b] = b, a
-    return AtenPlan(carry(call, spec, call.meta, to), call=lambda x, *_, **__: work(x).transpose(a, b))
+    torch.empty(x.shape, device="meta").rot90(k, list(dims))  # torch's own errors
+    a, b = dims
+    turned: Tensor = run(_aten.flip.default, (x, ([], [b], [a, b], [a])[k % 4]), {})
+    return turned if k % 2 == 0 else run(_aten.transpose.int, (turned, a, b), {})

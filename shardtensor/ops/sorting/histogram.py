@@ -21,7 +21,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
 from ...ranks.cuda_graphs import OUTSIDE, check_not_captured
 from ..common.alignment import free_dims, redistributed, reduced_value, replicated
-from ..common.reduce import reduce_over
+from ..common.reduce import rank_reduction
 from ..reduction.reductions import reduction_plan
 
 _aten = torch.ops.aten
@@ -62,7 +62,7 @@ def _range(x: Tensor, spec: ShardTensorSpec, columns: bool = False) -> Tensor:
     flat = x.reshape(-1, x.shape[-1]) if columns else x.reshape(-1, 1)
     lowest = flat.new_full((2, flat.shape[1]), float("-inf"))
     ends = torch.stack([flat.amax(0), -flat.amin(0)]) if len(flat) else lowest
-    greatest, least = reduce_over(ends, spec, list(spec.sharded_dims().values()), "max")
+    greatest, least = rank_reduction(spec, [*spec.sharded_dims().values()])(ends, "max")
     found = torch.stack([-least, greatest])
     return found if columns else found.squeeze(1)
 
@@ -180,9 +180,8 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> S
         )
     local, spec = reduced_value(x)
     torch.bincount(local.new_zeros([min(n, 1) for n in spec.shape]), minlength=minlength)  # torch's own errors
-    over = list(spec.sharded_dims().values())
     ends = torch.stack([local.max(), -local.min()]) if local.numel() else local.new_full((2,), -1)
-    greatest, least = reduce_over(ends.long(), spec, over, "max").tolist()
+    greatest, least = rank_reduction(spec, [*spec.sharded_dims().values()])(ends.long(), "max").tolist()
     if spec.shape.numel() and least > 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     weights = _weights("bincount", weights, spec)

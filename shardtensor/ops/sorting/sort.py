@@ -30,7 +30,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import as_operand, free_dims
 from ..common.distributed_sort import Sorted, find_places, sort_keys
-from ..common.reduce import Selected, check_dtype, mesh_dims_of, plain_tuple, reduce_over, reduced_dims, reduced_spec
+from ..common.reduce import Selected, check_dtype, mesh_dims_of, plain_tuple, rank_reduction, reduced_dims, reduced_spec
 from ..indexing.index_layout import INDEXED, Labels
 from ..indexing.index_plan import labelled
 
@@ -345,11 +345,11 @@ def _median(call: AtenCall) -> AtenPlan:
     groups = [group_along(spec.mesh, m) for m in over]
     if not count:
         return call.plan(out, {(0,): spec})
-    ignores = call.func == _aten.nanmedian.default
+    ignores, reduce = call.func == _aten.nanmedian.default, rank_reduction(spec, over)
 
     def compute(x: Tensor) -> Tensor:
         row = x.reshape(1, -1).sort(-1).values
-        missing = reduce_over(row.isnan().sum(-1, keepdim=True), spec, over, "sum")
+        missing = reduce(row.isnan().sum(-1, keepdim=True), "sum")
         found = find_places(sort_keys(row), x.dtype, place_of_median(count, missing, ignores), groups)
         return found.pick(row, groups).reshape(())
 

@@ -25,7 +25,7 @@ from ...layout.spec import ShardTensorSpec
 from ...ranks.cuda_graphs import check_not_captured
 from ..common.alignment import flattening, reduced_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
-from ..common.reduce import reduce_over, reduced_dims
+from ..common.reduce import rank_reduction, reduced_dims
 
 _aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def _begins(x: Tensor, spec: ShardTensorSpec, dim: int) -> Tensor:
     begins = (seen[1:] != seen[:-1]).any(1)
     if start == 0 and stop:
         begins = torch.nn.functional.pad(begins, (1, 0), value=True)
-    return reduce_over(begins, spec, [i for d, i in spec.sharded_dims().items() if d != dim], "max")
+    return rank_reduction(spec, [i for d, i in spec.sharded_dims().items() if d != dim])(begins, "max")
 
 
 def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[ShardTensor, ShardTensor, ShardTensor]:

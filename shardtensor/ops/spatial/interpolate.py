@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,16 +81,9 @@ class Taps:
         Args:
             dtype: of the input.
         """
-        here = slice(*out)
-
-        def index(t: int) -> Constant:
-            return Constant(lambda: (self.first[here] - origin + t).to(device))
-
-        def weight(t: int) -> Constant:
-            return Constant(lambda: self.weights[here, t].to(device, dtype))
-
-        taps = range(self.weights.shape[1])
-        return WeightedSum([index(t) for t in taps], [weight(t) for t in taps])
+        here, width = slice(*out), self.weights.shape[1]
+        index = Constant(lambda: (self.first[here, None] - origin + torch.arange(width)).flatten().to(device))
+        return WeightedSum(index, Constant(lambda: self.weights[here].to(device, dtype)), width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +91,34 @@ class WeightedSum:
     """The outputs of one rank along one dim, as weighted sums of its inputs.
 
     Attributes:
-        index: per tap, the local indices of the inputs, one per output.
-        weight: per tap, what they are multiplied with.
+        index: the local indices of the inputs, ``width`` for each output.
+        weight: what they are multiplied with, ``(outputs, width)``.
     """
 
-    index: Sequence[Constant]
-    weight: Sequence[Constant]
+    index: Constant
+    weight: Constant
+    width: int
 
     def __call__(self, part: Tensor, dim: int) -> Tensor:
         """The outputs along ``dim`` of ``part``."""
-        if len(self.index) == 1:  # a copy: 1 * inf is inf, but 0 * inf in a gradient is not 0
-            return part.index_select(dim, self.index[0].like(part))
-        shape = [-1, *[1] * (part.ndim - dim - 1)]
-        terms = (
-            part.index_select(dim, index.like(part)) * weight.like(part).view(shape)
-            for index, weight in zip(self.index, self.weight, strict=True)
-        )
-        return functools.reduce(torch.add, terms)
+        taken = part.index_select(dim, self.index.like(part))
+        if self.width == 1:  # a copy: 1 * inf is inf, but 0 * inf in a gradient is not 0
+            return taken
+        weight = self._along(dim, part)
+        shape = (*part.shape[:dim], *weight.shape[:2], *part.shape[dim + 1 :])
+        return (taken.reshape(shape) * weight).sum(dim + 1)
 
     def adjoint(self, grad: Tensor, dim: int, n: int) -> Tensor:
         """The gradient of ``n`` inputs along ``dim``, out of that of the outputs."""
         result = zeros_like(grad, [n if d == dim else length for d, length in enumerate(grad.shape)])
-        if len(self.index) == 1:
-            return result.index_add_(dim, self.index[0].like(grad), grad)
-        shape = [-1, *[1] * (grad.ndim - dim - 1)]
-        for index, weight in zip(self.index, self.weight, strict=True):
-            result.index_add_(dim, index.like(grad), grad * weight.like(grad).view(shape))
-        return result
+        if self.width > 1:
+            grad = (grad.unsqueeze(dim + 1) * self._along(dim, grad)).flatten(dim, dim + 1)
+        return result.index_add_(dim, self.index.like(grad), grad)
+
+    def _along(self, dim: int, t: Tensor) -> Tensor:
+        """The weights, to broadcast against inputs along ``dim`` and the dim behind."""
+        weight = self.weight.like(t)
+        return weight.view(*weight.shape, *[1] * (t.ndim - dim - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ boundary moves by half of all padding, which that convolution takes back; the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, nn_functions
 from ...communication.exchange import plan_intervals
-from ...communication.halo import Axis, Fetch
+from ...communication.halo import Axis, Fetch, Narrow
 from ...layout.geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
@@ -49,69 +49,75 @@ def pad_sizes(sizes: Sequence[int], left: int, right: int) -> tuple[int, ...]:
     return sizes_of(boundaries)
 
 
-def pad_sources(mode: str, n: int, left: int, right: int) -> tuple[Interval, Interval]:
-    """Which interval of a dim of length ``n`` becomes the padding at its start and at its end (reflect: reversed).
+def pad_reads(mode: str, n: int, pads: Interval, out: Interval) -> tuple[Interval, Interval, int]:
+    """What a kernel has to be given to compute the outputs ``out`` of padding a dim of length ``n``, but by a circle.
+
+    Returns:
+        The input interval, what the kernel adds at its ends, and how many of its outputs come before the wanted ones.
+
+    Example:
+        >>> pad_reads("reflect", 7, (2, 1), (0, 3)), pad_reads("replicate", 7, (2, 1), (0, 2))
+        (((0, 3), (2, 0), 0), ((0, 1), (2, 0), 0))
+    """
+    if not length(out):
+        return (0, 0), (0, 0), 0
+    a, b = out[0] - pads[0], out[1] - pads[0]
+    start, stop = min(max(a, 0), n), max(min(b, n), 0)
+    before, after = pads[0] if a < 0 else 0, pads[1] if b > n else 0
+    reach = {"constant": (0, 0), "replicate": (1, 1), "reflect": (before + 1, after + 1)}[mode]
+    if before:
+        stop = max(stop, reach[0])
+    if after:
+        start = min(start, n - reach[1])
+    return (start, stop), (before, after), a - start + before
+
+
+def pad_sources(n: int, left: int, right: int) -> tuple[Interval, Interval]:
+    """Which interval of a dim of length ``n`` that closes to a circle becomes the padding at its start and at its end.
 
     Negative ``left`` and ``right`` crop; what a circle closes over is what cropping leaves.
 
     Example:
-        >>> pad_sources("circular", 7, 2, 1), pad_sources("reflect", 7, 2, 1), pad_sources("replicate", 7, 2, 1)
-        (((5, 7), (0, 1)), ((1, 3), (5, 6)), ((0, 1), (6, 7)))
-        >>> pad_sources("circular", 7, 2, -1)
-        ((4, 6), (0, 0))
+        >>> pad_sources(7, 2, 1), pad_sources(7, 2, -1)
+        (((5, 7), (0, 1)), ((4, 6), (0, 0)))
     """
-    before, after = max(left, 0), max(right, 0)
-    if mode == "circular":
-        start, stop = max(-left, 0), n - max(-right, 0)
-        return (stop - before, stop), (start, start + after)
-    if mode == "reflect":
-        return (1, 1 + before), (n - 1 - after, n - 1)
-    return (0, min(before, 1)), (n - min(after, 1), n)
+    start, stop = max(-left, 0), n - max(-right, 0)
+    return (stop - max(left, 0), stop), (start, start + max(right, 0))
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-class _PaddedDim:
-    """How one sharded dim of a local tensor is padded, except with constants.
+class _Circle:
+    """How one sharded dim of a local tensor is padded to a circle.
 
     Args:
         shape: of the local tensor.
         pads: what is added at the start and at the end.
-        parts: what each rank has then of the padding before, of the input and of the padding after.
+        outs: what each rank has then.
 
     Attributes:
         shape: of the result.
     """
 
     def __init__(
-        self,
-        mode: str,
-        spec: ShardTensorSpec,
-        dim: int,
-        shape: Sequence[int],
-        pads: Interval,
-        parts: Sequence[tuple[Interval, Interval, Interval]],
+        self, spec: ShardTensorSpec, dim: int, shape: Sequence[int], pads: Interval, outs: Sequence[Interval]
     ) -> None:
-        before, body, after = zip(*parts, strict=True)
-        start, end = pad_sources(mode, spec.shape[dim], *pads)
-        self._dim, self._body = dim, _fetch(spec, dim, shape, body)
-        self._ends = _end(mode, spec, dim, shape, start, before), _end(mode, spec, dim, shape, end, after)
-        here = parts[spec.coordinate[spec.sharded_dims()[dim]]]
-        self.shape = tuple(sum(map(length, here)) if d == dim else n for d, n in enumerate(shape))
+        start, end = pad_sources(spec.shape[dim], *pads)
+        parts = [_parts(out, pads[0], spec.shape[dim]) for out in outs]
+        pieces = list(zip((start[0], 0, end[0]), zip(*parts, strict=True), strict=True))
+        needs = [[(at + a, at + b) for a, b in wanted] for at, wanted in pieces]
+        self._fetches = [_fetch(spec, dim, shape, need) for need in needs if any(b > a for a, b in need)]
+        here = outs[spec.coordinate[spec.sharded_dims()[dim]]]
+        self._dim, self.shape = dim, tuple(length(here) if d == dim else n for d, n in enumerate(shape))
 
     def __call__(self, local: Tensor) -> Tensor:
-        body = self._body(local)
-        first, last = (None if end is None else end[1](end[0](local)) for end in self._ends)
-        pieces = [t for t in (first, body, last) if t is not None]
-        if len(pieces) == 1:
-            return body
-        stride = stride_like(local, self.shape)
-        return _Joined.apply(self._dim, stride, *pieces)  # type: ignore[no-any-return]
+        pieces = [fetch(local) for fetch in self._fetches]
+        return _Joined.apply(self._dim, stride_like(local, self.shape), *pieces)  # type: ignore[no-any-return]
 
 
 class _Joined(AutogradFunction):
-    """``torch.cat(pieces, dim)`` in memory with these strides: pieces may lie otherwise, such as those that repeat."""
+    """``torch.cat(pieces, dim)`` in memory with these strides: pieces may lie otherwise, such as empty ones."""
 
     @staticmethod
     def forward(ctx: Any, dim: int, stride: Sequence[int], *pieces: Tensor) -> Tensor:
@@ -142,20 +148,22 @@ def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: fl
     if mode != "constant":
         dtype = result_dtype(call, dtype, lambda t: F.pad(t, [0] * len(pad), mode=mode), [1] * ndim)
     sizes = {d: pad_sizes(spec.sizes_along(m), *pads[d]) for d, m in sharded.items()}
-    # What is left for one call of torch's: the free dims, and constants at the global ends.
+    # What is left for one call of torch's: the free dims, and the global ends but of a circle.
     left = {d: p for d, p in pads.items() if d not in sharded}
-    steps: list[Callable[[Tensor], Tensor]] = []
+    steps: list[Fetch | _Circle] = []
+    wanted: list[Narrow] = []
     shape = spec.local_shape()
     for d in sorted(sharded, reverse=True):  # as torch pads, the last dim first
-        parts = [_parts(out, pads[d][0], spec.shape[d]) for out in intervals_of(sizes[d])]
-        if mode == "constant":
-            here = parts[spec.coordinate[sharded[d]]]
-            left[d] = length(here[0]), length(here[2])
-            step: Fetch | _PaddedDim = _fetch(spec, d, shape, [p[1] for p in parts])
+        outs, rank = intervals_of(sizes[d]), spec.coordinate[sharded[d]]
+        if mode == "circular":
+            steps.append(_Circle(spec, d, shape, pads[d], outs))
         else:
-            step = _PaddedDim(mode, spec, d, shape, pads[d], parts)
-        steps.append(step)
-        shape = step.shape
+            reads = [pad_reads(mode, spec.shape[d], pads[d], out) for out in outs]
+            steps.append(_fetch(spec, d, shape, [need for need, _, _ in reads]))
+            need, left[d], drop = reads[rank]
+            if length(need) + sum(left[d]) > sizes[d][rank]:
+                wanted.append((d, drop, sizes[d][rank]))
+        shape = steps[-1].shape
     flat = [left.get(ndim - 1 - i // 2, (0, 0))[i % 2] for i in range(len(pad))]
     out = resized(spec, meta, dtype, sizes)
     empty, out_shape, casts = mode != "constant" and 0 in shape, out.local_shape(), dtype != spec.tensor_meta.dtype
@@ -165,6 +173,9 @@ def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: fl
             local = step(local)
         if any(flat):
             local = local.reshape(out_shape) if empty else F.pad(local, flat, mode=mode, value=value)
+        for place in () if empty else wanted:
+            local = local.narrow(*place)
+        local = local.clone() if wanted else local  # dense, and without the rest
         return local.to(dtype) if casts else local
 
     return LocalPlan(padded, out)
@@ -188,35 +199,6 @@ def _fetch(spec: ShardTensorSpec, dim: int, shape: Sequence[int], need: Sequence
     need = tuple((a, b) if b > a else (0, 0) for a, b in need)
     transfers = plan_intervals(intervals_of(spec.sizes_along(m)), need, spec.coordinate[m])
     return Fetch([Axis(dim, m, transfers)], spec.mesh, shape)
-
-
-def _end(
-    mode: str, spec: ShardTensorSpec, dim: int, shape: Sequence[int], source: Interval, wanted: Sequence[Interval]
-) -> tuple[Fetch, Callable[[Tensor], Tensor]] | None:
-    """How to get this rank's part of the padding at one end; None where no rank has any.
-
-    Args:
-        shape: of the local tensor that is padded.
-        source: the global interval that becomes the padding.
-        wanted: per rank, which part of the padding it holds.
-    """
-    if not any(length(w) for w in wanted):
-        return None
-    size = source[1] - source[0]
-    if mode == "replicate":
-        needs = [source if length(w) else (0, 0) for w in wanted]
-    elif mode == "reflect":
-        needs = [(source[0] + size - b, source[0] + size - a) if b > a else (0, 0) for a, b in wanted]
-    else:
-        needs = [(source[0] + a, source[0] + b) if b > a else (0, 0) for a, b in wanted]
-    fetch = _fetch(spec, dim, shape, needs)
-    if mode == "reflect":
-        return fetch, lambda piece: piece.flip(dim)
-    if mode == "replicate":
-        here = length(wanted[spec.coordinate[spec.sharded_dims()[dim]]])
-        expanded = [here if d == dim else n for d, n in enumerate(fetch.shape)]
-        return fetch, lambda piece: piece.expand(expanded)
-    return fetch, lambda piece: piece
 
 
 # -- entry points ------------------------------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ import pytest
 import torch
 from halves import half_of, in_halves
 from row_cases import CUTS, check_all, values, world_of
+from torch.distributed.tensor import Shard
 
-from shardtensor.testing import (
-    run_distributed,
-)
+from shardtensor.testing import run_distributed, shard, shared_mesh
 
 NEW_TORCH = torch.__version__ >= (2, 13)
 
@@ -63,3 +62,12 @@ def check_extremes(mesh_shape, dims, sizes, half):
 @pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
 def test_extremes(mesh_shape, dims, sizes, half):
     run_distributed(check_extremes, world_of(mesh_shape), mesh_shape, dims, sizes, half)
+
+
+def extremes_beside_nothing():
+    x = shard(torch.ones(3, 0, 2, dtype=torch.float64), shared_mesh(2), [Shard(0)], {0: (3, 0)})
+    return [tuple(y.full_tensor().shape) for y in (x.amin(0), x.amax(0), *torch.aminmax(x, dim=0))]
+
+
+def test_shards_without_what_is_reduced_of_tensors_without_elements():
+    assert run_distributed(extremes_beside_nothing, 2) == [[(0, 2)] * 4] * 2

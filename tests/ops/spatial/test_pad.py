@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Shard
 from torch.nn.utils.rnn import pad_sequence
 
-from shardtensor.layout.geometry import boundaries_of
-from shardtensor.ops.spatial.pad import pad_sizes, pad_sources
+from shardtensor.layout.geometry import boundaries_of, intervals_of
+from shardtensor.ops.spatial.pad import pad_reads, pad_sizes, pad_sources
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -199,17 +199,27 @@ def test_causal_layers_keep_their_sizes(mode, kernel_size, sizes):
     assert run_distributed(causal, len(sizes), mode, kernel_size, sizes) == [sizes] * len(sizes)
 
 
-@given(st.sampled_from(["reflect", "replicate", "circular"]), st.integers(1, 9), st.data())
-def test_sources_are_torchs(mode, n, draw):
+@given(st.integers(1, 9), st.data())
+def test_sources_are_torchs(n, draw):
+    left, right = draw.draw(st.integers(0, n)), draw.draw(st.integers(0, n))
+    places = torch.arange(n, dtype=torch.float64)[None, None]
+    padded = F.pad(places, (left, right), mode="circular")[0, 0].int().tolist()
+    before, after = (list(range(*source)) for source in pad_sources(n, left, right))
+    assert before + list(range(n)) + after == padded
+
+
+@given(st.sampled_from(["constant", "reflect", "replicate"]), SIZES, st.data())
+def test_ranks_give_kernels_what_they_read(mode, sizes, draw):
+    n = sum(sizes)
     most = n - 1 if mode == "reflect" else n
     left, right = draw.draw(st.integers(0, most)), draw.draw(st.integers(0, most))
-    places = torch.arange(n, dtype=torch.float64)[None, None]
-    padded = F.pad(places, (left, right), mode=mode)[0, 0].int().tolist()
-    found = []
-    for (start, stop), count in zip(pad_sources(mode, n, left, right), (left, right)):
-        taken = list(range(start, stop))
-        found.append(taken * count if mode == "replicate" else taken[::-1] if mode == "reflect" else taken)
-    assert found[0] + list(range(n)) + found[1] == padded
+    places = torch.arange(1, n + 1, dtype=torch.float64)[None, None]
+    padded = F.pad(places, (left, right), mode=mode)
+    for start, stop in intervals_of(pad_sizes(sizes, left, right)):
+        (a, b), around, drop = pad_reads(mode, n, (left, right), (start, stop))
+        if stop > start:
+            part = F.pad(places[..., a:b], around, mode=mode)
+            assert torch.equal(part[..., drop : drop + stop - start], padded[..., start:stop])
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
