@@ -80,9 +80,6 @@ ROWS = {
     "large conv2d 3x3, bfloat16": Row(
         lambda shape: nn.Conv2d(2, 2, 3, padding=1), LARGE_IMAGE, 2, 12, bytes=1.5, dtype=torch.bfloat16
     ),
-    "large conv2d 1x1, bfloat16": Row(
-        lambda shape: nn.Conv2d(2, 2, 1), LARGE_IMAGE, 2, 4, bytes=1.3, dtype=torch.bfloat16
-    ),
     "group norm": Row(lambda shape: nn.GroupNorm(2, 8), IMAGE, 2, 7),
     "instance norm": Row(lambda shape: nn.InstanceNorm2d(8, affine=True), IMAGE, 2, 7),
     "batch norm, training": Row(lambda shape: nn.BatchNorm2d(8), IMAGE, 2, 7),

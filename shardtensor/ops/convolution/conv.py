@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -220,6 +221,8 @@ def split_gradient(
     shared = [part for _, part in transfers.sends] if half else []
     touched = [length(touching(part)) for part in (*received, *shared)]
     if share * sum(touched) > length(out) or not all(touched) or math.prod(fetch.shape) < elements:
+        return None
+    if any(length(intersect(one, other)) for one, other in combinations(shared, 2)):
         return None
     shard, taps = alone(own, out)
     if shard.zeros or shard.crop or taps is not None:

@@ -151,7 +151,7 @@ class SplitGradient:
     Attributes:
         shard: the kernel with the shard alone, among zeros.
         halo: what is received from each peer.
-        edges: for half precision, the rows of the shard that others read, and their places in it.
+        edges: for half precision, the rows of the shard that each peer reads, none twice, and their places in it.
     """
 
     shard: LocalConvolution
@@ -198,11 +198,13 @@ class SplitGradient:
             if not together:
                 grad_x, _, _ = self.shard.gradients(ONLY_INPUT, grad, x, weight)
             assert grad_x is not None
-            (grad_x,) = widened(grad_x)
-            for place, strip in self.edges:
-                rows = x.narrow(*place)
-                grad_x.narrow(*place).copy_(strip.gradients(ONLY_INPUT, grad, rows, weight)[0])
-            grad_x = cast(fetch.add_returned(grad_x, returning), x.dtype)
+            if not self.edges:
+                grad_x = fetch.add_returned(grad_x, returning)
+            else:
+                wide = [strip.gradients(ONLY_INPUT, grad, x.narrow(*place), weight)[0] for place, strip in self.edges]
+                for (place, _), own, piece in zip(self.edges, wide, returning.wait(grad_x), strict=True):
+                    assert own is not None
+                    grad_x.narrow(*place).copy_(own.add_(piece))
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b
