@@ -440,6 +440,34 @@ def test_boundaries_are_rounded_once(way, dtype):
     run_distributed(at_the_boundary, 2, way, dtype)
 
 
+def returned_to_the_boundary(way, dtype, sizes):
+    """The same of the input's gradient, of which ranks return what they have of others' rows."""
+    torch.manual_seed(0)
+    n = sum(sizes)
+    grad = (torch.randn(2, 16, 1, 12) + 0.01 * torch.randn(2, 16, n, 12)).to(dtype)
+    weight = (torch.randn(16, 8, 1, 3) * torch.tensor([1.0, -2.0, 1.0]).view(3, 1)).to(dtype)
+    x = torch.randn(2, 8, n, 12).to(dtype)
+
+    def gradient(x, weight, grad):
+        return torch.autograd.grad(F.conv2d(x, weight, padding=1), x, grad)[0]
+
+    exact = gradient(x.double().requires_grad_(), weight.double(), grad.double())
+    alone = gradient(x.clone().requires_grad_(), weight, grad)
+    mesh = shared_mesh(len(sizes))
+    with computing(way):
+        x, grad = (shard(t, mesh, [Shard(2)], {0: sizes}) for t in (x, grad))
+        found = gradient(x.requires_grad_(), weight, grad).full_tensor()
+    errors = [(g.double() - exact)[:, :, 1:-1].abs().max() for g in (found, alone)]
+    assert errors[0] <= 2 * errors[1], (way, sizes, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["at once", "in two"])
+@pytest.mark.parametrize("sizes", [(5, 3), (3, 4, 2), (3, 1, 4)], ids=str)  # a row that both neighbours read
+def test_gradients_at_boundaries_are_rounded_once(way, dtype, sizes):
+    run_distributed(returned_to_the_boundary, len(sizes), way, dtype, sizes)
+
+
 def opposite_contributions(kernel, batch, dtype, memory_format):
     """Tensors of a convolution whose ranks' contributions to the weight's gradient nearly cancel."""
     torch.manual_seed(0)
