@@ -29,7 +29,8 @@ from shardtensor import ShardTensor
 from shardtensor.testing import count_communication, run_distributed, shared_mesh
 
 GROUP = "kernels beyond the plain operator's, forward and backward, 2 ranks"
-IMAGE, VOLUME, TOKENS = (1, 8, 128, 256), (1, 8, 16, 64, 64), (2, 4, 512, 32)  # shapes of a shard
+IMAGE, TOKENS = (1, 8, 128, 256), (2, 4, 512, 32)  # shapes of a shard
+LARGE_IMAGE, LARGE_VOLUME = (1, 2, 1024, 1024), (1, 2, 32, 128, 256)  # of whose bytes no more copies are to be made
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Row:
         bar: how many kernels at most.
         tensors: how many there are.
         bytes: at most how many times the plain operator's.
+        collectives: at most how many, of a network's step.
+        dtype: of tensors and parameters.
     """
 
     make: Callable[[Sequence[int]], Callable[..., Any]]
@@ -50,6 +53,8 @@ class Row:
     bar: int
     tensors: int = 1
     bytes: float | None = None
+    collectives: int | None = None
+    dtype: torch.dtype = torch.float32
 
 
 def spectral(shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -60,10 +65,21 @@ def bilinear(shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
     return partial(F.interpolate, scale_factor=2, mode="bilinear", align_corners=False)
 
 
+def globe() -> nn.Module:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "globe"))
+    from model import UNet
+
+    return UNet()
+
+
 ROWS = {
-    "conv2d 3x3": Row(lambda shape: nn.Conv2d(8, 8, 3, padding=1), IMAGE, 2, 4, bytes=1.3),
-    "conv3d 3x3x3": Row(lambda shape: nn.Conv3d(8, 8, 3, padding=1), VOLUME, 2, 5, bytes=1.5),
-    "transposed conv2d": Row(lambda shape: nn.ConvTranspose2d(8, 8, 3, 2, 1, 1), IMAGE, 2, 5, bytes=1.5),
+    "conv2d 3x3": Row(lambda shape: nn.Conv2d(8, 8, 3, padding=1), IMAGE, 2, 4),
+    "large conv2d 3x3": Row(lambda shape: nn.Conv2d(2, 2, 3, padding=1), LARGE_IMAGE, 2, 4, bytes=1.3),
+    "large conv3d 3x3x3": Row(lambda shape: nn.Conv3d(2, 2, 3, padding=1), LARGE_VOLUME, 2, 5, bytes=1.5),
+    "large transposed conv2d": Row(lambda shape: nn.ConvTranspose2d(2, 2, 3, 2, 1, 1), LARGE_IMAGE, 2, 5, bytes=1.5),
+    "large conv2d 3x3, bfloat16": Row(
+        lambda shape: nn.Conv2d(2, 2, 3, padding=1), LARGE_IMAGE, 2, 12, bytes=1.5, dtype=torch.bfloat16
+    ),
     "group norm": Row(lambda shape: nn.GroupNorm(2, 8), IMAGE, 2, 7),
     "instance norm": Row(lambda shape: nn.InstanceNorm2d(8, affine=True), IMAGE, 2, 7),
     "batch norm, training": Row(lambda shape: nn.BatchNorm2d(8), IMAGE, 2, 7),
@@ -74,6 +90,7 @@ ROWS = {
     "max pool 3x3, stride 2": Row(lambda shape: nn.MaxPool2d(3, 2, 1), IMAGE, 2, 4),
     "rfft2, product, irfft2": Row(spectral, IMAGE, 2, 6),
     "attention, sequence sharded": Row(lambda shape: F.scaled_dot_product_attention, TOKENS, 2, 6, tensors=3),
+    "step of the globe U-Net": Row(lambda shape: globe(), (1, 3, 128, 256), 2, 183, collectives=40),
 }
 
 
@@ -86,11 +103,11 @@ def counts(name: str) -> dict[str, Any]:
     sizes = {0: (row.shape[row.dim],) * 2}
     for kind in ("plain", "sharded"):
         torch.manual_seed(0)
-        tensors = [torch.randn(row.shape, device=device) for _ in range(row.tensors)]
+        tensors = [torch.randn(row.shape, device=device, dtype=row.dtype) for _ in range(row.tensors)]
         if kind == "sharded":
             tensors = [ShardTensor.from_local(t, mesh, [Shard(row.dim)], shard_sizes=sizes) for t in tensors]
         module = row.make(tensors[0].shape)
-        module = module.to(device) if isinstance(module, nn.Module) else module
+        module = module.to(device, row.dtype) if isinstance(module, nn.Module) else module
         # As in a network, what goes in is another operator's result: gradients of leaves may be copied once more.
         tensors = [t.requires_grad_().clone() for t in tensors]
         inputs = [*tensors, *(module.parameters() if isinstance(module, nn.Module) else [])]
@@ -109,7 +126,8 @@ def figure(name: str, found: dict[str, Any], chain: bool = False) -> Figure:
     row, (plain, plain_bytes, _), (ours, our_bytes, collectives) = ROWS[name], found["plain"], found["sharded"]
     beyond, times = sum(ours.values()) - sum(plain.values()), our_bytes / plain_bytes
     note = f"{times:.2f}x the bytes" + ("" if row.bytes is None else f" (at most {row.bytes})")
-    note += f"; collectives: {collectives}"
+    note += f"; collectives: {collectives}" + ("" if row.collectives is None else f" (at most {row.collectives})")
+    note += f"; all kernels: {sum(ours.values())}" if row.collectives is not None else ""
     if chain:
         more = Counter(ours)
         more.subtract(plain)

@@ -25,7 +25,7 @@ def computing(way):
     if way not in WAYS:
         yield
         return
-    with mock.patch.object(conv, "SHARE", dict.fromkeys((False, True), WAYS[way])):
+    with mock.patch.object(conv, "worth_splitting", lambda half, device: (WAYS[way], 0)):
         caches.forget()
         yield
     caches.forget()

@@ -184,11 +184,13 @@ class _FetchedDim:
     def join(self, local: Tensor, halo: Tensor | None) -> Tensor:
         """What this rank needs, out of its shard and what :meth:`receive` gave."""
         received = () if self.out is None or halo is None else self.out.split(halo)
-        own = local if self._keeps_all or self._kept is None else local.narrow(*self._kept[0])
-        pieces = [own if i is None else received[i] for i in self._order]
         before, after = self._zeros
-        if before is not None:
-            pieces.insert(0, zeros_of(before, local))
+        pieces = [] if before is None else [zeros_of(before, local)]
+        for i in self._order:
+            if i is not None:
+                pieces.append(received[i])
+            else:
+                pieces.append(local if self._keeps_all or self._kept is None else local.narrow(*self._kept[0]))
         if after is not None:
             pieces.append(zeros_of(after, local))
         if not pieces:
@@ -214,7 +216,8 @@ class _FetchedDim:
 
     def add_returned(self, total: Tensor, pending: Pending) -> Tensor:
         """Wait for what the others return, and add it to the shard's own part of the gradient."""
-        for place, piece in zip(self._sent, pending.wait(total), strict=True):
+        assert self.back is not None
+        for place, piece in zip(self._sent, self.back.split(pending.buffer(total)), strict=True):
             total.narrow(*place).add_(piece)
         return total
 

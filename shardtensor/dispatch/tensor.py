@@ -357,7 +357,9 @@ def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
 def _as_leaf_gradient(spec: ShardTensorSpec, grad: Any) -> Any:
     """A leaf's gradient, in memory of its own: it is added to and scaled in place, and autograd asks the spec only."""
     grad = as_gradient(grad, spec)
-    return grad if grad is None or is_dense(grad._local_tensor) else grad.clone()
+    if grad is None or is_dense(grad._local_tensor):
+        return grad
+    return grad.clone() if torch.is_grad_enabled() else wrap(grad._local_tensor.clone(), grad._spec)
 
 
 @register(Tensor.requires_grad_)

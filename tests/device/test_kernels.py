@@ -17,8 +17,10 @@ bench_kernels = importlib.import_module("bench_kernels")
 # Kernels beyond the plain operator's, and collectives, forward and backward.
 COUNTED = {
     "conv2d 3x3": (5, 3),
-    "conv3d 3x3x3": (5, 3),
-    "transposed conv2d": (3, 3),
+    "large conv2d 3x3": (5, 3),
+    "large conv3d 3x3x3": (5, 3),
+    "large transposed conv2d": (3, 3),
+    "large conv2d 3x3, bfloat16": (21, 3),
     "group norm": (7, 2),
     "instance norm": (3, 2),
     "batch norm, training": (6, 2),
@@ -29,6 +31,7 @@ COUNTED = {
     "max pool 3x3, stride 2": (3, 2),
     "rfft2, product, irfft2": (11, 4),
     "attention, sequence sharded": (7, 2),
+    "step of the globe U-Net": (180, 61),
 }
 
 

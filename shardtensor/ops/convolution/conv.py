@@ -6,8 +6,10 @@ it; transposed convolution. What is done with tensors stands in ``halo_conv.py``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -38,9 +40,20 @@ from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
 
 Pads = tuple[tuple[int, int], ...]
 
-# How many times as many outputs as those that are computed once more a rank has, where its gradient is computed in two:
-# for memory at any rate, and in half precision where the rest is to be spared the kernel of float32.
-SHARE = {False: 32, True: 2}
+
+def worth_splitting(half: bool, device: str) -> tuple[int, int]:
+    """From which shards on a rank's gradient is computed in two.
+
+    Smaller ones cost more of the host's time than they save: a kernel for each peer. In half precision the rest is
+    spared the kernel of float32. On the CPU with one thread the two ways take the same time at 2 ** 18 elements, one
+    third less in two at 2 ** 22.
+
+    Returns:
+        How many times as many outputs as those that are computed once more a rank is to have, and how many elements.
+    """
+    if half:
+        return 2, 1 << 18
+    return (32, 1 << 18) if device == "cpu" else (8, 1 << 21)
 
 
 def plan_convolution(
@@ -93,6 +106,7 @@ def plan_convolution(
             fetch,
             outs[d],
             half,
+            spec.mesh.device_type,
             lambda part: windows[d].touching(part, outs[d]),
             lambda part, out: local.alone(d, part, out, held, outs),
         )
@@ -181,6 +195,7 @@ def split_gradient(
     fetch: Fetch,
     out: Interval,
     half: bool,
+    device: str,
     touching: Callable[[Interval], Interval],
     alone: Callable[[Interval, Interval], Alone],
 ) -> SplitGradient | None:
@@ -189,13 +204,15 @@ def split_gradient(
     Args:
         out: this rank's outputs along the dim that is fetched.
         half: whether they are of half precision.
+        device: the type of their device.
         touching: those of them that read some inputs.
         alone: the kernel that gives some outputs of some inputs alone, with the taps that lie between them.
     """
     if len(fetch.axes) != 1 or 0 in fetch.shape:
         return None
-    if len(fetch.shape) == 5 and not half:
-        return None  # torch's kernels for few planes of a volume are ten times slower on the CPU
+    if len(fetch.shape) == 5 and device == "cpu" and not half:
+        return None  # torch's kernels for few planes of a volume are ten times slower there
+    share, elements = worth_splitting(half, device)
     d, transfers = fetch.axes[0].dim, fetch.axes[0].transfers
     own = transfers.own
     if not transfers.active or not length(own) or intersect(own, transfers.need) != own:
@@ -203,7 +220,9 @@ def split_gradient(
     received = [part for _, part in transfers.recvs]
     shared = [part for _, part in transfers.sends] if half else []
     touched = [length(touching(part)) for part in (*received, *shared)]
-    if SHARE[half] * sum(touched) > length(out) or not all(touched):
+    if share * sum(touched) > length(out) or not all(touched) or math.prod(fetch.shape) < elements:
+        return None
+    if any(length(intersect(one, other)) for one, other in combinations(shared, 2)):
         return None
     shard, taps = alone(own, out)
     if shard.zeros or shard.crop or taps is not None:
@@ -684,6 +703,7 @@ def _plan_transposed(
             Fetch.of(spec, needs),
             out,
             wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype,
+            spec.mesh.device_type,
             lambda part: window.touching(part, out),
             alone,
         )

@@ -29,7 +29,7 @@ from ...communication.zeros import padded
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Plan
 from ...operators.weight_gradients import GradientSum
-from ..common.alignment import cast, is_half, wide_dtype, widened
+from ..common.alignment import cast, is_half, product, wide_dtype, widened
 from .volumes import Gradients, convolution_backward, convolve_volume, volume_backward
 
 ONLY_INPUT = True, False, False
@@ -85,6 +85,21 @@ class LocalConvolution:
             grad_x = padded(grad_x, [-n for n in self.zeros])
         return grad_x, grad_w, grad_b
 
+    def is_product(self, read: Tensor, weight: Tensor) -> bool:
+        """Whether an output is a product of the weight and one input."""
+        stride, padding, _, transposed, _, groups = self.arguments
+        plain = not (transposed or self.zeros or self.crop) and groups == max(stride) == 1 and not any(padding)
+        return plain and weight.shape[2:].numel() == 1 and read.numel() > 0
+
+    def products(self, needed: Sequence[bool], grad: Tensor, read: Tensor, weight: Tensor) -> Gradients:
+        """Those of weight and bias of such a kernel, in float32, of operands in half precision."""
+        _, need_w, need_b = needed
+        grad_b = grad.sum([0, *range(2, grad.ndim)], dtype=torch.float32) if need_b else None
+        if not need_w:
+            return None, None, grad_b
+        rows, others = (t.movedim(1, -1).reshape(-1, t.shape[1]) for t in (grad, read))
+        return None, product(rows, others).view(weight.shape), grad_b
+
 
 def _nothing_of(read: Tensor, weight: Tensor) -> Tensor:
     """Zero, as a function that is bilinear in both, as a convolution is.
@@ -136,7 +151,7 @@ class SplitGradient:
     Attributes:
         shard: the kernel with the shard alone, among zeros.
         halo: what is received from each peer.
-        edges: for half precision, the rows of the shard that others read, and their places in it.
+        edges: for half precision, the rows of the shard that each peer reads, none twice, and their places in it.
     """
 
     shard: LocalConvolution
@@ -183,11 +198,13 @@ class SplitGradient:
             if not together:
                 grad_x, _, _ = self.shard.gradients(ONLY_INPUT, grad, x, weight)
             assert grad_x is not None
-            (grad_x,) = widened(grad_x)
-            for place, strip in self.edges:
-                rows = x.narrow(*place)
-                grad_x.narrow(*place).copy_(strip.gradients(ONLY_INPUT, grad, rows, weight)[0])
-            grad_x = cast(fetch.add_returned(grad_x, returning), x.dtype)
+            if not self.edges:
+                grad_x = fetch.add_returned(grad_x, returning)
+            else:
+                wide = [strip.gradients(ONLY_INPUT, grad, x.narrow(*place), weight)[0] for place, strip in self.edges]
+                for (place, _), own, piece in zip(self.edges, wide, returning.wait(grad_x), strict=True):
+                    assert own is not None
+                    grad_x.narrow(*place).copy_(own.add_(piece))
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b
@@ -245,8 +262,12 @@ class ConvolutionPlan(Plan):
         wide = self._half and (self.sums or self._fetches)
         # One call of the kernel for all is faster, but nothing travels meanwhile.
         together = need_x and self.total is None and wide == (wide and self._fetches)
-        given = widened(grad, read, weight) if wide else [grad, read, weight]
-        grad_x, grad_w, grad_b = self.convolve.gradients((together, need_w, need_b), *given)
+        given, gradients = [grad, read, weight], self.convolve.gradients
+        if wide and self.convolve.is_product(read, weight):
+            gradients = self.convolve.products
+        elif wide:
+            given = widened(*given)
+        grad_x, grad_w, grad_b = gradients((together, need_w, need_b), *given)
         # The kernel has made the parameters' gradients for this call alone.
         finish = None if self.total is None else self.total.start([None, grad_w, grad_b], overwrite=True)
         if need_x:

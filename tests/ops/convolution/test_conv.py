@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -437,6 +438,89 @@ def at_the_boundary(way, dtype):
 @pytest.mark.parametrize("way", ["at once", "in two"])
 def test_boundaries_are_rounded_once(way, dtype):
     run_distributed(at_the_boundary, 2, way, dtype)
+
+
+def returned_to_the_boundary(way, dtype, sizes):
+    """The same of the input's gradient, of which ranks return what they have of others' rows."""
+    torch.manual_seed(0)
+    n = sum(sizes)
+    grad = (torch.randn(2, 16, 1, 12) + 0.01 * torch.randn(2, 16, n, 12)).to(dtype)
+    weight = (torch.randn(16, 8, 1, 3) * torch.tensor([1.0, -2.0, 1.0]).view(3, 1)).to(dtype)
+    x = torch.randn(2, 8, n, 12).to(dtype)
+
+    def gradient(x, weight, grad):
+        return torch.autograd.grad(F.conv2d(x, weight, padding=1), x, grad)[0]
+
+    exact = gradient(x.double().requires_grad_(), weight.double(), grad.double())
+    alone = gradient(x.clone().requires_grad_(), weight, grad)
+    mesh = shared_mesh(len(sizes))
+    with computing(way):
+        x, grad = (shard(t, mesh, [Shard(2)], {0: sizes}) for t in (x, grad))
+        found = gradient(x.requires_grad_(), weight, grad).full_tensor()
+    errors = [(g.double() - exact)[:, :, 1:-1].abs().max() for g in (found, alone)]
+    assert errors[0] <= 2 * errors[1], (way, sizes, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["at once", "in two"])
+@pytest.mark.parametrize("sizes", [(5, 3), (3, 4, 2), (3, 1, 4)], ids=str)  # a row that both neighbours read
+def test_gradients_at_boundaries_are_rounded_once(way, dtype, sizes):
+    run_distributed(returned_to_the_boundary, len(sizes), way, dtype, sizes)
+
+
+def opposite_contributions(kernel, batch, dtype, memory_format):
+    """Tensors of a convolution whose ranks' contributions to the weight's gradient nearly cancel."""
+    torch.manual_seed(0)
+    half = torch.randn(batch, 16, 24, 20)
+    x = torch.cat([half, half + 0.01 * torch.randn_like(half)], 2)
+    grad = torch.einsum("oc,nchw->nohw", torch.randn(8, 16), half)  # correlated with the input: contributions add up
+    grad = torch.cat([grad, 0.01 * torch.randn_like(grad) - grad], 2)
+    tensors = x, torch.randn(8, 16, kernel, kernel), torch.randn(8), grad
+    return [t.to(dtype, memory_format=memory_format if t.ndim == 4 else torch.preserve_format) for t in tensors]
+
+
+def gradients_of_parameters(x, weight, bias, grad, scope=nullcontext):
+    weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    with scope():
+        y = F.conv2d(x, weight, bias, padding=weight.shape[2] // 2)
+    return torch.autograd.grad(y, [weight, bias], grad)
+
+
+def sums_of_contributions(kernel, dtype, autocast, memory_format):
+    mesh, device = shared_mesh(2), torch.get_default_device().type
+
+    def scope():
+        return torch.autocast(device, dtype, enabled=autocast)
+
+    for batch, sizes in ((1, (24, 24)), (2, (7, 41)), (1, (0, 48))):
+        tensors = opposite_contributions(kernel, batch, dtype, memory_format)
+        exact = gradients_of_parameters(*(t.double() for t in tensors))
+        x, weight, bias, grad = tensors
+        if autocast:
+            weight, bias = weight.float(), bias.float()
+        one = gradients_of_parameters(x, weight, bias, grad, scope)
+        x, grad = (shard(t, mesh, [Shard(2)], {0: sizes}) for t in (x, grad))
+        found = gradients_of_parameters(x, weight, bias, grad, scope)
+        allowed = []
+        for got, alone, value in zip(found, one, exact, strict=True):
+            error, of_one = ((t.double() - value).abs().max() for t in (got, alone))
+            allowed.append(2 * max(of_one, torch.finfo(dtype).eps * value.abs().max() / 2))
+            assert got.dtype == alone.dtype and error <= allowed[-1], (batch, sizes, error, of_one)
+        # What the float32 of contributions is for: each rank's rounded would be wrong by more than the rule allows.
+        whole, halves = tensors[0], tensors[3].split(24, 2)
+        rounded = [torch.zeros_like(tensors[3]) for _ in halves]
+        for place, half, start in zip(rounded, halves, (0, 24)):
+            place.narrow(2, start, 24).copy_(half)
+        parts = [gradients_of_parameters(whole, *tensors[1:3], part)[0].float() for part in rounded]
+        assert (sum(parts).double() - exact[0]).abs().max() > 2 * allowed[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_contributions_to_weights_that_cancel_are_rounded_once(kernel, dtype, memory_format):
+    for autocast in (False, True):
+        run_distributed(sums_of_contributions, 2, kernel, dtype, autocast, memory_format)
 
 
 # -- messages, bytes, memory ---------------------------------------------------------------------------------------
