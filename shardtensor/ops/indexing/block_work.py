@@ -12,7 +12,7 @@ and otherwise owner by owner, so that no rank holds more than one block of anoth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from ...communication.exchange import plan_intervals
 from ...communication.halo import Axis, Fetch
 from ...communication.redistribute import reduce_scatter
 from ...communication.tracing import is_traced
-from ...dispatch.planning import AtenCall, Path, is_inplace, operand
+from ...dispatch.planning import AtenCall, is_inplace, operand
 from ...layout.geometry import intervals_of
-from ...layout.spec import ShardTensorSpec
 from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, clipped, copied, in_place_form, put
 
@@ -37,25 +36,18 @@ Own = dict[int, tuple[int, int, int]]
 class BlockWork:
     """What a rank does with its local tensors."""
 
-    def __init__(
-        self,
-        layout: IndexLayout,
-        layouts: Mapping[Path, ShardTensorSpec],
-        indexed: Mapping[Path, int],
-        wraps: bool,
-        result: ShardTensorSpec,
-    ) -> None:
+    def __init__(self, layout: IndexLayout) -> None:
         self.func, self.roles, self.out, self.first = layout.call.func, layout.roles, list(layout.out), layout.first
-        self.writes, self.wraps, self.result = layout.writes, wraps, result
+        self.writes, self.wraps, self.result = layout.writes, layout.wraps, layout.result
         self.accumulates = layout.accumulates
-        self.coordinate, self.mesh = result.coordinate, layout.mesh
+        self.coordinate, self.mesh = self.result.coordinate, layout.mesh
         self.shortest = layout.shortest
         self.axes = layout.axes
         self.inplace = is_inplace(self.func)
         # What of a plain tensor this rank works on: ``(path, dim, start, stop)``.
         self.narrowings = [
             (path, d, *spec.interval(m))
-            for path, spec in layouts.items()
+            for path, spec in layout.layouts.items()
             for d, m in spec.sharded_dims().items()
             if path not in layout.call.tensors
         ]
@@ -65,7 +57,7 @@ class BlockWork:
         for m, axis in enumerate(self.axes):
             if axis.indexed is not None and spec is not None:
                 self.own[axis.indexed] = (spec.shape[axis.indexed], *spec.interval(m))
-        self.indexed = {path: dim for path, dim in indexed.items() if dim in self.own}
+        self.indexed = {path: dim for path, dim in layout.indexed.items() if dim in self.own}
         self.contributed = [m for m, axis in enumerate(self.axes) if axis.contributes]
         self.blocks = {m: intervals_of(spec.sizes_along(m)) for m in self.contributed if spec is not None}
         self.at_once = [m for m in self.contributed if self._fits_a_shard(layout.call, m)]
@@ -76,7 +68,7 @@ class BlockWork:
         # Which operands are sharded along what is broadcast on a mesh dim, and each rank's interval.
         self.held = {
             (path, m): intervals_of(spec.sizes_along(m))
-            for path, spec in layouts.items()
+            for path, spec in layout.layouts.items()
             for d, m in spec.sharded_dims().items()
             if m in self.broadcast and self.roles[path][d] == self.broadcast[m][0]
         }
