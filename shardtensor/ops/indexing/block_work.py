@@ -24,8 +24,9 @@ from ...communication.exchange import plan_intervals
 from ...communication.halo import Axis, Fetch
 from ...communication.redistribute import reduce_scatter
 from ...communication.tracing import is_traced
-from ...dispatch.planning import AtenCall, is_inplace, operand
+from ...dispatch.planning import AtenCall, argument, is_inplace, operand
 from ...layout.geometry import intervals_of
+from ...layout.placements import wide_dtype
 from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, clipped, copied, in_place_form, put
 
@@ -60,6 +61,11 @@ class BlockWork:
         self.indexed = {path: dim for path, dim in layout.indexed.items() if dim in self.own}
         self.contributed = [m for m, axis in enumerate(self.axes) if axis.contributes]
         self.blocks = {m: intervals_of(spec.sizes_along(m)) for m in self.contributed if spec is not None}
+        self.added = [path for path in self.roles if path != self.first and path not in layout.indexed]
+        # Contributions are rounded once. And torch's kernel for products in half precision raises, on the CPU, where an
+        # index has one element to reduce; of a shard that may be so on one rank only.
+        self._rounds = bool(self.contributed) and self.accumulates in ("sum", "product")
+        self._rounds |= argument(layout.call, 4, "reduce", "") == "prod"
         self.at_once = [m for m in self.contributed if self._fits_a_shard(layout.call, m)]
         # The value is on the first rank; a plain tensor is on all.
         summed = [m for m, axis in enumerate(self.axes) if axis.along is not None and axis.along[0] not in self.out]
@@ -89,13 +95,19 @@ class BlockWork:
         if self.starts_neutral:
             plain = operand(values, self.first)
             put(values, self.first, torch.full_like(plain, neutral_element(self.accumulates or "sum", plain.dtype)))
-        if not self.own and not self.broadcast:
-            return self.func(*values, **kwargs)
         target = operand(values, self.first)
-        written = self._contributions(self.contributed, values, kwargs, self.own)
+        dtype = wide_dtype(target.dtype) if self._rounds else target.dtype
+        if dtype != target.dtype:
+            for path in (self.first, *self.added):
+                put(values, path, operand(values, path).to(dtype))
+        if not self.own and not self.broadcast:
+            written: Tensor = self.func(*values, **kwargs)
+        else:
+            written = self._contributions(self.contributed, values, kwargs, self.own)
+            written = written if self.inplace else written.contiguous()
         if self.inplace:
             return target if written is target else target.copy_(written)
-        return written.contiguous()
+        return written
 
     def _contributions(self, mesh_dims: Sequence[int], values: list[Any], kwargs: dict[str, Any], own: Own) -> Tensor:
         """What is written to, with what all ranks contribute to this rank's part of it, see [Note: contributions]."""

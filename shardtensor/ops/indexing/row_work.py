@@ -82,7 +82,6 @@ class RowWork(BlockWork):
                 else:
                     begins = 0 if is_part else start
                     self._narrowings.append((path, d, begins, begins + stop - start))
-        self._added = [path for path in self.roles if path != self.first and path not in layout.indexed]
         # Nothing that is this rank's alone.
         self._key = (mesh_dim, self._group.group_name, self._sizes, layouts[index].layout, lengths)
         # The elements of a row, and how many elements would travel in blocks.
@@ -129,7 +128,7 @@ class RowWork(BlockWork):
             room.narrow(d, own, halo).fill_(neutral_element(self._op, dtype))
         put(values, self.first, room)
         if dtype != target.dtype:
-            for path in self._added:
+            for path in self.added:
                 put(values, path, operand(values, path).to(dtype))
         in_place_form(self.func)(*values, **kwargs)
         written = rows.give_back(room, d, self._op)
