@@ -94,7 +94,9 @@ def is_kept(tensor: Any, key: Hashable) -> bool:
 
 def _place_of(tensor: Any) -> Place:
     if not hasattr(tensor, "_found"):
-        base = tensor if tensor._base is None else tensor._base
+        base = tensor._base
+        if base is None or base.layout is not torch.strided:  # of sparse ones, all parts are views alike
+            base = tensor
         steps = () if base is tensor else (tensor.storage_offset(), tensor.shape, tensor.stride())
         entries: dict[Hashable, tuple[int, Any]] = _of_plain.setdefault(base, {})  # type: ignore[no-untyped-call]
         return Place(entries, steps)

@@ -40,12 +40,14 @@ from ...layout.strides import contiguous_stride
 from ...operators.arguments import common_mesh
 from ...ranks.cuda_graphs import is_capturing
 from ...ranks.first_use import note_operand
-from ..common.alignment import as_operand
+from ..common.alignment import as_operand, is_sharded
 from ..common.named_dims import Form, arrange
 
 MATRIX = Form(("ik", "kj"), "ij")
 MATRIX_BATCH = Form(("bik", "bkj"), "bij")
 MATRIX_VECTOR = Form(("ik", "k"), "i")
+
+_aten = torch.ops.aten
 
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)  # torch differentiates products of no others
 _PRODUCTS = {torch.mm: MATRIX, torch.bmm: MATRIX_BATCH, torch.mv: MATRIX_VECTOR}
@@ -90,9 +92,10 @@ def _product(
         dtype = torch.get_autocast_dtype(device)
     whole = ShardTensorSpec.make(mesh, [Replicate()] * mesh.ndim, matrix.shape, matrix.dtype)
     how = arrange(name, form, (whole, x._spec)) if reduce == "sum" else None
-    result = None if form is MATRIX_BATCH else _by_rows(name, matrix, x, dtype, how and how.targets[1], reduce)
-    if result is not None:
-        return result
+    if form is not MATRIX_BATCH:
+        result = _by_rows(name, matrix, x, dtype, None if how is None else how.targets[1], reduce)
+        if result is not None:
+            return result
     if how is None:
         how = arrange(name, replace(form, whole=frozenset("k")), (whole, x._spec))
         function = partial(torch.sparse.mm, reduce=reduce)
@@ -145,6 +148,19 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str = "sum") -> Any:
 
 def _is_sparse(t: Tensor) -> bool:
     return not isinstance(t, DTensor) and t.layout is not torch.strided
+
+
+def _made_of_shards(*args: Any, **kwargs: Any) -> Any:
+    parts = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    if not any(map(is_sharded, parts)):
+        return DECLINED
+    reason = "a sparse matrix is the same on every rank, and no rank has all of this one's entries"
+    remedy = "make it of plain tensors (an edge_index before it is sharded); it may multiply sharded rows"
+    raise refuse("a sparse tensor's constructor", parts, reason, remedy)
+
+
+register(_aten._sparse_coo_tensor_with_dims_and_tensors.default)(_made_of_shards)
+register(_aten.sparse_compressed_tensor.comp_plain_value_size)(_made_of_shards)
 
 
 # -- by rows -------------------------------------------------------------------------------------------------------
@@ -321,7 +337,7 @@ class _OfValues(AutogradFunction):
         ctx.pattern = pattern
         none = pattern.matrix(left.new_zeros(len(pattern.order)))
         values: Tensor = torch.sparse.sampled_addmm(none, left, right.mH, beta=0).values()
-        return values
+        return values.clone()  # no view of a matrix, which has no strides
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
