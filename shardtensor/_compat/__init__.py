@@ -288,6 +288,19 @@ def claim_dispatch(cls: type) -> None:
     GenericTorchDispatchRuleHolder.find = find_or_claimed  # type: ignore[method-assign]
 
 
+def sparse_parts(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The two tensors of indices of a sparse matrix, and its values, which are differentiable if it is coalesced.
+
+    CSR: where rows start, and columns; CSC: where columns start, and rows; COO: rows and columns.
+    """
+    if matrix.layout is torch.sparse_csr:
+        return (matrix.crow_indices(), matrix.col_indices()), matrix.values()
+    if matrix.layout is torch.sparse_csc:
+        return (matrix.ccol_indices(), matrix.row_indices()), matrix.values()
+    rows, columns = matrix._indices().unbind(0)
+    return (rows, columns), matrix.values() if matrix.is_coalesced() else matrix._values()
+
+
 _previews = False
 
 

@@ -2,9 +2,10 @@
 
 [Note: row halos] An index that is sharded reads rows of other ranks, in a graph most of them many times. Each rank
 looks at its own part of the index and asks every owner for the rows that it lacks, each once: an exchange of counts,
-which all ranks see, and one of positions. After that rows travel without another look at the index, in one exchange,
-and are put behind the shard; :attr:`RowHalo.places` says for each entry of the index where in the two its row is. In
-the other direction a rank first adds up, in the same places, what it has for rows of others, and sends each once.
+which all ranks see, and one of positions. Where every rank holds the index whole, each finds out all of that by itself.
+After that rows travel without another look at the index, in one exchange, and are put behind the shard;
+:attr:`RowHalo.places` says for each entry of the index where in the two its row is. In the other direction a rank first
+adds up, in the same places, what it has for rows of others, and sends each once.
 
 Looking at an index takes the host; what was found is therefore kept with the index, see [Note: found] in
 dispatch/found.py.
@@ -15,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._compat import AutogradFunction
 from ..layout.geometry import boundaries_of
 from .exchange import Exchange
 from .redistribute import all_gather, reduced
@@ -27,6 +30,11 @@ from .redistribute import all_gather, reduced
 _WRITTEN = (
     "this rank's local tensor of an index was written to. Other ranks cannot know it, and would exchange the rows that "
     "it named before. Remedy: write to the ShardTensor (index.copy_(new)) or make a new one (from_local), on all ranks."
+)
+_PLAIN_WRITTEN = (
+    "an index, or the indices of a sparse matrix, were changed by something that raises no version (numpy, .data, a "
+    "collective, the tensors that a matrix was made of), and the rows that it named before would be exchanged. Remedy: "
+    "make a new one, on all ranks."
 )
 
 
@@ -79,11 +87,21 @@ def _each_once(index: Tensor) -> Tensor:
     return index
 
 
+def check_same(now: Tensor, before: Tensor, text: str = _PLAIN_WRITTEN) -> None:
+    """Raise RuntimeError with ``text`` where values differ; devices other than the CPU report it later."""
+    if now.device.type != "cpu":
+        torch.ops.aten._assert_async.msg((now == before).all(), text)
+    elif not torch.equal(now, before):
+        raise RuntimeError(text)
+
+
 class RowHalo:
     """The exchange of the rows that an index reads, and its adjoint. Collective on ``group``, as what is called on it.
 
     Args:
         index, sizes, rank: as those of :func:`wanted`; ``rank`` is that of ``group``.
+        split: ``index`` is the whole one, on every rank; along which dim it is divided, and the ranks' lengths. Making
+            it communicates nothing then.
 
     Attributes:
         places, positions: as those of :class:`Wanted`.
@@ -92,34 +110,48 @@ class RowHalo:
             latter case nothing can be exchanged.
     """
 
-    def __init__(self, index: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> None:
-        asked = wanted(index, sizes, rank)
-        table = all_gather(asked.claim, group).cpu()
-        table[rank] = asked.claim.cpu()  # as it is in any case, but in a preview, which receives nothing
+    def __init__(
+        self,
+        index: Tensor,
+        sizes: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup,
+        split: tuple[int, Sequence[int]] | None = None,
+    ) -> None:
+        if split is None:
+            mine = wanted(index, sizes, rank)
+            table = all_gather(mine.claim, group).cpu()
+            table[rank] = mine.claim.cpu()  # as it is in any case, but in a preview, which receives nothing
+        else:
+            dim, lengths = split
+            asked = [wanted(part, sizes, r) for r, part in enumerate(index.split_with_sizes(list(lengths), dim))]
+            mine, table = asked[rank], torch.stack([a.claim for a in asked]).cpu()
         counts, (self.negative, self.beyond) = table[:, :-2], table[:, -2:].amax(0).bool().tolist()
-        self.places, self.positions, self.total = asked.places, asked.positions, int(counts.sum())
-        self._own, self._group, self._entries = sizes[rank], group, _each_once(index).clone()
+        self.places, self.positions, self.total = mine.places, mine.positions, int(counts.sum())
+        own = index if split is None else index.split_with_sizes(list(split[1]), split[0])[rank]
+        self._own, self._group, self._entries = sizes[rank], group, _each_once(own).clone()
+        self._written = _WRITTEN if split is None else _PLAIN_WRITTEN
         self._gets = [(s, n) for s, n in enumerate(counts[rank].tolist()) if n]
         self._gives = [(r, n) for r, n in enumerate(counts[:, rank].tolist()) if n]
         self._most_peers = int(max((counts > 0).sum(d).max() for d in (0, 1)))
         self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
         self._given: tuple[Tensor, ...] = ()  # where in the shard the rows are that each peer gets
         if self.total and not self.beyond:
-            asking = self._exchange(1)[1]
-            given = asking.start([asked.positions], asked.positions).buffer() - boundaries_of(sizes)[rank]
-            self._given = given.split_with_sizes([n for _, n in self._gives])
+            start = boundaries_of(sizes)[rank]
+            if split is None:
+                given = self._exchange(1)[1].start([mine.positions], mine.positions).buffer() - start
+                self._given = given.split_with_sizes([n for _, n in self._gives])
+            else:
+                owned = [(asked[r].positions, counts[r].tolist()) for r, _ in self._gives]
+                self._given = tuple(positions.split_with_sizes(n)[rank] - start for positions, n in owned)
 
-    def check(self, index: Tensor) -> None:
-        """Raise where these are not the values that it was made of. No host waits for a device.
+    def check(self, part: Tensor) -> None:
+        """Raise where these are not the values that this rank's part of the index had. No host waits for a device.
 
         Raises:
             RuntimeError: on the CPU. Other devices report it as an index out of range.
         """
-        index = _each_once(index)
-        if index.device.type != "cpu":
-            torch.ops.aten._assert_async.msg((index == self._entries).all(), _WRITTEN)
-        elif not torch.equal(index, self._entries):
-            raise RuntimeError(_WRITTEN)
+        check_same(_each_once(part), self._entries, self._written)
 
     def _exchange(self, width: int) -> tuple[Exchange, Exchange]:
         """Of rows of this many elements: from their owners, and back to them."""
@@ -158,3 +190,30 @@ class RowHalo:
             else:
                 rows.index_copy_(0, places, reduced([rows.index_select(0, places), piece], op))
         return own
+
+    def fetched(self, local: Tensor, dtype: torch.dtype) -> Tensor:
+        """:meth:`fetch` along dim 0 in ``dtype``, in which gradients are added up, too. Differentiable."""
+        wide: Tensor = local.to(dtype) if not self.total else _Fetched.apply(local, self, dtype)
+        return wide
+
+
+class _Fetched(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, halo: RowHalo, dtype: torch.dtype) -> Tensor:
+        ctx.halo, ctx.dtype = halo, local.dtype
+        return halo.fetch(local, 0).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _GivenBack.apply(grad, ctx.halo, ctx.dtype), None, None
+
+
+class _GivenBack(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, room: Tensor, halo: RowHalo, dtype: torch.dtype) -> Tensor:
+        ctx.halo, ctx.dtype = halo, room.dtype
+        return halo.give_back(room.clone(), 0).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Fetched.apply(grad, ctx.halo, ctx.dtype), None, None

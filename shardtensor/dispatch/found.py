@@ -16,6 +16,10 @@ so it follows from what the program did with the tensor, and from nothing else:
 A rank that writes to its local tensor (``to_local()``, or what it has given to ``from_local``) does something that the
 others cannot know; all may have done so, or this one. So whoever uses what was found compares it with the values that
 are there, and raises.
+
+What is found about a *plain* tensor every rank finds by itself, without communication, as it holds the same one. So it
+is nobody else's business whether a rank still has it: it is kept as long as the tensor lives, and for views with the
+tensor that torch says they are views of.
 """
 
 from __future__ import annotations
@@ -25,8 +29,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._compat import OpOverload
+from ..layout.caches import forgets
 from ..ranks.debug_mode import debug_enabled
 from .planning import is_inplace
 
@@ -35,6 +42,8 @@ T = TypeVar("T")
 MAX_FOUND = 32  # for one tensor and its views
 _INDICES = (torch.int64, torch.int32)  # the dtypes of tensors of which something is found
 _SAME = ("aten::detach", "aten::alias")  # views that are no steps
+_of_plain = WeakTensorKeyDictionary()
+forgets(_of_plain.clear)
 
 
 class Place:
@@ -55,8 +64,9 @@ def found(tensor: Any, key: Hashable, find: Callable[[], T]) -> T:
     """What ``find()`` returned for these values of the tensor and this key, which is called if nothing is kept.
 
     Args:
-        tensor: a ShardTensor, or another DTensor, with which nothing is kept.
-        key: the same on all ranks.
+        tensor: a ShardTensor; a plain tensor, for which ``find`` must not communicate; or another DTensor, with which
+            nothing is kept.
+        key: the same on all ranks, of a ShardTensor.
     """
     if _forgets(tensor):
         return find()
@@ -83,6 +93,13 @@ def is_kept(tensor: Any, key: Hashable) -> bool:
 
 
 def _place_of(tensor: Any) -> Place:
+    if not hasattr(tensor, "_found"):
+        base = tensor._base
+        if base is None or base.layout is not torch.strided:  # of sparse ones, all parts are views alike
+            base = tensor
+        steps = () if base is tensor else (tensor.storage_offset(), tensor.shape, tensor.stride())
+        entries: dict[Hashable, tuple[int, Any]] = _of_plain.setdefault(base, {})  # type: ignore[no-untyped-call]
+        return Place(entries, steps)
     if tensor._found is None:
         tensor._found = Place({})
     place: Place = tensor._found
@@ -91,7 +108,8 @@ def _place_of(tensor: Any) -> Place:
 
 def _forgets(tensor: Any) -> bool:
     """Whether nothing is kept: the tensor has no version, or ranks are to compare all that they do."""
-    return not hasattr(tensor, "_found") or tensor.is_inference() or debug_enabled()
+    keeps = hasattr(tensor, "_found") or not isinstance(tensor, DTensor)
+    return not keeps or tensor.is_inference() or debug_enabled()
 
 
 def note_views(views: Any, viewed: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ and otherwise owner by owner, so that no rank holds more than one block of anoth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from ...communication.exchange import plan_intervals
 from ...communication.halo import Axis, Fetch
 from ...communication.redistribute import reduce_scatter
 from ...communication.tracing import is_traced
-from ...dispatch.planning import AtenCall, Path, is_inplace, operand
+from ...dispatch.planning import AtenCall, argument, is_inplace, operand
 from ...layout.geometry import intervals_of
-from ...layout.spec import ShardTensorSpec
+from ...layout.placements import wide_dtype
 from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, clipped, copied, in_place_form, put
 
@@ -37,25 +37,18 @@ Own = dict[int, tuple[int, int, int]]
 class BlockWork:
     """What a rank does with its local tensors."""
 
-    def __init__(
-        self,
-        layout: IndexLayout,
-        layouts: Mapping[Path, ShardTensorSpec],
-        indexed: Mapping[Path, int],
-        wraps: bool,
-        result: ShardTensorSpec,
-    ) -> None:
+    def __init__(self, layout: IndexLayout) -> None:
         self.func, self.roles, self.out, self.first = layout.call.func, layout.roles, list(layout.out), layout.first
-        self.writes, self.wraps, self.result = layout.writes, wraps, result
+        self.writes, self.wraps, self.result = layout.writes, layout.wraps, layout.result
         self.accumulates = layout.accumulates
-        self.coordinate, self.mesh = result.coordinate, layout.mesh
+        self.coordinate, self.mesh = self.result.coordinate, layout.mesh
         self.shortest = layout.shortest
         self.axes = layout.axes
         self.inplace = is_inplace(self.func)
         # What of a plain tensor this rank works on: ``(path, dim, start, stop)``.
         self.narrowings = [
             (path, d, *spec.interval(m))
-            for path, spec in layouts.items()
+            for path, spec in layout.layouts.items()
             for d, m in spec.sharded_dims().items()
             if path not in layout.call.tensors
         ]
@@ -65,9 +58,14 @@ class BlockWork:
         for m, axis in enumerate(self.axes):
             if axis.indexed is not None and spec is not None:
                 self.own[axis.indexed] = (spec.shape[axis.indexed], *spec.interval(m))
-        self.indexed = {path: dim for path, dim in indexed.items() if dim in self.own}
+        self.indexed = {path: dim for path, dim in layout.indexed.items() if dim in self.own}
         self.contributed = [m for m, axis in enumerate(self.axes) if axis.contributes]
         self.blocks = {m: intervals_of(spec.sizes_along(m)) for m in self.contributed if spec is not None}
+        self.added = [path for path in self.roles if path != self.first and path not in layout.indexed]
+        # Contributions are rounded once. And torch's kernel for products in half precision raises, on the CPU, where an
+        # index has one element to reduce; of a shard that may be so on one rank only.
+        self._rounds = bool(self.contributed) and self.accumulates in ("sum", "product")
+        self._rounds |= argument(layout.call, 4, "reduce", "") == "prod"
         self.at_once = [m for m in self.contributed if self._fits_a_shard(layout.call, m)]
         # The value is on the first rank; a plain tensor is on all.
         summed = [m for m, axis in enumerate(self.axes) if axis.along is not None and axis.along[0] not in self.out]
@@ -76,7 +74,7 @@ class BlockWork:
         # Which operands are sharded along what is broadcast on a mesh dim, and each rank's interval.
         self.held = {
             (path, m): intervals_of(spec.sizes_along(m))
-            for path, spec in layouts.items()
+            for path, spec in layout.layouts.items()
             for d, m in spec.sharded_dims().items()
             if m in self.broadcast and self.roles[path][d] == self.broadcast[m][0]
         }
@@ -97,13 +95,19 @@ class BlockWork:
         if self.starts_neutral:
             plain = operand(values, self.first)
             put(values, self.first, torch.full_like(plain, neutral_element(self.accumulates or "sum", plain.dtype)))
-        if not self.own and not self.broadcast:
-            return self.func(*values, **kwargs)
         target = operand(values, self.first)
-        written = self._contributions(self.contributed, values, kwargs, self.own)
+        dtype = wide_dtype(target.dtype) if self._rounds else target.dtype
+        if dtype != target.dtype:
+            for path in (self.first, *self.added):
+                put(values, path, operand(values, path).to(dtype))
+        if not self.own and not self.broadcast:
+            written: Tensor = self.func(*values, **kwargs)
+        else:
+            written = self._contributions(self.contributed, values, kwargs, self.own)
+            written = written if self.inplace else written.contiguous()
         if self.inplace:
             return target if written is target else target.copy_(written)
-        return written.contiguous()
+        return written
 
     def _contributions(self, mesh_dims: Sequence[int], values: list[Any], kwargs: dict[str, Any], own: Own) -> Tensor:
         """What is written to, with what all ranks contribute to this rank's part of it, see [Note: contributions]."""

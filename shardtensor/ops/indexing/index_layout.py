@@ -7,7 +7,8 @@ and the dims that are indexed have one that no other operand has. The layout fol
   are sharded alike. A dim that is indexed may be sharded, too. Where the first operand is replicated, the others
   decide.
 - Operands that are sharded but lack the label *are broadcast*, one shard at a time: each rank's block goes to all,
-  so that nobody holds more than one block of another rank. The blocks' boundaries follow from the specs.
+  so that nobody holds more than one block of another rank. The blocks' boundaries follow from the specs. Where an
+  index can be looked at, only rows that it names travel, see [Note: by rows] in row_work.py.
 - Where nothing is broadcast, nothing is sent.
 - What accumulates (a sum, a product, an extreme) *is contributed to*: each rank reduces its own part of the others
   into a neutral tensor, and the ranks reduce these. If the first operand is replicated, the result is a Partial. If
@@ -16,7 +17,7 @@ and the dims that are indexed have one that no other operand has. The layout fol
 
 [Note: large results] A Partial is as large as the result on every rank. If that is more than an even shard of what
 is read, the result is sharded along the longest dim that it has of the index, in the proportions of the dim that is
-indexed, and computed block by block.
+indexed.
 """
 
 from __future__ import annotations
@@ -72,13 +73,28 @@ class IndexedAxis:
 
 
 class IndexLayout:
-    """The labels of one call, and what happens on each mesh dim."""
+    """The labels of one call, and what happens on each mesh dim; the arguments are those of ``labelled``.
+
+    Attributes:
+        layouts: the specs that the operands need, plain ones too (:meth:`settle` fills this and ``result`` in).
+        result: the spec of what is returned.
+    """
+
+    layouts: dict[Path, ShardTensorSpec]
+    result: ShardTensorSpec
 
     def __init__(
-        self, call: AtenCall, roles: Mapping[Path, Labels], out: Labels, accumulates: str | None, writes: bool
+        self,
+        call: AtenCall,
+        roles: Mapping[Path, Labels],
+        out: Labels,
+        indexed: Mapping[Path, int],
+        accumulates: str | None,
+        writes: bool,
+        wraps: bool,
     ) -> None:
-        self.call, self.roles, self.out = call, roles, out
-        self.accumulates, self.writes = accumulates, writes
+        self.call, self.roles, self.out, self.indexed = call, roles, out, indexed
+        self.accumulates, self.writes, self.wraps = accumulates, writes, wraps
         self.first = next(iter(roles))
         self.mesh = call.specs[0].mesh
         self.specs = {path: call.tensors.get(path) or self._replicated(operand(call.args, path)) for path in roles}
@@ -186,10 +202,13 @@ class IndexLayout:
             return AxisLayout(Partial(self.accumulates or "sum"))
         return AxisLayout(Replicate())
 
-    def result(self) -> ShardTensorSpec:
-        """The spec of what is read."""
-        base = self.call.specs[0]
-        return base.with_layout([self._result_axis(m) for m in range(self.mesh.ndim)], meta_of(self.call.meta))
+    def settle(self) -> None:
+        """Work out the layouts of the operands and of the result, from what happens on each mesh dim."""
+        self.layouts, meta = {path: self.target(path) for path in self.roles}, meta_of(self.call.meta)
+        if self.writes and self.first in self.call.tensors:
+            self.result = self.layouts[self.first].replace(meta=meta)
+        else:
+            self.result = self.call.specs[0].with_layout([self._result_axis(m) for m in range(self.mesh.ndim)], meta)
 
     def _result_axis(self, m: int) -> AxisLayout:
         axis, out = self.axes[m], list(self.out)

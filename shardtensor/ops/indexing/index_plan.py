@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from ...communication.redistribute import redistribute_local
-from ...dispatch.planning import AtenCall, AtenPlan, Path, is_inplace, meta_of, operand
+from ...dispatch.planning import AtenCall, AtenPlan, Path, is_inplace, operand
 from ...errors import PLAIN_TARGET
 from ...layout.spec import ShardTensorSpec
 from .block_work import BlockWork
@@ -46,7 +46,7 @@ def labelled(
     """
     if not roles.keys() >= call.tensors.keys():
         raise call.refuse("a ShardTensor is given by keyword", "give it by position")
-    layout = IndexLayout(call, roles, out, accumulates, writes)
+    layout = IndexLayout(call, roles, out, indexed or {}, accumulates, writes, wraps)
     first = layout.first
     for m in range(layout.mesh.ndim):
         layout.axes.append(layout.choose(m, reads=indexed is not None or counts))
@@ -62,19 +62,11 @@ def labelled(
         placement = layout.specs[first].placements[m]
         if picks and isinstance(placement, Partial) and axis.along is None and axis.broadcast is None:
             axis.keeps = placement
-    layouts = {path: layout.target(path) for path in roles}
-    targets = {path: layouts[path] for path in call.tensors}
-    if writes and first in targets:
-        result = targets[first].replace(meta=meta_of(call.meta))
-    else:
-        result = layout.result()
-    rows = rows_of(layout, indexed or {})
-    work: Callable[..., Any]
-    if rows is None:
-        work, keeps = BlockWork(layout, layouts, indexed or {}, wraps, result), None
-    else:
-        work = RowWork(layout, layouts, indexed or {}, wraps, result, rows)
-        keeps = work.index
+    layout.settle()
+    targets, result = {path: layout.layouts[path] for path in call.tensors}, layout.result
+    rows = rows_of(layout)
+    work: Callable[..., Any] = BlockWork(layout) if rows is None else RowWork(layout, *rows)
+    keeps = None if rows is None else rows[1]
     inplace = is_inplace(call.func)
     if inplace:
         _check_written(call, layout, targets)

@@ -272,12 +272,12 @@ def test_what_travels():
         assert found["few rows"] == ((Partial(),), {}, 0, 0, 0, 0)
         for label in ("scatter", "index_add", "index_fill", "masked_fill"):
             assert found[label] == ((Shard(0),), cut, 0, 0, 0, 0), label
-        # One block for each rank: the other's contribution to it, all of the block.
-        assert found["as many rows"] == ((Shard(0),), cut, 2, (2, 5)[rank] * row, 2, (5, 2)[rank] * row)
+        # Rank 0 has the first five entries and lacks row 6, rank 1 the last two and lacks row 4: both know that alone.
+        assert found["as many rows"] == ((Shard(0),), cut, 1, row, 1, row)
         # Rank 0 asks for row 6, rank 1 for rows 3 and 4: counts, positions, and then rows; backward rows only.
         asks, gives = (1, 2)[rank], (2, 1)[rank]
         assert found["a sharded index"] == ((Shard(0),), {0: (4, 3)}, 3, asks * 8 + gives * row, 1, asks * row)
-        assert found["gather"][1:4] == ({0: (3, 2)}, 2, (2, 3)[rank] * row)
+        assert found["gather"][1:4] == ({0: (3, 2)}, 1, (2, 1)[rank] * row)
         # A row of the source, which is sharded otherwise than the index; then contributions to the other's rows.
         assert found["index_add of a sharded source"][2:4] == (2, (1 + 1, 2)[rank] * row)
 

@@ -221,3 +221,22 @@ def test_errors_on_every_rank_before_anything_is_sent(name):
     for raised in errors:
         with pytest.raises(WRONG[name][1], match=WRONG[name][2]):
             raise raised
+
+
+def products_of_half(dtype):
+    """One rank's columns are one; torch's kernel on the CPU raises for that, on no other rank."""
+    x, v = (torch.rand(n, 3, generator=seeded(n)).to(dtype) for n in (4, 6))
+    index = torch.tensor([0, 2, 2, 1, 0, 0])
+    for include_self in (True, False):
+        tensors = [shard(t, shared_mesh(2), [Shard(1)], {0: (2, 1)}, requires_grad=True) for t in (x, v)]
+        got = tensors[0].index_reduce(0, index, tensors[1], "prod", include_self=include_self)
+        expected = x.double().index_reduce(0, index, v.double(), "prod", include_self=include_self)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.full_tensor().double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+        got.sum().backward()
+        assert tensors[1].grad.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_half_precision(dtype):
+    run_distributed(products_of_half, 2, dtype)

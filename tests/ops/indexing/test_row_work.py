@@ -155,7 +155,8 @@ def operators():
     }
 
 
-def values_of(ranks):
+def values_of(ranks, plain=False):
+    """With an index that is sharded as what it reads or adds is, or plain."""
     g = seeded(0)
     for nodes, edges, at, along in (
         (7, 17, (0, 7) + (0,) * (ranks - 2), (17, 0) + (0,) * (ranks - 2)),  # a rank without nodes, one without edges
@@ -176,16 +177,16 @@ def values_of(ranks):
                         fn,
                         *(x, index, v),
                         mesh_shape=ranks,
-                        placements=[[Shard(0)]] * 3,
-                        shard_sizes=[None if at is None else {0: at}, sizes, sizes],
+                        placements=[[Shard(0)], None if plain else [Shard(0)], [Shard(0)]],
+                        shard_sizes=[None if at is None else {0: at}, None if plain else sizes, sizes],
                     )
                 except Exception as error:
                     raise AssertionError(f"{label}, {nodes} nodes, {edges} edges, {dtype}") from error
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_awkward_sizes(ranks):
-    run_distributed(values_of, ranks, ranks, timeout=300)
+@pytest.mark.parametrize(("ranks", "plain"), [(2, False), (3, False), (2, True), (3, True)])
+def test_awkward_sizes(ranks, plain):
+    run_distributed(values_of, ranks, ranks, plain, timeout=300)
 
 
 def two_axes():
@@ -320,6 +321,77 @@ def test_what_is_kept_is_bounded():
         assert looked == [40, 40] and left == 32
 
 
+def whole():
+    """Looks and bytes for plain indices: each rank finds by itself what it reads and what others do."""
+    mesh = shared_mesh(2)
+    x = torch.randn(40, 4, dtype=torch.float64, generator=seeded(0))
+    a, edges = shard(x, mesh, [Shard(0)], {0: (30, 10)}), torch.arange(40).roll(3).repeat(2, 1)
+    found = {}
+
+    def look(label, index, read=None):
+        with looks() as looked, count_communication() as counted:
+            got = a[index] if read is None else read(a, index)
+        expected = x[index] if read is None else read(x, index)
+        assert torch.equal(got.full_tensor(), expected), label
+        found[label] = looked.count, counted.bytes_sent, counted.collectives.total()
+
+    look("first", edges[0])
+    look("again, another view", edges[0])
+    look("another row", edges[1])
+    edges[0, 5] = 35  # which the first rank reads: now it lacks four rows
+    look("written", edges[0])
+    look("written, again", edges[0])
+    source = shard(torch.ones(40, 4, dtype=torch.float64), mesh, [Shard(0)], {0: (30, 10)})
+
+    def add(x, index):
+        return x.index_add(0, index, source if isinstance(x, ShardTensor) else source.full_tensor())
+
+    look("added to", edges[1], add)
+    look("two indices", edges[0], lambda x, i: x[i, i % 4])
+    look("an index of a replicated ShardTensor", shard(edges[1], mesh, [Replicate()]), lambda x, i: x[i] * 1.0)
+    return found
+
+
+def test_plain_indices_exchange_rows():
+    row = 4 * 8
+    for rank, found in enumerate(run_distributed(whole, 2)):
+        # 0..29 read rows 37, 38, 39, 0..26, the others 27..36: each lacks three rows.
+        three = (0, 3 * row, 1)
+        assert found["first"] == found["another row"] == (2, *three[1:])
+        assert found["again, another view"] == three
+        four = (3, 4)[rank] * row
+        assert found["written"] == (2, four, 1) and found["written, again"] == (0, four, 1)
+        assert found["added to"] == (2, *three[1:])  # both rows are views of what was written to
+
+
+def whole_written():
+    """Through something that raises no version, in the part of each rank: one raises where its own part is another."""
+    a, index = shard(torch.arange(10.0), shared_mesh(2), [Shard(0)]), torch.arange(10).roll(1)
+    a[index]
+    index.data.copy_(index.flip(0))
+    a[index]
+
+
+def test_plain_indices_changed_unseen_raise():
+    for error in run_expecting_errors(whole_written, 2):
+        with pytest.raises(RuntimeError, match=r"raises no version.*Remedy: make a new one"):
+            raise error
+
+
+def different():
+    """A plain index that is another one on each rank, where ranks compare what they do."""
+    mesh, rank = shared_mesh(2), torch.distributed.get_rank()
+    a = shard(torch.arange(10.0), mesh, [Shard(0)])
+    with mock.patch.dict("os.environ", SHARDTENSOR_DEBUG="1"):
+        a[torch.arange(10).roll(1 + rank)].full_tensor()
+
+
+def test_plain_indices_that_differ_raise_under_debug():
+    for error in run_expecting_errors(different, 2):
+        with pytest.raises(RuntimeError, match="differ"):
+            raise error
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -331,12 +403,12 @@ def out_of_range(how):
     a, i, v = (shard(t, mesh, [Shard(0)]) for t in (x, entries, v))
     with count_communication() as counted:
         try:
-            a[i] if how == "x[index]" else a.index_add(0, i, v)
+            a[entries if how == "plain" else i] if how in ("plain", "x[index]") else a.index_add(0, i, v)
         finally:
             assert counted.bytes_sent <= (8 if how == "negative" else 0)  # at most a position
 
 
-@pytest.mark.parametrize("how", ["x[index]", "index_add", "negative"])
+@pytest.mark.parametrize("how", ["x[index]", "index_add", "negative", "plain"])
 def test_entries_out_of_range_raise_on_all_ranks(how):
     for error in run_expecting_errors(out_of_range, 2, how):
         with pytest.raises(IndexError, match="out of range for dimension 0 with size 5"):

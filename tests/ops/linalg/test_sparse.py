@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import UnsupportedSharding
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor._compat import sparse_parts
+from shardtensor.communication import rows
+from shardtensor.ops.linalg.sparse import Pattern, SparseProduct
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
     run_distributed,
+    run_expecting_errors,
     shard,
     shared_mesh,
 )
@@ -33,6 +39,7 @@ def data(*shape, dtype=torch.float64):
 
 FORMS = {
     "mm": lambda s, x: torch.mm(s, x),
+    "spmm": torch.spmm,
     "s.mm": lambda s, x: s.mm(mat2=x),
     "@": lambda s, x: s @ x,
     "matmul": torch.matmul,
@@ -45,10 +52,10 @@ LAYOUTS = {"coo": torch.sparse_coo, "csr": torch.sparse_csr, "csc": torch.sparse
 
 def check_products(mesh_shape, placements, sizes):
     """On a tall and on a wide matrix: along which dim a shard is cheapest depends on that."""
-    for rows in (3, 40):
+    for tall in (3, 40):
         cases = [(function, torch.sparse_coo) for function in FORMS.values()]
         for function, layout in [*cases, (torch.mm, torch.sparse_csr), (torch.matmul, torch.sparse_csc)]:
-            s = matrix(rows, 8, layout=layout)
+            s = matrix(tall, 8, layout=layout)
             assert_matches_unsharded(
                 lambda x, function=function, s=s: function(s, x),
                 data(8, 5),
@@ -79,7 +86,7 @@ def test_products(ranks, mesh_shape, placements, sizes):
 
 
 def check_few_columns():
-    """Fewer columns than ranks: the contracted dim stays sharded, and each rank has a contribution."""
+    """Fewer columns than ranks: no reason to have contributions of the size of the result."""
     for layout in LAYOUTS.values():
         for function, x in ((torch.mm, data(8, 1)), (torch.mv, data(8)), (torch.matmul, data(8))):
             s = matrix(3, 8, layout=layout)
@@ -90,7 +97,7 @@ def check_few_columns():
                 placements=[Shard(0)],
                 shard_sizes={0: (5, 0, 3)},
             )
-            assert y.placements == (Partial(),)
+            assert y.placements == (Shard(0),) and y.shard_sizes == {0: (1, 1, 1)}
 
 
 def test_few_columns():
@@ -156,8 +163,8 @@ def check_refusals():
     x = shard(data(8, 8), shared_mesh(2), [Shard(0)], {0: (5, 3)})
     s = matrix(8, 8)
     with count_communication() as counted:
-        with pytest.raises(UnsupportedSharding, match=r"gradient of a sparse operand.*Remedy: detach it"):
-            torch.mm(matrix(8, 8).requires_grad_(), x)
+        with pytest.raises(UnsupportedSharding, match=r"gradient of a sparse operand.*Remedy: detach it, or shard"):
+            torch.mm(matrix(8, 8).requires_grad_(), shard(data(8, 8), shared_mesh(2), [Shard(1)]))
         for call in (
             lambda: x @ s,
             lambda: torch.mm(x, s),
@@ -178,3 +185,333 @@ def check_refusals():
 
 def test_refusals():
     run_distributed(check_refusals, 2)
+
+
+# -- by rows -----------------------------------------------------------------------------------------------------------
+
+
+FEATURES = 8
+
+
+def adjacency(side, layout=torch.sparse_coo):
+    """A grid's nodes in row order, each with its neighbours, as a matrix with random values."""
+    node = torch.arange(side * side).view(side, side)
+    neighbours = [(node[:-1], node[1:]), (node[:, :-1], node[:, 1:])]
+    pairs = torch.cat([torch.stack([a.flatten(), b.flatten()]) for a, b in neighbours], 1)
+    pairs = torch.cat([pairs, pairs.flip(0)], 1)
+    values = torch.randn(pairs.shape[1], generator=seeded(3), dtype=torch.float64)
+    return torch.sparse_coo_tensor(pairs, values, (side**2, side**2)).coalesce().to_sparse(layout=layout)
+
+
+def least(side, sizes):
+    """How many rows each rank has to send: those that neighbours on other ranks read."""
+    rows, columns = adjacency(side).indices()
+    ends = torch.tensor(sizes).cumsum(0)
+    reader, owner = (torch.searchsorted(ends, t, right=True) for t in (rows, columns))
+    sent = torch.stack([reader, columns])[:, reader != owner].unique(dim=1)[1]
+    return torch.searchsorted(ends, sent, right=True).bincount(minlength=len(sizes)).tolist()
+
+
+def check_bytes(ranks, sizes):
+    """Bytes and collectives of each step, and how often a matrix is looked at."""
+    found = []
+    for layout in LAYOUTS.values():
+        s = adjacency(24, layout)
+        x = shard(data(24**2, FEATURES), shared_mesh(ranks), [Shard(0)], {0: sizes}, requires_grad=True)
+        for _ in range(3):
+            with mock.patch.object(rows, "wanted", wraps=rows.wanted) as looks:
+                with count_communication() as forward:
+                    y = s @ x
+                assert y.placements == (Shard(0),) and y.shard_sizes == {0: tuple(sizes)}
+                with count_communication() as backward:
+                    y.square().sum().backward()
+            found.append([looks.call_count, forward.bytes_sent, backward.bytes_sent])
+            assert forward.collectives.total() == backward.collectives.total() == 1
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(288, 288), (100, 0, 476), (144, 144, 144, 144)])
+def test_rows_of_matrices_travel_once(sizes):
+    ranks = len(sizes)
+    rows_of_ranks = least(24, sizes)
+    if ranks == 2:
+        assert rows_of_ranks == [24, 24]
+    found = run_distributed(check_bytes, ranks, ranks, sizes)
+    for rank, steps in enumerate(found):
+        for i, (looks, forward, _) in enumerate(steps):
+            assert looks == (0 if i % 3 else ranks)  # each looks at the parts of all
+            assert forward == rows_of_ranks[rank] * FEATURES * 8
+    # What was fetched goes back.
+    total = sum(rows_of_ranks) * FEATURES * 8
+    assert [sum(steps[i][2] for steps in found) for i in range(9)] == [total] * 9
+
+
+def band(n, k, reach=2):
+    """Where a matrix of ``n`` rows and ``k`` columns has entries: near its diagonal, none in the second row."""
+    rows, columns = torch.meshgrid(torch.arange(n), torch.arange(k), indexing="ij")
+    near = ((columns * n - rows * k).abs() <= reach * max(n, k)) & (rows != 1)
+    return near.nonzero().t()
+
+
+def made(layout, places, values, shape, repeated=False):
+    """A matrix of these values, where entries are given twice if ``repeated``."""
+    if layout is torch.sparse_coo:
+        if repeated:
+            places, values = torch.cat([places, places.flip(1)], 1), torch.cat([values, values.cos()])
+        return torch.sparse_coo_tensor(places, values, shape)
+    major, minor = (0, 1) if layout is torch.sparse_csr else (1, 0)
+    order = (places[major] * max(shape) + places[minor]).argsort()
+    starts = torch.searchsorted(places[major][order], torch.arange(shape[major] + 1))
+    make = torch.sparse_csr_tensor if layout is torch.sparse_csr else torch.sparse_csc_tensor
+    return make(starts, places[minor][order], values[order], shape)
+
+
+def check_rows(mesh_shape, placements, sizes, n, k, reach):
+    """Values and gradients, the matrix's own too, of square, tall and wide matrices; repeated entries and none."""
+    places = band(n, k, reach)
+    values = torch.randn(places.shape[1], generator=seeded(4), dtype=torch.float64)
+    columns = 1 if placements == [Shard(0)] else 4
+    kinds = [(layout, False) for layout in LAYOUTS.values()] + [(torch.sparse_coo, True)]
+    for layout, repeated in kinds:
+        for function in (torch.mm, lambda s, x: torch.addmm(x.sum(0), s, x), lambda s, x: s @ x[:, 0]):
+            for graded in (True, False):
+
+                def product(x, v, layout=layout, repeated=repeated, function=function, graded=graded):
+                    v = v.to_local() if isinstance(v, ShardTensor) else v
+                    return function(made(layout, places, v if graded else v.detach(), (n, k), repeated), x).sin()
+
+                assert_matches_unsharded(
+                    product,
+                    *(data(k, columns + 3), values),
+                    mesh_shape=mesh_shape,
+                    placements=[placements, None],
+                    shard_sizes=[sizes, None],
+                )
+
+
+def check_reductions(placements, sizes, columns):
+    """A mean and extremes over the entries of each row, which one device has for CSR on the CPU."""
+    places = band(9, 9, 1)
+    s = made(torch.sparse_csr, places, torch.randn(places.shape[1], generator=seeded(4), dtype=torch.float64), (9, 9))
+    for reduce in ("sum", "mean", "amax", "amin"):
+        assert_matches_unsharded(
+            lambda x, reduce=reduce: torch.sparse.mm(s, x, reduce),
+            data(9, columns),
+            mesh_shape=2,
+            placements=placements,
+            shard_sizes=sizes,
+        )
+
+
+@pytest.mark.parametrize(
+    ("placements", "sizes", "columns"), [([Shard(0)], {0: (6, 3)}, 1), ([Shard(1)], {0: (1, 2)}, 3)]
+)
+def test_reductions(placements, sizes, columns):
+    run_distributed(check_reductions, 2, placements, sizes, columns)
+
+
+SHAPES = [(7, 7, 1), (7, 17, 2), (17, 7, 2), (1, 5, 3), (2, 2, -1), (33, 33, 1)]
+
+
+@pytest.mark.parametrize(("n", "k", "reach"), SHAPES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_products_by_rows(ranks, n, k, reach):
+    if ranks == 4:
+        run_distributed(check_rows, 4, (2, 2), [Shard(1), Shard(0)], {1: (k - 1, 1)}, n, k, reach, timeout=200)
+    else:
+        sizes = (k - 1, 1) + (0,) * (ranks - 2) if ranks == 2 else (k - 1, 0, 1)
+        run_distributed(check_rows, ranks, ranks, [Shard(0)], {0: sizes}, n, k, reach, timeout=200)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_of_a_pattern(dtype):
+    """Twice: of values and rows, where an entry is given twice and a row and a column are empty."""
+    rows_of, columns = torch.tensor([0, 0, 0, 2, 3]), torch.tensor([1, 1, 4, 0, 1])
+    pattern = Pattern.of(rows_of, columns, (4, 5))
+    values, x = (torch.randn(n, dtype=dtype, generator=seeded(5)).requires_grad_() for n in (5, (5, 2)))
+    dense = torch.zeros(4, 5, dtype=dtype).index_put((rows_of, columns), values.detach(), accumulate=True)
+
+    def product(values, x):
+        return SparseProduct.apply(values, x, pattern)
+
+    torch.testing.assert_close(product(values, x), dense @ x)
+    assert torch.autograd.gradcheck(product, (values, x)) and torch.autograd.gradgradcheck(product, (values, x))
+
+
+def check_twice_by_rows():
+    places, sizes = band(9, 9, 1), {0: (6, 3)}
+
+    def first(x, v):
+        product = torch.sparse_coo_tensor(places, v, (9, 9)) @ x
+        return torch.autograd.grad(product.pow(3).sum(), x, create_graph=True)[0]
+
+    values = torch.randn(places.shape[1], generator=seeded(4), dtype=torch.float64)
+    assert_matches_unsharded(
+        first,
+        *(data(9, 3), values),
+        mesh_shape=2,
+        placements=[[Shard(0)], None],
+        shard_sizes=[sizes, None],
+    )
+
+
+def test_second_derivatives_by_rows():
+    run_distributed(check_twice_by_rows, 2)
+
+
+def check_changes():
+    """How often this rank looks at a matrix whose values or indices change."""
+    mesh, found = shared_mesh(2), {}
+    for layout in (torch.sparse_csr, torch.sparse_coo):
+        places, x = band(9, 9, 1), shard(data(9, 3), mesh, [Shard(0)], {0: (6, 3)})
+        values = torch.randn(places.shape[1], generator=seeded(4), dtype=torch.float64)
+        s = made(layout, places, values, (9, 9))
+
+        def look(label, s=s, x=x, layout=layout):
+            with mock.patch.object(rows, "wanted", wraps=rows.wanted) as looks:
+                got = s @ x
+            torch.testing.assert_close(got.full_tensor(), s.to_dense() @ data(9, 3))
+            found[label, layout] = looks.call_count
+
+        look("first")
+        look("again")
+        look("requires grad", x=x.clone().requires_grad_())
+        with torch.no_grad():
+            look("without grad")
+        _, own = sparse_parts(s)
+        own.mul_(2)
+        look("values")
+        look("values, again")
+        (_, minor), _ = sparse_parts(s)
+        minor[0] = 7
+        look("indices")
+        look("indices, again")
+        look("a view made anew", s=s.t().t())
+        with mock.patch.dict("os.environ", SHARDTENSOR_DEBUG="1"):
+            look("debug")
+        look("another layout", x=shard(data(9, 3), mesh, [Shard(0)], {0: (4, 5)}))
+    return found
+
+
+def test_what_is_kept_of_a_matrix_follows_its_version():
+    anew = {"first", "values", "indices", "a view made anew", "debug", "another layout"}
+    for found in run_distributed(check_changes, 2):
+        assert {label for (label, _), count in found.items() if count} == anew
+
+
+def check_hidden_change(change):
+    x = shard(data(9, 3), shared_mesh(2), [Shard(0)], {0: (6, 3)})
+    places = band(9, 9, 1)
+    starts, columns = torch.searchsorted(places[0].contiguous(), torch.arange(10)), places[1].clone()
+    if change == "out of range":
+        columns[0] = 9
+    if change == "negative":
+        columns[-1] = -1
+    s = torch.sparse_csr_tensor(starts, columns, torch.ones(len(columns), dtype=torch.float64), (9, 9))
+    with count_communication() as counted:
+        try:
+            s @ x
+            if change == "indices":
+                columns.copy_(columns.flip(0))
+            elif change == "starts":
+                starts[1:9] += 1
+            s @ x
+        finally:
+            assert counted.collectives.total() == (0 if change in ("out of range", "negative") else 1)
+
+
+@pytest.mark.parametrize("change", ["indices", "starts", "out of range", "negative"])
+def test_wrong_indices_raise(change):
+    error, text = RuntimeError, "raises no version.*Remedy: make a new one"
+    if change in ("out of range", "negative"):
+        error, text = IndexError, r"out of range for its shape \(9, 9\)"
+    for raised in run_expecting_errors(check_hidden_change, 2, change):
+        with pytest.raises(error, match=text):
+            raise raised
+
+
+def check_half(dtype):
+    """Errors against float64, ours and one device's, and what is sent: rows in their own dtype."""
+    s, sizes = adjacency(12), (100, 44)
+    x, sent, errors = data(144, 4).to(dtype), [], []
+    for layout in LAYOUTS.values():
+        ours = shard(x, shared_mesh(2), [Shard(0)], {0: sizes}, requires_grad=True)
+        one = x.clone().requires_grad_()
+        with count_communication() as counted:
+            y = s.to_sparse(layout=layout).to(dtype) @ ours
+        sent.append(counted.bytes_sent)
+        assert y.dtype == y.to_local().dtype == dtype
+        y.sum().backward()
+        expected = s.to(dtype) @ one
+        expected.sum().backward()
+        truth = s.to(dtype).to_dense().double()
+        for got, theirs, true in (
+            (y.full_tensor(), expected, truth @ x.double()),
+            (ours.grad.full_tensor(), one.grad, truth.sum(0)[:, None].expand(144, 4)),
+        ):
+            errors.append([float((t.double() - true).abs().max()) for t in (got, theirs)])
+    return sent, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_by_rows(dtype):
+    for rank, (sent, errors) in enumerate(run_distributed(check_half, 2, dtype)):
+        assert sent == [least(12, (100, 44))[rank] * 4 * 2] * 3
+        assert all(ours <= 2 * theirs for ours, theirs in errors)
+
+
+def check_other_dtypes():
+    """Integers are multiplied as before; autocast gives half precision."""
+    mesh = shared_mesh(2)
+    s, x = adjacency(4), data(16, 3)
+    whole = (s * 10).long() @ (x * 10).long()
+    got = (s * 10).long() @ shard((x * 10).long(), mesh, [Shard(0)])
+    assert torch.equal(got.full_tensor(), whole)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = s.float() @ shard(x.float(), mesh, [Shard(0)])
+    assert got.dtype == torch.bfloat16 and got.placements == (Shard(0),)
+    torch.testing.assert_close(got.full_tensor(), (s @ x).bfloat16(), rtol=0.05, atol=0.1)
+    complex_ = s.to(torch.complex128) * (1 + 2j)
+    got = complex_ @ shard(x.to(torch.complex128), mesh, [Shard(0)])
+    torch.testing.assert_close(got.full_tensor(), complex_ @ x.to(torch.complex128))
+
+
+def test_other_dtypes():
+    run_distributed(check_other_dtypes, 2)
+
+
+def check_compiled():
+    s, x = adjacency(4, torch.sparse_csr), shard(data(16, 3), shared_mesh(2), [Shard(0)], requires_grad=True)
+    try:
+        got = torch.compile(lambda x: (s @ x).sin(), backend="aot_eager")(x)
+    except Exception as error:
+        return type(error).__name__ + str(error)[:1500]
+    torch.testing.assert_close(got.full_tensor(), (s @ data(16, 3)).sin())
+    got.sum().backward()
+    return "right"
+
+
+def test_compiled():
+    assert run_distributed(check_compiled, 2) == ["right"] * 2
+
+
+def check_sharded_edges():
+    mesh, places = shared_mesh(2), band(9, 9, 1)
+    edges, values = (
+        shard(t, mesh, [Shard(t.ndim - 1)]) for t in (places, torch.ones(places.shape[1], dtype=torch.float64))
+    )
+    whole = torch.ones(places.shape[1], dtype=torch.float64)
+    for make in (
+        lambda: torch.sparse_coo_tensor(edges, values, (9, 9)),
+        lambda: torch.sparse_coo_tensor(edges, whole, (9, 9)),
+        lambda: torch.sparse_coo_tensor(places, values, (9, 9)),
+        lambda: torch.sparse_csr_tensor(torch.arange(10), edges[1], values, (9, 9)),
+    ):
+        text = r"no rank has all.*Remedy: make it of plain tensors"
+        with count_communication() as counted, pytest.raises(UnsupportedSharding, match=text):
+            make()
+        assert not counted.collectives
+
+
+def test_matrices_of_sharded_edges_are_refused():
+    run_distributed(check_sharded_edges, 2)
