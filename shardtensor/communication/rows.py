@@ -58,7 +58,7 @@ def wanted(index: Tensor, sizes: Sequence[int], rank: int) -> Wanted:
     """
     bounds = boundaries_of(sizes)
     n, start, stop = bounds[-1], bounds[rank], bounds[rank + 1]
-    part = _each_once(index)
+    part = each_once(index)
     entries = part.long()
     negative, beyond = entries < 0, (entries < -n) | (entries >= n)
     entries = torch.where(negative, entries + n, entries)
@@ -71,7 +71,7 @@ def wanted(index: Tensor, sizes: Sequence[int], rank: int) -> Wanted:
     return Wanted(places.to(index.dtype).expand(index.shape), positions, claim)
 
 
-def _each_once(index: Tensor) -> Tensor:
+def each_once(index: Tensor) -> Tensor:
     """The part of an expanded index that has all its values."""
     for d, (n, stride) in enumerate(zip(index.shape, index.stride(), strict=True)):
         if n > 1 and stride == 0:
@@ -98,7 +98,7 @@ class RowHalo:
         table[rank] = asked.claim.cpu()  # as it is in any case, but in a preview, which receives nothing
         counts, (self.negative, self.beyond) = table[:, :-2], table[:, -2:].amax(0).bool().tolist()
         self.places, self.positions, self.total = asked.places, asked.positions, int(counts.sum())
-        self._own, self._group, self._entries = sizes[rank], group, _each_once(index).clone()
+        self._own, self._group, self._entries = sizes[rank], group, each_once(index).clone()
         self._gets = [(s, n) for s, n in enumerate(counts[rank].tolist()) if n]
         self._gives = [(r, n) for r, n in enumerate(counts[:, rank].tolist()) if n]
         self._most_peers = int(max((counts > 0).sum(d).max() for d in (0, 1)))
@@ -115,7 +115,7 @@ class RowHalo:
         Raises:
             RuntimeError: on the CPU. Other devices report it as an index out of range.
         """
-        index = _each_once(index)
+        index = each_once(index)
         if index.device.type != "cpu":
             torch.ops.aten._assert_async.msg((index == self._entries).all(), _WRITTEN)
         elif not torch.equal(index, self._entries):
