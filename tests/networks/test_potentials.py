@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from shardtensor import implicit_replication, partition
 from shardtensor.neighbors import radius
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
-CUTOFF, ATOMS = 2.5, 40
+CUTOFF, ATOMS, KINDS = 2.5, 40, 3
 
 Inputs = dict[str, Tensor]
 
@@ -84,9 +85,54 @@ def made_schnet(readout: str) -> Callable[[Any], nn.Module]:
     return lambda g: g.SchNet(**sizes, readout=readout, interaction_graph=Graph())
 
 
+def made_mace(mace: Any) -> nn.Module:
+    irreps, block = importlib.import_module("e3nn.o3").Irreps, "RealAgnosticResidualInteractionBlock"
+    kinds = {name: mace.interaction_classes[block] for name in ("interaction_cls", "interaction_cls_first")}
+    torch.set_default_dtype(torch.float64)  # in which it keeps what it computes when it is made
+    try:
+        network: nn.Module = mace.ScaleShiftMACE(
+            **kinds,
+            r_max=CUTOFF,
+            num_bessel=4,
+            num_polynomial_cutoff=5,
+            max_ell=2,
+            num_interactions=2,
+            num_elements=KINDS,
+            hidden_irreps=irreps("4x0e + 4x1o"),
+            MLP_irreps=irreps("4x0e"),
+            atomic_energies=numpy.arange(-1.0, -1.0 - KINDS, -1.0),
+            avg_num_neighbors=8,
+            atomic_numbers=list(range(1, KINDS + 1)),
+            correlation=2,
+            gate=nn.functional.silu,
+            atomic_inter_scale=1.0,
+            atomic_inter_shift=0.0,
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return network
+
+
+def mace(network: nn.Module, given: Inputs) -> Tensor:
+    source = given["edge_index"][0]
+    nothing = torch.zeros_like(given["positions"][source].detach())
+    data = {
+        **given,
+        "node_attrs": nn.functional.one_hot(given["numbers"] % KINDS, KINDS).double(),
+        "shifts": nothing,
+        "unit_shifts": nothing,
+        "cell": torch.zeros(6, 3, dtype=torch.float64),
+        "head": torch.zeros(2, dtype=torch.int64),
+        "ptr": torch.tensor([0, ATOMS // 2, ATOMS]),
+    }
+    energy: Tensor = network(data, training=True, compute_force=False)["energy"]
+    return energy
+
+
 POTENTIALS = {
     "of distances": Potential("torch", lambda _: OfDistances(), lambda network, given: network(given)),
     "SchNet": Potential("torch_geometric.nn", made_schnet("add"), schnet),
+    "MACE": Potential("mace.modules", made_mace, mace),
     "SchNet, mean": Potential("torch_geometric.nn", made_schnet("mean"), schnet),
 }
 
