@@ -8,6 +8,7 @@
 # make globe                     the example, on two processes and compared with one; writes globe.png
 # make globe ARGS=--uneven       the same with bands of different heights
 # make brain                     tissues of a brain, on 2 x 2 processes and compared with one; writes brain.png
+# make mesh                      a graph network on a mesh of the sphere, on two processes and compared; writes mesh.png
 # make vae                       pipelines of diffusers on two processes, vae.png, and a table of all AutoencoderKL*
 # make bench                     all benchmarks; writes benchmarks/results and its pages in docs (25 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
@@ -24,7 +25,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep endurance globe brain vae bench docs lint clean
+.PHONY: test test-torch networks sweep endurance globe brain mesh vae bench docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -46,6 +47,9 @@ globe: $(VENV)/.installed-examples
 
 brain: $(VENV)/.installed-brain
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 4 examples/brain/segment.py --mesh 2x2 --compare $(ARGS)
+
+mesh: $(VENV)/.installed-mesh
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/mesh/land.py --compare $(ARGS)
 
 vae: $(VENV)/.installed-vae
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/vae/decode.py $(ARGS)
@@ -73,7 +77,7 @@ $(VENV)/.installed-test: $(PINNED) | $(VENV)/bin/python
 	$(PIP) --no-build-isolation natten
 	@touch $@
 
-$(VENV)/.installed-examples $(VENV)/.installed-brain $(VENV)/.installed-vae: $(PINNED) | $(VENV)/bin/python
+$(VENV)/.installed-examples $(VENV)/.installed-brain $(VENV)/.installed-mesh $(VENV)/.installed-vae: $(PINNED) | $(VENV)/bin/python
 	$(PIP) -e '.[$(@:$(VENV)/.installed-%=%)]'
 	@touch $@
 

@@ -4,7 +4,9 @@
 
 Bytes are those of one layer of message passing with 32 features, from the second step on, when it is known which rows
 an index reads: sent by all ranks, divided by the least, which is each row once that another rank reads or adds to. Of a
-grid of 200 x 200 nodes in row order each rank has the edges that end at its nodes; of random ones an even part. A step
+grid of 200 x 200 nodes in row order each rank has the edges that end at its nodes; of random ones an even part. Growth
+is that of a grid which has 8 rows of 64 nodes for each rank, of 4 to 1,024 ranks that are simulated one at a time: the
+bytes that an inner rank receives in the forward pass and sends in the backward pass, by those on 4 ranks. A step
 of a network like MeshGraphNet (an encoder, two layers that update edges and nodes with residuals, a decoder) is one of
 training, on a mesh of triangles with 160,000 nodes and 956,802 edges; its memory is the most bytes of tensors at a
 time, on the larger rank.
@@ -27,11 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
-from shardtensor.testing import count_communication
+from shardtensor.testing import count_communication, simulate_ranks
 
 GROUP = "graphs, nodes and edges sharded"
 BAR_BYTES, BAR_TIME, BAR_MEMORY = 1.2, 0.62, 0.55
 SIDE, FEATURES = 200, 32
+ROWS, COLUMNS, GROWTH = 8, 64, (2, 4, 32, 256, 1024)
 MESH_SIDE, HIDDEN, LAYERS = 400, 32, 2
 NETWORK = "MeshGraphNet, 160,000 nodes"
 
@@ -114,6 +117,55 @@ def of_bytes(ranks: int, random: bool) -> list[Figure]:
     return figures
 
 
+# -- growth ------------------------------------------------------------------------------------------------------------
+
+
+def strip(rank: int, ranks: int) -> Tensor:
+    """The edges that end at one rank's rows of a grid, in the order of their targets."""
+    row, column = torch.meshgrid(torch.arange(ROWS) + rank * ROWS, torch.arange(COLUMNS), indexing="ij")
+    found = []
+    for down, right in ((-1, 0), (0, -1), (0, 1), (1, 0)):
+        i, j = row + down, column + right
+        there = (i >= 0) & (i < ROWS * ranks) & (j >= 0) & (j < COLUMNS)
+        found.append(torch.stack([(i * COLUMNS + j)[there], (row * COLUMNS + column)[there]]))
+    edges = torch.cat(found, 1)
+    return edges[:, edges[1].argsort(stable=True)]
+
+
+def of_inner_rank() -> tuple[int, int]:
+    """Bytes that this rank receives in the third forward pass, and sends in the backward pass after it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (ranks,))
+    inner = 2 * ((COLUMNS - 1) * ROWS + COLUMNS * ROWS)
+    sizes = [inner - COLUMNS * ((r == 0) + (r == ranks - 1)) for r in range(ranks)]
+    edges = ShardTensor.from_local(strip(rank, ranks), mesh, (Shard(1),), shard_sizes={0: sizes})
+    nodes = [ROWS * COLUMNS] * ranks
+    x = ShardTensor.from_local(torch.randn(nodes[0], FEATURES), mesh, (Shard(0),), shard_sizes={0: nodes})
+    x.requires_grad_()
+    linear = nn.Linear(2 * FEATURES, FEATURES)
+    for _ in range(3):
+        with count_communication() as forward:
+            y = message_passing(linear, x, edges)
+        with count_communication() as backward:
+            y.square().sum().backward()
+    return forward.bytes_received, backward.bytes_sent
+
+
+def of_growth() -> list[Figure]:
+    found = {ranks: simulate_ranks(of_inner_rank, ranks, ranks=[ranks // 2])[0] for ranks in GROWTH}
+    base = sum(found[4])
+    return [
+        Figure(
+            GROUP,
+            f"grid, {ranks} simulated ranks: an inner rank's bytes of those on 4",
+            sum(both) / base,
+            bar=1.0,
+            note=f"{both[0] / 1e3:.1f} kB forward, {both[1] / 1e3:.1f} kB backward",
+        )
+        for ranks, both in found.items()
+    ]
+
+
 # -- a network ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +239,7 @@ def main() -> None:
         for random in (False, True)
         for ranks in (2, 4, 8)
     }
+    rows["grid, simulated ranks"] = of_growth
     rows[NETWORK] = partial(of_network, options.quick)
     figures: list[Any] = []
     for name in chosen(options.only, rows, made.error):

@@ -38,9 +38,9 @@ def load(resolution: int, dtype: torch.dtype, noise: bool) -> tuple[torch.Tensor
         land = (image[:, :1] > 127).to(torch.uint8)
     else:
         try:
-            import data
+            import earth
 
-            image, land = data.load(resolution)
+            image, land = earth.load(resolution)
         except ModuleNotFoundError as error:
             raise SystemExit(f"{error}: the globe comes with pip install '.[examples]'; or use --noise") from None
     width = image.shape[-1] // REGIONS * REGIONS

@@ -175,3 +175,62 @@ def test_errors_of_pictures_are_logarithms(module):
     video = torch.arange(5.0)[None, None, :, None, None].expand(1, 3, 5, 2, 4)
     assert canvas.pixels(video).shape == (2, 4, 3) and (canvas.pixels(video) == 2).all()
     assert canvas.stretched(np.array([[[1.0, 5.0], [3.0, 5.0]]])).tolist() == [[[0.0, 0.0], [1.0, 0.0]]]
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_mesh_of_the_sphere(module, level):
+    sphere = module("mesh", "sphere")
+    nodes, faces = sphere.icosphere(level)
+    edges = sphere.neighbors_of(faces)
+    assert len(nodes) == sphere.nodes_of(level) and faces.shape == (20 * 4**level, 3)
+    torch.testing.assert_close(nodes.norm(dim=1), torch.ones(len(nodes), dtype=torch.float64), rtol=1e-14, atol=0)
+    # Euler's formula, each edge once in both directions, twelve nodes with five neighbours and the others with six.
+    assert len(nodes) - edges.shape[1] // 2 + len(faces) == 2
+    assert edges.unique(dim=1).shape == edges.shape and torch.equal(edges.flip(0).unique(dim=1), edges.unique(dim=1))
+    assert edges[1].bincount().bincount().tolist() == [0] * 5 + ([12] if level == 0 else [12, len(nodes) - 12])
+    lengths = (nodes[edges[0]] - nodes[edges[1]]).norm(dim=1)
+    assert lengths.max() < 1.3 * lengths.min()
+
+
+def test_pixels_are_where_the_picture_has_them(module):
+    pixels = module("mesh", "sphere").pixels_of(4).view(4, 8, 3)
+    assert (pixels[0, :, 2] > 0.9).all() and (pixels[3, :, 2] < -0.9).all()  # row 0 touches the north pole
+    assert (pixels[:, 0, 0] < 0).all() and (pixels[:, 0, 1] < 0).all()  # column 0 lies to the east of the date line
+    assert (pixels[:, 4, 0] > 0).all() and (pixels[:, 4, 1] > 0).all()  # column 4 to the east of Greenwich
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_mesh_and_its_pixels_are_divided_alike(module, ranks):
+    sphere = module("mesh", "sphere")
+    graph = sphere.Graph.of(2, 12, ranks)
+    assert sum(graph.nodes.sizes) == 162 and sum(graph.pixels.sizes) == 288
+    assert max(graph.nodes.sizes) - min(graph.nodes.sizes) <= 1
+    assert sum(graph.encode.sizes) == sum(graph.decode.sizes) == 3 * 288
+    pixels, nodes = graph.pixels.nodes(sphere.pixels_of(12)), graph.positions
+    for edges, sources, targets in ((graph.encode, pixels, nodes), (graph.decode, nodes, pixels)):
+        source, target = edges.edge_index
+        assert (sources[source] - targets[target]).norm(dim=1).max() < 0.6
+    for rank in range(ranks):
+        read = sphere.rows_read(graph.process, graph.nodes, rank)
+        assert len(read) == sum(graph.nodes.reads[rank])
+    # The triangles are of neighbours.
+    assert (nodes[graph.faces] - nodes[graph.faces.roll(1, 1)]).norm(dim=2).max() < 0.4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--check"], "start it with torchrun"),
+        (["--width", "3"], "--width even"),
+        (["--level", "10"], "--level must be from 0 to 9"),
+    ],
+)
+def test_options_of_the_mesh_that_do_not_fit_are_refused(module, monkeypatch, capsys, options, text):
+    for name in ("tqdm", "torch_geometric", "PIL"):
+        pytest.importorskip(name)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as left:
+        module("mesh", "land").parse_arguments(options)
+    assert left.value.code == 2 and text in capsys.readouterr().err
+    assert module("mesh", "land").parse_arguments([]).steps == 60

@@ -148,6 +148,41 @@ def test_edges_lie_with_their_targets():
     assert (edge_index[1].diff() >= 0).all()
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("m", [0, 1, 7, 97])
+def test_others_are_where_their_nodes_are(ranks, m):
+    x, edges = of_neighbors(33, 2, 3)
+    found = partition(positions=x, edge_index=edges, ranks=ranks)
+    belongs = torch.randint(33, (m,), generator=seeded(m))
+    others = found.followers(belongs)
+    assert sum(others.sizes) == m and torch.equal(others.order.sort().values, torch.arange(m))
+    assert torch.equal(others.back(others.nodes(belongs)), belongs)
+    places, bounds, nodes = found.places[belongs[others.order]], boundaries_of(others.sizes), boundaries_of(found.sizes)
+    assert (places.diff() >= 0).all()
+    for r in range(ranks):
+        part = places[bounds[r] : bounds[r + 1]]
+        assert ((nodes[r] <= part) & (part < nodes[r + 1])).all()
+    # Of a bipartite graph, to the nodes and from them.
+    down = torch.stack([belongs, torch.arange(m)])
+    for (edge_index, sizes, order), given, sources, targets in (
+        (found.edges(down.flip(0), sources=others), down.flip(0), others, found),
+        (others.edges(down, sources=found), down, found, others),
+    ):
+        assert torch.equal(sources.order[edge_index[0]], given[0, order])
+        assert torch.equal(targets.order[edge_index[1]], given[1, order])
+        assert sizes == others.sizes and (edge_index[1].diff() >= 0).all()
+
+
+def test_others_that_belong_to_no_node_are_refused():
+    found = partition(positions=torch.rand(5, 2), ranks=2)
+    with pytest.raises(ValueError, match="nodes names nodes 0 to 5, but there are 5: 0 to 4"):
+        found.followers(torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"nodes must be \(m,\) of int64, not \(2,\) of torch.float32"):
+        found.followers(torch.rand(2))
+    with pytest.raises(ValueError, match="edge_index names nodes 2 to 2, but there are 2"):
+        found.edges(torch.tensor([[2], [4]]), sources=found.followers(torch.tensor([0, 1])))
+
+
 def test_distances_in_a_graph():
     edges = torch.tensor([[0, 1, 1, 4, 4], [1, 2, 2, 4, 5]])  # twice from 1 to 2, a loop; 3 is alone
     starts, neighbors = adjacency(edges, 6)

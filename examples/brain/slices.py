@@ -11,11 +11,10 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
-from drawing import BORDER, INK, PAPER, draw_borders, save, subplots
+from drawing import BORDER, INK, PAPER, RIGHT_WRONG, draw_borders, save, subplots
 from layout import Layout
 
 COLOURS = ListedColormap([PAPER, "#3d5a80", "#98c1d9", "#f4f1de"])  # of the tissues
-RIGHT_WRONG = ListedColormap(["#16293f", "#ff4d6d"])
 
 
 def panel(plane: int) -> tuple[int, int]:

@@ -9,9 +9,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 PAPER, INK, BORDER = "#0d1b2a", "#e0e6ed", "#ff9f1c"
+LAND_SEA = ListedColormap(["#1b3a5c", "#d9c79a"])
+RIGHT_WRONG = ListedColormap(["#16293f", "#ff4d6d"])
 
 
 def subplots(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, np.ndarray]:

@@ -4,14 +4,11 @@ import sys
 from pathlib import Path
 
 import torch
-from matplotlib.colors import ListedColormap
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
-from drawing import INK, draw_borders, save, subplots
+from drawing import INK, LAND_SEA, RIGHT_WRONG, draw_borders, save, subplots
 from layout import Layout
 
-LAND_SEA = ListedColormap(["#1b3a5c", "#d9c79a"])
-RIGHT_WRONG = ListedColormap(["#16293f", "#ff4d6d"])
 MAX_COLUMNS = 1800  # more would not show
 
 

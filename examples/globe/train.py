@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import data
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from model import UNet
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+import earth
 import running
 from layout import Layout, make_layout
 
@@ -52,7 +52,7 @@ def prepare(args: argparse.Namespace, image: Tensor, land: Tensor) -> tuple[nn.M
     dtype = getattr(torch, args.dtype)
     model = make_model(args, sharded=hasattr(image, "shard_sizes")).to(image.device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    image, land = data.normalise(image, dtype), land.to(dtype)
+    image, land = earth.normalise(image, dtype), land.to(dtype)
     return model, lambda: train_step(model, optimizer, image, land)
 
 
@@ -66,7 +66,7 @@ def train(args: argparse.Namespace, image: Tensor, land: Tensor, label: str) -> 
 def predict(model: nn.Module, image: Tensor) -> Tensor:
     """1 where the model sees land, as bytes, which is all that ever gets gathered."""
     dtype = next(model.parameters()).dtype
-    return (model(data.normalise(image, dtype)) > 0).to(torch.uint8)
+    return (model(earth.normalise(image, dtype)) > 0).to(torch.uint8)
 
 
 def compare_times(args: argparse.Namespace, whole: list[Tensor | None], mine: list[Tensor]) -> None:
@@ -106,8 +106,8 @@ def parse_arguments() -> argparse.Namespace:
         args.steps = 10 if args.check else 60 if args.attention else 100
     running.add_world(args)
     try:
-        if not 32 <= args.resolution <= data.FULL_HEIGHT:
-            raise ValueError(f"--resolution must be from 32 to {data.FULL_HEIGHT}")
+        if not 32 <= args.resolution <= earth.FULL_HEIGHT:
+            raise ValueError(f"--resolution must be from 32 to {earth.FULL_HEIGHT}")
         if args.steps < 1 or args.width < 4 or args.width % 4:
             raise ValueError("--steps must be positive and --width a multiple of 4")
         if args.attention:
@@ -132,7 +132,7 @@ def main() -> None:
     device, first = running.start(args, minutes=600 if args.check else 10), args.rank == 0
     image = land = None
     if first:
-        image, land = (tensor.to(device) for tensor in data.load(args.resolution))
+        image, land = (tensor.to(device) for tensor in earth.load(args.resolution))
         print(f"{args.resolution} x {2 * args.resolution} pixels on {args.world_size} x {device.type}, {args.dtype}")
 
     my_image, my_land = image, land

@@ -66,7 +66,7 @@ def wanted(index: Tensor, sizes: Sequence[int], rank: int) -> Wanted:
     """
     bounds = boundaries_of(sizes)
     n, start, stop = bounds[-1], bounds[rank], bounds[rank + 1]
-    part = _each_once(index)
+    part = each_once(index)
     entries = part.long()
     negative, beyond = entries < 0, (entries < -n) | (entries >= n)
     entries = torch.where(negative, entries + n, entries)
@@ -79,7 +79,7 @@ def wanted(index: Tensor, sizes: Sequence[int], rank: int) -> Wanted:
     return Wanted(places.to(index.dtype).expand(index.shape), positions, claim)
 
 
-def _each_once(index: Tensor) -> Tensor:
+def each_once(index: Tensor) -> Tensor:
     """The part of an expanded index that has all its values."""
     for d, (n, stride) in enumerate(zip(index.shape, index.stride(), strict=True)):
         if n > 1 and stride == 0:
@@ -129,7 +129,7 @@ class RowHalo:
         counts, (self.negative, self.beyond) = table[:, :-2], table[:, -2:].amax(0).bool().tolist()
         self.places, self.positions, self.total = mine.places, mine.positions, int(counts.sum())
         own = index if split is None else index.split_with_sizes(list(split[1]), split[0])[rank]
-        self._own, self._group, self._entries = sizes[rank], group, _each_once(own).clone()
+        self._own, self._group, self._entries = sizes[rank], group, each_once(own).clone()
         self._written = _WRITTEN if split is None else _PLAIN_WRITTEN
         self._gets = [(s, n) for s, n in enumerate(counts[rank].tolist()) if n]
         self._gives = [(r, n) for r, n in enumerate(counts[:, rank].tolist()) if n]
@@ -151,7 +151,7 @@ class RowHalo:
         Raises:
             RuntimeError: on the CPU. Other devices report it as an index out of range.
         """
-        check_same(_each_once(part), self._entries, self._written)
+        check_same(each_once(part), self._entries, self._written)
 
     def _exchange(self, width: int) -> tuple[Exchange, Exchange]:
         """Of rows of this many elements: from their owners, and back to them."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, kernel, tree_map
+from .._compat import OpOverload, kernel, tracing, tree_map
 from ..communication.redistribute import redistribute_local
 from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
@@ -26,7 +26,7 @@ from .conversions import wrap
 from .copies import check_written, note_copies, represents_view, write_back
 from .found import note_views, note_written
 from .gathering import gathered
-from .open_layouts import decide, is_open, note_open_views
+from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
 from .planning import (
     AtenCall,
     AtenPlan,
@@ -65,12 +65,17 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
         with torch.inference_mode(False), torch.no_grad():
             return run(func, args, kwargs)
+    opens = bool(args) and getattr(args[0], "_open", None) is not None
+    if opens:
+        if func in REDUCES_BY_INDEX:
+            decide_by_index(*args)
+        fill(args[0])
     handler = OPERATORS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if args and getattr(args[0], "_open", None) is not None and is_inplace(func):
+    if opens and is_inplace(func) and is_open(args[0]):
         decide(func, args, kwargs)
     key, plan, tensors, local_args = look_up(func, args, kwargs)
     local_kwargs = {}
@@ -101,6 +106,8 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     out: Any
     if type(plan.outputs) is ShardTensorSpec:
         out = wrap(result, plan.outputs)
+        if plan.opens and not tracing():
+            leave_open(out)
     elif plan.outputs is None:
         note_written(func, args)
         return result

@@ -92,6 +92,14 @@ def is_kept(tensor: Any, key: Hashable) -> bool:
     return entry is not None and entry[0] == tensor._version
 
 
+def all_kept(tensor: Any) -> list[tuple[Any, Any]]:
+    """The keys and what was found about the tensor and its views, the last first; the same on all ranks."""
+    if _forgets(tensor):
+        return []
+    entries: Any = _place_of(tensor).entries.items()
+    return [(key, value) for (_, key), (version, value) in reversed(entries) if version == tensor._version]
+
+
 def _place_of(tensor: Any) -> Place:
     if not hasattr(tensor, "_found"):
         base = tensor._base

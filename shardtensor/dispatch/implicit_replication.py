@@ -54,8 +54,8 @@ def implicit_replication(mesh: DeviceMesh | None = None) -> Iterator[None]:
     ``randint``, ``randperm``, the like, and their ``*_like`` and ``new_*`` forms return replicated ShardTensors, and so
     do ``torch.tensor`` and ``as_tensor`` of numbers. Their layout is open, as is that of what is computed from them:
     the first sharded value that is written to such a tensor, or to a view of it, gives it its sizes, along the dims
-    that both have, and nothing is gathered. Sums over an index (``scatter_add_``, ``index_add_``) keep it replicated:
-    the ranks' contributions are summed.
+    that both have, and nothing is gathered. Sums over an index (``scatter_add_``, ``index_add_``) are sharded where
+    each rank's part of the index names rows of its own; otherwise the ranks' contributions are summed.
 
     The mode holds for the calling thread. Random tensors have the values of one device if all ranks have the same
     seed, which they must have in any case. Tensors on other devices than the mesh's, those that require grad, what

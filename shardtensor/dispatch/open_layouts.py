@@ -7,7 +7,16 @@ and offset of the local tensors, which are those of the whole one. All views tha
 communication: a rank may have views that on another one are gone already. One that would need some is lost, and reading
 it is refused.
 
-An open tensor is the one object in which layout and local tensor change; whatever hands out its memory closes it.
+An open tensor is the one object in which layout and local tensor change; what hands out its memory closes it.
+What ``x.new_zeros`` makes is one number, seen as many times, until it is laid out or more is done to it than to read
+it: a rank may have no room for all rows.
+
+[Note: rows of an index] A sum over an index, as in ``src.new_zeros(n, f).index_add_(0, index, src)``, says of its rows
+only how many there are, not whose they are. Where the index is sharded, its values tell: with the edges of a graph that
+lie with their targets, each rank names nodes of its own. So the ranks tell each other once the first and the last row
+that each of them names. If these intervals follow each other, the rows are sharded so; in the sizes of what has been
+read by this index, or another part of the same tensor (``x[edge_index[0]]``), where that suits the intervals, too, or
+where they overlap. Otherwise the rows stay replicated, and the ranks' contributions are summed.
 """
 
 from __future__ import annotations
@@ -16,16 +25,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from .._compat import OpOverload, TensorMeta, tree_leaves
-from ..communication.redistribute import redistribute_local
+from .._compat import OpOverload, TensorMeta, is_traced, tree_leaves
+from .._compat.c10d import group_along
+from ..communication.redistribute import all_gather, redistribute_local
+from ..communication.rows import RowHalo, each_once
 from ..errors import UnsupportedSharding
 from ..layout.geometry import boundaries_of, chunk_sizes, map_boundaries, sizes_of
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
+from ..ranks.cuda_graphs import is_capturing
 from .copies import lose
+from .found import all_kept, found, is_kept
 from .planning import AtenCall, distributed_operands, meta_of, returning
 from .registry import rule_of
 
@@ -62,9 +76,17 @@ def leave_open(tensor: Any) -> None:
 def close(tensor: Any) -> None:
     """Keep the layout of an open tensor as it is, and with it that of its views."""
     root, _ = _root(tensor)
+    fill(root)
     for view, _ in _views(root):
         view._open = None
     root._open = None
+
+
+def fill(tensor: Any) -> None:
+    """Give an open tensor memory for each of its elements."""
+    local = tensor._local_tensor
+    if local.numel() > 1 and not any(local.stride()):
+        tensor._local_tensor = local.contiguous()
 
 
 def _root(tensor: Any) -> tuple[Any, Take | None]:
@@ -113,8 +135,8 @@ def decide(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 def _lay_out(root: Any, target: ShardTensorSpec) -> None:
     views = _views(root)
-    close(root)
     root._local_tensor, root._spec = redistribute_local(root._local_tensor, root._spec, target), target
+    close(root)
     for view, take in views:
         try:
             new: Any = take(root)
@@ -167,6 +189,75 @@ def _indexed_axis(
     if n < first.mesh.size(m):
         return None
     return dim, map_boundaries(sizes, lambda b: b * n // max(1, sum(sizes)))
+
+
+# -- a sum over an index -----------------------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+# What reduces by index: in the arguments dim, index and source follow the tensor.
+REDUCES_BY_INDEX = frozenset(
+    {
+        *(_aten.scatter_add_.default, _aten.scatter_reduce_.two, _aten.index_add_.default, _aten.index_reduce_.default),
+        *(_aten.scatter_add.default, _aten.scatter_reduce.two, _aten.index_add.default, _aten.index_reduce.default),
+    }
+)
+
+
+def decide_by_index(root: Any, dim: int, index: Any, *_: Any) -> None:
+    """Lay out the open tensor into which a sharded index reduces. See [Note: rows of an index]."""
+    into, spec = root._spec, getattr(index, "_spec", None)
+    if _root(root)[0] is not root or not isinstance(spec, ShardTensorSpec) or spec.mesh != into.mesh or not into.shape:
+        return
+    dim %= len(into.shape)
+    m = spec.sharded_dims().get(dim if len(spec.shape) == len(into.shape) else 0)
+    if m is None:
+        return
+    n, local, key = into.shape[dim], index._local_tensor, ("intervals", m)
+    if is_traced(local) or (is_capturing(local.device) and not is_kept(index, key)):
+        return
+    intervals = found(index, key, lambda: _named(local, spec, m))
+    if any(low < 0 or high >= n for low, high in intervals if low <= high):
+        raise IndexError(f"an index is out of range for dimension {dim} with size {n}")
+    used = [k[1] for k, rows in all_kept(index) if isinstance(rows, RowHalo) and k[0] == m and sum(k[1]) == n]
+    sizes = _rows_of_ranks(intervals, n, used)
+    if sizes is not None:
+        _lay_out(root, into.with_axes({m: AxisLayout(Shard(dim), sizes)}))
+
+
+def _named(local: Tensor, spec: ShardTensorSpec, m: int) -> list[list[int]]:
+    """The first and the last row that each rank's part of an index names; ``[0, -1]`` where it names none."""
+    part = each_once(local)
+    ends = torch.stack(part.aminmax()).long() if part.numel() else torch.tensor([0, -1], device=local.device)
+    return all_gather(ends, group_along(spec.mesh, m)).tolist()
+
+
+def _rows_of_ranks(
+    intervals: Sequence[Sequence[int]], n: int, used: Sequence[tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """Which of ``n`` rows are which rank's, by the intervals that they name; None where these say nothing.
+
+    Args:
+        used: sizes in which others have so many rows; the last ones first.
+
+    Example:
+        >>> _rows_of_ranks([[0, 3], [5, 6], [0, -1]], 9, []), _rows_of_ranks([[0, 5], [5, 6]], 9, [])
+        ((4, 5, 0), None)
+        >>> _rows_of_ranks([[0, 3], [5, 6]], 9, [(2, 7), (5, 4)]), _rows_of_ranks([[0, 5], [3, 6]], 9, [(2, 7)])
+        ((5, 4), (2, 7))
+    """
+    named = [(r, low, high) for r, (low, high) in enumerate(intervals) if low <= high]
+    for sizes in used:
+        bounds = boundaries_of(sizes)
+        if all(bounds[r] <= low and high < bounds[r + 1] for r, low, high in named):
+            return sizes
+    if all(high < low for (_, _, high), (_, low, _) in zip(named, named[1:])):
+        ends = [0] * len(intervals)
+        for r, _, high in named:
+            ends[r:] = [high + 1] * (len(ends) - r)
+        last = named[-1][0] if named else len(ends) - 1
+        ends[last:] = [n] * (len(ends) - last)
+        return sizes_of([0, *ends])
+    return used[0] if used else None
 
 
 # -- through views ----------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class AtenPlan:
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
         keeps: the path of an operand with which ``call``, which gets it by the name ``keeper``, keeps what it finds
             about its values, see found.py.
+        opens: the layout of the result, a new tensor, is open, see open_layouts.py.
         plain: the plain operands, by their path; None if there are none to look at (``dispatch`` fills this in).
     """
 
@@ -74,6 +75,7 @@ class AtenPlan:
     may_copy: bool = False
     call_moves: bool = False
     keeps: Path | None = None
+    opens: bool = False
     plain: PlainOperands | None = None
 
     @property

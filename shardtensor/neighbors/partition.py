@@ -61,22 +61,47 @@ class Partition:
         """What belongs to the nodes in the order that they had: the inverse of :meth:`nodes`."""
         return x[self.places]
 
-    def edges(self, edge_index: Tensor) -> Edges:
+    def edges(self, edge_index: Tensor, sources: Partition | None = None) -> Edges:
         """Edges by the nodes' new numbers, each with the rank that has its target.
 
         Args:
             edge_index: ``(2, e)``: sources and targets.
+            sources: of a bipartite graph, the partition of the sources; this one is that of the targets.
 
         Raises:
             ValueError, TypeError: it is none, or names nodes that there are not.
         """
-        _check_edges(edge_index, len(self.order))
-        index = self.places[edge_index]
+        others = self if sources is None else sources
+        _check_edges(edge_index, len(others.order), len(self.order))
+        index = torch.stack([others.places[edge_index[0]], self.places[edge_index[1]]])
         order = index[1].argsort(stable=True)
         index = index[:, order]
-        ends = torch.tensor(self.sizes, device=index.device).cumsum(0)
-        sizes = torch.searchsorted(index[1].contiguous(), ends).diff(prepend=ends.new_zeros(1))
-        return Edges(index, tuple(sizes.tolist()), order)
+        return Edges(index, self._held(index[1]), order)
+
+    def followers(self, nodes: Tensor) -> Partition:
+        """The partition of what belongs to nodes, such as the pixels around each: where its node is, in that order.
+
+        Args:
+            nodes: ``(m,)``, int64: the node of each, by its old number.
+
+        Raises:
+            ValueError: it is none, or names nodes that there are not.
+
+        Example:
+            >>> found = partition(positions=torch.tensor([[0.0], [9.0], [1.0]]), ranks=2)  # nodes 0 and 2, and 1
+            >>> pixels = found.followers(torch.tensor([1, 2, 0, 0]))
+            >>> pixels.sizes, pixels.order.tolist()
+            ((3, 1), [2, 3, 1, 0])
+        """
+        _check_numbers("nodes", nodes, len(self.order))
+        places = self.places[nodes]
+        order = places.argsort(stable=True)
+        return Partition(order, _inverse(order), self._held(places[order]), "their nodes")
+
+    def _held(self, places: Tensor) -> tuple[int, ...]:
+        """How many of these ascending places each rank has."""
+        ends = torch.tensor(self.sizes, device=places.device).cumsum(0)
+        return tuple(torch.searchsorted(places.contiguous(), ends).diff(prepend=ends.new_zeros(1)).tolist())
 
     def bytes_read(self, features: int, dtype: torch.dtype = torch.float32) -> tuple[int, ...]:
         """How many bytes each rank reads from others in a layer, forward, if a node has so many features.
@@ -160,11 +185,16 @@ def partition(
             columns = graph_coordinates(*adjacency(edge_index, n))
         # Lines of equal coordinates, too, are divided into neighbours.
         order = bisected(columns, sizes, smallest_cut(edge_index, n), lexicographic(columns))
-    places = torch.empty_like(order)
-    places[order] = torch.arange(n, device=order.device)
+    places = _inverse(order)
     if edge_index is None:
         return Partition(order, places, sizes, name)
     return Partition(order, places, sizes, name, *_traffic(places[edge_index], sizes))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
 
 
 def _traffic(edge_index: Tensor, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
@@ -217,14 +247,22 @@ def _check(positions: Tensor | None, edge_index: Tensor | None, num_nodes: int |
     n = num_nodes if positions is None else len(positions)
     assert n is not None
     if edge_index is not None:
-        _check_edges(edge_index, n)
+        _check_edges(edge_index, n, n)
     return n
 
 
-def _check_edges(edge_index: Tensor, n: int) -> None:
+def _check_edges(edge_index: Tensor, sources: int, targets: int) -> None:
     if edge_index.ndim != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
         shown = f"{tuple(edge_index.shape)} of {edge_index.dtype}"
         raise ValueError(f"edge_index must be (2, e) of int64, not {shown}")
-    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < n:
-        low, high = int(edge_index.min()), int(edge_index.max())
-        raise ValueError(f"edge_index names nodes {low} to {high}, but there are {n}: 0 to {n - 1}")
+    bipartite = [(edge_index[0], sources), (edge_index[1], targets)]
+    for ends, n in bipartite if sources != targets else [(edge_index.flatten(), targets)]:
+        _check_numbers("edge_index", ends, n)
+
+
+def _check_numbers(name: str, nodes: Tensor, n: int) -> None:
+    if nodes.ndim != 1 or nodes.dtype != torch.int64:
+        raise ValueError(f"{name} must be (m,) of int64, not {tuple(nodes.shape)} of {nodes.dtype}")
+    if nodes.numel() and not 0 <= int(nodes.min()) <= int(nodes.max()) < n:
+        low, high = int(nodes.min()), int(nodes.max())
+        raise ValueError(f"{name} names nodes {low} to {high}, but there are {n}: 0 to {n - 1}")

@@ -51,6 +51,11 @@ class Communication:
     def __add__(self, other: Communication) -> Communication:
         return Communication(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def include(self, other: Communication) -> None:
+        """Add what another one has counted."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
     def sent(self, group: dist.ProcessGroup, peer: int, size: int) -> None:
         """Add a message of ``size`` bytes to rank ``peer`` of ``group``."""
         if size and peer != group.rank():

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     "globe/train.py": (2, "--device cuda --dtype float64 --resolution 64 --steps 3", "global_land_mask"),
     "brain/segment.py": (4, "--device cuda --mesh 2x2 --resolution 8 --steps 2", "monai"),
+    "mesh/land.py": (2, "--device cuda --dtype float64 --level 3 --resolution 40 --steps 2", "torch_geometric"),
     "vae/decode.py": (2, "--device cuda --size 32", "diffusers"),
     "fsdp_domain.py": (4, "", "torch"),
     "data_loading.py": (4, "", "zarr"),

@@ -187,5 +187,7 @@ def whole(x: Tensor) -> Tensor:
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float, scale: float = 0.0, name: str = "") -> None:
     """Equal to ``tolerance`` times ``scale``, or times the largest expected value if that is larger."""
+    if expected.dtype is torch.bool:
+        actual, expected = actual.int(), expected.int()
     scale = max(scale, float(expected.detach().abs().max()) if expected.numel() else 0.0)
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{name} {m}".strip())

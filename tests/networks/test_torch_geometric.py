@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import networks.oracle as oracle
 from networks.oracle import assert_near, built, names, whole
-from shardtensor import ShardTensor, UnsupportedSharding, implicit_replication
+from shardtensor import ShardTensor, UnsupportedSharding, implicit_replication, partition
+from shardtensor.neighbors import knn
 from shardtensor.parallel import DomainParallel
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -356,11 +357,63 @@ def messages() -> None:
     sharded = cut(drawn(NETWORKS["MeshGraphNet"]), 2, CUTS["edges"])
     with count_communication() as counted:
         model(*sharded)
-    assert counted.collectives == {"all_reduce": 2} and counted.collective_bytes == 2 * NODES * 8 * 8
+    asked = {"all_gather": 1}  # which rows the targets name, once
+    assert counted.collectives == asked | {"all_reduce": 2}
+    assert counted.collective_bytes == 2 * NODES * 8 * 8 + 2 * 8
 
 
 def test_layers_send_no_more_than_nodes():
     run_distributed(messages, 2, timeout=300.0)
+
+
+NEIGHBORS, WIDTH = 6, 8
+PARTITIONED = {
+    "GCNConv": (lambda g: g.GCNConv(WIDTH, WIDTH, add_self_loops=False), 1),
+    "SAGEConv": (lambda g: g.SAGEConv(WIDTH, WIDTH), 1),
+    "SAGEConv-max": (lambda g: g.SAGEConv(WIDTH, WIDTH, aggr="max"), 1),
+    "GATConv": (lambda g: g.GATConv(WIDTH, WIDTH, add_self_loops=False), 1),
+    "GINConv": (lambda g: g.GINConv(mlp(WIDTH, WIDTH)), 1),
+    "TransformerConv": (lambda g: g.TransformerConv(WIDTH, WIDTH), 2),  # keys and values
+    "GraphSAGE": (lambda g: g.GraphSAGE(WIDTH, WIDTH, 3), 3),
+}
+
+
+def rows_only(name: str) -> None:
+    """Of a partitioned graph, each layer sends the rows at the border, and nothing for sums at nodes."""
+    make, layers = PARTITIONED[name]
+    mesh, n = shared_mesh(2), 200
+    positions = torch.rand(n, 2, generator=torch.Generator().manual_seed(0))
+    nearest = knn(positions, positions, NEIGHBORS + 1)[1][:, 1:]
+    edges = torch.stack([nearest.flatten(), torch.arange(n).repeat_interleave(NEIGHBORS)])
+    found = partition(positions=positions, edge_index=edges, ranks=2)
+    edge_index, sizes, _ = found.edges(edges)
+    x = torch.randn(n, WIDTH, dtype=torch.float64)
+    ours, theirs = shard(x, mesh, [Shard(0)], {0: found.sizes}, requires_grad=True), x.clone().requires_grad_()
+    index = shard(edge_index, mesh, [Shard(1)], {0: sizes})
+    model = built(make, importlib.import_module(PACKAGE))
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        with implicit_replication(mesh), count_communication() as forward:
+            y = model(ours, index)
+        with count_communication() as backward:
+            y.square().mean().backward()
+        expected = twin(theirs, edge_index)
+        expected.square().mean().backward()
+    assert_near(y.full_tensor(), expected, 1e-9)
+    assert_near(ours.grad.full_tensor(), theirs.grad, 1e-9)
+    oracle.compare(model, twin, 1e-9)
+    read = layers * found.bytes_read(WIDTH, torch.float64)[torch.distributed.get_rank()]
+    extra = sum(found.reads[torch.distributed.get_rank()]) * 8 * layers  # scores or degrees of the same nodes
+    assert read <= forward.bytes_received <= read + extra, (forward, read)
+    assert not forward.collective_bytes, forward
+    # Its sums back; weights' gradients are summed, too.
+    weights = sum(p.nbytes for p in model.parameters())
+    assert backward.bytes_sent <= read + extra and backward.collective_bytes <= weights + 64, backward
+
+
+@pytest.mark.parametrize("name", names(PARTITIONED, always=("SAGEConv",)))
+def test_partitioned_graphs_send_rows_only(name):
+    run_distributed(rows_only, 2, name, timeout=300.0)
 
 
 def plain_inputs(name: str, layouts: dict[str, Any]) -> None:

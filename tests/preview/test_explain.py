@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import shardtensor
 from shardtensor import ShardTensor
 from shardtensor.__main__ import main
 from shardtensor.layout import caches
+from shardtensor.layout.geometry import boundaries_of
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +124,100 @@ def test_counts_on_a_mesh_of_two_dims():
     model, x = made("globe")
     found = shardtensor.explain(model, x, mesh=(2, 2), shard=(2, 3), backward=True)
     assert both_passes(found) == run_distributed(count_tiles, 4, "globe", (2, 2), (2, 3))
+
+
+def edges_of(side):
+    """Of a grid in row order, both ways and along one diagonal one way, in the order of their targets."""
+    node = torch.arange(side * side).view(side, side)
+    pairs = [(node[:, :-1], node[:, 1:]), (node[:-1], node[1:])]
+    ends = torch.cat([torch.stack([a.flatten(), b.flatten()]) for a, b in pairs], 1)
+    diagonal = torch.stack([node[:-1, :-1].flatten(), node[1:, 1:].flatten()])
+    found = torch.cat([ends, ends.flip(0), diagonal], 1)
+    return found[:, found[1].argsort(stable=True)]
+
+
+class Messages(nn.Module):
+    """Two layers; the zeros do not say whose rows they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(10, 5) for _ in range(2))
+
+    def forward(self, x, edges):
+        for layer in self.layers:
+            sent = layer(torch.cat([x[edges[0]], x.index_select(0, edges[1])], -1)).relu()
+            x = sent.new_zeros(x.shape).index_add_(0, edges[1], sent)
+        return x
+
+
+def of_graph(sizes, order):
+    torch.manual_seed(0)
+    side = 6
+    edges = edges_of(side)
+    if order is not None:
+        edges = order[edges]
+        edges = edges[:, edges[1].argsort(stable=True)]
+    ends = torch.tensor(sizes).cumsum(0)
+    of_edges = tuple(torch.searchsorted(edges[1].contiguous(), ends).diff(prepend=ends.new_zeros(1)).tolist())
+    return Messages(), torch.randn(side * side, 5), edges, of_edges
+
+
+def count_graph(sizes):
+    caches.forget()
+    model, x, edges, of_edges = of_graph(sizes, None)
+    mesh = shared_mesh(len(sizes))
+    model_inputs = shard(x, mesh, [Shard(0)], {0: sizes}), shard(edges, mesh, [Shard(1)], {0: of_edges})
+    with count_communication() as forward:
+        y = model(*model_inputs)
+    with count_communication() as backward:
+        torch.autograd.backward([y], [torch.ones_like(y)])
+    return forward, backward
+
+
+@PREVIEWED
+@pytest.mark.parametrize("sizes", [(18, 18), (6, 12, 18), (20, 0, 16)])
+def test_rows_of_a_graph_are_those_of_a_real_run(sizes):
+    model, x, edges, of_edges = of_graph(sizes, None)
+    options = {"shard": [0, 1], "shard_sizes": [{0: sizes}, {0: of_edges}], "backward": True}
+    found = shardtensor.explain(model, x, edges, mesh=len(sizes), **options)
+    assert "Which rows an index reads" in found.notes[0] and len(found.notes) == 1
+    real = run_distributed(count_graph, len(sizes), sizes)
+    for ours, theirs in zip(both_passes(found), real, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.messages, a.bytes_sent, a.sent_to) == (b.messages, b.bytes_sent, b.sent_to)
+            assert (a.received_messages, a.bytes_received) == (b.received_messages, b.bytes_received)
+    reading = [layer for layer in found.layers if any(share.rows for share in layer.shares.values())]
+    assert len(reading) == 2 and "rows read" in str(found)
+    bounds = boundaries_of(sizes)
+    owner = torch.bucketize(edges, torch.tensor(bounds[1:]), right=True)
+    for layer in reading:
+        for rank, share in layer.shares.items():
+            rows = edges[0][(owner[1] == rank) & (owner[0] != rank)].unique()
+            assert (share.rows, share.other_rows) == (len(rows), 36 - sizes[rank])
+
+
+def test_nodes_that_lie_badly_are_said_to():
+    sizes = (18, 18)
+    model, x, edges, of_edges = of_graph(sizes, torch.randperm(36, generator=torch.Generator().manual_seed(0)))
+    options = {"mesh": 2, "shard": [0, 1], "shard_sizes": [{0: sizes}, {0: of_edges}]}
+    found = shardtensor.explain(model, x, edges, **options)
+    assert any("shardtensor.partition()" in note and "of the 18 rows" in note for note in found.notes)
+    part = shardtensor.partition(edge_index=edges, num_nodes=36, ranks=2)
+    index, of_edges, _ = part.edges(edges)
+    options["shard_sizes"] = [{0: part.sizes}, {0: of_edges}]
+    found = shardtensor.explain(model, part.nodes(x), index, **options)
+    assert not any("partition()" in note for note in found.notes)
+    rows = [max(s.rows for s in layer.shares.values()) for layer in found.layers if layer.operator == "__getitem__"]
+    assert max(rows) == max(map(sum, part.reads))
+
+
+@pytest.mark.parametrize(
+    ("shard_sizes", "text"),
+    [([{0: (3, 3)}], "shard_sizes has 1 entries for 2 inputs"), ([None, {1: (3, 3)}], "beyond those of (2,)")],
+)
+def test_sizes_by_input_that_do_not_fit(shard_sizes, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        shardtensor.explain(torch.add, torch.ones(6), torch.ones(6), mesh=2, shard=0, shard_sizes=shard_sizes)
 
 
 def test_values_give_the_same():

@@ -23,7 +23,7 @@ def explain(
     *inputs: Any,
     mesh: int | Sequence[int],
     shard: Any,
-    shard_sizes: Mapping[int, Sequence[int]] | None = None,
+    shard_sizes: Mapping[int, Sequence[int]] | list[Mapping[int, Sequence[int]] | None] | None = None,
     backward: bool | Callable[[Any], Tensor] = False,
     ranks: Sequence[int] | None = None,
     values: bool | None = None,
@@ -48,8 +48,8 @@ def explain(
         shard: the tensor dim that is sharded, and on a mesh of several dims one for each of these (None: replicated);
             or a list of such, one for each input (None: plain). None with a mesh of 1: the model without shards, to
             compare with.
-        shard_sizes: ``{mesh_dim: (size on rank 0, ...)}``, of all sharded inputs; default:
-            torch.chunk's sizes.
+        shard_sizes: ``{mesh_dim: (size on rank 0, ...)}``, of all sharded inputs, or a list of such, one for each
+            input (None: as by default); default: torch.chunk's sizes.
         backward: run a backward pass, too; with a function, of the loss that it computes of the model's result.
             Otherwise each result gets a gradient of its own layout, which costs no communication.
         ranks: those to run. Default: all of up to 8 ranks; of more, the first, the middle one, the last, and those

@@ -138,6 +138,10 @@ class _Unrelated(AutogradFunction):
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 WEIGHTS = "gradients of weights"
+_INDICES = (torch.int64, torch.int32)
+_BY_INDEX = {"__getitem__", "gather", "take_along_dim", "index_select"} | {
+    f"{name}{end}" for name in ("index_add", "index_reduce", "scatter_add", "scatter_reduce") for end in ("", "_")
+}
 _READS = ("__get__", "__set__")  # of attributes
 _c10d = torch.ops.c10d
 _RECEIVES = (_c10d.alltoall_base_, _c10d.alltoall_, _c10d.recv_, _c10d.recv_any_source_)
@@ -160,6 +164,9 @@ class Row:
         default_factory=lambda: (Communication(), Communication())
     )
     refused: str = ""
+    row_bytes: int = 0
+    other_rows: int = 0
+    one_sided: tuple[Communication, Communication] = field(default_factory=lambda: (Communication(), Communication()))
     takes_shards: bool = False
     ended: bool = False
 
@@ -172,6 +179,21 @@ class Row:
         self.output_bytes = sum(t.numel() * t.element_size() for t in locals_)
         specs = [t._spec for t in tensors if isinstance(t, ShardTensor)]
         self.layout = ", ".join(axis.in_short() for axis in specs[0].layout) if specs else ""
+
+    def note_operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Whether shards are computed with, and whether a sharded index reads or adds to the rows of a sharded dim."""
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
+        self.takes_shards = bool(tensors)
+        if self.operator not in _BY_INDEX:
+            return
+        index = [t for t in tensors[1:] if isinstance(t, ShardTensor) and t.dtype in _INDICES and t.ndim]
+        sharded = [m for t in index for m in t._spec.sharded_dims().values()]
+        if sharded and args and isinstance(args[0], ShardTensor):
+            spec = args[0]._spec
+            dim = next((d for d, m in spec.sharded_dims().items() if m in sharded), None)
+            if dim is not None and spec.shape.numel():
+                self.row_bytes = spec.shape.numel() // spec.shape[dim] * args[0].dtype.itemsize
+                self.other_rows = spec.shape[dim] - spec.own_shape[dim]
 
     @property
     def is_empty(self) -> bool:
@@ -282,7 +304,7 @@ class Recorder:
         self._close(self._row)
         row = self.open(name)
         with self._inside():
-            row.takes_shards = any(isinstance(t, DTensor) for t in tree_leaves((args, kwargs)))
+            row.note_operands(args, kwargs)
             try:
                 result = func(*args, **kwargs)
             except UnsupportedSharding as error:
@@ -321,7 +343,12 @@ class Recorder:
 
     def communicate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count a call of a c10d operator, and return what it would."""
-        self.row().communication[self._phase].add(func, args, kwargs)
+        row, call = self.row(), Communication()
+        call.add(func, args, kwargs)
+        # Which rows of a rank the others read, or add to, is in their parts of an index.
+        alone = row.row_bytes and self._values and bool(call.sent_to) != bool(call.received_from)
+        counted = row.one_sided if alone else row.communication
+        counted[self._phase].include(call)
         if self._values or func.namespace != "c10d" or not func._schema.returns:
             for t in tree_leaves(args[0]) if func.overloadpacket in _RECEIVES else ():
                 t.zero_()  # what is in memory may be anything

@@ -30,6 +30,7 @@ class Share:
             or inputs have. 0 where nothing requires a gradient.
         flops: floating-point operations of products and convolutions in the forward pass, and in the backward pass.
         forward, backward: what is communicated, as :func:`shardtensor.testing.count_communication` counts it.
+        rows: how many rows of other ranks the layer reads by a sharded index, and ``other_rows``: how many they have.
     """
 
     outputs: tuple[tuple[int, ...], ...]
@@ -38,6 +39,8 @@ class Share:
     flops: tuple[int, int]
     forward: Communication
     backward: Communication
+    rows: int = 0
+    other_rows: int = 0
 
     @property
     def messages(self) -> int:
@@ -157,7 +160,7 @@ class Explanation:
             f"mesh {world}, {passes}; weights {bytes_text(self.weight_bytes)} on each rank",
             *(f"input {text}" for text in self.inputs),
             "",
-            table(_LAYER_COLUMNS, (_layer_line(layer) for layer in self.layers if layer.matters)),
+            _layer_table([layer for layer in self.layers if layer.matters]),
             "",
             table(_RANK_COLUMNS, _rank_lines(self)),
         ]
@@ -207,6 +210,20 @@ def imbalance(work: dict[int, int]) -> float:
 # -- report ------------------------------------------------------------------------------------------------------------
 
 _WIDTH = 20  # of a bar, in characters
+
+
+def _layer_table(layers: Sequence[Layer]) -> str:
+    """With a column of rows, where some are read by index."""
+    lines = [_layer_line(layer) for layer in layers]
+    if not any(share.rows for layer in layers for share in layer.shares.values()):
+        return table(_LAYER_COLUMNS, lines)
+    return table((*_LAYER_COLUMNS, "rows read"), [(*line, _rows(layer)) for line, layer in zip(lines, layers)])
+
+
+def _rows(layer: Layer) -> str:
+    """Of the rank that reads most: how many rows, and how many other ranks have."""
+    most = max(layer.shares.values(), key=lambda share: share.rows)
+    return f"{most.rows} of {most.other_rows}" if most.rows else ""
 
 
 _LAYER_COLUMNS = ("layer", "result", "layout", "messages", "collectives", "sent", "kept", "GFLOP", "max/mean")

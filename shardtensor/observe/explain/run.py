@@ -25,6 +25,7 @@ from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
 from ...layout.geometry import chunk_sizes
 from ...layout.spec import ShardTensorSpec
+from ..counting import Communication
 from ..simulate import simulate_ranks
 from .recording import Recorder, Row
 from .report import Explanation, Layer, Share
@@ -34,6 +35,7 @@ from .report import Explanation, Layer, Share
 # What a preview is asked for, checked and completed: layouts and sizes of inputs, and which ranks to run.
 
 FEW = 8  # up to so many ranks are all run
+_MANY_ROWS = 0.5  # of other ranks, that no rank should have to read
 
 Sizes = Mapping[int, Sequence[int]]
 
@@ -87,7 +89,7 @@ def prepared(
     kwargs: Mapping[str, Any],
     mesh: int | Sequence[int],
     shard: Any,
-    shard_sizes: Sizes | None,
+    shard_sizes: Sizes | Sequence[Sizes | None] | None,
     backward: bool | Callable[[Any], Tensor],
     replicate: bool,
 ) -> Job:
@@ -97,15 +99,15 @@ def prepared(
         raise UnfitArguments(
             f"mesh={mesh!r}: give a number of ranks, or the mesh's shape, such as (2, 2); all at least 1"
         )
-    given = {m % len(shape): tuple(sizes) for m, sizes in (shard_sizes or {}).items() if -len(shape) <= m < len(shape)}
-    if len(given) != len(shard_sizes or {}):
-        raise UnfitArguments(f"shard_sizes={shard_sizes!r} names mesh dims beyond those of {shape}")
-    if isinstance(shard, list) and len(shard) != len(inputs):
-        raise UnfitArguments(f"shard has {len(shard)} entries for {len(inputs)} inputs")
-    by_input = shard if isinstance(shard, list) else [shard] * len(inputs)
-    leaves = [(leaf, each) for value, each in zip(inputs, by_input) for leaf in tree_leaves(value)]
+    by_input, sizes_by_input = _by_input("shard", shard, inputs), _by_input("shard_sizes", shard_sizes, inputs)
+    given_by_input = [_by_mesh_dim(each or {}, shape) for each in sizes_by_input]
+    leaves = [
+        (leaf, each, given)
+        for value, each, given in zip(inputs, by_input, given_by_input)
+        for leaf in tree_leaves(value)
+    ]
     layouts, sizes = [], []
-    for value, each in leaves:
+    for value, each, given in leaves:
         layout = _layout(each, shape, value.ndim) if isinstance(value, Tensor) and each is not None else None
         layouts.append(layout)
         sharded = {m: p.dim for m, p in enumerate(layout or ()) if isinstance(p, Shard)}
@@ -114,13 +116,30 @@ def prepared(
         raise UnfitArguments(f"shard=None is the model on one rank, without shards; mesh={mesh!r} has more")
     if shard is not None and all(layout is None for layout in layouts):
         raise UnfitArguments(f"shard={shard!r}: none of the inputs is a tensor that has these dims")
-    devices = {t.device.type for t, _ in leaves if isinstance(t, Tensor)} - {"meta"}
+    devices = {t.device.type for t, *_ in leaves if isinstance(t, Tensor)} - {"meta"}
     if isinstance(model, nn.Module):
         devices |= {t.device.type for t in model.parameters()} - {"meta"}
     if len(devices) > 1:
         raise UnfitArguments(f"model and inputs are on different devices: {sorted(devices)}")
     device = devices.pop() if devices else "cpu"
     return Job(model, inputs, kwargs, shape, tuple(layouts), tuple(sizes), backward, replicate, device)
+
+
+def _by_input(name: str, given: Any, inputs: Sequence[Any]) -> list[Any]:
+    """One for each input: those of a list, or the same for all."""
+    if not isinstance(given, list):
+        return [given] * len(inputs)
+    if len(given) != len(inputs):
+        raise UnfitArguments(f"{name} has {len(given)} entries for {len(inputs)} inputs")
+    return given
+
+
+def _by_mesh_dim(sizes: Sizes, shape: Sequence[int]) -> Sizes:
+    """Sizes by mesh dims counted from the front."""
+    given = {m % len(shape): tuple(each) for m, each in sizes.items() if -len(shape) <= m < len(shape)}
+    if len(given) != len(sizes):
+        raise UnfitArguments(f"shard_sizes={sizes!r} names mesh dims beyond those of {tuple(shape)}")
+    return given
 
 
 def sample_of(job: Job) -> tuple[int, ...]:
@@ -182,6 +201,12 @@ def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanatio
                 "which takes the memory and the time of one rank. What it would receive from other ranks is zero here: "
                 "where messages depend on received values, the numbers may be others in a real run."
             )
+    if runs is not None and values is None and _reads_by_index(runs) and _has_values(job):
+        runs = None
+        notes.append(
+            "Which rows an index reads of other ranks is in its values, so the model was run with values, which takes "
+            "the memory and the time of one rank. What it would receive from other ranks is zero here."
+        )
     if runs is None:
         runs = simulate_ranks(_run, job.world_size, job, nullcontext, ranks=ranks)
     if len(ranks) < job.world_size:
@@ -302,10 +327,11 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence
                 first.operator,
                 first.shapes,
                 first.layout,
-                {rank: _share(row) for rank, row in zip(ranks, rows)},
+                _shares(dict(zip(ranks, rows))),
                 first.refused,
             )
         )
+    notes = [*notes, *_far_apart(layers)]
     tensors = [*job.model.parameters(), *job.model.buffers()] if isinstance(job.model, nn.Module) else []
     return Explanation(
         mesh=job.mesh,
@@ -321,9 +347,60 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence
     )
 
 
-def _share(row: Row) -> Share:
-    forward, backward = row.communication
-    return Share(row.outputs, row.output_bytes, row.saved_bytes, (row.flops[0], row.flops[1]), forward, backward)
+def _shares(rows: Mapping[int, Row]) -> dict[int, Share]:
+    """One layer's, by rank."""
+    result = {}
+    for rank, row in rows.items():
+        forward, backward = (_completed(rows, rank, phase) for phase in (0, 1))
+        read = row.one_sided[0].bytes_received // row.row_bytes if row.row_bytes else 0
+        flops = row.flops[0], row.flops[1]
+        result[rank] = Share(
+            row.outputs, row.output_bytes, row.saved_bytes, flops, forward, backward, read, row.other_rows
+        )
+    return result
+
+
+def _completed(rows: Mapping[int, Row], rank: int, phase: int) -> Communication:
+    """What a rank communicates in a layer, with what only its peers know: which of its rows they read or add to."""
+    total = Communication() + rows[rank].communication[phase]
+    total.include(rows[rank].one_sided[phase])
+    for peer, other in rows.items():
+        there = other.one_sided[phase]
+        if there.received_from[rank]:
+            total.messages += 1
+            total.bytes_sent += there.received_from[rank]
+            total.sent_to[peer] += there.received_from[rank]
+        if there.sent_to[rank]:
+            total.received_messages += 1
+            total.bytes_received += there.sent_to[rank]
+            total.received_from[peer] += there.sent_to[rank]
+    return total
+
+
+def _reads_by_index(runs: Sequence[Run]) -> bool:
+    return any(row.row_bytes for rows, _ in runs for row in rows)
+
+
+def _has_values(job: Job) -> bool:
+    """Whether weights and all inputs that may be indices have values."""
+    given = [t for t in tree_leaves((job.inputs, dict(job.kwargs))) if isinstance(t, Tensor)]
+    tensors = [t for t in given if not (t.is_floating_point() or t.is_complex())]
+    if isinstance(job.model, nn.Module):
+        tensors += [*job.model.parameters(), *job.model.buffers()]
+    return not any(t.is_meta for t in tensors)
+
+
+def _far_apart(layers: Sequence[Layer]) -> list[str]:
+    """A note where ranks read most rows of others."""
+    reading = [(layer, s) for layer in layers for s in layer.shares.values() if s.rows > _MANY_ROWS * s.other_rows]
+    if not reading:
+        return []
+    layer, share = max(reading, key=lambda pair: pair[1].rows)
+    return [
+        f"{layer.operator} reads {share.rows} of the {share.other_rows} rows that other ranks have: what is next to "
+        "each other lies on different ranks. In a mesh, or a graph of neighbours, few rows have to travel: number the "
+        "nodes by shardtensor.partition(), whose reads are these rows, and shard the edges like their targets."
+    ]
 
 
 def _described(value: Any, layout: tuple[Placement, ...] | None, sizes: Sizes) -> str:

@@ -266,12 +266,20 @@ def _like(call: AtenCall) -> AtenPlan:
 def _new(call: AtenCall) -> AtenPlan:
     """A new tensor has the old one's layout; one of another shape, on those mesh dims whose dim has kept its length.
 
-    One with another number of dims is replicated.
+    With another number of dims, the dims before that have to be the same, too. What is replicated then has an open
+    layout, see open_layouts.py: it is for other rows than the old one's, whose sizes will follow from what is written.
     """
-    func, spec, shape = call.func, call.specs[0].for_gradient(), call.args[1]
-    gone = [m for d, m in spec.sharded_dims().items() if len(shape) != len(spec.shape) or shape[d] != spec.shape[d]]
+    func, spec, shape = call.func, call.specs[0].for_gradient(), tuple(call.args[1])
+
+    def changed(d: int) -> bool:
+        first = d if len(shape) == len(spec.shape) else 0
+        return shape[first : d + 1] != tuple(spec.shape[first : d + 1])
+
+    gone = [m for d, m in spec.sharded_dims().items() if changed(d)]
     out = spec.with_axes({m: AxisLayout(Replicate()) for m in gone}).replace(meta=meta_of(call.meta))
-    size, stride = list(out.local_shape()), out.tensor_meta.stride
+    size, stride, opens = list(out.local_shape()), out.tensor_meta.stride, bool(gone) and out.is_replicate()
+    if opens and func != _aten.new_empty_strided.default:
+        return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, [], *args, **kwargs).expand(size), opens=True)
     if func != _aten.new_empty_strided.default:
         return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
     # The shard's dims lie in memory in the order of the global tensor's, without gaps.

@@ -266,6 +266,22 @@ for _op in _REDUCES:
     _register_reduce(_op)
 
 
+def _register_fill(op: OpOverload) -> None:
+    """One value wherever an index that is seen in parts says so, as in the formula of a maximum's gradient."""
+
+    @register(op)
+    def _(x: Tensor, dim: int, index: Tensor, value: complex) -> Tensor:
+        if not isinstance(x, DTensor) or not _seen_in_parts(x, [(index, dim)]):
+            return DECLINED
+        named = torch.zeros_like(x, dtype=torch.int32)
+        named = torch.scatter_add(named, dim, index, torch.ones_like(index, dtype=torch.int32)) != 0
+        return x.masked_fill_(named, value) if is_inplace(op) else x.masked_fill(named, value)
+
+
+for _op in (_aten.scatter.value, _aten.scatter_.value):
+    _register_fill(_op)
+
+
 # -- x[index] ---------------------------------------------------------------------------------------------
 
 

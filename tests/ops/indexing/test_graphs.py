@@ -255,6 +255,81 @@ def test_contributions_are_what_is_sent():
         assert found["sharded nodes"][2] == len(set(target.tolist()) - set(owned)) * nodes // 5
 
 
+def laid_out(ranks, nodes, targets, sizes, used=None):
+    """How the sums at nodes are sharded, what is sent for them in a second call, and whether they are right; sources
+    are read before from nodes in the sizes ``used``, if there are any."""
+    mesh = shared_mesh(ranks)
+    edges = torch.stack([torch.arange(len(targets)) % nodes, torch.tensor(targets, dtype=torch.int64)])
+    values = torch.randn(nodes, FEATURES, dtype=torch.float64, generator=seeded(1))
+    index = shard(edges, mesh, [Shard(1)], {0: sizes})
+    x = values if used is None else shard(values, mesh, [Shard(0)], {0: used}, requires_grad=True)
+    expected = {reduce: scatter(values[edges[0]], edges[1], nodes, reduce) for reduce in ("sum", "mean", "amax")}
+    for _ in range(2):
+        messages = shard(values[edges[0]], mesh, [Shard(0)], {0: sizes}) if used is None else x[index[0]]
+        with count_communication() as traffic:
+            found = {reduce: scatter(messages, index[1], nodes, reduce) for reduce in expected}
+    for reduce, result in found.items():
+        torch.testing.assert_close(result.full_tensor(), expected[reduce], rtol=1e-10, atol=1e-10)
+        assert result.shard_sizes == found["sum"].shard_sizes
+    if used is not None:
+        found["sum"].square().sum().backward()
+        leaf = values.requires_grad_()
+        scatter(leaf[edges[0]], edges[1], nodes, "sum").square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), leaf.grad, rtol=1e-10, atol=1e-10)
+    return found["sum"].shard_sizes.get(0), traffic.bytes_sent, dict(traffic.collectives)
+
+
+@pytest.mark.parametrize(
+    ("targets", "sizes", "used", "expected", "apart"),
+    [
+        ([0, 1, 1, 2, 3, 4, 5], (4, 3), None, (3, 5), True),
+        ([2, 0, 1, 2, 5, 4, 4], (4, 3), None, (3, 5), True),
+        ([0, 1, 1, 2, 4, 4, 5], (4, 3), (4, 4), (4, 4), True),  # sizes that suit the index, too
+        ([0, 1, 1, 2, 3, 4, 5], (4, 3), (4, 4), (3, 5), True),  # and that do not: node 3 is of the second rank
+        ([0, 1, 1, 2, 2, 4, 5], (0, 7), None, (0, 8), True),
+        ([0, 1, 1, 2, 2, 4, 5], (7, 0), None, (8, 0), True),
+        ([0, 1, 2, 2, 3, 4, 5], (2, 0, 5), None, (2, 0, 6), True),
+        ([5, 1, 1, 2, 2, 4, 0], (4, 3), None, None, False),
+        ([5, 1, 1, 2, 2, 4, 0], (4, 3), (3, 5), (3, 5), False),
+        ([], (0, 0), None, (0, 8), True),
+    ],
+)
+def test_an_index_tells_which_rank_has_which_rows(targets, sizes, used, expected, apart):
+    for found, sent, collectives in run_distributed(laid_out, len(sizes), len(sizes), 8, targets, sizes, used):
+        assert found == expected
+        assert not apart or (sent == 0 and not collectives), (sent, collectives)
+        assert expected is not None or "all_reduce" in collectives
+
+
+def beyond():
+    index = shard(torch.tensor([0, 1, 7, 3]), shared_mesh(2), [Shard(0)])
+    messages = shard(torch.ones(4, 2), shared_mesh(2), [Shard(0)])
+    messages.new_zeros(5, 2).index_add_(0, index, messages)
+
+
+def test_a_row_out_of_range_raises_on_all_ranks():
+    for error in run_expecting_errors(beyond, 2):
+        assert isinstance(error, IndexError) and "out of range for dimension 0 with size 5" in str(error)
+
+
+def memory():
+    """Bytes of zeros before the sum into them, and after it."""
+    messages = shard(torch.ones(4, 3), shared_mesh(2), [Shard(0)])
+    index = shard(torch.tensor([0, 1, 3, 4]), shared_mesh(2), [Shard(0)])
+    total = messages.new_zeros(1000, 3)
+    before = total._local_tensor.untyped_storage().nbytes()
+    total.index_add_(0, index, messages)
+    written = messages.new_zeros(6, 3)
+    written[0] = 1.0  # in memory of its own
+    assert written.full_tensor().sum() == 3
+    return before, total._local_tensor.untyped_storage().nbytes(), total.shard_sizes
+
+
+def test_zeros_take_no_memory_for_rows_of_other_ranks():
+    for rank, found in enumerate(run_distributed(memory, 2)):
+        assert found == (4, (2, 998)[rank] * 3 * 4, {0: (2, 998)})
+
+
 def plain_target():
     mesh = shared_mesh(2)
     m = shard(torch.ones(4, 2), mesh, [Shard(0)])
