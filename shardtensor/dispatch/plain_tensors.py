@@ -55,7 +55,7 @@ class _Match(NamedTuple):
 def explain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> None:
     """Raise :class:`LocalSizeError` in place of an error of torch's about a plain tensor of a shard's size.
 
-    Inside of transforms of ``torch.func`` any error becomes a refusal.
+    Inside of transforms of ``torch.func`` any error of torch's becomes a refusal.
 
     Of nested calls the outermost one has the user's own arguments, so its text replaces that of the inner ones.
     """
