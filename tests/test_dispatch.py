@@ -363,6 +363,7 @@ def unexercised():
                 assert torch.equal(op(flags, [0, 1]).full_tensor(), op(whole, [0, 1]))
             for op in (aten._is_all_true, aten._is_any_true):
                 assert torch.equal(op(flags).full_tensor(), op(whole))
+        assert torch.equal(x.long().detach().full_tensor(), x.full_tensor().long())  # of others a handler detaches
         assert aten.prod.dim_int(x, 1).full_tensor().tolist() == pytest.approx(x.full_tensor().prod(1).tolist())
         assert x.prod().item() == pytest.approx(x.full_tensor().prod().item())
     finally:

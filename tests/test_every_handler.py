@@ -351,6 +351,8 @@ def drawn():
             else:
                 yield (lambda b, a, draw=draw: draw(a, b)), args[::-1]
     yield below(lambda x: aten.native_dropout.default(x, 0.5, True)), (p,)
+    yield below(aten.detach.default), (p,)
+    yield (lambda x: F.dropout(x, 0.5, training=False)), (x,)
 
 
 def flash_backward(q):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.function import FunctionMeta
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
@@ -53,6 +54,8 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 STOPS_RECOMPUTATION = _StopRecomputationError
 # Whether autocast is on for any device.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
+# Whether only deterministic kernels may be called.
+only_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 # Whether there are modes of torch functions, which see calls.
 function_modes_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
@@ -112,13 +115,25 @@ def new_wide_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: Any, require
 alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default._op
 
 
-class AutogradFunction(torch.autograd.Function):
-    """torch's, whose ``apply`` has no annotations."""
+class _CalledDirectly(FunctionMeta):
+    """What C++ calls is ``backward`` itself, and not a method of torch's that looks for it."""
 
-    if TYPE_CHECKING:
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)  # type: ignore[no-untyped-call]
+        cls._backward_cls.apply = cls.backward  # type: ignore[attr-defined]
 
-        @classmethod
-        def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+class AutogradFunction(torch.autograd.Function, metaclass=_CalledDirectly):
+    """torch's, without what it runs in Python between a caller and ``forward``, and the engine and ``backward``.
+
+    Inside of functorch's transforms C++ raises.
+    """
+
+    apply: ClassVar[Callable[..., Any]] = vars(torch._C._FunctionBase)["apply"]
+
+
+# Whether one of functorch's transforms runs: torch.func.grad, torch.vmap, ...
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 # Called in the forward of an autograd function, with its context: the engine runs its backward when nothing else is

@@ -160,6 +160,9 @@ def make_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.devi
     return group
 
 
+# What holds the default process group, as ``_default_pg``, which torch's own names for it take two calls to find.
+world: Any = _world
+
 # The store by which the ranks have found each other.
 default_store: Callable[[], Any] = _get_default_store
 

@@ -248,15 +248,15 @@ def start_sums(
     begin("all-reduce sum", tensors[0], group, elements)
     # Every rank's numbers have to be in one order in memory, whatever the memory formats. Flat, because strides of dims
     # of length 1 may be any, and gloo takes those that it has not made itself for overlapping memory.
-    totals = []
-    for t in tensors:
-        kept = overwrite and t.is_contiguous()
-        totals.append((t if kept else t.detach().clone(memory_format=torch.contiguous_format)).view(-1))
-    summing = c10d_all_reduce_coalesced(totals, via or group)
+    totals = [
+        t if overwrite and t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format)
+        for t in tensors
+    ]
+    summing = c10d_all_reduce_coalesced([t if t.ndim == 1 else t.view(-1) for t in totals], via or group)
 
     def wait() -> list[Tensor]:
         wait_for(summing, totals[0], group)
-        return list(map(Tensor.view_as, totals, tensors))
+        return totals
 
     return wait
 

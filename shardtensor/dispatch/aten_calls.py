@@ -24,7 +24,7 @@ from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
 from .conversions import wrap
 from .copies import check_written, note_copies, represents_view, write_back
-from .found import note_views, note_written
+from .found import INDICES, note_views, note_written
 from .gathering import gathered
 from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
 from .planning import (
@@ -113,7 +113,11 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         return result
     else:
         out = type(result)([r if s is None else wrap(r, s) for r, s in zip(result, plan.outputs, strict=True)])
-    return _as_views(out, func, args, kwargs, plan) if plan.view else out
+    if plan.view:
+        viewed = args[0]
+        if plan.noted or represents_view(viewed) or is_open(viewed):
+            return _as_views(out, func, args, kwargs, plan)
+    return out
 
 
 def _planned(
@@ -126,6 +130,7 @@ def _planned(
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
         plan.call, plan.view = plan.call or kernel(func), returns_view(func)
+        plan.noted = plan.view and (plan.moves or plan.may_copy or args[0].dtype in INDICES)
         mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
         plan.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
         keep_plan(key, plan)

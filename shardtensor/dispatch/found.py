@@ -40,7 +40,7 @@ from .planning import is_inplace
 T = TypeVar("T")
 
 MAX_FOUND = 32  # for one tensor and its views
-_INDICES = (torch.int64, torch.int32)  # the dtypes of tensors of which something is found
+INDICES = (torch.int64, torch.int32)  # the dtypes of tensors of which something is found
 _SAME = ("aten::detach", "aten::alias")  # views that are no steps
 _of_plain = WeakTensorKeyDictionary()
 forgets(_of_plain.clear)
@@ -122,7 +122,7 @@ def _forgets(tensor: Any) -> bool:
 
 def note_views(views: Any, viewed: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Let a view, or a list of views, have in common with the viewed tensor what is found about their values."""
-    if viewed.dtype not in _INDICES or not hasattr(viewed, "_found") or viewed.is_inference():
+    if viewed.dtype not in INDICES or not hasattr(viewed, "_found") or viewed.is_inference():
         return
     place, step = _place_of(viewed), (func, _hashable(args[1:]), *sorted(kwargs.items()))
     for i, view in enumerate(views if isinstance(views, (list, tuple)) else [views]):
@@ -138,4 +138,4 @@ def _hashable(values: Any) -> Hashable:
 def note_written(func: OpOverload, args: Sequence[Any]) -> None:
     """Raise the versions of what an operator on lists has written to, which torch does for plain tensors only."""
     if is_inplace(func) and isinstance(args[0], (list, tuple)):
-        torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, Tensor) and t.dtype in _INDICES])
+        torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, Tensor) and t.dtype in INDICES])

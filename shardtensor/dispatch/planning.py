@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -29,10 +28,12 @@ from .._compat import (
     TensorMeta,
     any_autocast_enabled,
     goes_into_graph,
+    only_deterministic,
     takes_gradient_late,
     tree_map,
     untraced,
 )
+from .._compat.c10d import world
 from ..context import gather_allowed, settings
 from ..errors import UnsupportedSharding, refuse
 from ..layout import caches
@@ -59,6 +60,7 @@ class AtenPlan:
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
         view: the result represents a view of the first argument (``dispatch.run`` fills this in).
+        noted: something has to be known of all its views, see ``_as_views`` (so is this).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
         keeps: the path of an operand with which ``call``, which gets it by the name ``keeper``, keeps what it finds
@@ -72,6 +74,7 @@ class AtenPlan:
     call: Any = None
     returns_self: bool = False
     view: bool = False
+    noted: bool = False
     may_copy: bool = False
     call_moves: bool = False
     keeps: Path | None = None
@@ -210,9 +213,9 @@ def look_up(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[li
     Raises:
         UnsupportedSharding: a plain tensor is sparse; a view that is a copy is out of date.
     """
-    if dist.group.WORLD is not caches.world:
+    if world._default_pg is not caches.world:
         caches.check_world()
-    key = [op, settings(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *kwargs]
+    key = [op, settings(), torch.get_default_dtype(), only_deterministic(), *kwargs]
     tensors: list[Tensor] = []
     local = describe(args if not kwargs else (*args, *kwargs.values()), key, tensors)
     if any_autocast_enabled():

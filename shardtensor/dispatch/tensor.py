@@ -36,6 +36,7 @@ from ..ranks.first_use import forget_operands
 from . import chunks, conversions, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
+from .found import INDICES
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error, writes
 from .planning import SCALARS
@@ -196,6 +197,11 @@ class ShardTensor(DTensor):
 
     # Asked for all the time, and known without the way through torch functions.
 
+    is_nested = False
+
+    def dim(self) -> int:
+        return len(self._spec.tensor_meta.shape)
+
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self._spec.tensor_meta.shape
@@ -245,7 +251,7 @@ class ShardTensor(DTensor):
                 result = call_registered(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if kwargs or not _AS_THEY_ARE.issuperset(map(type, args)):
+            if not _AS_THEY_ARE.issuperset(map(type, (*args, *kwargs.values()) if kwargs else args)):
                 args, kwargs = torch_functions.promote_operands(func, args, kwargs)
             return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -394,6 +400,14 @@ def _set_data(self: ShardTensor, value: Tensor) -> None:
 def _is_view(self: ShardTensor) -> Any:
     """torch.compile would build views anew, and cannot where one is a copy or has dims of length 1."""
     return False if tracing() else NotImplemented
+
+
+@register(torch.ops.aten.detach.default)
+def _detach(self: Any) -> Any:
+    """The most frequent view: autograd makes it of results that it keeps."""
+    if type(self) is not ShardTensor or self._viewed is not None or self._open is not None or self.dtype in INDICES:
+        return NotImplemented
+    return wrap(self._local_tensor.detach(), self._spec)
 
 
 def import_shardtensor_first(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, parameter: bool) -> ShardTensor:

@@ -203,7 +203,7 @@ class _Run(AutogradFunction):
             for i in plan.saves:
                 ctx.others[i] = None
             device = plan.device
-            ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ()
         return plan.wrapped(result)
 
     @staticmethod
@@ -273,7 +273,7 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
         locals_ = [_zeros(s, next(g for g in grads if g is not None)) for s in ctx.specs]
     total = plan.total if plan.deferred is None else plan.deferred
     completed = locals_ if total is None else total.complete(locals_)
-    with torch.autocast(*ctx.autocast) if ctx.autocast[2] else nullcontext():
+    with torch.autocast(*ctx.autocast) if ctx.autocast else nullcontext():
         result = plan.again(*completed)
     results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
     pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]

@@ -132,7 +132,8 @@ class _Node(AutogradFunction):
             run_last(ctx)
         ctx.set_materialize_grads(False)
         ctx.back = back
-        return tuple(map(alias, tensors))
+        # As alias() makes them, for which torch would also note that they are views.
+        return tuple([t.detach() for t in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -173,25 +174,25 @@ def start_sum(
     by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
     for i, t in enumerate(tensors):
         if t is not None:
-            dtype = wide_dtype(t.dtype)
+            own = t.dtype
+            dtype = wide_dtype(own)
             members, some = by_dtype.setdefault(dtype, ([], []))
             members.append(i)
-            some.append(t.to(dtype))
+            some.append(t if own is dtype else t.to(dtype))
     under_way = []
     for members, some in by_dtype.values():
         under_way.append((members, start(some, mesh_dims[0], overwrite)))
 
     def finish() -> list[Tensor | None]:
-        result = list(tensors)
+        result, enabled = list(tensors), torch.is_grad_enabled()
         for members, pending in under_way:
             totals = pending()
             for m in mesh_dims[1:]:
                 totals = start(totals, m, True)()
             for i, total in zip(members, totals, strict=True):
-                t = tensors[i]
-                total = total if t is None else total.to(t.dtype)
-                differentiable = torch.is_grad_enabled() and t is not None and t.requires_grad
-                result[i] = _Total.apply(mesh, mesh_dims, t, total) if differentiable else total
+                t: Any = tensors[i]
+                total = total if total.dtype is t.dtype else total.to(t.dtype)
+                result[i] = _Total.apply(mesh, mesh_dims, t, total) if enabled and t.requires_grad else total
         return result
 
     return finish

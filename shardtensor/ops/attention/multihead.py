@@ -143,6 +143,7 @@ class MultiheadPlan(LocalPlan):
         self.attention, self.options = attention, options
         self.biases = given["in_proj_bias"], given["out_proj_bias"]
         of_itself = given["key"] is None and given["value"] is None
+        self.packed = 3, options["num_heads"], outputs.shape[-1] // options["num_heads"]
         self.one_step = of_itself and not given["use_separate_proj_weight"] and attention.is_one_step()
 
     def attend(self, *tensors: Any) -> Tensor:
@@ -158,8 +159,8 @@ class MultiheadPlan(LocalPlan):
         if torch.is_grad_enabled():  # to be differentiated twice
             return self.attend(*tensors), ()
         query, _, _, in_weight, in_bias, _, _, out_weight, out_bias, *_ = tensors
-        projected = F.linear(query, in_weight, in_bias).chunk(3, dim=-1)
-        q, k, v = (_by_heads(t, self.options["num_heads"]) for t in projected)
+        projected = F.linear(query, in_weight, in_bias).view(*query.shape[:2], *self.packed)
+        q, k, v = projected.permute(2, 1, 3, 0, 4).unbind()
         attended, kept = self.attention.forward(q, k, v, None)
         return F.linear(_merged(attended), out_weight, out_bias), (q, *kept)
 

@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
@@ -323,6 +324,12 @@ for _op, _plan in RULES.items():
 # Dropout as devices other than the CPU run it; on the CPU it is a draw and a product.
 #
 # Its gradient is elementwise, see pointwise.py.
+
+
+@register(F.dropout)
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """What drops nothing returns its input, as torch's does, which takes several calls to find that out."""
+    return input if 0 <= p <= 1 and not (training and p) else DECLINED
 
 
 @operator(_aten.native_dropout.default)

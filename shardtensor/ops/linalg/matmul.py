@@ -331,8 +331,8 @@ def gradients_of_weights(
     grad_w = grad_b = None
     if needed[0]:
         factors = grad, _like(x, grad)
-        grad_w = (product(*factors) if sums else torch.mm(factors[0].t(), factors[1])).view(weight.shape)
-        grad_w = cast(grad_w, held(weight.dtype))
+        grad_w = product(*factors) if sums else torch.mm(factors[0].t(), factors[1])
+        grad_w = cast(grad_w if weight.ndim == 2 else grad_w.view(weight.shape), held(weight.dtype))
     if needed[1] and bias is not None:
         grad_b = grad.sum(0, dtype=wide_dtype(grad.dtype))
         grad_b = grad_b if bias.shape == grad_b.shape else grad_b.sum_to_size(bias.shape)

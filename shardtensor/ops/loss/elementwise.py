@@ -169,6 +169,8 @@ def _plan_elementwise(function: Callable[..., Tensor], call: Arguments, given: d
         target = fit(own, spec)
         refuse_gathering(call.name, [own], [target])
         expanded = None if name.endswith("weight") else spec.own_shape
+        if own.lies_like(spec) and own.own_shape == spec.own_shape and not own.partial_mesh_dims():
+            continue  # the plan takes its local part
         call.prepare_locally(name, partial(_operand, target, spec, expanded))
     dtype = meta.dtype
     if call.autocast() is not None:

@@ -664,7 +664,8 @@ class ChannelNorm(ShardedNorm):
             moments, of_sets = kept
             if columns is None:
                 x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
-            mean, rstd, counts = moments[0], (moments[1] + self.geometry.eps).rsqrt_(), list(of_sets[2:])
+            mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
+            counts = [of_sets[2]] if len(of_sets) > 2 else []
             if self.empty:
                 sums = moments.new_zeros(2, moments.shape[1]).unbind()
             else:
