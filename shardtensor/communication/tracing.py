@@ -15,6 +15,11 @@ keeps its memory until then. Compilers are free to move local work to either sid
 :func:`after_start` has copied: the two are arguments, and no compiler goes against these.
 
 [Note: order in graphs] What communicates stays in the order in which it was traced, and no pass over a graph joins it.
+That order is the program's in the forward graph. In the backward graph it is autograd's, which calls the node made last
+first; a node's consumers were made after it, so what else there is on a rank changes nothing about that. The operators
+of each graph are a chain: each takes a token that the one before it returns. So a pass over the graph can only keep
+their order; what they return in the forward graph is saved for the backward graph, so none is called twice; and
+inductor's scheduler, which else chooses the order that needs least memory by this rank's sizes, is held to the chain.
 Graphs differ from rank to rank: of a convolution with stride 2 one rank only sends and its neighbour only receives, an
 empty shard depends on nothing that arrives, and only some ranks compute gradients in two parts. So what is independent
 of what, and could change places or share a message, is different in each graph, and ranks that decided it from their
