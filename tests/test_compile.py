@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.effects import has_effects
 from torch._inductor.scheduler import Scheduler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.utils.checkpoint import checkpoint
@@ -442,8 +443,8 @@ def check_attention_layers(sizes):
     codegen = Scheduler.codegen
 
     def record(scheduler, *args):
-        operators = (str(getattr(node.node, "op_overload", "")) for node in scheduler.nodes)
-        orders.append([name for name in operators if name.startswith("shardtensor.")])
+        operators = [getattr(node.node, "op_overload", None) for node in scheduler.nodes]
+        orders.append([str(operator) for operator in operators if operator is not None and has_effects(operator)])
         return codegen(scheduler, *args)
 
     with mock.patch.object(Scheduler, "codegen", record), shardtensor.attention_method("ring"):
