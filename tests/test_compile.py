@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.effects import has_effects
+from torch._inductor.scheduler import Scheduler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.utils.checkpoint import checkpoint
 
@@ -419,6 +422,47 @@ def test_an_index_out_of_range_is_an_error_on_every_rank():
 @pytest.mark.parametrize("name", ["convolutions", "an empty shard", "attention, cross entropy"])
 def test_inductor(name):
     run_distributed(check_networks, 2, [name], "inductor", timeout=500)
+
+
+def attention_layers():
+    def layers(x, *parts):
+        for norm, q, k, v, out, wide, narrow in zip(*[iter(parts)] * 7, strict=True):
+            y = norm(x)
+            heads = (part(y).unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v))
+            x = x + out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+            x = x + narrow(F.gelu(wide(x)))
+        return x
+
+    made = [[nn.LayerNorm(6), *(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 9), nn.Linear(9, 6)] for _ in range(3)]
+    return Function(layers, *itertools.chain(*made)).double()
+
+
+def check_attention_layers(sizes):
+    """In backward, keys go around once more and the sums of weights' gradients are under way: what is independent."""
+    orders = []
+    codegen = Scheduler.codegen
+
+    def record(scheduler, *args):
+        operators = [getattr(node.node, "op_overload", None) for node in scheduler.nodes]
+        orders.append([str(operator) for operator in operators if operator is not None and has_effects(operator)])
+        return codegen(scheduler, *args)
+
+    with mock.patch.object(Scheduler, "codegen", record), shardtensor.attention_method("ring"):
+        assert_matches_unsharded(
+            Compiled(attention_layers(), "inductor"),
+            whole(1, sum(sizes), 6),
+            mesh_shape=len(sizes),
+            placements=[Shard(1)],
+            shard_sizes={0: sizes},
+        )
+    return orders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(9, 8), (1, 16), (13, 3, 1)])
+def test_inductor_keeps_one_order_of_communication_on_all_ranks(sizes):
+    first, *others = run_distributed(check_attention_layers, len(sizes), sizes, timeout=800)
+    assert len(first) == 2 and others == [first] * len(others)
 
 
 def check_channels_last():

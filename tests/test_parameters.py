@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from functools import partial
 from unittest import mock
@@ -23,7 +24,7 @@ from shardtensor._compat import without_values
 from shardtensor.communication import redistribute
 from shardtensor.operators import weight_gradients
 from shardtensor.ranks.history import fingerprint
-from shardtensor.testing import count_communication, run_distributed, shared_mesh
+from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
 
 def network() -> nn.Sequential:
@@ -91,6 +92,29 @@ def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
     for collectives, order in run_distributed(full_buckets, 2):
         assert collectives == {"all_reduce": 3}
         assert order == ["sent", "sent", "sent", "input's gradient", "sum of the first layer"]
+
+
+def last_in_different_orders() -> None:
+    """Buckets of a mesh of two dims, asked for in opposite orders by the ranks of the second one."""
+    mesh = shared_mesh((2, 2))
+    ranks_differ, numbers = mesh.get_coordinate()[1] == 0, itertools.count()
+    model, expected = (nn.Sequential(*(nn.Linear(n, n + 1) for n in (3, 4, 5))).double() for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    whole = torch.randn(4, 6, 3, dtype=torch.float64)
+    expected(whole).square().sum().backward()
+
+    def number(ctx) -> None:
+        n = next(numbers)
+        ctx._set_sequence_nr(n if ranks_differ else 9 - n)  # the numbers of the first nodes of all, which are no more
+
+    with mock.patch.object(weight_gradients, "run_last", number), buckets_of(1):
+        model(shard(whole, mesh, [Shard(0), Shard(1)])).square().sum().backward()
+    assert next(numbers) == 3
+    assert_gradients_match(model, expected)
+
+
+def test_ranks_may_ask_for_their_buckets_in_different_orders():
+    run_distributed(last_in_different_orders, 4)
 
 
 # An accelerator's tensors, on the CPU.

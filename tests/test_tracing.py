@@ -104,6 +104,37 @@ def test_inductor_does_not_move_them_from_there():
         assert_overlaps(*([a or b for a, b in code] for code in codes))
 
 
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def sums_started_before_the_first_is_waited_for(*tensors):
+    """One after the other they would need a quarter of the memory."""
+    sent = [2 * t for t in tensors]
+    tickets = [torch.ops.shardtensor.all_reduce(t, "sum", "0", "") for t in sent]
+    sums = [wait(ticket, t, t.shape, None) for ticket, t in zip(tickets, sent, strict=True)]
+    return [t.sum() for t in sums]
+
+
+class Scheduled(Exception):
+    """What inductor's scheduler was asked for is known."""
+
+
+def test_inductor_keeps_the_order_in_which_communication_was_traced():
+    """Where its scheduler would need less memory for another one, which on other ranks it may not."""
+    torch._dynamo.reset()
+    orders = []
+
+    def record(scheduler, *_):
+        kernels = [node.node for node in scheduler.nodes]
+        orders.append([str(k.op_overload) for k in kernels if isinstance(k, ir.FallbackKernel)])
+        raise Scheduled
+
+    compiled = torch.compile(sums_started_before_the_first_is_waited_for, fullgraph=True)
+    with mock.patch.object(Scheduler, "codegen", record), pytest.raises(Exception, match="Scheduled"):
+        compiled(*(torch.ones(1000 + i, 100) for i in range(4)))
+    assert orders == [[SUM] * 4 + [WAIT] * 4]
+
+
 # -- CUDA graphs: inductor cuts its graph at what must not be part of one ----------------------------------------------
 
 

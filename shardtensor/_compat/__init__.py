@@ -453,6 +453,34 @@ def has_ordered_effects(operator: torch._ops.OpOverload) -> None:
     _register_effectful_op(operator, _EffectType.ORDERED)
 
 
+def _keep_effects_ordered(lowering: Any) -> None:
+    """Have inductor's scheduler keep operators with ordered effects in their order.
+
+    Before 2.15 inductor notes on which of them each has to follow under the name of its result, and the scheduler looks
+    it up under the name of the operation, so it finds nothing and moves them to where it needs least memory.
+    """
+    if torch.__version__ >= (2, 15):  # type: ignore[operator]
+        return
+    from torch._inductor.virtualized import V
+
+    with_effects = torch.ops.higher_order.with_effects
+    lower = lowering.lowerings[with_effects]
+
+    def lower_in_order(token: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        graph, before, done = V.graph, dict(V.graph.effectful_ops), len(V.graph.operations)
+        result = lower(token, op, *args, **kwargs)
+        for effect, last in before.items():
+            if graph.effectful_ops[effect] is not last:
+                for operation in graph.operations[done:]:
+                    graph.additional_buffer_deps[operation.get_operation_name()].add(last.get_name())
+        return result
+
+    lowering.lowerings[with_effects] = lower_in_order
+
+
+wrapt.register_post_import_hook(_keep_effects_ordered, "torch._inductor.lowering")
+
+
 def outside_cuda_graphs(operator: torch._ops.OpOverload) -> None:
     """Have inductor call ``operator`` between the CUDA graphs that it makes of the rest (``mode="reduce-overhead"``).
 

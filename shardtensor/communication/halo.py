@@ -262,7 +262,8 @@ def _copied(t: Tensor, place: Narrow) -> Tensor:
 def _pieces(t: Tensor, places: Sequence[Narrow]) -> list[Tensor]:
     """Parts of a tensor, to be sent: a single one packed already where that is one call."""
     if len(places) == 1 and t.is_contiguous():
-        return [torch.narrow_copy(t, *places[0])]
+        dim, _, n = places[0]
+        return [t if n == t.shape[dim] else torch.narrow_copy(t, *places[0])]
     return [t.narrow(*place) for place in places]
 
 

@@ -377,16 +377,25 @@ def swap_blocks(
 
 
 def swapped(
-    pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], rank: int, group: dist.ProcessGroup
+    pieces: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[Sequence[int]]],
+    rank: int,
+    group: dist.ProcessGroup,
+    like: Tensor | None = None,
 ) -> list[Sequence[Tensor]]:
-    """``pieces[r]`` sent to every rank ``r``; returns what comes from each, of ``shapes[r]``. The own ones stay."""
+    """``pieces[r]`` sent to every rank ``r``; returns what comes from each, of ``shapes[r]``. The own ones stay.
+
+    Args:
+        like: has their dtype and device, which otherwise an own piece tells.
+    """
     if len(pieces) == 1:
         return list(pieces)
     others = [r for r in range(len(pieces)) if r != rank]
     sent = [(r, piece) for r in others for piece in pieces[r]]
     expected = [(r, shape) for r in others for shape in shapes[r]]
     exchange = Exchange([(r, piece.shape) for r, piece in sent], expected, group, len(others))
-    received = iter(exchange.start([piece for _, piece in sent], pieces[rank][0]).wait())
+    like = pieces[rank][0] if like is None else like
+    received = iter(exchange.start([piece for _, piece in sent], like).wait())
     return [pieces[rank] if r == rank else [next(received) for _ in row] for r, row in enumerate(shapes)]
 
 

@@ -15,6 +15,12 @@ keeps its memory until then. Compilers are free to move local work to either sid
 :func:`after_start` has copied: the two are arguments, and no compiler goes against these.
 
 [Note: order in graphs] What communicates stays in the order in which it was traced, and no pass over a graph joins it.
+That order is the program's in the forward graph. In the backward graph it is autograd's, which runs, of the nodes that
+are ready, the one made last. What a node waits for was made after it, so all run in the reverse order of their making,
+whatever other nodes a rank has; where weights' gradients are taken, in no such order, all sums are on their way. The
+operators of each graph are a chain: each takes a token that the one before it returns, so passes over the graph keep
+their order. What they return in the forward graph is saved for the backward graph, so none is called twice. Inductor's
+scheduler, which otherwise takes the order that needs least memory with this rank's sizes, is held to the chain.
 Graphs differ from rank to rank: of a convolution with stride 2 one rank only sends and its neighbour only receives, an
 empty shard depends on nothing that arrives, and only some ranks compute gradients in two parts. So what is independent
 of what, and could change places or share a message, is different in each graph, and ranks that decided it from their

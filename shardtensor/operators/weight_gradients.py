@@ -223,10 +223,10 @@ class _Total(AutogradFunction):
 class _Bucket:
     """Contributions to gradients, which are summed together."""
 
-    __slots__ = ("_device", "_mesh", "_mesh_dims", "_streams", "_tensors", "finish", "room")
+    __slots__ = ("_device", "_mesh", "_streams", "_tensors", "finish", "mesh_dims", "room")
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: Sequence[int], like: Tensor) -> None:
-        self._mesh, self._mesh_dims = mesh, mesh_dims
+        self._mesh, self.mesh_dims = mesh, mesh_dims
         self._device = _device_of(like)
         self._streams: set[torch.Stream] = set()  # on which something was done with them so far
         self.room = BUCKET_BYTES if like.is_cpu else ACCELERATOR_BUCKET_BYTES  # bytes; it is to be sent without any
@@ -245,14 +245,18 @@ class _Bucket:
     def send(self) -> None:
         if self._streams:
             wait_for_streams(self._streams, self._tensors)
-        self.finish = start_sum(self._tensors, self._mesh, self._mesh_dims, overwrite=True, apart_on=self._device)
+        self.finish = start_sum(self._tensors, self._mesh, self.mesh_dims, overwrite=True, apart_on=self._device)
 
-    def take(self, places: range) -> list[Tensor | None]:
-        """The sums, which are forgotten here: autograd keeps gradients that nothing else refers to without a copy."""
+    def wait(self) -> None:
+        """For the sums; those over further mesh dims are sent here."""
         if self.finish is not None:
             self._tensors, self.finish = self.finish(), None
             if self._device is not None:
                 self._note_stream(self._device)
+
+    def take(self, places: range) -> list[Tensor | None]:
+        """The sums, which are forgotten here: autograd keeps gradients that nothing else refers to without a copy."""
+        self.wait()
         found = self._tensors[places.start : places.stop]
         for i in places:
             self._tensors[i] = None
@@ -342,6 +346,9 @@ class Contribution:
             first = filling.pop(next(iter(filling)))
             first.send()
             sent.append(first)
+        for one in sent:  # the engine's order among nodes that are last is not the same on all ranks
+            if len(one.mesh_dims) > 1:
+                one.wait()
         found = bucket.take(self._places)
         for i, grad in enumerate(grads):
             if grad is None:

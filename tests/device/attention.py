@@ -1,31 +1,39 @@
-"""CUDA's kernels of attention, as products and a softmax: their layouts, and how torch chooses between them."""
+"""CUDA's kernels of attention, as products and a softmax: their layouts, and how torch chooses between them.
+
+They are put in place for the CPU: the emulated device runs them as it does any other, each as one kernel.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from device import contracts
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _ROWS = 32  # of which the efficient kernel pads the log-sum-exp to a multiple
 
 
-def _visible(q: Tensor, k: Tensor) -> Tensor:
-    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+# What hides later keys: nothing, or a diagonal from the upper left or to the lower right corner.
+_NOTHING, _UPPER_LEFT, _LOWER_RIGHT = range(3)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: int, scale: float | None) -> Tensor:
     scores = (q.float() @ k.float().transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if bias is not None:
         scores = scores + bias.float()
-    return scores.masked_fill(~_visible(q, k), -math.inf) if causal else scores
+    if not causal:
+        return scores
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    visible = visible.tril(k.shape[-2] - q.shape[-2] if causal == _LOWER_RIGHT else 0)
+    return scores.masked_fill(~visible, -math.inf)
+
+
+def _shared(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, one head for each of the queries'."""
+    return t.repeat_interleave(q.shape[1] // t.shape[1], 1)
 
 
 def _operand(t: Tensor, q: Tensor) -> Tensor:
@@ -61,7 +69,8 @@ def _heads_last(t: Tensor) -> Tensor:
 
 
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    out, lse = _forward(q, k, v, None, is_causal, scale, of_none=math.inf)
+    causal = _LOWER_RIGHT if is_causal else _NOTHING
+    out, lse = _forward(q, _shared(k, q), _shared(v, q), None, causal, scale, of_none=math.inf)
     seed, none = _no_state(q, torch.uint64), torch.empty(0, dtype=torch.uint64, device=q.device)
     return _heads_last(out), lse, None, None, q.shape[-2], k.shape[-2], seed, none, q.new_empty(0)
 
@@ -69,26 +78,57 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
 def flash_backward(
     grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
 ):
-    return _backward(grad, q, k, v, None, out, lse, is_causal, scale)[:3]
+    causal = _LOWER_RIGHT if is_causal else _NOTHING
+    dq, dk, dv, _ = _backward(grad, q, _shared(k, q), _shared(v, q), None, out, lse, causal, scale)
+    return dq, *(g.unflatten(1, (t.shape[1], -1)).sum(2) for g, t in ((dk, k), (dv, v)))
 
 
 def efficient(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    out, lse = _forward(q, k, v, attn_bias, is_causal, scale, of_none=0.0)
+    """(N, H, L, E)."""
+    tensors = (t.transpose(1, 2) for t in (q, k, v))
+    causal = _UPPER_LEFT if is_causal else _NOTHING
+    nothing = (None,) * 4
+    out, *kept = efficient_forward(*tensors, attn_bias, *nothing, dropout_p, causal, compute_log_sumexp, scale=scale)
+    return out.transpose(1, 2), *kept[:3]
+
+
+def efficient_forward(
+    q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout_p, causal, compute_log_sumexp=False, *, scale=None,
+    seqlen_k=None, window_size=None
+):  # fmt: skip
+    """(N, L, H, E)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse = _forward(q, k, v, bias, causal, scale, of_none=0.0)
     rows = math.ceil(q.shape[-2] / _ROWS) * _ROWS if compute_log_sumexp else 0
     padded = lse.new_full((*lse.shape[:-1], rows), math.inf)
     if compute_log_sumexp:
         padded[..., : q.shape[-2]] = lse
-    return _heads_last(out), padded, _no_state(q, torch.int64), _no_state(q, torch.int64)
+    state = _no_state(q, torch.int64), _no_state(q, torch.int64)
+    return out.transpose(1, 2).contiguous(), padded, *state, q.shape[-2], k.shape[-2]
 
 
 def efficient_backward(
     grad, q, k, v, attn_bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *, scale=None
 ):
-    dq, dk, dv, d_scores = _backward(grad, q, k, v, attn_bias, out, lse[..., : q.shape[-2]], is_causal, scale)
+    dq, dk, dv, d_scores = _backward(grad, q, k, v, attn_bias, out, lse[..., : q.shape[-2]], int(is_causal), scale)
     d_bias = None
     if attn_bias is not None and mask[3]:
         d_bias = d_scores.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
     return tuple(g if needed else None for g, needed in zip((dq, dk, dv, d_bias), mask))
+
+
+def efficient_backward_of_rows(
+    grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout_p, seed, offset, causal, bias_requires_grad, *,
+    scale=None, num_splits_key=None, window_size=None, shared_storage_dqdkdv=False
+):  # fmt: skip
+    """(N, L, H, E)."""
+    given = [t.transpose(1, 2) for t in (grad, q, k, v)]
+    *grads, d_scores = _backward(*given, bias, out.transpose(1, 2), lse[..., : q.shape[1]], causal, scale)
+    grads = [g.transpose(1, 2).contiguous() for g in grads]
+    if not bias_requires_grad:
+        return *grads, None
+    padded = bias.new_empty((*bias.shape[:-1], math.ceil(bias.shape[-1] / 16) * 16))
+    return *grads, padded[..., : bias.shape[-1]].copy_(d_scores)
 
 
 def choose(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
@@ -102,7 +142,8 @@ def choose(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=Non
         and 0 not in (*q.shape, *k.shape, *v.shape)
     )
     fits = fits and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    if fits and q.dtype in _HALF and attn_mask is None and q.shape[-1] == v.shape[-1]:
+    square = not is_causal or q.shape[-2] == k.shape[-2]  # flash has its diagonal elsewhere
+    if fits and square and q.dtype in _HALF and attn_mask is None and q.shape[-1] == v.shape[-1]:
         size = q.shape[-1]
         scale = 1 / math.sqrt(size) if scale is None else scale
         q, k, v = (F.pad(t, (0, -size % 8)) for t in (q, k, v))
@@ -123,20 +164,6 @@ def choose(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=Non
 _library = torch.library.Library("aten", "IMPL")
 
 
-def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, which demands what CUDA's does."""
-    if name not in contracts.NAMES:
-        return kernel
-    operator = getattr(_aten, name.removeprefix("aten::")).default
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip((a.name for a in operator._schema.arguments), args)), **kwargs}
-        contracts.check(name, tuple(given.get(a.name, a.default_value) for a in operator._schema.arguments))
-        return kernel(*args, **kwargs)
-
-    return call
-
-
 def register() -> None:
     """Put these in place of the kernels that a build without CUDA does not have."""
     for name, kernel in {
@@ -144,7 +171,9 @@ def register() -> None:
         "_scaled_dot_product_flash_attention_backward": flash_backward,
         "_scaled_dot_product_efficient_attention": efficient,
         "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+        "_efficient_attention_forward": efficient_forward,
+        "_efficient_attention_backward": efficient_backward_of_rows,
     }.items():
-        _library.impl(name, _checked(f"aten::{name}", kernel), "CUDA")
+        _library.impl(name, kernel, "CPU")
     for key in ("AutogradCUDA", "CUDA"):
         _library.impl("scaled_dot_product_attention", choose, key)

@@ -557,6 +557,9 @@ def _flash(direction: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         raise RuntimeError("Input tensor must have contiguous last dimension")
     if query.shape[-1] % 8:
         raise RuntimeError("head_size must be a multiple of 8, this is ensured by padding!")
+    if any(t.storage_offset() % 8 or any(s % 8 for n, s in zip(t.shape, t.stride()[:-1]) if n > 1)
+           for t in (query, key, value)):  # fmt: skip
+        raise RuntimeError("CUDA error: misaligned address")
     if query.shape[-1] > 256:
         raise RuntimeError(f"FlashAttention {direction} only supports head dimension at most 256")
     for name, t in (("k", key), ("v", value)):
@@ -568,8 +571,8 @@ def _flash(direction: str, query: Tensor, key: Tensor, value: Tensor) -> None:
     "aten::_scaled_dot_product_flash_attention",
     source=_FLASH,
     demands="Half precision; queries, keys and values of one head size, a multiple of 8 up to 256, contiguous in "
-    "their last dim; no mask. The log-sum-exp is float32 `(batch, heads, rows)`, +inf for rows that see no "
-    "key.",
+    "their last dim, memory and other strides aligned to 16 bytes, which is not checked; no mask. `is_causal` is "
+    "aligned at the lower right. The log-sum-exp is float32 `(batch, heads, rows)`, +inf for rows that see no key.",
 )
 def _flash_forward(query: Tensor, key: Tensor, value: Tensor) -> None:
     _flash("forward", query, key, value)
@@ -675,6 +678,45 @@ def _efficient_backward(
             raise RuntimeError(f"LSE is not correctly aligned (stride{dim})")
     if logsumexp.shape[-1] != -(-query.shape[2] // 32) * 32:
         raise RuntimeError("efficient attention reads rows of the log-sum-exp up to a multiple of 32: wrong numbers")
+
+
+def _by_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(batch, rows, heads, size) as (batch, heads, rows, size)."""
+    for t in tensors:
+        _expect(t.dim() == 4, "t.dim() == 4")
+    return tuple(t.transpose(1, 2) for t in tensors)
+
+
+@contract(
+    "aten::_efficient_attention_forward",
+    source=_EFFICIENT,
+    demands="The same of tensors `(batch, rows, heads, size)`; `custom_mask_type` aligns what is causal at the upper "
+    "left (1) or at the lower right (2).",
+)
+def _efficient_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, custom_mask_type: int) -> None:
+    _expect(custom_mask_type in (0, 1, 2), "custom_mask_type < NumCustomMaskTypes")
+    _efficient("cutlassF", *_by_heads(query, key, value), bias)
+
+
+@contract(
+    "aten::_efficient_attention_backward",
+    source=_EFFICIENT_BACKWARD,
+    demands="The same; gradient and result of the queries' dtype, the result contiguous; the forward kernel's "
+    "log-sum-exp, padded. The gradient of a bias has the bias's shape, expanded.",
+)
+def _efficient_attention_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    custom_mask_type: int,
+) -> None:
+    _expect(custom_mask_type in (0, 1, 2), "custom_mask_type < NumCustomMaskTypes")
+    tensors = _by_heads(grad_out_, query, key, value)
+    _efficient_backward(*tensors, bias, *_by_heads(out), logsumexp)
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

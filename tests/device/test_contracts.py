@@ -56,6 +56,11 @@ random = (ones(2), ones(2))
 flash_backward = (q16, q16, q16, q16, q16, rows, None, None, 10, 10, 0.0, False, *random)
 result = ones(2, 10, 4, 8).transpose(1, 2)
 efficient_backward = (result, q, q, q, None, result, padded, *random, 0.0, [True] * 4)
+rows_first = ones(2, 10, 4, 8)
+efficient_forward = (rows_first, rows_first, rows_first, None, None, None, None, None, 0.0, 2, True)
+efficient_rows_backward = (
+    *(rows_first,) * 4, None, rows_first, None, None, 10, 10, padded, 0.0, *random, 2, False
+)  # fmt: skip
 mask, unaligned = ones(2, 4, 10, 16)[..., :10], ones(2, 4, 10, 10)
 weights, channels_last = [ones(4, 4, 3, 3)], [ones(4, 4, 3, 3, last=True)]
 adam, sgd = (weights, weights, weights, weights, [], [ones()]), (weights, weights, weights)
@@ -212,6 +217,17 @@ ROWS = {
         (but(efficient_backward, (6, rows)), "LSE is not correctly aligned (strideH)"),
         (but(efficient_backward, (6, ones(2, 4, 64))), "up to a multiple of 32"),
         (but(efficient_backward, (5, q)), "reads out as contiguous in (batch, rows, heads, size)"),
+    ),
+    "aten::_efficient_attention_forward": (
+        efficient_forward,
+        (but(efficient_forward, (9, 3)), "custom_mask_type < NumCustomMaskTypes"),
+        (but(efficient_forward, (1, rows_first[:, :, :2])), "Expected query.size(2) == key.size(2) to be true"),
+        (but(efficient_forward, (0, rows_first[..., :6].contiguous())), "no kernel found to launch"),
+    ),
+    "aten::_efficient_attention_backward": (
+        efficient_rows_backward,
+        (but(efficient_rows_backward, (10, rows)), "LSE is not correctly aligned (strideH)"),
+        (but(efficient_rows_backward, (5, rows_first.mT.contiguous().mT)), "reads out as contiguous"),
     ),
     "aten::_softmax_backward_data": (
         (scaled, scaled, 1, half),

@@ -123,7 +123,7 @@ def test_what_the_sweep_has_always_refused_is_not_supported():
 
 # Modules without a test file of their own: {the file that tests them: modules}.
 TESTED_WITH = {
-    "attention/test_sdpa.py": "attention/blockwise attention/layout attention/online_softmax",
+    "attention/test_sdpa.py": "attention/blockwise attention/kernels attention/layout attention/online_softmax",
     "common/test_contraction.py": "common/named_dims common/ring linalg/einsum",
     "convolution/test_conv.py": "convolution/halo_conv",
     "elementwise/test_fused_optimizers.py": "elementwise/optimizers",

@@ -8,6 +8,11 @@ For each mesh dim one of these kinds (dims counted from the end: -3 heads and be
 | rows | sequence | replicated | as the query | nothing |
 | keys | replicated | sequence | replicated | two all-reduces: a number per row, and the result |
 | both | sequence | sequence | as the query | keys and values, fetched or around a ring; or all-to-alls |
+
+[Note: balance] Where a row sees the keys before it, the last rank of a ring has most to do. So the sequence is divided
+into twice as many parts as there are ranks, and rank ``r`` of ``P`` gets parts ``r`` and ``2 P - 1 - r``, by an
+exchange before the ring; another one brings the result back. Then each step of the ring is equally long on all ranks,
+whatever the shards: both parts see the early one of a rank before, or the late part sees both of a rank after.
 """
 
 from __future__ import annotations
@@ -17,11 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
 from ...layout.caches import cached
-from ...layout.geometry import Interval, intervals_of, length
+from ...layout.geometry import Interval, chunk_sizes, intervals_of, length
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ..common.ring import Ring, ring_of
@@ -39,6 +45,19 @@ class ShardedDim(NamedTuple):
     sizes: tuple[int, ...]
 
 
+Parts = tuple[Interval, ...]  # of a sequence, that a rank has next to each other
+
+
+class Balance(NamedTuple):
+    """Which parts of the sequences each rank has, as the shards are and as it computes, see [Note: balance].
+
+    Both are of queries, keys and values, for each rank.
+    """
+
+    shards: tuple[tuple[Parts, ...], ...]
+    parts: tuple[tuple[Parts, ...], ...]
+
+
 # Of query, key, value and mask, None without one.
 Targets = tuple[ShardTensorSpec, ShardTensorSpec, ShardTensorSpec, ShardTensorSpec | None]
 
@@ -51,28 +70,32 @@ class AttentionLayout:
         targets: specs of the operands.
         out: of the result, per mesh dim.
         split: mesh dims whose ranks do different work.
-        rows: the queries that this rank has.
+        rows: the queries that this rank computes.
         columns: the keys of each block: those that this rank has or fetches, or every rank's if they are sent around
             the ring.
+        squares: blocks that are seen in part are computed in squares: no kernel aligns them at the lower right.
         mask_start: the key to which the first column of this rank's mask belongs.
         mask_travels: the mask is sharded like the keys, has one row for all queries, and is sent along with them.
         mesh_dim: the one along which the kind is "keys" or "both".
         ring: set where keys are sent around.
         fetched: set where they are fetched: the keys that each rank along the mesh dim needs, its own ones included.
         head_sizes: set where the heads are sharded instead: shard sizes of query, key and value along them.
+        balance: set where ranks compute with other parts of the sequences than they have.
     """
 
     targets: Targets
     out: tuple[AxisLayout, ...]
     split: tuple[int, ...]
-    rows: Interval
-    columns: tuple[Interval, ...]
+    rows: Parts
+    columns: tuple[Parts, ...]
+    squares: bool = True
     mask_start: int = 0
     mask_travels: bool = False
     mesh_dim: int | None = None
     ring: Ring | None = None
     fetched: tuple[Interval, ...] | None = None
     head_sizes: tuple[tuple[int, ...], ...] | None = None
+    balance: Balance | None = None
 
 
 @cached(maxsize=4096)
@@ -89,7 +112,7 @@ def layout_of(
     Args:
         mask: of at least two dims.
         shift: which keys a query sees, see :func:`~.blockwise.pieces`.
-        method: "auto", "ring", "heads" or "fetch".
+        method: "auto", "ring", "heads" or "fetch"; or "plain ring", in which each rank computes with its own shards.
 
     Raises:
         UnsupportedSharding: sharded features, or two mesh dims that would have to shard the same dim.
@@ -106,8 +129,9 @@ def layout_of(
         targets=targets,
         out=tuple(_axis(dims[0], len(query.shape)) for dims in wanted),
         split=tuple(m for m, dims in enumerate(held) if any(dims)),
-        rows=_interval(q, _SEQUENCE),
-        columns=(_interval(k, _SEQUENCE),),
+        rows=(_interval(q, _SEQUENCE),),
+        columns=((_interval(k, _SEQUENCE),),),
+        squares=query.mesh.device_type == "cpu" or torch.version.hip is not None,
         mask_start=0 if bias is None else _interval(bias, -1)[0],
         mesh_dim=mesh_dim,
     )
@@ -228,26 +252,50 @@ def _exchanging(
     found = None
     if method == "fetch" or (method == "auto" and _is_small(layout)):
         found = _by_fetch(layout, m, shift)
-    elif method != "ring":
+    elif method not in ("ring", "plain ring"):
         found = _by_heads(layout, m, mask)
         found = None if found and method == "auto" and not _heads_are_faster(found, m, shift) else found
-    return found or _by_ring(layout, m, shift)
+    if found is not None:
+        return found
+    balance = None if shift is None or method == "plain ring" else _balance(layout, m)
+    if balance is not None and _time_of_ring(layout, m, shift, balance) >= _time_of_ring(layout, m, shift, None):
+        balance = None
+    return _by_ring(layout, m, shift, balance)
 
 
-def _by_ring(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLayout:
+def _by_ring(layout: AttentionLayout, m: int, shift: int | None, balance: Balance | None) -> AttentionLayout:
     """Keys and values sent around the ranks of mesh dim ``m``."""
-    q, k, _, bias = layout.targets
-    rows, columns = intervals_of(q.sizes_along(m)), intervals_of(k.sizes_along(m))
+    q, _, _, bias = layout.targets
+    rank = q.coordinate[m]
+    rows, columns, _ = _shards(layout, m) if balance is None else balance.parts
 
     def needs(r: int, s: int) -> bool:
         return bool(pieces(rows[r], columns[s], shift))
 
     return replace(
         layout,
+        rows=rows[rank],
         columns=columns,
         mask_travels=_is_along_keys(bias, m),
-        ring=ring_of(q.coordinate[m], q.mesh.size(m), needs),
+        ring=ring_of(rank, q.mesh.size(m), needs),
+        balance=balance,
     )
+
+
+def _shards(layout: AttentionLayout, m: int) -> tuple[tuple[Parts, ...], ...]:
+    """Which queries, keys and values each rank along mesh dim ``m`` has."""
+    return tuple(tuple((own,) for own in intervals_of(spec.sizes_along(m))) for spec in layout.targets[:3])
+
+
+def _balance(layout: AttentionLayout, m: int) -> Balance:
+    """An early and a late part of each sequence for every rank, see [Note: balance]."""
+    ranks = layout.targets[0].mesh.size(m)
+
+    def parts_of(length_of_all: int) -> tuple[Parts, ...]:
+        parts = intervals_of(chunk_sizes(length_of_all, 2 * ranks))
+        return tuple((parts[r], parts[-1 - r]) for r in range(ranks))
+
+    return Balance(_shards(layout, m), tuple(parts_of(spec.shape[_SEQUENCE]) for spec in layout.targets[:3]))
 
 
 def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLayout | None:
@@ -259,9 +307,9 @@ def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLa
     if k.shape[:-1] != v.shape[:-1] or _is_along_keys(bias, m):
         return None
     keys = (0, k.shape[_SEQUENCE])
-    seen = [pieces(rows, keys, shift) for rows in intervals_of(q.sizes_along(m))]
-    fetched = tuple((0, max((columns[1] for _, columns, _ in found), default=0)) for found in seen)
-    return replace(layout, columns=(fetched[q.coordinate[m]],), fetched=fetched)
+    seen = [pieces([rows], [keys], shift) for rows in intervals_of(q.sizes_along(m))]
+    fetched = tuple((0, max((piece.columns[1] for piece in found), default=0)) for found in seen)
+    return replace(layout, columns=((fetched[q.coordinate[m]],),), fetched=fetched)
 
 
 def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> AttentionLayout | None:
@@ -286,8 +334,8 @@ def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> 
     return replace(
         layout,
         targets=(q, k, v, bias),
-        rows=(0, q.shape[_SEQUENCE]),
-        columns=((0, k.shape[_SEQUENCE]),),
+        rows=((0, q.shape[_SEQUENCE]),),
+        columns=(((0, k.shape[_SEQUENCE]),),),
         mask_start=0,
         head_sizes=head_sizes,
     )
@@ -299,7 +347,8 @@ def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> 
 # Otherwise the choice is by what a forward pass is estimated to take, in bytes: a transfer of n bytes takes n, and a
 # constant for each exchange; f floating-point operations count as f / rate bytes. In the ring, a step takes as long as
 # its transfer or as the slowest rank's computation, whichever is longer. With heads, the exchanges (of query, key,
-# value; of the result) stand before and after the computation, which is even but for the rounding of heads to ranks.
+# value; of the result) stand before and after the computation, which is even but for the rounding of heads to ranks. In
+# a balanced ring they stand there, too, next to the transfers of its steps.
 # The rates are those of a core with the loopback network, and of a current GPU with links to its neighbours.
 _RATES = {"cpu": (50.0, 1 << 18)}
 _OTHER_RATES = (1000.0, 1 << 22)
@@ -314,29 +363,49 @@ def _is_small(layout: AttentionLayout) -> bool:
     return math.prod(lead) * (k.shape[-1] + v.shape[-1]) * k.tensor_meta.dtype.itemsize <= constant
 
 
+def _time_of_ring(layout: AttentionLayout, m: int, shift: int | None, balance: Balance | None) -> float:
+    q = layout.targets[0]
+    rows, columns, _ = _shards(layout, m) if balance is None else balance.parts
+    ranks = len(rows)
+    _, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
+    per_query, per_key, per_score = _costs(layout)
+    transfer = max(sum(map(length, parts)) for parts in columns) * per_key + constant
+    time = 0.0
+    for step in range(ranks):
+        slowest = max(_scores(rows[r], columns[(r - step) % ranks], shift) for r in range(ranks)) * per_score
+        time += max(slowest, transfer if step < ranks - 1 else 0)
+    if balance is None:
+        return time
+    largest = [max(length(own) for (own,) in shards) for shards in balance.shards[:2]]
+    return time + 2 * constant + largest[0] * per_query + largest[1] * per_key
+
+
 def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> bool:
-    q, k, v, _ = layout.targets
+    q = layout.targets[0]
     assert layout.head_sizes is not None
     largest_share = max(layout.head_sizes[0]) / sum(layout.head_sizes[0])
-    rate, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
-    rows, columns = intervals_of(q.sizes_along(m)), intervals_of(k.sizes_along(m))
+    rows, columns, _ = _shards(layout, m)
     ranks = len(rows)
     if largest_share * ranks >= 2:
         return False  # some rank would hold twice its share of the keys, or more
-    itemsize = q.tensor_meta.dtype.itemsize
+    _, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
+    per_query, per_key, per_score = _costs(layout)
+    largest = [max(length(own) for (own,) in shards) for shards in (rows, columns)]
+    sent = (largest[0] * per_query + largest[1] * per_key) * (ranks - 1) / ranks
+    total = sum(_scores(r, s, shift) for r in rows for s in columns) * per_score
+    balances = [None] if shift is None else [None, _balance(layout, m)]
+    return sent + 2 * constant + total * largest_share < min(_time_of_ring(layout, m, shift, b) for b in balances)
+
+
+def _costs(layout: AttentionLayout) -> tuple[float, float, float]:
+    """Of a query and its result, of a key and its value, and of a score."""
+    q, k, v, _ = layout.targets
+    rate, _ = _RATES.get(q.mesh.device_type, _OTHER_RATES)
+    itemsize, lead = q.tensor_meta.dtype.itemsize, math.prod(q.shape[:-2])
     widths = [math.prod(s.shape[:-2]) * s.shape[-1] * itemsize for s in (q, k, v)]
-    per_query = widths[0] + math.prod(q.shape[:-2]) * v.shape[-1] * itemsize
-    per_key = widths[1] + widths[2]
-    per_score = 2 * math.prod(q.shape[:-2]) * (q.shape[-1] + v.shape[-1]) / rate
+    per_query = widths[0] + lead * v.shape[-1] * itemsize
+    return per_query, widths[1] + widths[2], 2 * lead * (q.shape[-1] + v.shape[-1]) / rate
 
-    def work(r: int, s: int) -> float:
-        parts = pieces(rows[r], columns[s], shift)
-        return per_score * sum(length(a) * length(b) / (2 if square else 1) for a, b, square in parts)
 
-    ring = 0.0
-    for step in range(ranks):
-        slowest = max(work(r, (r - step) % ranks) for r in range(ranks))
-        ring += max(slowest, max(map(length, columns)) * per_key + constant if step < ranks - 1 else 0)
-    sent = (max(map(length, rows)) * per_query + max(map(length, columns)) * per_key) * (ranks - 1) / ranks
-    total = sum(work(r, s) for r in range(ranks) for s in range(ranks))
-    return sent + 2 * constant + total * largest_share < ring
+def _scores(rows: Parts, columns: Parts, shift: int | None) -> float:
+    return sum(piece.scores for piece in pieces(rows, columns, shift))

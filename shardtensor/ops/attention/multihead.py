@@ -25,7 +25,7 @@ from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
 from ..common.alignment import cast
 from ..linalg.matmul import gradients_of_weights
-from .blockwise import DTYPES
+from .kernels import DTYPES
 from .sdpa import AttentionOptions, AttentionPlan, plan_attention
 
 _PARAMETERS = (
@@ -162,19 +162,20 @@ class MultiheadPlan(LocalPlan):
         projected = F.linear(query, in_weight, in_bias).view(*query.shape[:2], *self.packed)
         q, k, v = projected.permute(2, 1, 3, 0, 4).unbind()
         attended, kept = self.attention.forward(q, k, v, None)
-        return F.linear(_merged(attended), out_weight, out_bias), (q, *kept)
+        return F.linear(_merged(attended), out_weight, out_bias), (q, k, v, *kept)
 
     def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None], *saved: Any) -> Sequence[Tensor | None]:
         """The sum of all weights' gradients travels while the query's is computed."""
         found: list[Tensor | None] = [None] * len(needed)
         if grads[0] is None:
             return found
-        query, in_weight, out_weight, q, *kept = saved
-        grad, attended = grads[0].flatten(0, 1), kept[2]
+        query, in_weight, out_weight, q, k, v, *kept = saved
+        grad, attended = grads[0].flatten(0, 1), kept[0]
         merged, (in_bias, out_bias) = _merged(attended).flatten(0, 1), self.biases
         found[7:9] = gradients_of_weights(needed[7:9], grad, merged, out_weight, out_bias, self.sums)
         of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
-        of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], q, None, *kept)
+        given = q, k, v, None, *kept
+        of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], *given)
         packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
         found[3:5] = gradients_of_weights(needed[3:5], packed, query.flatten(0, 1), in_weight, in_bias, self.sums)
         finish = None if self.total is None else self.total.start(found, overwrite=True)

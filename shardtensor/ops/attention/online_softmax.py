@@ -20,14 +20,15 @@ from ..._compat import AutogradFunction, alias
 from ..._compat.c10d import group_along
 from ...communication.exchange import plan_intervals
 from ...communication.halo import Axis, Fetch
-from ...communication.redistribute import all_reduce, swap_blocks
+from ...communication.redistribute import all_reduce, swap_blocks, swapped
 from ...errors import refuse
 from ...layout.caches import cached
-from ...layout.geometry import Interval, intervals_of, length
+from ...layout.geometry import intersect, intervals_of, length, resized
 from ..common.alignment import cast, wide_dtype
 from ..common.ring import Form, Trip
-from .blockwise import Dropout, Kernel, RunningSoftmax, attend, attend_backward, finite, pieces
-from .layout import NAME, AttentionLayout
+from .blockwise import RunningSoftmax, pieces
+from .kernels import Dropout, Explicit, Kernel, finite, fused_kernel, has_fused_kernels
+from .layout import NAME, AttentionLayout, Parts
 
 _DIMS = 4  # that torch's kernels take
 
@@ -38,14 +39,14 @@ class BlockPart:
 
     Attributes:
         mask_columns: where the columns are in this rank's mask.
-        square: a key is seen by the rows from its own on.
+        causal: the last row sees all columns, each before it one less.
         at: the part's place, for dropout.
     """
 
     rows: tuple[int, int] | None
     columns: tuple[int, int] | None
     mask_columns: tuple[int, int]
-    square: bool
+    causal: bool
     at: tuple[int, int]
 
     def of_rows(self, t: Tensor, dim: int = -2) -> Tensor:
@@ -77,8 +78,8 @@ class AttentionWork:
         exchanges: whether there are blocks on other ranks, so that results have to be put together.
         group: of the ranks that exchange something; None where nothing is exchanged.
         fetch: of keys and values next to each other; None where they are at hand.
+        joins: whether keys and values travel as one tensor, next to each other.
         alone: whether one call of a kernel gives the result.
-        flash: torch's flash kernel, where it takes the operands.
         empty: whether some rank's queries, keys or values are; torch's kernels crash on such.
     """
 
@@ -90,11 +91,10 @@ class AttentionWork:
         self.exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
         self.group = None if m is None else group_along(query.mesh, m)
         self.fetch = _fetch(layout)
+        self.joins = (self.fetch is not None or layout.ring is not None) and key.shape[:-1] == value.shape[:-1]
+        self._widths = [key.shape[-1], value.shape[-1]]
         first = self.parts[0]
-        self.alone = not self.exchanges and len(first) == 1 and first[0].rows is None and first[0].columns is None
-        takes_flash = query.mesh.device_type == "cpu" and len(query.shape) <= _DIMS
-        takes_flash = takes_flash and query.shape[-1] == value.shape[-1] > 0
-        self.flash = Kernel(scale, fused=True) if takes_flash else None
+        self.alone = not self.exchanges and len(first) == 1 and first[0].rows is None
         sizes = [spec.sizes_along(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
         shapes = query.shape, key.shape, value.shape
         self.empty = any(0 in n for n in (*shapes, *sizes, *(layout.head_sizes or ())))
@@ -104,14 +104,18 @@ class AttentionWork:
     def is_ours(self) -> bool:
         """Whether it takes more than torch's own function on the keys that are at hand, or fetched.
 
-        torch's is not taken after a fetch either if it is the flash kernel (without autograd in between, fetching and
+        torch's is not taken after a fetch either if it has a fused kernel (without autograd in between, fetching and
         computing is one step), or if some rank could not take it: all ranks refuse second derivatives alike.
         """
         if self.empty:
             return True
         if self.fetch is not None:
-            return self.shift is not None or self.kernel().fused
-        return self.exchanges or (self.shift is not None and self.layout.rows[0] + self.shift != 0)
+            query = self.query
+            on_cpu = query.mesh.device_type == "cpu"
+            return self.shift is not None or (
+                self.kernel().fused if on_cpu else has_fused_kernels(query.mesh.device_type, query.tensor_meta.dtype)
+            )
+        return self.exchanges or (self.shift is not None and self.layout.rows[0][0] + self.shift != 0)
 
     def by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Shard the heads instead of the sequence, compute, and shard the sequence again."""
@@ -121,14 +125,28 @@ class AttentionWork:
         rank = self.query.coordinate[m]
         sequences = [intervals_of(target.sizes_along(m)) for target in layout.targets[:3]]
         heads = [intervals_of(sizes) for sizes in layout.head_sizes]
-        dims = q.ndim - 2, q.ndim - 3
-        q, k, v = _Swap.apply(dims, sequences, heads, rank, self.group, q, k, v)
+        dims = -2, -3
+        if q.shape == k.shape == v.shape:  # in one tensor, which takes fewer kernels
+            (together,) = _Swap.apply(dims, sequences[:1], heads[:1], rank, self.group, torch.stack((q, k, v)))
+            q, k, v = together.unbind()
+        else:
+            q, k, v = _Swap.apply(dims, sequences, heads, rank, self.group, q, k, v)
         target = layout.targets[3]
         if mask is not None and target is not None and target.placements[m].is_replicate():
             if mask.ndim > 2 and mask.shape[-3] > 1:
                 mask = mask.narrow(-3, heads[0][rank][0], q.shape[-3])
         out = self.attend(q, k, v, mask, dropout)
         (out,) = _Swap.apply(dims[::-1], heads[:1], sequences[:1], rank, self.group, out)
+        return out  # type: ignore[no-any-return]
+
+    def balanced(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
+        """Exchange parts of the sequence, so that each rank computes as much, and back, see [Note: balance]."""
+        m, balance = self.layout.mesh_dim, self.layout.balance
+        assert m is not None and balance is not None
+        rank = self.query.coordinate[m]
+        q, k, v = _Move.apply(balance.shards, balance.parts, rank, self.group, q, k, v)
+        out = self.attend(q, k, v, mask, dropout)
+        (out,) = _Move.apply(balance.parts[:1], balance.shards[:1], rank, self.group, out)
         return out  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
@@ -138,7 +156,7 @@ class AttentionWork:
         if missing:
             q, k, v = (t[(None,) * missing] for t in (q, k, v))
         if by_torch:
-            k, v = self.fetched(k, v)
+            k, v = self.split(self.held(k, v))
             groups, causal = any(t.shape[:-2] != q.shape[:-2] for t in (k, v)), self.shift is not None
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=groups)
         else:
@@ -146,39 +164,53 @@ class AttentionWork:
         return out[(0,) * missing] if missing else out
 
     def kernel(self, dropout: Dropout | None = None) -> Kernel:
-        """Flash where torch has it and gives the log-sum-exp, for the CPU; explicit scores elsewhere."""
-        if dropout is None and self.flash is not None and torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
-            return self.flash  # its switch is that of every device, in spite of the name
-        return Kernel(self.scale, False, dropout)
+        """One of torch's where it computes this and gives the log-sum-exp; explicit scores elsewhere."""
+        query, _, value, mask = self.layout.targets
+        on_cpu = query.mesh.device_type == "cpu"
+        # Devices compose what has other dims; the CPU's kernel is given further ones of length 1.
+        if dropout is not None or len(query.shape) > _DIMS or not (on_cpu or len(query.shape) == _DIMS):
+            return Explicit(self.scale, dropout)
+        sizes = query.shape[-1], value.shape[-1]
+        return fused_kernel(
+            query.mesh.device_type, query.tensor_meta.dtype, *sizes, masked=mask is not None, scale=self.scale
+        )
 
-    # -- keys and values that are fetched ---------------------------------------------------------------------------
+    # -- keys and values ----------------------------------------------------------------------------------------------
 
-    def fetched(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """The keys and values to compute with. Differentiable."""
-        if self.fetch is None:
+    def held(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """The keys and values to compute with, as they travel: one tensor where they are joined. Differentiable."""
+        if not self.joins:
             return k, v
-        return self.fetch(torch.cat((k, v), -1)).split_with_sizes((k.shape[-1], v.shape[-1]), -1)
+        both = torch.cat((k, v), -1)
+        return (both if self.fetch is None else self.fetch(both),)
 
-    def returned(self, of_k: Tensor, of_v: Tensor) -> Sequence[Tensor]:
-        """The gradients of this rank's keys and values, out of the ranks' gradients of what they fetched."""
+    def split(self, held: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Keys and values of :meth:`held`, or their gradients."""
+        return held[0].split_with_sizes(self._widths, -1) if self.joins else held[:2]
+
+    def returned(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The gradients of what this rank held, out of the ranks' gradients of what they fetched."""
         if self.fetch is None:
-            return of_k, of_v
-        both = self.fetch.backward(torch.cat((of_k, of_v), -1))
-        return both.split_with_sizes((of_k.shape[-1], of_v.shape[-1]), -1)
+            return sums
+        return (self.fetch.backward(cast(sums[0], wide_dtype(sums[0].dtype))),)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
-    def blocks(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """``(index of parts, [k, v, mask that is sent along])`` of every block that this rank computes with."""
+    def blocks(self, held: Sequence[Tensor], mask: Tensor | None) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """``(index of parts, what is held and the mask that is sent along)`` of all that this rank computes with."""
         if self.layout.ring is None:
-            yield 0, (k, v)
+            yield 0, held
         else:
-            own = self.sent(k, v, mask)
+            own = self.sent(held, mask)
             yield from self.trip(own).travel(own)
 
-    def sent(self, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
+    def sent(self, held: Sequence[Tensor], mask: Tensor | None) -> Sequence[Tensor]:
         """This rank's block, as it is sent around the ring."""
-        return [k, v] + ([mask] if self.layout.mask_travels and mask is not None else [])
+        return [*held, mask] if self.layout.mask_travels and mask is not None else held
+
+    def mask_of(self, block: Sequence[Tensor]) -> Tensor | None:
+        """The mask that is sent along with a block."""
+        return block[-1] if self.layout.mask_travels and len(block) == 3 - self.joins else None
 
     def trip(self, own: Sequence[Tensor], gradients: int = 0) -> Trip:
         """The way of all blocks around the ring, and home with gradients of the first tensors of each block."""
@@ -192,10 +224,10 @@ class AttentionWork:
             found = self._trips[key] = Trip(self.layout.ring, forms, grad_forms, self.group)
         return found
 
-    def _forms(self, own: Sequence[Tensor], columns: Interval) -> tuple[Form, ...]:
+    def _forms(self, own: Sequence[Tensor], columns: Parts) -> tuple[Form, ...]:
         """Shapes and dtypes of a block: like the own one but for the number of keys."""
-        n = columns[1] - columns[0]
-        shapes = [(*t.shape[:-2], n, t.shape[-1]) for t in own[:2]] + [(*t.shape[:-1], n) for t in own[2:]]
+        n, held = sum(map(length, columns)), 2 - self.joins
+        shapes = [(*t.shape[:-2], n, t.shape[-1]) for t in own[:held]] + [(*t.shape[:-1], n) for t in own[held:]]
         return tuple((shape, t.dtype) for shape, t in zip(shapes, own, strict=True))
 
     def parts_for(self, index: int, q: Tensor) -> Sequence[BlockPart]:
@@ -217,14 +249,16 @@ def _fetch(layout: AttentionLayout) -> Fetch | None:
 
 
 def _parts(layout: AttentionLayout, index: int, shift: int | None) -> Iterator[BlockPart]:
-    first_row, first_column = layout.rows[0], layout.columns[index][0]
-    mask_start = first_column if layout.mask_travels else layout.mask_start
-    for i, (rows, columns, square) in enumerate(pieces(layout.rows, layout.columns[index], shift)):
+    columns = layout.columns[index]
+    rows_here, columns_here = (sum(map(length, parts)) for parts in (layout.rows, columns))
+    first_column = 0 if layout.mask_travels else columns[0][0] - layout.mask_start  # in the mask
+    for i, piece in enumerate(pieces(layout.rows, columns, shift, layout.squares)):
+        all_rows, all_columns = piece.rows == (0, rows_here), piece.columns == (0, columns_here)
         yield BlockPart(
-            None if rows == layout.rows else (rows[0] - first_row, length(rows)),
-            None if columns == layout.columns[index] else (columns[0] - first_column, length(columns)),
-            (columns[0] - mask_start, length(columns)),
-            square,
+            None if all_rows else (piece.rows[0], length(piece.rows)),
+            None if all_columns else (piece.columns[0], length(piece.columns)),
+            (first_column + piece.columns[0], length(piece.columns)),
+            piece.causal,
             (index, i),
         )
 
@@ -248,7 +282,7 @@ class _Attention(AutogradFunction):
         needed = ctx.needs_input_grad
         q, k, v, mask, *kept = ctx.saved_tensors
         with torch.no_grad(), _no_autocast(grad.device.type):
-            grads = backward(ctx.work, ctx.kernel, needed, grad, q, mask, *kept)
+            grads = backward(ctx.work, ctx.kernel, needed, grad, q, k, v, mask, *kept)
         if torch.is_grad_enabled():
             grads = _Once.apply(ctx.work, q, k, v, mask, *grads)
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
@@ -274,37 +308,41 @@ class _Once(AutogradFunction):
 
 def forward(
     work: AttentionWork, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The result for the local queries, and what :func:`backward` needs besides them and the mask.
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The result for the local queries, and what :func:`backward` needs besides the operands.
 
-    That is keys, values, the result (as fused kernels keep it, in the dtype of ``q``), and the ``finite(lse)``.
+    That is the result (as fused kernels keep it, in the dtype of ``q``), the ``finite(lse)``, and what was fetched.
     """
     with _no_autocast(q.device.type):
-        k, v = work.fetched(k, v)
-        wide = cast(q, wide_dtype(q.dtype))
+        held = work.held(k, v)
         parts = work.parts_for(0, q)
         if work.alone and parts:
-            of_mask = parts[0].of_mask(mask)
-            out, lse = attend(wide, k, v, of_mask, kernel, parts[0].square, parts[0].at, alone=True)
+            part, own = parts[0], cast(q, wide_dtype(q.dtype)) if kernel.wide else q
+            keys, values = map(part.of_columns, work.split(held))
+            out, lse = kernel.attend(own, keys, values, part.of_mask(mask), part.causal, part.at, alone=True)
             lse = lse if kernel.fused else finite(lse)
         else:
-            out, lse = _by_blocks(work, kernel, wide, k, v, mask)
-            lse = finite(lse)
+            out, lse = _by_blocks(work, kernel, q, held, v.shape[-1], mask)
+            lse = finite(lse) if kernel.hides or mask is not None else lse
         rounded = cast(out, q.dtype)
         # Of fewer dims one device's kernel is never a fused one: its gradient is computed from a result in float32.
-        return rounded, (k, v, out if len(work.query.shape) < _DIMS else rounded, lse)
+        kept = out if len(work.query.shape) < _DIMS else rounded
+        return rounded, (kept, lse) if work.fetch is None else (kept, lse, *held)
 
 
 def _by_blocks(
-    work: AttentionWork, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    work: AttentionWork, kernel: Kernel, q: Tensor, held: Sequence[Tensor], features: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp, put together of those of blocks."""
-    running = RunningSoftmax(q, v.shape[-1])
-    for index, block in work.blocks(k, v, mask):
-        of_block = block[2] if len(block) > 2 else mask
+    wide = wide_dtype(q.dtype)
+    q = cast(q, wide) if kernel.wide else q
+    running = RunningSoftmax(q, features, wide, kernel.hides or mask is not None)
+    for index, block in work.blocks(held, mask):
+        of_block = work.mask_of(block)
+        of_block = mask if of_block is None else of_block
         for part in work.parts_for(index, q):
-            rows, keys, values = part.of_rows(q), part.of_columns(block[0]), part.of_columns(block[1])
-            out, lse = attend(rows, keys, values, part.of_mask(of_block), kernel, part.square, part.at)
+            keys, values = map(part.of_columns, work.split(block))
+            out, lse = kernel.attend(part.of_rows(q), keys, values, part.of_mask(of_block), part.causal, part.at)
             running.add(0 if part.rows is None else part.rows[0], out, lse)
     out, lse = running.result()
     if work.exchanges and work.layout.ring is None:
@@ -328,39 +366,43 @@ def backward(
     needed: Sequence[bool],
     grad: Tensor,
     q: Tensor,
-    mask: Tensor | None,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    *fetched: Tensor,
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and mask; those that are not ``needed`` may be left out.
 
     Args:
         grad: of the result.
-        k, v, out, lse: what :func:`forward` returned.
+        out, lse, fetched: what :func:`forward` returned.
     """
+    held = fetched or work.held(k, v)
     wide = wide_dtype(q.dtype)
     keys_needed, mask_needed = needed[1] or needed[2], mask is not None and needed[3]
-    if mask_needed and kernel.fused:  # which does not give the gradient of a mask
-        kernel = Kernel(kernel.scale, fused=False)
+    if mask_needed and not kernel.of_masks:
+        kernel = Explicit(kernel.scale)
     travels = work.layout.mask_travels
     of_mask = torch.zeros_like(mask, dtype=wide) if mask is not None and mask_needed and not travels else None
-    grad, wide_q, out = (cast(t, wide) for t in (grad, q, out))
-    gradients = _Gradients(work, kernel, grad, wide_q, mask, out, lse, mask_needed, of_mask)
+    own = q
+    if kernel.wide:
+        grad, own, out = (cast(t, wide) for t in (grad, q, out))
+    gradients = _Gradients(work, kernel, wide, grad, own, mask, out, lse, mask_needed, of_mask)
     if work.layout.ring is None:
-        sums: Sequence[Tensor] = gradients.contribute(0, (k, v))
-        sums = work.returned(sums[0], sums[1]) if keys_needed else sums
+        sums: Sequence[Tensor] = gradients.contribute(0, held)
+        sums = work.returned(sums) if keys_needed else sums
     elif keys_needed or (mask_needed and travels):
-        own = work.sent(k, v, mask)
-        to_return = 3 if mask_needed and travels else 2
-        sums = work.trip(own, to_return).travel_and_return(own, gradients.contribute)
+        block = work.sent(held, mask)
+        to_return = len(block) if mask_needed and travels else len(held)
+        sums = work.trip(block, to_return).travel_and_return(block, gradients.contribute)
     else:
-        for index, block in work.blocks(k, v, mask):
+        for index, block in work.blocks(held, mask):
             sums = gradients.contribute(index, block)
-    of_queries = torch.zeros_like(wide_q) if gradients.of_queries is None else gradients.of_queries
-    grads = [of_queries, sums[0], sums[1], sums[2] if travels and mask_needed else of_mask]
-    return [None if t is None or g is None else cast(g, t.dtype) for g, t in zip(grads, (q, k, v, mask), strict=True)]
+    of_queries = torch.zeros_like(q) if gradients.of_queries is None else gradients.of_queries
+    grads = [of_queries, *work.split(sums), sums[-1] if travels and mask_needed else of_mask]
+    return [None if t is None or g is None else cast(g, t.dtype) for g, t in zip(grads, (q, q, q, mask), strict=True)]
 
 
 @dataclass(slots=True)
@@ -374,6 +416,7 @@ class _Gradients:
 
     work: AttentionWork
     kernel: Kernel
+    dtype: torch.dtype  # of sums
     grad: Tensor
     q: Tensor
     mask: Tensor | None
@@ -385,35 +428,48 @@ class _Gradients:
 
     def contribute(self, index: int, block: Sequence[Tensor]) -> list[Tensor]:
         """What this rank contributes to the gradients of a block of keys, values and the mask that is sent along."""
-        parts = self.work.parts_for(index, self.q)
-        travels = len(block) > 2
-        if len(parts) == 1 and parts[0].rows is None and parts[0].columns is None and not travels:  # nothing to add up
-            of_q, of_k, of_v = self._differentiate(parts[0], block, self.mask, self.of_mask)
-            self.of_queries = of_q if self.of_queries is None else self.of_queries.add_(of_q)
-            return [of_k, of_v]
-        self.of_queries = torch.zeros_like(self.q) if self.of_queries is None else self.of_queries
-        sums = [torch.zeros_like(t, dtype=self.q.dtype) for t in block[: 3 if self.mask_needed else 2]]
-        mask, of_mask = (block[2], sums[2] if self.mask_needed else None) if travels else (self.mask, self.of_mask)
+        work = self.work
+        parts, joins = work.parts_for(index, self.q), work.joins
+        travelling = work.mask_of(block)
+        if len(parts) == 1 and parts[0].rows is None and parts[0].columns is None and travelling is None:
+            of_q, *of_keys = self._differentiate(parts[0], block, self.mask, self.of_mask)  # nothing to add up
+            self._add_queries(parts[0], of_q)
+            of_keys = [torch.cat(of_keys, -1)] if joins else of_keys
+            return of_keys if work.layout.ring is None else [cast(t, self.dtype) for t in of_keys]
+        mask_needed = travelling is not None and self.mask_needed
+        sums = [torch.zeros_like(t, dtype=self.dtype) for t in (block if mask_needed else block[: 2 - joins])]
+        mask, of_mask = (
+            (self.mask, self.of_mask) if travelling is None else (travelling, sums[-1] if mask_needed else None)
+        )
         for part in parts:
             of_q, of_k, of_v = self._differentiate(part, block, mask, of_mask)
-            part.of_rows(self.of_queries).add_(of_q)
-            part.of_columns(sums[0]).add_(of_k)
-            part.of_columns(sums[1]).add_(of_v)
+            self._add_queries(part, of_q)
+            for total, of_part in zip(work.split(sums), (of_k, of_v), strict=True):
+                part.of_columns(total).add_(of_part)
         return sums
+
+    def _add_queries(self, part: BlockPart, of_q: Tensor) -> None:
+        if part.rows is None and self.of_queries is None:
+            self.of_queries = of_q
+            return
+        if self.of_queries is None:
+            self.of_queries = torch.zeros_like(self.q, dtype=self.dtype)
+        self.of_queries = cast(self.of_queries, self.dtype)
+        part.of_rows(self.of_queries).add_(of_q)
 
     def _differentiate(
         self, part: BlockPart, block: Sequence[Tensor], mask: Tensor | None, of_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return attend_backward(
+        keys, values = map(part.of_columns, self.work.split(block))
+        return self.kernel.attend_backward(
             part.of_rows(self.grad),
             part.of_rows(self.q),
-            part.of_columns(block[0]),
-            part.of_columns(block[1]),
+            keys,
+            values,
             part.of_mask(mask),
             part.of_rows(self.out),
             part.of_rows(self.lse, -1),
-            self.kernel,
-            part.square,
+            part.causal,
             part.at,
             part.of_mask(of_mask),
         )
@@ -430,3 +486,53 @@ class _Swap(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None,) * 5 + _Swap.apply(*ctx.args, *grads)
+
+
+class _Move(AutogradFunction):
+    """Some parts of sequences to others, for several tensors in one exchange; see :class:`.layout.Balance`."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Any, after: Any, rank: int, group: Any, *tensors: Tensor) -> Any:
+        ctx.args = after, before, rank, group
+        return tuple(_moved(before, after, rank, group, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None,) * 4 + _Move.apply(*ctx.args, *grads)
+
+
+def _moved(
+    before: Sequence[Sequence[Parts]],
+    after: Sequence[Sequence[Parts]],
+    rank: int,
+    group: dist.ProcessGroup,
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """Of each tensor the parts ``after[i][rank]`` of its sequence; each rank ``r`` has ``before[i][r]``."""
+    sequence = -2
+    ranks = range(group.size())
+    sent: list[list[Tensor]] = [[] for _ in ranks]
+    shapes: list[list[list[int]]] = [[] for _ in ranks]
+    for t, held, wanted in zip(tensors, before, after, strict=True):
+        for r in ranks:
+            sent[r] += [t.narrow(sequence, *place) for _, place in _common(held[rank], wanted[r])]
+            shapes[r] += [resized(t.shape, t.ndim + sequence, n) for _, (_, n) in _common(held[r], wanted[rank])]
+    arrived = [iter(parts) for parts in swapped(sent, shapes, rank, group, tensors[0])]
+    results = []
+    for t, held, wanted in zip(tensors, before, after, strict=True):
+        parts = [(start, next(arrived[r])) for r in ranks for start, _ in _common(held[r], wanted[rank])]
+        parts.sort(key=lambda part: part[0])
+        results.append(torch.cat([part for _, part in parts], sequence) if parts else t.narrow(sequence, 0, 0))
+    return results
+
+
+def _common(held: Parts, wanted: Parts) -> list[tuple[int, tuple[int, int]]]:
+    """What both have: where it begins in the sequence, and its ``(start, length)`` in what is held."""
+    found, offset = [], 0
+    for part in held:
+        for other in wanted:
+            start, stop = intersect(part, other)
+            if stop > start:
+                found.append((start, (offset + start - part[0], stop - start)))
+        offset += length(part)
+    return found

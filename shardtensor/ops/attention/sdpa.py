@@ -31,7 +31,7 @@ from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
 from ..common.alignment import as_operand, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
-from .blockwise import DTYPES, Dropout
+from .kernels import DTYPES, Dropout
 from .layout import NAME, AttentionLayout, layout_of
 from .online_softmax import AttentionWork, backward, forward, work_of
 
@@ -80,7 +80,7 @@ class AttentionPlan(LocalPlan):
         by_torch: whether that, on the local tensors, is all of it.
     """
 
-    saves = (0, 3)
+    saves = (0, 1, 2, 3)
     twice = True
 
     def __init__(self, work: AttentionWork, options: AttentionOptions) -> None:
@@ -95,7 +95,9 @@ class AttentionPlan(LocalPlan):
 
     def is_one_step(self) -> bool:
         """Whether :meth:`forward` and :meth:`backward` do it: not where torch's own function does."""
-        return not self._by_autograd and self.work.layout.head_sizes is None and self.work.is_ours
+        layout = self.work.layout
+        moves = layout.head_sizes is not None or layout.balance is not None
+        return not self._by_autograd and not moves and self.work.is_ours
 
     def run(self, tensors: Sequence[Any]) -> Any:
         return Plan.run(self, tensors) if self.is_one_step() else super().run(tensors)
@@ -121,8 +123,9 @@ class AttentionPlan(LocalPlan):
         if p > 0:
             place = tuple(work.query.coordinate[m] for m in work.layout.split)
             dropout = Dropout(p, common_draw(work.query, q.device), place)
-        compute = work.attend if work.layout.head_sizes is None else work.by_heads
-        return compute(q, k, v, mask, dropout)
+        if work.layout.balance is not None:
+            return work.balanced(q, k, v, mask, dropout)
+        return (work.attend if work.layout.head_sizes is None else work.by_heads)(q, k, v, mask, dropout)
 
 
 class AttentionOptions(NamedTuple):
@@ -279,7 +282,7 @@ def _planned(
         given[3] = redistribute_to(rows, _unsharded_where_single(rows._spec))
     specs: list[Any] = [None if t is None else t._spec for t in given]
     q, k, v, mask = specs
-    plan = plan_attention(q, k, v, mask, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "ring")
+    plan = plan_attention(q, k, v, mask, 0 if is_causal else None, AttentionOptions(0.0, scale, False), "plain ring")
     pairs = zip(given, plan.work.layout.targets, strict=True)
     return plan, [None if spec is None else redistributed(NAME, t, spec)._local_tensor for t, spec in pairs]
 
@@ -308,7 +311,7 @@ def _flash(
         return NotImplemented
     plan, local = _planned(query, key, value, attn_mask, is_causal, scale)
     work = plan.work
-    out, (*_, lse) = forward(work, work.kernel(), *local)
+    out, (_, lse, *_) = forward(work, work.kernel(), *local)
     return plan.wrapped(out), wrap(lse, _result_spec(work, query.shape[:-1], lse.dtype))
 
 
@@ -332,7 +335,8 @@ def _flash_backward(
         redistributed(NAME, as_operand(t, work.query.mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
-    grads = backward(work, work.kernel(), (True, True, True, False), results[0], q, mask, k, v, *results[1:])
+    needed = True, True, True, False
+    grads = backward(work, work.kernel(), needed, results[0], q, k, v, mask, *results[1:])
     layouts = [_gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
     return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]
 

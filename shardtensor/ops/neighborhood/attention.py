@@ -30,7 +30,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator, planned
-from ..attention.blockwise import DTYPES
+from ..attention.kernels import DTYPES
 from ..common.alignment import common_layout, local_part, refuse_gathering, wide_dtype
 from ..shape.view import whole_blocks
 from .tiled import Dim, Neighborhood, tiled_attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.ops.attention import layout
+from shardtensor.ops.attention.blockwise import pieces
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -64,7 +67,7 @@ def masks(length: int, keys: int) -> dict[str, torch.Tensor]:
     }
 
 
-def check_grid(world: int, length: int, seed: int, method: str) -> None:
+def check_grid(world: int, length: int, seed: int, method: str, dtype: torch.dtype = torch.float64) -> None:
     """Queries and keys cut at random, alike and differently, with every kind of mask."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -82,7 +85,7 @@ def check_grid(world: int, length: int, seed: int, method: str) -> None:
             cases.append((mask, rng.choice(places), name))
         for mask, places, name in cases:
             sizes = None if places in (None, WHOLE) else rows if places == ROWS else columns
-            tensors = (q, k, v) if mask is None else (q, k, v, mask)
+            tensors = [t.to(dtype) if t.is_floating_point() else t for t in (q, k, v, mask) if t is not None]
             causal = name == "causal"
             with shardtensor.attention_method(method):
                 try:
@@ -95,6 +98,11 @@ def check_grid(world: int, length: int, seed: int, method: str) -> None:
                     )
                 except Exception as error:
                     raise AssertionError(f"{length} x {keys}, mask {name} {places}, {rows} {columns}") from error
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_grid_by_kernels_of_devices(method, emulated):
+    run_distributed(check_grid, 3, 3, 33, 1, method, torch.float32)
 
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -173,11 +181,11 @@ KINDS = [
 ]  # fmt: skip
 
 
-def check_kinds(mesh_shape, kinds) -> None:
+def check_kinds(mesh_shape, kinds, dtype=torch.float64) -> None:
     torch.manual_seed(0)
     for what, *given, options in kinds:
         given = [g for g in given if g is not None]
-        tensors = [data(*g[0]) if isinstance(g[0], tuple) else g[0] for g in given]
+        tensors = [data(*g[0], dtype=dtype) if isinstance(g[0], tuple) else g[0] for g in given]
         for method in METHODS:
             try:
                 with shardtensor.attention_method(method):
@@ -195,6 +203,11 @@ def check_kinds(mesh_shape, kinds) -> None:
 @pytest.mark.on_device
 def test_kinds():
     run_distributed(check_kinds, 2, 2, KINDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kinds_by_kernels_of_devices(dtype, emulated):
+    run_distributed(check_kinds, 2, 2, KINDS, dtype)
 
 
 BOTH, OUTER, INNER = {0: (2, 1), 1: (5, 2)}, {0: (2, 1)}, {1: (5, 2)}
@@ -352,6 +365,7 @@ def check_half_precision(dtype, method) -> None:
             assert mine <= 2 * theirs, f"{what}, {options}: error {mine}, torch's {theirs}"
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("method", METHODS)
 def test_half_precision(method):
     run_distributed(check_half_precision, 3, torch.bfloat16, method)
@@ -466,6 +480,139 @@ def check_causal_bias() -> None:
 
 def test_causal_bias():
     run_distributed(check_causal_bias, 2)
+
+
+# -- causal rings, balanced --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def dear_scores():
+    """A score takes so long that the ring is balanced wherever that makes its steps shorter."""
+    rates = {"cpu": (1e-6, 1 << 18)}
+    with mock.patch.multiple(layout, _RATES=rates, _OTHER_RATES=rates["cpu"]), shardtensor.attention_method("ring"):
+        yield
+
+
+def check_balanced(world: int, dtype: torch.dtype) -> None:
+    """Shards of all kinds, keys of other lengths and at either corner."""
+    rng = random.Random(world)
+    torch.manual_seed(0)
+    for length, keys in ((29, 29), (29, 37), (41, 17)):
+        for sizes in (cut(length, world, rng), (0,) * (world - 1) + (length,), None):
+            rows = None if sizes is None else {0: sizes}
+            columns = rows if length == keys else {0: cut(keys, world, rng)}
+            q, k, v = (data(2, n, t, e, dtype=dtype) for n, t, e in ((4, length, 4), (2, keys, 4), (2, keys, 8)))
+            for bias in (causal_upper_left(length, keys), causal_lower_right(length, keys)):
+                seen = torch.ones(length, keys, dtype=torch.bool)
+                seen = seen.tril(keys - length if bias.variant == CausalVariant.LOWER_RIGHT else 0)
+
+                def attend(q, k, v, bias=bias, seen=seen):
+                    return sdpa(q, k, v, bias if isinstance(q, ShardTensor) else seen, enable_gqa=True)
+
+                with dear_scores(), count_communication() as counted:
+                    assert_matches_unsharded(
+                        attend, q, k, v, mesh_shape=world, placements=ROWS, shard_sizes=[rows, columns, columns]
+                    )
+            if length == keys and sizes is None:  # forward and backward: the ring's steps, there and back
+                assert counted.collectives["all_to_all"] >= 2 * (world - 1) + 4
+
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_balanced_rings(world):
+    run_distributed(check_balanced, world, world, torch.float64)
+
+
+def test_balanced_rings_on_a_device(emulated):
+    run_distributed(check_balanced, 3, 3, torch.float32)
+
+
+def check_balanced_steps(half: bool) -> None:
+    torch.manual_seed(0)
+    mesh, world = shared_mesh(3), 3
+    dtype = torch.bfloat16 if half else torch.float64
+    q, k, v = (shard(data(1, 2, 53, 8, dtype=dtype), mesh, ROWS, {0: (3, 41, 9)}, requires_grad=True) for _ in range(3))
+    with dear_scores():
+        with count_communication() as forward:
+            y = sdpa(q, k, v, is_causal=True)
+        with count_communication() as backward:
+            y.float().sum().backward()
+        assert forward.collectives == {"all_to_all": 2 + world - 1}
+        assert backward.collectives == {"all_to_all": 2 + world + 1}  # gradients end one step after the blocks
+        # Inside of layers, with dropout, and below autograd.
+        sdpa(q, k, v, is_causal=True, dropout_p=0.5)
+        if not half and torch.get_default_device().type == "cpu":  # devices compose float64
+            with torch._C.DisableTorchFunctionSubclass(), count_communication() as below:
+                again = sdpa(q.detach(), k.detach(), v.detach(), is_causal=True)
+            assert below.collectives == {"all_to_all": world - 1}, "each rank computes with its shards"
+            torch.testing.assert_close(again.full_tensor(), y.full_tensor(), rtol=1e-10, atol=1e-12)
+    with count_communication() as cheap, shardtensor.attention_method("ring"):
+        sdpa(q, k, v[..., :4], is_causal=True)
+    assert cheap.collectives == {"all_to_all": world - 1}, "where scores are cheap, nothing is exchanged for them"
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_steps_of_balanced_rings(half):
+    run_distributed(check_balanced_steps, 3, half)
+
+
+def check_compiled(dtype: torch.dtype) -> None:
+    """A balanced ring, and one with the gradient of a mask, in a graph."""
+    torch.manual_seed(0)
+    q, k, v, bias = (data(1, 2, 47, n, dtype=dtype) for n in (8, 8, 8, 47))
+    compiled = torch.compile(sdpa, backend="aot_eager")
+    for tensors, options in (((q, k, v), {"is_causal": True}), ((q, k, v, bias), {})):
+        with dear_scores():
+            assert_matches_unsharded(
+                lambda *t, options=options: compiled(*t, **options),
+                *tensors,
+                mesh_shape=2,
+                placements=ROWS,
+                shard_sizes={0: (40, 7)},
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_rings_on_a_device(dtype, emulated):
+    run_distributed(check_compiled, 2, dtype, timeout=180.0)
+
+
+def check_equal_work() -> list[float]:
+    """The scores that each rank computes in each step."""
+    spec = shard(data(1, 2, 2048, 8), shared_mesh(4), ROWS, {0: (100, 1000, 500, 448)})._spec
+    with dear_scores():
+        found = layout.layout_of(spec, spec, spec, None, 0, "ring")
+        assert found.balance is not None and found.ring is not None
+    blocks = [found.columns[found.ring.block(step)] for step in range(4)]
+    return [sum(piece.scores for piece in pieces(found.rows, columns, 0)) for columns in blocks]
+
+
+def test_balanced_rings_have_equal_work():
+    for steps in run_distributed(check_equal_work, 4):
+        assert all(abs(n - 2048 * 2048 / 32) <= 512 for n in steps)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_pieces_are_what_rows_see(squares):
+    """Each score that is seen is in one piece, whatever lies next to what."""
+    rng = random.Random(0)
+
+    def parts():
+        at = sorted(rng.randint(0, 9) for _ in range(2 * rng.choice((1, 1, 2, 3))))
+        return list(zip(at[::2], at[1::2]))
+
+    for _ in range(2000):
+        rows, columns, shift = parts(), parts(), rng.choice((None, 0, 0, -3, 2))
+        columns = rows if rng.random() < 0.3 else columns
+        r, c = ([i for a, b in intervals for i in range(a, b)] for intervals in (rows, columns))
+        expected = [(i, j) for i, x in enumerate(r) for j, y in enumerate(c) if shift is None or y <= x + shift]
+        found = []
+        for piece in pieces(rows, columns, shift, squares):
+            (a, b), (c, d) = piece.rows, piece.columns
+            seen = [(i, j) for i in range(a, b) for j in range(c, d) if not piece.causal or d - j >= b - i]
+            assert piece.scores == len(seen) > 0
+            assert not piece.causal or (d - c == b - a if squares else d - c >= b - a)
+            found += seen
+        assert sorted(found) == expected
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
@@ -589,15 +736,8 @@ def check_fetch_exactly(dtype) -> list[tuple[int, int, dict]]:
     return sent
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        pytest.param(
-            torch.bfloat16, marks=pytest.mark.on_cpu("devices' kernels give gradients of keys in their own dtype")
-        ),
-    ],
-)
+@pytest.mark.on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_fetching(dtype):
     """There, each rank's keys to all that see them; back, of each rank the gradients of what it fetched, in float32."""
     width = 2 * 2 * 3 * 4  # of keys and values
@@ -653,7 +793,7 @@ class Largest(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if "alltoall" in name or "flash" in name:
+        if "alltoall" in name or "_attention" in name:
             self.order.append("send" if "alltoall" in name else "compute")
         for t in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(t, torch.Tensor) and t.dtype != torch.uint8 and t.device.type != "meta":
@@ -665,6 +805,7 @@ def check_memory(causal: bool) -> tuple[int, int, list[str]]:
     sizes = {0: (256,) * 4}
     tensors = [shard(torch.randn(1, 4, 1024, 8), shared_mesh(4), ROWS, sizes, requires_grad=True) for _ in range(3)]
     with shardtensor.attention_method("ring"):
+        sdpa(*tensors, is_causal=causal)  # a device's kernels are looked for once
         with Largest() as forward:
             y = sdpa(*tensors, is_causal=causal)
         with Largest() as backward:
@@ -672,11 +813,11 @@ def check_memory(causal: bool) -> tuple[int, int, list[str]]:
     return forward.elements, backward.elements, forward.order
 
 
-@pytest.mark.on_cpu("off the CPU, blocks are computed from explicit scores")
+@pytest.mark.on_device
 def test_memory_and_overlap_of_the_ring():
     """No tensor is larger than one block, forward or backward; each block is on its way before the one is computed."""
     for forward, backward, order in run_distributed(check_memory, 4, False):
-        assert max(forward, backward) <= 4 * 256 * 8
+        assert max(forward, backward) <= 2 * 4 * 256 * 8  # keys and values
         assert order == ["send", "compute"] * 3 + ["compute"]
 
 
