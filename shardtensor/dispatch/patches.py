@@ -25,8 +25,9 @@ from typing import Any
 import wrapt
 from torch.overrides import handle_torch_function
 
-from .._compat import function_modes_enabled, register_scripting
+from .._compat import function_modes_enabled, register_scripting, transforms_active
 from ..errors import refuse
+from .levels import InsideLevels
 from .plain_tensors import explain
 from .tensor import ShardTensor, call_registered
 
@@ -95,6 +96,8 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
             return wrapped(*args, **kwargs)
         if function_modes_enabled() and type(self) is PatchedFunction:  # of a method they see what it calls
             return handle_torch_function(self, _operands((*args, *kwargs.values())), *args, **kwargs)
+        if transforms_active():
+            raise InsideLevels.at(wrapped, args, kwargs)
         try:
             result = call_registered(wrapped, args, kwargs)
         except Exception as error:

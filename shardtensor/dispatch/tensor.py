@@ -24,6 +24,7 @@ from .._compat import (
     new_wrapper,
     not_in_graphs,
     tracing,
+    transforms_active,
     uncached,
     unflattened,
 )
@@ -36,6 +37,7 @@ from ..ranks.first_use import forget_operands
 from . import chunks, conversions, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
+from .levels import InsideLevels
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .planning import SCALARS
@@ -231,6 +233,8 @@ class ShardTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given, kwargs = args, kwargs or {}
+        if transforms_active():
+            raise InsideLevels.at(func, args, kwargs)
         try:
             if kwargs.get("out") is not None:
                 return torch_functions.write_out(func, args, kwargs)

@@ -1,0 +1,226 @@
+"""``vmap`` of functions that meet ShardTensors: each rank maps over its own rows, or over one row after the other.
+
+[Note: rows] Rows of the mapped dim do not depend on each other. So where it is sharded, and nothing else is, torch's
+``vmap`` of each rank's rows gives that rank's rows of the result, and nothing is sent. What the ranks share, arguments
+that are not mapped and tensors that the function holds, such as weights, gets a contribution to its gradient from each
+rank. Of arguments these are summed as those of other operators' weights; what the function holds is found in the graph
+of its results, where gradients leave what it has computed, and is summed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .._compat import tree_flatten, tree_leaves, tree_unflatten
+from .._compat.functorch import batched_inputs, first_node_after, flattened_like, is_made_since
+from ..dispatch.conversions import from_dtensor, from_part, is_shard_tensor, promote, redistribute_to, to_part
+from ..dispatch.levels import InsideLevels
+from ..errors import refuse
+from ..layout.geometry import aligned_sizes
+from ..layout.placements import AxisLayout
+from ..layout.spec import ShardTensorSpec
+from .weight_gradients import GradientSum, start_sum
+
+
+class _Rows(NamedTuple):
+    """How the mapped dim is sharded: on which dim of the mesh, if any, in which sizes."""
+
+    mesh: DeviceMesh
+    mesh_dim: int | None
+    sizes: tuple[int, ...]
+
+    @property
+    def mesh_dims(self) -> tuple[int, ...]:
+        return () if self.mesh_dim is None else (self.mesh_dim,)
+
+    def spec(self, shape: Sequence[int], dim: int, dtype: torch.dtype) -> ShardTensorSpec:
+        """The spec of a tensor of this global shape, sharded so along ``dim``."""
+        placements = [Shard(dim) if m == self.mesh_dim else Replicate() for m in range(self.mesh.ndim)]
+        given = {} if self.mesh_dim is None else {self.mesh_dim: self.sizes}
+        return ShardTensorSpec.make(self.mesh, placements, shape, dtype, shard_sizes=given)
+
+
+def mapped(
+    torchs: Callable[..., Any],
+    func: Callable[..., Any],
+    in_dims: Any,
+    out_dims: Any,
+    randomness: str,
+    chunk_size: int | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``vmap(func, in_dims, out_dims, randomness, chunk_size)(*args, **kwargs)``; ``torchs`` is torch's."""
+    n, dims, tensors, structure = batched_inputs(in_dims, args, func)
+    if not n:
+        raise refuse("vmap", tensors, "the mapped dim has no elements", "leave the call out")
+    tensors = [from_dtensor(t) if isinstance(t, DTensor) else t for t in tensors]
+    rows = _rows_of(dims, tensors)
+    if rows is not None and randomness != "different":
+        try:
+            return _own_rows(torchs, func, rows, n, in_dims, dims, out_dims, randomness, chunk_size, tensors, structure, kwargs)
+        except InsideLevels:
+            pass  # it holds a ShardTensor; nothing has been sent
+    return _one_by_one(func, n, dims, out_dims, randomness, tensors, structure, kwargs)
+
+
+# -- each rank its own rows -------------------------------------------------------------------------------------------
+
+
+def _rows_of(dims: Sequence[int | None], tensors: Sequence[Any]) -> _Rows | None:
+    """How the mapped dim is sharded; None if another dim is, or nothing is a ShardTensor."""
+    found: _Rows | None = None
+    for dim, t in zip(dims, tensors, strict=True):
+        if not is_shard_tensor(t):
+            continue
+        if found is None:
+            found = _Rows(t.device_mesh, None, ())
+        for d, m in t._spec.sharded_dims().items():
+            if d != dim or found.mesh_dim not in (None, m):
+                return None
+            if found.mesh_dim is None:
+                found = _Rows(t.device_mesh, m, t._spec.sizes_along(m))
+    return found
+
+
+def _own_rows(
+    torchs: Callable[..., Any],
+    func: Callable[..., Any],
+    rows: _Rows,
+    n: int,
+    in_dims: Any,
+    dims: Sequence[int | None],
+    out_dims: Any,
+    randomness: str,
+    chunk_size: int | None,
+    tensors: Sequence[Any],
+    structure: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    given = rows
+    if 0 in rows.sizes:  # a rank without rows would have another graph than the others
+        if n < len(rows.sizes):
+            raise InsideLevels
+        rows = rows._replace(sizes=aligned_sizes(n, 1, len(rows.sizes)))
+    locals_ = _local_parts(rows, dims, tensors)
+    borders = {t.grad_fn for t in locals_ if isinstance(t, Tensor) and t.grad_fn is not None}
+    first_inside = first_node_after()
+    result = torchs(func, in_dims, out_dims, randomness, chunk_size, *tree_unflatten(locals_, structure), **kwargs)
+    results, out_structure = tree_flatten(result)
+    places = flattened_like(out_dims, out_structure)
+    _sum_what_is_held([t for t in results if isinstance(t, Tensor)], borders, first_inside, rows)
+    complete = []
+    for t, place in zip(results, places, strict=True):
+        if not isinstance(t, Tensor) or place is None:
+            if isinstance(t, Tensor) and t.requires_grad and rows.mesh_dims:
+                reason = "a result with out_dims=None has a gradient, which each rank would add"
+                raise refuse("vmap", tensors, reason, "return it from another function, which is not mapped")
+            complete.append(t)
+            continue
+        place %= t.ndim
+        spec = rows.spec((*t.shape[:place], n, *t.shape[place + 1 :]), place, t.dtype)
+        made = from_part(t, spec)
+        complete.append(made if given is rows else redistribute_to(made, given.spec(spec.shape, place, t.dtype)))
+    return tree_unflatten(complete, out_structure)
+
+
+def _local_parts(rows: _Rows, dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Any]:
+    """This rank's rows of what is mapped, and all of what is not, with gradients summed over the ranks."""
+    result = list(tensors)
+    shared = []
+    for i, (dim, t) in enumerate(zip(dims, tensors, strict=True)):
+        shared.append(dim is None and isinstance(t, Tensor) and not is_shard_tensor(t))
+        if dim is not None:
+            t = promote(t, rows.mesh)
+            t = redistribute_to(t, rows.spec(t.shape, dim, t.dtype))
+            result[i] = to_part(t, t._spec)
+        elif is_shard_tensor(t):
+            t = redistribute_to(t, t._spec.replicated())
+            result[i] = to_part(t, t._spec.with_axes({m: AxisLayout(Partial()) for m in rows.mesh_dims}))
+    if rows.mesh_dims and any(shared):
+        result = GradientSum(rows.mesh, rows.mesh_dims, tuple(shared)).complete(result)
+    return result
+
+
+def _sum_what_is_held(results: Sequence[Tensor], borders: set[Any], first: int, rows: _Rows) -> None:
+    """Have gradients summed where they leave what the function has computed for what it holds, see [Note: rows]."""
+    if not rows.mesh_dims:
+        return
+    nodes = [t.grad_fn for t in results if t.grad_fn is not None]
+    if not all(is_made_since(node, first) for node in nodes):
+        raise InsideLevels  # a result is what the function holds
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaving = []
+        for i, (after, _) in enumerate(node.next_functions):
+            if after is None or after in borders or after in seen:
+                continue
+            if is_made_since(after, first):
+                seen.add(after)
+                nodes.append(after)
+            else:
+                leaving.append(i)
+        if leaving:
+            node.register_hook(_summing(leaving, rows))
+
+
+def _summing(leaving: Sequence[int], rows: _Rows) -> Callable[..., Any]:
+    def hook(inputs: Any, outputs: Any) -> Any:
+        sums = start_sum([inputs[i] for i in leaving], rows.mesh, rows.mesh_dims)()
+        result = list(inputs)
+        for i, total in zip(leaving, sums, strict=True):
+            result[i] = total
+        return tuple(result)
+
+    return hook
+
+
+# -- one row after the other ------------------------------------------------------------------------------------------
+
+
+def _one_by_one(
+    func: Callable[..., Any],
+    n: int,
+    dims: Sequence[int | None],
+    out_dims: Any,
+    randomness: str,
+    tensors: Sequence[Any],
+    structure: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    before = torch.get_rng_state()
+    found: list[list[Any]] = []
+    for i in range(n):
+        row = [t if d is None else t.select(d, i) for d, t in zip(dims, tensors, strict=True)]
+        if i and randomness == "same":
+            torch.set_rng_state(before)
+        leaves, out_structure = tree_flatten(func(*tree_unflatten(row, structure), **kwargs))
+        found.append(leaves)
+        if randomness != "same" and not torch.equal(before, torch.get_rng_state()):
+            if randomness == "error":
+                raise RuntimeError(
+                    "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
+                    "'different' randomness flags on vmap or perform the randomness operation out of vmap"
+                )
+            reason = "randomness='different' draws the numbers of all rows at once, and here rows go one by one"
+            raise refuse("vmap", tensors, reason, "draw them before, and map over them, too")
+    places = flattened_like(out_dims, out_structure)
+    if places is None:
+        raise ValueError(f"vmap: out_dims={out_dims} is not compatible with the structure of outputs, {out_structure}")
+    complete = []
+    for values, place in zip(zip(*found, strict=True), places, strict=True):
+        if place is not None:
+            complete.append(torch.stack(values, place))
+        elif all(value is values[0] for value in values):
+            complete.append(values[0])
+        else:
+            reason = "out_dims=None is for a result that does not depend on the row, which is not known here"
+            raise refuse("vmap", tensors, reason, "leave out_dims=None out, and take the first row")
+    return tree_unflatten(complete, out_structure)
