@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad
+import wrapt
 from torch._functorch import apis, eager_transforms
-from torch._functorch.vmap import _broadcast_to_and_flatten, _process_batched_inputs
+from torch._functorch.vmap import (  # type: ignore[attr-defined]
+    _broadcast_to_and_flatten,
+    _process_batched_inputs,
+)
 
 __all__ = [
     "batched_inputs",
     "first_node_after",
     "flattened_like",
+    "forward_mode",
     "innermost_transform",
+    "is_made_since",
+    "make_dual",
     "replace_transforms",
     "replaced_arguments",
     "sliced_arguments",
+    "unpack_dual",
 ]
+
+# Its ``_current_level`` is that of ``dual_level``, below 0 outside: nothing has a tangent there.
+forward_mode: Any = torch.autograd.forward_ad
+make_dual: Callable[..., Any] = forward_mode.make_dual
+unpack_dual: Callable[..., Any] = forward_mode.unpack_dual
 
 # All transforms of torch.func are made of these four, which it looks up when it calls them.
 _PLACES: dict[str, Any] = {
@@ -36,9 +51,31 @@ replaced_arguments = eager_transforms._replace_args
 
 
 def replace_transforms(wrapped: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapped(name, function)`` in the place of each function that carries out transforms."""
+    """Put ``wrapped(name, function)`` in the place of each function that carries out transforms.
+
+    torch.compile goes on to see torch's functions.
+    """
+    originals = {}
     for name, module in _PLACES.items():
-        setattr(module, name, wrapped(name, getattr(module, name)))
+        function = getattr(module, name)
+        new: Any = wrapped(name, function)
+        new._torchdynamo_inline = function
+        originals[new] = function
+        setattr(module, name, new)
+
+    def keep_rules(trace_rules: Any) -> None:
+        rules = trace_rules.get_torch_obj_rule_map
+
+        @cache
+        def of_originals() -> Any:
+            found = rules()
+            for new in originals.keys() & found.keys():
+                found[originals[new]] = found.pop(new)
+            return found
+
+        trace_rules.get_torch_obj_rule_map = of_originals
+
+    wrapt.register_post_import_hook(keep_rules, "torch._dynamo.trace_rules")
 
 
 def innermost_transform() -> str:

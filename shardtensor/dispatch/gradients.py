@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._compat import AutogradFunction, alias, gradient_seeds, run_engine
+from ..errors import UnsupportedSharding
 from .registry import register
 from .tensor import ShardTensor, wrap
 
@@ -194,7 +195,7 @@ def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any])
     return tuple(g if g is None else _NotAgain.apply(name, g, *sources) for g in gradients)
 
 
-class NotTwice(RuntimeError):
+class NotTwice(UnsupportedSharding):
     """A gradient was differentiated that cannot be."""
 
 

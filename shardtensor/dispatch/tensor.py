@@ -28,16 +28,16 @@ from .._compat import (
     uncached,
     unflattened,
 )
+from .._compat.functorch import forward_mode
 from ..errors import refuse
 from ..layout.placements import check_own_shard, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from ..ranks.first_use import forget_operands
-from . import chunks, conversions, torch_functions
+from . import chunks, conversions, levels, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
-from .levels import InsideLevels
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error
 from .planning import SCALARS
@@ -233,9 +233,11 @@ class ShardTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given, kwargs = args, kwargs or {}
-        if transforms_active():
-            raise InsideLevels.at(func, args, kwargs)
         try:
+            if transforms_active() or forward_mode._current_level >= 0:
+                result = levels.carried_out(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
             if kwargs.get("out") is not None:
                 return torch_functions.write_out(func, args, kwargs)
             if func in FUNCTIONS or isinstance(func, OpOverload):

@@ -9,15 +9,18 @@ of its results, where gradients leave what it has computed, and is summed there.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
-from .._compat import tree_flatten, tree_leaves, tree_unflatten
+from .._compat import tree_flatten, tree_unflatten
 from .._compat.functorch import batched_inputs, first_node_after, flattened_like, is_made_since
 from ..dispatch.conversions import from_dtensor, from_part, is_shard_tensor, promote, redistribute_to, to_part
 from ..dispatch.levels import InsideLevels
@@ -62,12 +65,22 @@ def mapped(
         raise refuse("vmap", tensors, "the mapped dim has no elements", "leave the call out")
     tensors = [from_dtensor(t) if isinstance(t, DTensor) else t for t in tensors]
     rows = _rows_of(dims, tensors)
+
+    def map_rows(parts: Sequence[Any]) -> Any:
+        given = tree_unflatten(list(parts), structure)
+        # Ranks with other numbers of chunks would have other graphs, and sum other numbers of gradients.
+        chunks = None if rows is not None and rows.mesh_dims else chunk_size
+        return torchs(func, in_dims, out_dims, randomness, chunks, *given, **kwargs)
+
+    def of_row(row: Sequence[Any]) -> Any:
+        return func(*tree_unflatten(list(row), structure), **kwargs)
+
     if rows is not None and randomness != "different":
         try:
-            return _own_rows(torchs, func, rows, n, in_dims, dims, out_dims, randomness, chunk_size, tensors, structure, kwargs)
+            return _own_rows(map_rows, rows, n, dims, out_dims, tensors)
         except InsideLevels:
             pass  # it holds a ShardTensor; nothing has been sent
-    return _one_by_one(func, n, dims, out_dims, randomness, tensors, structure, kwargs)
+    return _one_by_one(of_row, n, dims, out_dims, randomness, tensors)
 
 
 # -- each rank its own rows -------------------------------------------------------------------------------------------
@@ -90,19 +103,14 @@ def _rows_of(dims: Sequence[int | None], tensors: Sequence[Any]) -> _Rows | None
 
 
 def _own_rows(
-    torchs: Callable[..., Any],
-    func: Callable[..., Any],
+    map_rows: Callable[[Sequence[Any]], Any],
     rows: _Rows,
     n: int,
-    in_dims: Any,
     dims: Sequence[int | None],
     out_dims: Any,
-    randomness: str,
-    chunk_size: int | None,
     tensors: Sequence[Any],
-    structure: Any,
-    kwargs: dict[str, Any],
 ) -> Any:
+    """The result of ``map_rows``, which gets each rank's part of the tensors."""
     given = rows
     if 0 in rows.sizes:  # a rank without rows would have another graph than the others
         if n < len(rows.sizes):
@@ -111,9 +119,8 @@ def _own_rows(
     locals_ = _local_parts(rows, dims, tensors)
     borders = {t.grad_fn for t in locals_ if isinstance(t, Tensor) and t.grad_fn is not None}
     first_inside = first_node_after()
-    result = torchs(func, in_dims, out_dims, randomness, chunk_size, *tree_unflatten(locals_, structure), **kwargs)
-    results, out_structure = tree_flatten(result)
-    places = flattened_like(out_dims, out_structure)
+    results, out_structure = tree_flatten(map_rows(locals_))
+    places: Any = flattened_like(out_dims, out_structure)
     _sum_what_is_held([t for t in results if isinstance(t, Tensor)], borders, first_inside, rows)
     complete = []
     for t, place in zip(results, places, strict=True):
@@ -186,24 +193,26 @@ def _summing(leaving: Sequence[int], rows: _Rows) -> Callable[..., Any]:
 
 
 def _one_by_one(
-    func: Callable[..., Any],
+    of_row: Callable[[Sequence[Any]], Any],
     n: int,
     dims: Sequence[int | None],
     out_dims: Any,
     randomness: str,
     tensors: Sequence[Any],
-    structure: Any,
-    kwargs: dict[str, Any],
 ) -> Any:
-    before = torch.get_rng_state()
+    """The results of ``of_row``, which gets a row of the tensors, together."""
+    before = random_states()
     found: list[list[Any]] = []
     for i in range(n):
         row = [t if d is None else t.select(d, i) for d, t in zip(dims, tensors, strict=True)]
         if i and randomness == "same":
-            torch.set_rng_state(before)
-        leaves, out_structure = tree_flatten(func(*tree_unflatten(row, structure), **kwargs))
+            for set_state, state in before:
+                set_state(state)
+        with _WithoutStatistics():
+            leaves, out_structure = tree_flatten(of_row(row))
         found.append(leaves)
-        if randomness != "same" and not torch.equal(before, torch.get_rng_state()):
+        drawn = any(not torch.equal(p, q) for (_, p), (_, q) in zip(before, random_states(), strict=True))
+        if drawn and randomness != "same":
             if randomness == "error":
                 raise RuntimeError(
                     "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
@@ -224,3 +233,27 @@ def _one_by_one(
             reason = "out_dims=None is for a result that does not depend on the row, which is not known here"
             raise refuse("vmap", tensors, reason, "leave out_dims=None out, and take the first row")
     return tree_unflatten(complete, out_structure)
+
+
+class _WithoutStatistics(TorchFunctionMode):
+    """Refuses what writes to running statistics: rows are mapped over at once, so none is before the other."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.batch_norm, F.instance_norm):
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            learns = given.arguments.get("training", given.arguments.get("use_input_stats"))
+            if learns and given.arguments["running_mean"] is not None:
+                reason = "it would write running statistics once for each row that vmap maps over"
+                raise refuse(
+                    func, args[0], reason, "call eval() of the module, or make it with track_running_stats=False"
+                )
+        return func(*args, **kwargs)
+
+
+def random_states() -> list[tuple[Callable[[Tensor], Any], Tensor]]:
+    """The states of the default generators, each with what sets it."""
+    kind = torch.accelerator.current_accelerator()
+    modules: list[Any] = [torch] if kind is None else [torch, torch.get_device_module(kind)]
+    return [(module.set_rng_state, module.get_rng_state()) for module in modules]

@@ -1,16 +1,16 @@
 """``torch.func``'s transforms of functions that meet ShardTensors: ``grad``, ``vjp``, ``jvp``, ``vmap``, and what torch
 makes of these (``jacrev``, ``jacfwd``, ``hessian``, ``grad_and_value``).
 
-[Note: transforms] torch carries them out by levels, which hide what tensors are (see [Note: levels]). Here they are made
-of what every operator of ShardTensors has in any case, its gradient by autograd:
+[Note: transforms] torch carries them out by levels, which hide what tensors are (see [Note: levels]). Here they are
+made of what every operator of ShardTensors has in any case, its gradient by autograd:
 
 - ``grad`` and ``vjp`` differentiate by leaves of their own, which stand for the function's arguments. So nothing else
   that the function uses counts as these arguments, as with levels. Where results may be differentiated further, by
   what surrounds the transform, there is a graph of the gradients.
-- ``jvp``: the vector-Jacobian product is linear in the vector, so its own vector-Jacobian product is the Jacobian-vector
-  product.
-- ``vmap``: where the mapped dim is sharded, each rank maps over its own rows by torch's ``vmap``, on plain tensors, which
-  is exact, as rows do not depend on each other. Otherwise the function is called for one row after the other.
+- ``jvp``: the vector-Jacobian product is linear in the vector, so its own vector-Jacobian product is the
+  Jacobian-vector product. So is each call that gets dual tensors (``torch.autograd.forward_ad``).
+- ``vmap``: where the mapped dim is sharded, each rank maps over its own rows, on plain tensors; otherwise the function
+  is called for one row after the other. See [Note: rows].
 
 Whether a function meets ShardTensors is known once it was called: its arguments may be plain, and it may hold sharded
 ones. So torch's transform goes first, unless an argument is sharded. It raises where it meets a ShardTensor, before
@@ -22,22 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from .._compat.functorch import replace_transforms, replaced_arguments, sliced_arguments
+from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments
 from ..dispatch.conversions import as_gradient, is_shard_tensor, wrap
 from ..dispatch.gradients import NotTwice
-from ..dispatch.levels import InsideLevels
+from ..dispatch.levels import InsideLevels, pushes_forward
 from ..dispatch.tensor import mark_leaf
 from ..errors import refuse
-from .mapping import mapped
+from .mapping import mapped, random_states
 
 Function = Callable[..., Any]
 
@@ -51,12 +50,12 @@ def _either(name: str, torchs: Function) -> Function:
 
     @wraps(torchs)
     def transform(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not dist.is_initialized():
+        if not dist.is_initialized():
             return torchs(*args, **kwargs)
         if not any(map(is_shard_tensor, tree_leaves((args, kwargs)))):
             if transforms_active():
                 return torchs(*args, **kwargs)
-            before = _random_states()
+            before = random_states()
             try:
                 return torchs(*args, **kwargs)
             except InsideLevels:
@@ -67,13 +66,6 @@ def _either(name: str, torchs: Function) -> Function:
         return ours(torchs, *args, **kwargs)
 
     return transform
-
-
-def _random_states() -> list[tuple[Function, Tensor]]:
-    """The states of the default generators, each with what sets it."""
-    kind = torch.accelerator.current_accelerator()
-    modules: list[Any] = [torch] if kind is None else [torch, torch.get_device_module(kind)]
-    return [(module.set_rng_state, module.get_rng_state()) for module in modules]
 
 
 # -- what is differentiated by ----------------------------------------------------------------------------------------
@@ -283,6 +275,24 @@ def _jvp(
     found = tree_unflatten(complete, out_structure)
     released = call.released(output)
     return (released, found, call.released(aux)) if has_aux else (released, found)
+
+
+@pushes_forward
+def _dual(func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """What ``func`` returns for dual tensors, as dual tensors; what is not differentiable, as it is."""
+    call = _Differentiated(primals, None)
+    with torch.enable_grad():
+        output = func(*call.args)
+        results = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        again = call.surrounded and _may_go_on(call, results, tangents)
+        pushed = iter(push_forward(results, call.leaves, tangents, again))
+
+    def dual(t: Any) -> Any:
+        tangent = next(pushed) if isinstance(t, Tensor) else None
+        t = call.released(t)
+        return t if tangent is None else make_dual(t, tangent)
+
+    return tree_map(dual, output)
 
 
 def _may_go_on(call: _Differentiated, results: Sequence[Tensor], vectors: Sequence[Tensor]) -> bool:
