@@ -50,8 +50,9 @@ def made(name):
     if name == "unet":
         module = Block()
     else:
-        act = Sine() if name == "siren" else nn.Tanh()
-        module = nn.Sequential(nn.Linear(4, 8), act, nn.LayerNorm(8), nn.Linear(8, 1))
+        # Third derivatives of layer norm are wrong in torch 2.13, so the network of these has none.
+        inner = [Sine(), nn.Linear(8, 8), Sine()] if name == "siren" else [nn.Tanh(), nn.LayerNorm(8)]
+        module = nn.Sequential(nn.Linear(4, 8), *inner, nn.Linear(8, 1))
     return module.double()
 
 
