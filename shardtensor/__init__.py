@@ -18,6 +18,7 @@ from .neighbors.partition import Partition, partition
 from .observe.drawing import visualize
 from .observe.explain import advise, explain
 from .observe.timelines import timeline
+from .operators import transforms  # noqa: F401  # puts torch.func's transforms in place
 from .operators.arguments import Arguments
 from .operators.declaration import operator
 from .operators.plan import Composed, LocalPlan, Plan

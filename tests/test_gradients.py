@@ -240,6 +240,31 @@ def test_what_second_derivatives_do_not_depend_on_has_none():
     run_distributed(check_absent_second_derivatives, 2)
 
 
+def check_zeros_without_memory():
+    """The second derivative of abs() is zeros that torch keeps no memory for; other gradients are added to them."""
+    cases = {
+        "abs": (lambda x: x.abs().pow(3), torch.float64),
+        "hfftn": (lambda x: torch.fft.hfftn(x).abs().pow(3), torch.complex128),
+        "sgn": (lambda x: (x.sgn() * x).square() + x.sgn() * x.exp(), torch.float64),
+        "products": (lambda x: (x * x.cos()).abs().pow(3) + (x / x.exp()).abs().pow(3), torch.float64),
+    }
+    for function, dtype in cases.values():
+        torch.manual_seed(0)
+        whole = torch.randn(6, 5, dtype=dtype)
+        found = []
+        for x in (whole, shard(whole, shared_mesh(2), [Shard(0)], {0: (4, 2)})):
+            x = x.detach().requires_grad_()
+            (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.abs().square().sum(), x)
+            found.append((first.detach(), second))
+        for expected, ours in zip(*found):
+            torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_zeros_that_have_no_memory_are_added_to_gradients():
+    run_distributed(check_zeros_without_memory, 2)
+
+
 def second_derivative(case):
     x = shard(torch.rand(1, 2, 8, 6), shared_mesh(2), [Shard(2)], {0: (5, 3)}, requires_grad=True)
     # The gradient of a sum is a constant, but what comes of it depends on the input.

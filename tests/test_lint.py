@@ -18,7 +18,12 @@ MODULES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # Every private torch API is touched here, and nowhere else.
-COMPAT = {"shardtensor._compat", "shardtensor._compat.c10d", "shardtensor.observe._compat"}
+COMPAT = {
+    "shardtensor._compat",
+    "shardtensor._compat.c10d",
+    "shardtensor._compat.functorch",
+    "shardtensor.observe._compat",
+}
 
 
 def is_private(name: str) -> bool:

@@ -37,9 +37,11 @@ from torch.utils._pytree import (
     KeyEntry,
     PyTree,
     keystr,
+    tree_flatten,
     tree_leaves,
     tree_map,
     tree_map_with_path,
+    tree_unflatten,
 )
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -58,6 +60,8 @@ any_autocast_enabled = torch._C._is_any_autocast_enabled
 only_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 # Whether there are modes of torch functions, which see calls.
 function_modes_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+# Whether a transform of torch.func is under way that works by levels: inside its function, tensors may be wrapped.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 

@@ -10,6 +10,7 @@
 - ``user_strategies``: operators with a sharding strategy that a user has given DTensor.
 - ``conversions``: between local tensors and ShardTensors, differentiably.
 - ``torch_functions``: above autograd: what becomes of a call of a torch function.
+- ``levels``: what becomes of a call inside a transform of torch.func, and with dual tensors.
 - ``tensor``: the class.
 - ``chunks``: which part of the global tensor a rank has, for checkpoints.
 - ``gradients``: ``backward()`` and ``autograd.grad()``.

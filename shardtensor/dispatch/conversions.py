@@ -22,11 +22,13 @@ from .._compat import (
     new_wide_wrapper,
     new_wrapper,
     same_memory,
+    transforms_active,
     without_zero_tensor,
 )
 from ..communication.redistribute import redistribute_local, rounded
 from ..layout.spec import ShardTensorSpec
 from .copies import check_current
+from .levels import InsideLevels
 from .planning import has_owner, meta_of, replicated_spec, spec_of
 
 # -- wrapping ----------------------------------------------------------------------------------------------------------
@@ -151,6 +153,8 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
 
 
 def _laid_out(grad: Any, target: ShardTensorSpec) -> Any:
+    if transforms_active():
+        raise InsideLevels.at("backward", (grad, target), {})
     grad = promote(grad, target.mesh)
     if grad._spec.lies_like(target):
         return grad

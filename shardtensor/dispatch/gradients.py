@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._compat import AutogradFunction, alias, gradient_seeds, run_engine
+from ..errors import UnsupportedSharding
 from .registry import register
 from .tensor import ShardTensor, wrap
 
@@ -127,11 +128,17 @@ def _grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    if is_grads_batched:
-        raise NotImplementedError("is_grads_batched is not supported for ShardTensors; loop over the gradients")
     roots, targets = _several(outputs), _several(inputs)
     if materialize_grads and allow_unused is None:
         allow_unused = True
+    if is_grads_batched:
+        seeds = (grad_outputs,) if isinstance(grad_outputs, Tensor) else tuple(grad_outputs or ())
+        given = [seed for seed in seeds if seed is not None]
+        if not given:
+            raise RuntimeError("is_grads_batched needs grad_outputs, with a dim in front for the gradients")
+        rows = [[s if s is None else s[i] for s in seeds] for i in range(len(given[0]))]
+        found = [_grad(roots, targets, row, True, create_graph, True, allow_unused, False, True) for row in rows]
+        return tuple(map(torch.stack, zip(*found, strict=True)))
     grads: tuple[Tensor | None, ...] = (_run_in_this_thread if create_graph else run_engine)(
         roots,
         _seeds(roots, grad_outputs),
@@ -188,6 +195,10 @@ def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any])
     return tuple(g if g is None else _NotAgain.apply(name, g, *sources) for g in gradients)
 
 
+class NotTwice(UnsupportedSharding):
+    """A gradient was differentiated that cannot be."""
+
+
 class _NotAgain(AutogradFunction):
     """The identity on ``result``, which counts as a function of ``sources`` and raises in its backward pass."""
 
@@ -198,7 +209,7 @@ class _NotAgain(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
+        raise NotTwice(
             f"the gradient of {ctx.name} on a ShardTensor cannot be differentiated twice; "
             "if it need not be, detach it or leave out create_graph"
         )

@@ -25,8 +25,10 @@ from typing import Any
 import wrapt
 from torch.overrides import handle_torch_function
 
-from .._compat import function_modes_enabled, register_scripting
+from .._compat import function_modes_enabled, register_scripting, transforms_active
+from .._compat.functorch import forward_mode
 from ..errors import refuse
+from . import levels
 from .plain_tensors import explain
 from .tensor import ShardTensor, call_registered
 from .written import WrittenTensor, call_on_sharded
@@ -101,6 +103,10 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
         if function_modes_enabled() and type(self) is PatchedFunction:  # of a method they see what it calls
             return handle_torch_function(self, _operands((*args, *kwargs.values())), *args, **kwargs)
         try:
+            if transforms_active() or forward_mode._current_level >= 0:
+                result = levels.carried_out(wrapped, args, kwargs)
+                if result is not NotImplemented:
+                    return result
             result = call_registered(wrapped, args, kwargs)
         except Exception as error:
             explain(wrapped, args, kwargs, error)

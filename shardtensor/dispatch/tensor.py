@@ -24,16 +24,18 @@ from .._compat import (
     new_wrapper,
     not_in_graphs,
     tracing,
+    transforms_active,
     uncached,
     unflattened,
 )
+from .._compat.functorch import forward_mode
 from ..errors import refuse
 from ..layout.placements import check_own_shard, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from ..ranks.first_use import forget_operands
-from . import chunks, conversions, torch_functions
+from . import chunks, conversions, levels, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
 from .found import INDICES
@@ -241,6 +243,10 @@ class ShardTensor(DTensor):
         if len(types) > 1 and WrittenTensor in types:
             return call_on_sharded(func, args, kwargs)
         try:
+            if transforms_active() or forward_mode._current_level >= 0:
+                result = levels.carried_out(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
             if args and type(args[0]) in PLAIN and writes(func):
                 result = write_to_plain(func, args, kwargs)
                 if result is not NotImplemented:

@@ -4,4 +4,6 @@
 - ``plan``: what a plan does on this rank, and how autograd differentiates it.
 - ``arguments``: a call's arguments by the names of the declaration, and the call as what makes a plan sees it.
 - ``declaration``: ``operator``, which has plans made once and run bare.
+- ``transforms``: ``torch.func`` of functions that meet ShardTensors: derivatives.
+- ``mapping``: its ``vmap``.
 """

@@ -46,6 +46,7 @@ from .cases import (
 )
 from .half import DATA, less_exact, rounded_weights, shifted
 from .memory import another_format, in_memory, row_major
+from .transforms import transformed
 
 RIGHT, REFUSED, WRONG, FOREIGN, IMPRECISE, FORMAT = range(6)
 NAMES = {
@@ -83,6 +84,7 @@ class Options:
         data: of half precision, what the samples hold; see half.py.
         autocast: "bfloat16" or "float16": inside torch.autocast, and compared as samples of half precision are.
         entries: the first operands are entries of a sharded dim, each on one rank.
+        transform: of torch.func, inside of which the operator is called.
         only: the number of the sample and the name of the cut of cases; None for all.
         setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
     """
@@ -95,6 +97,7 @@ class Options:
     data: str = DATA[0]
     autocast: str | None = None
     entries: bool = False
+    transform: str | None = None
     only: frozenset[tuple[int, str]] | None = None
     setup: tuple[str, str] | None = None
 
@@ -362,6 +365,8 @@ class Expected:
         if self.options.autocast:  # gradients are taken outside of it, as torch recommends
             autocast = torch.autocast(torch.get_default_device().type, HALF[self.options.autocast])
             function = autocast(function)
+        if self.options.transform:
+            return transformed(self.options.transform, function, arguments)
         return evaluate(function, arguments, self.gradients, self.weights)
 
     def compare(self, cut: Cut, lockstep: Lockstep, precisely: bool = False) -> tuple[list[int], str]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import OpOverload, nn_functions
 from ...communication.redistribute import redistribute_local
-from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of
+from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of, without_data
 from ...dispatch.registry import default_rule, register
 from ...dispatch.tensor import ShardTensor, run
 from ...errors import PLAIN_TARGET, UnsupportedSharding
@@ -368,3 +369,20 @@ def _equal(a: ShardTensor, b: ShardTensor) -> bool:
 def _assert_async(call: AtenCall) -> AtenPlan:
     """Every rank checks the same value, so either all raise or none."""
     return call.plan(None, {path: spec.replicated() for path, spec in call.tensors.items()})
+
+
+# -- autograd's zeros --------------------------------------------------------------------------------------------------
+#
+# Where torch's formula of a gradient gives zeros, these have no memory. torch itself adds and multiplies them, and asks
+# for the shape and dtype of the result by its references in Python, with operands that are moved to the meta device.
+
+
+def _meta_of_reference(function: Callable[..., Tensor], a: Any, b: Any) -> Any:
+    if any(isinstance(t, Tensor) and t.device.type != "meta" for t in (a, b)):
+        return NotImplemented
+    whole = (without_data(t._spec.tensor_meta) if isinstance(t, ShardTensor) else t for t in (a, b))
+    return function(*whole)
+
+
+for _reference, _function in (("add", torch.add), ("mul", torch.mul), ("div", torch.div)):
+    register(getattr(torch.ops.prims, _reference).default)(partial(_meta_of_reference, _function))

@@ -1,0 +1,95 @@
+"""Where ShardTensors meet the levels of ``torch.func``: the error that has a transform carried out by autograd instead.
+
+[Note: levels] torch.func works by levels. Inside a transform's function tensors are wrapped in others, of which nothing
+tells above autograd what they hold: operators would reach shards below all levels, as torch's formulas have them, and
+past the forms that they have here. So a call with a ShardTensor raises inside of a level, before anything is sent, on
+every rank alike; and ``operators/transforms.py`` carries out the transform in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import transforms_active
+from .._compat.functorch import innermost_transform, unpack_dual
+from ..errors import UnsupportedSharding, error_text, refuse
+from .plain_tensors import writes
+from .planning import converted, flat
+from .registry import register
+
+REMEDY = (
+    "call torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian or vmap outside of other transforms, or differentiate by "
+    "torch.autograd.grad(..., create_graph=True), one gradient at a time"
+)
+
+
+class InsideLevels(UnsupportedSharding):
+    """A ShardTensor is met inside of a transform that torch carries out by levels."""
+
+    @staticmethod
+    def at(op: Any, args: Any, kwargs: Any) -> InsideLevels:
+        """The error for a call of ``op`` with these arguments."""
+        operands = [a for a in flat(args, kwargs) if hasattr(a, "_spec")]
+        reason = f"a ShardTensor is met inside a transform of torch's ({innermost_transform()}) that has no form for it"
+        return InsideLevels(error_text(op, operands, reason, REMEDY))
+
+
+# -- dual tensors ------------------------------------------------------------------------------------------------------
+
+# The Jacobian-vector product of a function: what operators/transforms.py makes of its gradient.
+Push = Callable[[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]]
+_push: list[Push] = []
+# What is about the dual tensors themselves.
+_OF_DUALS = ("_make_dual", "_unpack_dual", "_fw_primal", "__get__", "__set__", "__repr__", "requires_grad_")
+
+
+def pushes_forward(push: Push) -> Push:
+    """Decorator of the function that gives Jacobian-vector products."""
+    _push.append(push)
+    return push
+
+
+def carried_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of a call inside of ``forward_ad.dual_level`` with its tangent; NotImplemented where it has none.
+
+    Raises:
+        InsideLevels: the call is inside of a level of torch.func.
+    """
+    if transforms_active():
+        raise InsideLevels.at(func, args, kwargs)
+    name = getattr(func, "__name__", "")
+    if name in _OF_DUALS:
+        return NotImplemented
+    primals: list[Any] = []
+    tangents: list[Any] = []
+    places: dict[int, int] = {}
+    for a in flat(args, kwargs):
+        if isinstance(a, Tensor) and id(a) not in places:
+            primal, tangent = unpack_dual(a)
+            if tangent is not None:
+                places[id(a)] = len(primals)
+                primals.append(primal)
+                tangents.append(tangent)
+    if not primals:
+        return NotImplemented
+    if writes(func):
+        reason = "it writes to a tensor where tangents are computed forward (torch.autograd.forward_ad)"
+        raise refuse(name, [*primals], reason, "use the out-of-place form")
+
+    def function(*values: Any) -> Any:
+        def convert(a: Any) -> Any:
+            return values[places[id(a)]] if isinstance(a, Tensor) and id(a) in places else a
+
+        new_args, new_kwargs = converted(convert, args, kwargs)
+        return func(*new_args, **new_kwargs)
+
+    return _push[0](function, tuple(primals), tuple(tangents))
+
+
+@register(torch.ops.aten.is_same_size.default, torch.ops.aten._has_same_storage_numel.default)
+def _is_same_size(self: Tensor, other: Tensor) -> bool:
+    return self.shape == other.shape

@@ -1,0 +1,353 @@
+"""torch.func and dual tensors: of sharded inputs, of plain weights, of both."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from seeded import seeded
+from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor import Shard
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+
+SIZES = {2: {0: (5, 2), 2: (7, 5)}, 3: {0: (4, 0, 3), 2: (2, 7, 3)}}
+WORLDS = [2, 3]
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return torch.sin(3 * x)
+
+
+class Block(nn.Module):
+    """A U-Net of one level."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.inner, self.up = (
+            nn.Conv1d(2, 4, 3, padding=1),
+            nn.Conv1d(4, 4, 3, padding=1),
+            nn.Conv1d(6, 2, 1),
+        )
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        y = F.gelu(self.norm(self.down(x)))
+        y = F.interpolate(F.silu(self.inner(F.avg_pool1d(y, 2))), scale_factor=2, mode="nearest")
+        return self.up(torch.cat([x, y], 1))
+
+
+@cache
+def made(name):
+    torch.manual_seed(1)
+    if name == "unet":
+        module = Block()
+    else:
+        # Third derivatives of layer norm are wrong in torch 2.13, so the network of these has none.
+        inner = [Sine(), nn.Linear(8, 8), Sine()] if name == "siren" else [nn.Tanh(), nn.LayerNorm(8)]
+        module = nn.Sequential(nn.Linear(4, 8), *inner, nn.Linear(8, 1))
+    return module.double()
+
+
+def weights_of(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def call(module, weights, x):
+    return functional_call(module, weights, (x,))
+
+
+def laplacian(u, points):
+    """Of each point by itself, as in networks that are trained on differential equations."""
+    return vmap(lambda p: hessian(lambda q: u(q).squeeze())(p).diagonal().sum())(points)
+
+
+def laplacian_by_autograd(u, points):
+    (first,) = torch.autograd.grad(u(points).sum(), points, create_graph=True)
+    return sum(
+        torch.autograd.grad(first[:, i].sum(), points, create_graph=True)[0][:, i] for i in range(points.shape[1])
+    )
+
+
+def with_weights(loss, module):
+    """A loss and its gradients by the weights, through the backward pass around a transform."""
+    value = loss(module)
+    found = torch.autograd.grad(value, list(module.parameters()), allow_unused=True)
+    return [value.detach(), *(g for g in found if g is not None), [g is None for g in found]]
+
+
+def scale(x):
+    return torch.linspace(0.5, 1.5, 28, dtype=torch.float64).reshape(7, 4) * (x * 0 + 1)
+
+
+MLP, SIREN, UNET = "mlp", "siren", "unet"
+CASES = {
+    # of what is sharded
+    "grad": lambda x, i: grad(lambda t: made(MLP)(t).square().mean())(x),
+    "grad twice": lambda x, i: grad(lambda t: grad(lambda s: made(SIREN)(s).sum())(t).square().sum())(x),
+    "grad of a U-Net": lambda x, i: grad(lambda t: made(UNET)(t).square().sum())(i),
+    "vjp": lambda x, i: vjp(made(UNET), i)[1](i.cos()),
+    "vjp of several": lambda x, i: vjp(lambda a, b: (a * b, a.sum()), x, x.cos())[1](
+        (scale(x), torch.tensor(2.0).double())
+    ),
+    "jvp": lambda x, i: jvp(made(UNET), (i,), (i.cos(),)),
+    "jvp, a plain tangent": lambda x, i: jvp(torch.sin, (x,), (scale(torch.ones(7, 4)),)),
+    "jacrev": lambda x, i: jacrev(lambda t: made(MLP)(t).sum(0))(x),
+    "jacrev, sharded results": lambda x, i: jacrev(lambda t: t.sin().cumsum(0))(x),
+    "jacfwd": lambda x, i: jacfwd(lambda t: made(MLP)(t).sum(0))(x),
+    "hessian": lambda x, i: hessian(lambda t: made(SIREN)(t).sum())(x),
+    "jvp of grad": lambda x, i: jvp(grad(lambda t: made(SIREN)(t).sin().sum()), (x,), (x.cos(),)),
+    "grad of jvp": lambda x, i: grad(lambda t: jvp(made(SIREN), (t,), (t.cos(),))[1].square().sum())(x),
+    "vjp of jvp": lambda x, i: vjp(lambda v: jvp(made(UNET), (i,), (v,))[1], i.cos())[1](i.sin()),
+    # of plain weights
+    "grad by weights": lambda x, i: grad(lambda p: call(made(UNET), p, i).square().sum())(weights_of(made(UNET))),
+    "value and aux": lambda x, i: grad_and_value(
+        lambda p: (call(made(UNET), p, i).square().sum(), {"twice": i * 2}), has_aux=True
+    )(weights_of(made(UNET))),
+    "jacrev by weights": lambda x, i: jacrev(lambda p: call(made(MLP), p, x).sum(0))(weights_of(made(MLP))),
+    "jvp by weights": lambda x, i: jvp(
+        lambda p: call(made(UNET), p, i), (weights_of(made(UNET)),), (weights_of(made(UNET)),)
+    ),
+    "hvp by weights": lambda x, i: jvp(
+        grad(lambda p: call(made(MLP), p, x).sin().sum()), (weights_of(made(MLP)),), (weights_of(made(MLP)),)
+    ),
+    # of both
+    "grad by both": lambda x, i: grad(lambda p, t: call(made(MLP), p, t).square().mean(), argnums=(0, 1))(
+        weights_of(made(MLP)), x
+    ),
+    "grad of a residual": lambda x, i: grad(lambda p: grad(lambda t: call(made(SIREN), p, t).sum())(x).square().mean())(
+        weights_of(made(SIREN))
+    ),
+    # mapped
+    "vmap": lambda x, i: vmap(made(MLP))(x),
+    "vmap, another dim": lambda x, i: vmap(lambda r: r.sin() / r.sum(), in_dims=1, out_dims=1)(x),
+    "vmap, negative dims": lambda x, i: vmap(lambda r: r.sin(), in_dims=-2, out_dims=-1)(x),
+    "vmap, several": lambda x, i: vmap(lambda a, b, c: (a * b).sum() * c, in_dims=(0, 0, None))(
+        x, scale(0 * x), x.sum()
+    ),
+    "vmap, a plain one": lambda x, i: vmap(lambda a, b: a @ b)(x, torch.arange(28.0).double().view(7, 4)),
+    "vmap, a held one": lambda x, i: vmap(lambda a: (a * x).sum())(x),
+    "vmap of images": lambda x, i: vmap(lambda t: made(UNET)(t[None])[0])(i),
+    "vmap of grad": lambda x, i: vmap(grad(lambda r: made(SIREN)(r).sum()))(x),
+    "vmap of vmap": lambda x, i: vmap(vmap(lambda r: r.sin()))(x),
+    "gradients of each sample": lambda x, i: vmap(grad(lambda p, r: call(made(MLP), p, r).sum()), in_dims=(None, 0))(
+        weights_of(made(MLP)), x
+    ),
+    "ensemble": lambda x, i: vmap(lambda p: call(made(UNET), p, i))(
+        {k: torch.stack([v, 2 * v, v.cos()]) for k, v in weights_of(made(UNET)).items()}
+    ),
+    "the same random numbers": lambda x, i: vmap(lambda r: F.dropout(r, 0.5), randomness="same")(x),
+    "chunks": lambda x, i: vmap(made(MLP), chunk_size=2)(x),
+    # differential equations, with the gradients of the weights
+    "laplacian": lambda x, i: laplacian(made(SIREN), x),
+    "grad of a laplacian": lambda x, i: grad(lambda p: laplacian(lambda r: call(made(MLP), p, r), x).square().mean())(
+        weights_of(made(MLP))
+    ),
+    "backward of a laplacian": lambda x, i: with_weights(lambda m: laplacian(m, x).square().mean(), made(SIREN)),
+    "laplacian by autograd": lambda x, i: with_weights(
+        lambda m: laplacian_by_autograd(m, x.detach().requires_grad_()).square().mean(), made(SIREN)
+    ),
+    "backward of a gradient": lambda x, i: with_weights(
+        lambda m: grad(lambda t: m(t).sin().sum())(i).square().mean(), made(UNET)
+    ),
+    "backward of jvp": lambda x, i: with_weights(lambda m: jvp(m, (i,), (i.cos(),))[1].square().mean(), made(UNET)),
+    # torch.autograd.functional, and batches of gradients
+    "functional.jacobian": lambda x, i: torch.autograd.functional.jacobian(lambda t: made(MLP)(t).sum(0), x),
+    "functional.hvp": lambda x, i: torch.autograd.functional.hvp(lambda t: made(SIREN)(t).sum(), x, x.cos()),
+    "batched gradients": lambda x, i: batched(x),
+}
+
+
+def batched(x):
+    x = x.detach().requires_grad_()
+    y = x.sin().sum(0)
+    return torch.autograd.grad(y, x, torch.eye(4, dtype=torch.float64), is_grads_batched=True)
+
+
+def inputs():
+    for name in (MLP, SIREN, UNET):  # before any transform: within, torch makes no modules
+        made(name)
+    return torch.randn(7, 4, dtype=torch.float64, generator=seeded(2)), torch.randn(
+        2, 2, 12, dtype=torch.float64, generator=seeded(3)
+    )
+
+
+def on_shards(world):
+    x, image = inputs()
+    mesh = shared_mesh(world)
+    return shard(x, mesh, [Shard(0)], {0: SIZES[world][0]}), shard(image, mesh, [Shard(2)], {0: SIZES[world][2]})
+
+
+def plain(results):
+    whole = tree_map(lambda t: t.full_tensor() if isinstance(t, ShardTensor) else t, results)
+    return tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, whole)
+
+
+def said_of(name, said):
+    return f"{name}: {said}"
+
+
+def check(names):
+    world = torch.distributed.get_world_size()
+    for name in names:
+        torch.manual_seed(0)
+        expected = plain(CASES[name](*inputs()))
+        torch.manual_seed(0)
+        found = CASES[name](*on_shards(world))
+        torch.testing.assert_close(plain(found), expected, rtol=1e-10, atol=1e-12, msg=partial(said_of, name))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("part", range(4))
+def test_transforms_are_those_of_one_device(world, part):
+    run_distributed(check, world, list(CASES)[part::4])
+
+
+def check_what_is_plain_stays_plain():
+    x, image = on_shards(2)
+    found = grad(lambda p: call(made(UNET), p, image).square().sum())(weights_of(made(UNET)))
+    assert not any(isinstance(t, ShardTensor) for t in tree_leaves(found))
+    found = grad(lambda t: t.sin().sum())(x)
+    assert isinstance(found, ShardTensor) and found.shard_sizes == x.shard_sizes and not found.requires_grad
+    # Nothing surrounds the transform, so there is no graph of the result; with parameters there is.
+    value, _ = vjp(lambda t: t.sin(), x)
+    assert not value.requires_grad
+    assert vjp(made(MLP), x)[0].requires_grad
+    with torch.no_grad():
+        assert not grad(lambda t: made(MLP)(t).sum())(x).requires_grad
+
+
+def test_results_are_plain_where_arguments_are_and_have_a_graph_where_one_surrounds():
+    run_distributed(check_what_is_plain_stays_plain, 2)
+
+
+def check_messages():
+    """Each rank maps over its own rows: nothing is sent but the sums of what the ranks share."""
+    x, _ = on_shards(2)
+    module = made(SIREN)
+    with count_communication() as counted:
+        value = laplacian(module, x)
+    assert counted == type(counted)() and value.shard_sizes == {0: (5, 2)}
+    with count_communication() as counted:
+        vmap(lambda p: (p * x).sum())(x)  # it holds a ShardTensor: one row after the other
+    assert counted != type(counted)()
+
+
+def test_mapping_over_a_sharded_dim_sends_nothing():
+    run_distributed(check_messages, 2)
+
+
+# -- dual tensors -----------------------------------------------------------------------------------------------------
+
+
+def tangent_of(function, *pairs):
+    with forward_ad.dual_level():
+        result = forward_ad.unpack_dual(function(*(forward_ad.make_dual(p, t) for p, t in pairs)))
+        return result.primal, result.tangent
+
+
+DUAL = {
+    "sin": lambda x, i: tangent_of(torch.sin, (x, x.cos())),
+    "composed": lambda x, i: tangent_of(lambda t: (t.exp() * t).cumsum(0) + t.mean(), (x, x.cos())),
+    "network": lambda x, i: tangent_of(made(UNET), (i, i.cos())),
+    "weights": lambda x, i: tangent_of(lambda w: F.linear(x, w), (torch.ones(3, 4).double(), torch.eye(3, 4).double())),
+    "both": lambda x, i: tangent_of(
+        lambda t, w: F.linear(t, w), (x, x.cos()), (torch.ones(3, 4).double(), torch.eye(3, 4).double())
+    ),
+    "without a graph": lambda x, i: torch.no_grad()(tangent_of)(made(MLP), (x, x.cos())),
+    "reverse over forward": lambda x, i: with_weights(
+        lambda m: tangent_of(m, (i, i.cos()))[1].square().mean(), made(UNET)
+    ),
+}
+
+
+def check_dual(names):
+    world = torch.distributed.get_world_size()
+    for name in names:
+        expected, found = plain(DUAL[name](*inputs())), plain(DUAL[name](*on_shards(world)))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=partial(said_of, name))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_dual_tensors_have_the_tangents_of_one_device(world):
+    run_distributed(check_dual, world, list(DUAL))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def in_place_on_a_dual():
+    x, _ = on_shards(2)
+    tangent_of(lambda t: t.mul_(2), (x, x.cos()))
+
+
+def different_numbers():
+    x, _ = on_shards(2)
+    vmap(lambda r: F.dropout(r, 0.5), randomness="different")(x)
+
+
+def random_numbers():
+    _, image = on_shards(2)
+    vmap(lambda r: F.dropout(r, 0.5))(image)
+
+
+def running_statistics():
+    _, image = on_shards(2)
+    norm = nn.BatchNorm1d(2).double()
+    vmap(lambda r: norm(r[None]))(image)
+
+
+def without_a_second_derivative():
+    x, _ = on_shards(2)
+    jvp(lambda t: t.cumprod(0), (x,), (x.cos(),))
+
+
+def level_that_is_not_ours():
+    x, _ = on_shards(2)
+    torch._C._functorch._grad_increment_nesting()  # as what is called by other ways than torch.func's does
+    try:
+        x.sin()
+    finally:
+        torch._C._functorch._grad_decrement_nesting()
+
+
+REFUSED = {
+    in_place_on_a_dual: "mul_: it writes to a tensor where tangents are computed forward.*out-of-place form",
+    different_numbers: "vmap: randomness='different' draws.*Remedy: draw them before",
+    random_numbers: "called random operation while in randomness error mode",
+    running_statistics: "batch_norm: it would write running statistics once for each row.*Remedy: .*eval",
+    without_a_second_derivative: "jvp: .*the gradient of cumprod on a ShardTensor cannot be differentiated twice.*vjp",
+    level_that_is_not_ours: r"sin: a ShardTensor is met inside a transform of torch's \(grad\).*create_graph=True",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_what_is_refused_says_which_transform_and_what_to_do(function):
+    for error in run_expecting_errors(function, 2):
+        assert isinstance(error, UnsupportedSharding if function is not random_numbers else RuntimeError)
+        with pytest.raises(RuntimeError, match=REFUSED[function]):
+            raise error
+
+
+# -- programs without ShardTensors ----------------------------------------------------------------------------------
+
+
+def test_transforms_of_plain_tensors_are_torchs():
+    x, image = inputs()
+    assert torch.equal(vmap(made(MLP))(x), vmap(made(MLP))(x))
+    compiled = torch.compile(lambda t: vmap(grad(lambda r: r.sin().sum()))(t), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), x.cos())
+    compiled = torch.compile(lambda t: jacrev(lambda r: r.sin())(t), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x[0]), x[0].cos().diag())
+    compiled = torch.compile(lambda t: hessian(lambda r: r.sin().sum())(t), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x[0]), -x[0].sin().diag())
+    with pytest.raises(RuntimeError, match="running_mean"):
+        norm = nn.BatchNorm1d(2).double()
+        vmap(lambda r: norm(r[None]))(image)
