@@ -136,10 +136,6 @@ class AutogradFunction(torch.autograd.Function, metaclass=_CalledDirectly):
     apply: ClassVar[Callable[..., Any]] = vars(torch._C._FunctionBase)["apply"]
 
 
-# Whether one of functorch's transforms runs: torch.func.grad, torch.vmap, ...
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
 # Called in the forward of an autograd function, with its context: the engine runs its backward when nothing else is
 # ready. Of nodes that are it takes the one with the greatest number; they are numbered in the order of their creation.
 run_last: Callable[[Any], None] = methodcaller("_set_sequence_nr", 0)

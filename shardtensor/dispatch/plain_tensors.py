@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import transforms_active
 from ..errors import (
     PLAIN_TARGET,
     LocalSizeError,
@@ -25,7 +24,6 @@ from ..errors import (
     ThreadConflict,
     UnsupportedSharding,
     error_text,
-    refuse,
 )
 from ..layout.spec import ShardTensorSpec
 
@@ -55,8 +53,6 @@ class _Match(NamedTuple):
 def explain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> None:
     """Raise :class:`LocalSizeError` in place of an error of torch's about a plain tensor of a shard's size.
 
-    Inside of transforms of ``torch.func`` any error of torch's becomes a refusal.
-
     Of nested calls the outermost one has the user's own arguments, so its text replaces that of the inner ones.
     """
     if isinstance(error, LocalSizeError) and isinstance(error.__cause__, Exception):
@@ -67,9 +63,6 @@ def explain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if name in ("__get__", "__set__"):  # of an attribute
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     tensors = list(_tensors((args, kwargs)))
-    if transforms_active():
-        remedy = "use torch.autograd.grad, with create_graph=True for derivatives of derivatives"
-        raise refuse(name, tensors, "ShardTensors take no part in transforms of torch.func", remedy) from error
     found = local_size_error(name, tensors, str(error), written=tensors[0] if tensors and writes(func) else None)
     if found is not None:
         raise found from error
