@@ -37,7 +37,7 @@ def convolutions():
 
 def large_shards():
     """Tall enough for gradients to be computed while those of halos travel."""
-    return shard(torch.randn(1, 4, 384, 96), shared_mesh(2), [Shard(2)], {0: (201, 183)}, requires_grad=True)
+    return shard(torch.randn(1, 4, 1536, 96), shared_mesh(2), [Shard(2)], {0: (804, 732)}, requires_grad=True)
 
 
 def meanwhile(names, kind):

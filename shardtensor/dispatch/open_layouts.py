@@ -218,7 +218,7 @@ def decide_by_index(root: Any, dim: int, index: Any, *_: Any) -> None:
     intervals = found(index, key, lambda: _named(local, spec, m))
     if any(low < 0 or high >= n for low, high in intervals if low <= high):
         raise IndexError(f"an index is out of range for dimension {dim} with size {n}")
-    used = [k[1] for k, rows in all_kept(index) if isinstance(rows, RowHalo) and k[0] == m and sum(k[1]) == n]
+    used = [k[2] for k, rows in all_kept(index) if isinstance(rows, RowHalo) and k[0] == m and sum(k[2]) == n]
     sizes = _rows_of_ranks(intervals, n, used)
     if sizes is not None:
         _lay_out(root, into.with_axes({m: AxisLayout(Shard(dim), sizes)}))

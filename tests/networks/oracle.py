@@ -19,7 +19,6 @@ from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from shardtensor import ShardTensor, implicit_replication
 from shardtensor.testing import count_communication, shard, shared_mesh
 
 
@@ -39,7 +38,6 @@ class Network:
             variance for each channel come on top of ``reduced``.
         dtype: of weights and input; float32 where the network cannot run in another, with a tolerance to match.
         half: run in bfloat16, too; not where the network's one device cannot.
-        makes_tensors: it writes to tensors that it makes itself, so it runs inside ``implicit_replication``.
     """
 
     make: Callable[[Any], nn.Module]
@@ -51,14 +49,6 @@ class Network:
     norms_train: bool = False
     dtype: torch.dtype = torch.float64
     half: bool = False
-    makes_tensors: bool = False
-
-    def run(self, model: nn.Module, x: Tensor) -> Tensor:
-        """The network's result for an input, sharded or not."""
-        if self.makes_tensors and isinstance(x, ShardTensor):
-            with implicit_replication(x.device_mesh):
-                return self.call(model, x)
-        return self.call(model, x)
 
 
 def names(networks: Mapping[str, Network], always: Sequence[str] = ()) -> list[Any]:
@@ -84,11 +74,11 @@ def check(module: str, name: str) -> None:
     x.requires_grad_()
     torch.manual_seed(1)
     with count_communication() as counted:
-        y = network.run(model, sharded)
+        y = network.call(model, sharded)
     summed = f"{counted.collective_bytes / x.nbytes:.2f} of the input's bytes, {dict(counted.collectives)}"
     assert counted.collective_bytes < network.reduced * x.nbytes + statistics(model), summed
     torch.manual_seed(1)
-    expected = network.run(twin, x)
+    expected = network.call(twin, x)
     assert_near(whole(y), expected, network.tolerance)
     y.square().mean().backward()
     expected.square().mean().backward()
@@ -120,7 +110,7 @@ def check_half(network: Network, model: nn.Module, x: Tensor) -> None:
     reference = copy.deepcopy(model).double()
 
     def run(model: nn.Module, x: Tensor) -> list[Tensor]:
-        y = network.run(model, x)
+        y = network.call(model, x)
         y.square().mean().backward()
         assert x.grad is not None
         return [whole(y).detach().double(), whole(x.grad).double()]

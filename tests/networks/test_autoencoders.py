@@ -37,8 +37,6 @@ def with_options(enable: Callable[[Any], Any], **options: Any) -> Callable[[Any]
 SPECIAL = {
     "AutoencoderKLHunyuanImage": {"reduced": 1.0},
     "AutoencoderKLTemporalDecoder": {"reduced": 1.0},
-    "AutoencoderKLAllegro": {"makes_tensors": True},
-    "AutoencoderKLKVAEVideo": {"makes_tensors": True},
     "AutoencoderKLLTXVideo": {"tolerance": 1e-5},
 }
 NETWORKS = {
@@ -169,7 +167,6 @@ NETWORKS |= {
         VIDEO,
         3,
         there_and_back,
-        makes_tensors=True,
     ),
     "AutoencoderOobleck": Network(
         lambda d: d.AutoencoderOobleck(

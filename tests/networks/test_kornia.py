@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from seeded import seeded
 from torch import Tensor, nn
 
 from networks.oracle import Network, check, names
-from shardtensor import ShardTensor, implicit_replication
 from shardtensor.testing import run_distributed
 
 PACKAGE = "kornia"
@@ -92,12 +90,6 @@ def patches(path: str, size: int, *args: Any, dim: int = 0, **options: Any) -> N
     return Network(part(path, *args, **options), (6, 1, size, size), dim, described, norms_train=True, half=True)
 
 
-def own_tensors(network: nn.Module, x: Tensor) -> Tensor:
-    """For those that write to tensors which they make."""
-    with implicit_replication(x.device_mesh) if isinstance(x, ShardTensor) else nullcontext():
-        return network(x)
-
-
 def other(x: Tensor) -> Tensor:
     """Another image of the same size."""
     return torch.rand(x.shape, generator=seeded(1), dtype=x.dtype)
@@ -158,7 +150,7 @@ FILTERS = {
     "Sobel": image("filters.Sobel"),
     "gradient": image("filters.SpatialGradient"),
     "second gradient": image("filters.SpatialGradient", order=2),
-    "gradient of volumes": Network(part("filters.SpatialGradient3d"), (1, 2, 8, 8, 8), call=own_tensors, half=True),
+    "gradient of volumes": Network(part("filters.SpatialGradient3d"), (1, 2, 8, 8, 8), half=True),
     "unsharp": image("filters.UnsharpMask", (3, 3), (1.5, 1.5)),
     "in range": image("filters.InRange", (-0.5,) * 3, (0.5,) * 3),
     "filter by FFT": function("filters.fft_conv", torch.ones(1, 3, 3, dtype=torch.float64)),
@@ -187,7 +179,7 @@ FEATURES = {
     "SIFT": patches("feature.SIFTDescriptor", 32, 32),
     "SIFT in rows": patches("feature.SIFTDescriptor", 32, 32, dim=2),
     "dense SIFT": Network(part("feature.DenseSIFTDescriptor"), (1, 1, 24, 16), call=described, half=True),
-    "orientation": Network(part("feature.PatchDominantGradientOrientation", 32), (6, 1, 32, 32), 0, own_tensors),
+    "orientation": Network(part("feature.PatchDominantGradientOrientation", 32), (6, 1, 32, 32), 0),
     "DISK": Network(
         lambda k: k.feature.DISK(16),
         (1, 3, 32, 32),
@@ -399,7 +391,6 @@ COLORS = {
             lambda x: k.enhance.equalize_clahe(x.sigmoid(), grid_size=(2, 2), slow_and_differentiable=True)
         ),
         (1, 3, 32, 32),
-        call=own_tensors,
         reduced=1.0,
     ),
     "JPEG": Network(

@@ -44,7 +44,6 @@ def fno(n_dim: int = 2, dim: int = 2, **options: Any) -> Network:
         SIZES[n_dim],
         dim,
         tolerance=SINGLE,
-        makes_tensors=True,
     )
 
 
@@ -64,7 +63,7 @@ def uno(dim: int = 2, **options: Any) -> Network:
         "n_layers": 3,
         **options,
     }
-    return Network(lambda p: p.models.UNO(**given), (2, 3, 16, 12), dim, tolerance=SINGLE, makes_tensors=True)
+    return Network(lambda p: p.models.UNO(**given), (2, 3, 16, 12), dim, tolerance=SINGLE)
 
 
 def codano(dim: int = 2, **options: Any) -> Network:
@@ -89,7 +88,6 @@ def codano(dim: int = 2, **options: Any) -> Network:
         lambda network, x: network(x, None, ids),
         tolerance=SINGLE,
         reduced=1.5,  # statistics of 15 norms, and products of all pairs of tokens
-        makes_tensors=True,
     )
 
 
@@ -100,7 +98,6 @@ def local(dim: int = 2, **options: Any) -> Network:
         (2, 3, 16, 16),
         dim,
         tolerance=SINGLE,
-        makes_tensors=True,
     )
 
 
@@ -148,7 +145,7 @@ def gino(**options: Any) -> Network:
         "gno_use_torch_scatter": False,
         **options,
     }
-    return Network(lambda p: p.models.GINO(**given), (2, 24, 3), 1, gino_call, SINGLE, 6.0, makes_tensors=True)
+    return Network(lambda p: p.models.GINO(**given), (2, 24, 3), 1, gino_call, SINGLE, 6.0)
 
 
 def fnogno_call(network: nn.Module, x: Tensor) -> Tensor:
@@ -171,7 +168,7 @@ def fnogno(dim: int, **options: Any) -> Network:
         **options,
     }
     shape = (2, 8, 8, 3) if options.get("gno_batched") else (8, 8, 3)
-    return Network(lambda p: p.models.FNOGNO(**given), shape, dim, fnogno_call, tolerance=SINGLE, makes_tensors=True)
+    return Network(lambda p: p.models.FNOGNO(**given), shape, dim, fnogno_call, tolerance=SINGLE)
 
 
 def uqno_call(network: nn.Module, x: Tensor) -> Tensor:
@@ -215,7 +212,6 @@ NETWORKS: dict[str, Network] = {
         2,
         uqno_call,
         tolerance=SINGLE,
-        makes_tensors=True,
     ),
     "CODANO": codano(),
     "CODANO columns": codano(3),

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import networks.oracle as oracle
 from networks.oracle import assert_near, built, names, whole
-from shardtensor import implicit_replication, partition
+from shardtensor import partition
 from shardtensor.neighbors import radius
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
@@ -179,7 +179,7 @@ def check(name: str, ranks: int) -> None:
         key: leaf(key, shard(value, mesh, [Shard(dim)], {0: sizes})) for key, (value, dim, sizes) in parts.items()
     }
     expected = trained(potential.energy, twin, plain)
-    with implicit_replication(mesh), count_communication() as counted:
+    with count_communication() as counted:
         found = trained(potential.energy, network, ours)
     for what, a, b in zip(("energies", "forces"), found, expected, strict=True):
         assert_near(whole(a), b, 1e-9, name=what)

@@ -10,7 +10,6 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import networks.oracle as oracle
 from networks.oracle import assert_near, built, names, whole
-from shardtensor import ShardTensor, UnsupportedSharding, implicit_replication, partition
+from shardtensor import ShardTensor, UnsupportedSharding, partition
 from shardtensor.neighbors import knn
 from shardtensor.parallel import DomainParallel
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
@@ -43,7 +42,6 @@ class Network:
         make: the network, from the module :data:`PACKAGE`.
         takes: the inputs, by their names in :func:`inputs`.
         call: the network's result for these, a tensor or several of which the first one counts.
-        makes: the network writes to tensors that it makes itself, and so is called inside ``implicit_replication``.
         norms_train: as in the oracle.
         half: run in bfloat16, too.
     """
@@ -51,7 +49,6 @@ class Network:
     make: Callable[[Any], nn.Module]
     takes: tuple[str, ...] = ("x", "edge_index")
     call: Callable[..., Any] = field(default=lambda network, *inputs: network(*inputs))
-    makes: bool = False
     norms_train: bool = False
     half: bool = False
 
@@ -153,14 +150,14 @@ PLACED = ("x", "pos", "edge_index")
 GROUPED = ("x", "batch")
 
 CONVOLUTIONS = {
-    "GCNConv": Network(lambda g: g.GCNConv(4, 5), makes=True, half=True),
+    "GCNConv": Network(lambda g: g.GCNConv(4, 5), half=True),
     "GCNConv-weighted": Network(lambda g: g.GCNConv(4, 5), WEIGHTED),
     "GATConv": Network(lambda g: g.GATConv(4, 5, heads=2, edge_dim=3), ATTRIBUTED, half=True),
     "GATv2Conv": Network(lambda g: g.GATv2Conv(4, 5, heads=2, edge_dim=3), ATTRIBUTED),
     "GATv2Conv-unattributed": Network(lambda g: g.GATv2Conv(4, 5, heads=2)),
     "SAGEConv": Network(lambda g: g.SAGEConv(4, 5), half=True),
     "SAGEConv-max": Network(lambda g: g.SAGEConv(4, 5, aggr="max", project=True, normalize=True), half=True),
-    "SAGEConv-lstm": Network(lambda g: g.SAGEConv(4, 5, aggr="lstm"), ("x", "sorted_index"), makes=True),
+    "SAGEConv-lstm": Network(lambda g: g.SAGEConv(4, 5, aggr="lstm"), ("x", "sorted_index")),
     "SAGEConv-many": Network(lambda g: g.SAGEConv(4, 5, aggr=["mean", "min", "max", "std", "var", "sum", "mul"])),
     "SAGEConv-median": Network(lambda g: g.SAGEConv(4, 5, aggr="median")),
     "GINConv": Network(lambda g: g.GINConv(mlp(4, 8, 5), train_eps=True), half=True),
@@ -179,7 +176,6 @@ CONVOLUTIONS = {
             divide_input=True,
         ),
         ATTRIBUTED,
-        makes=True,
     ),
     "ResGatedGraphConv": Network(lambda g: g.ResGatedGraphConv(4, 5, edge_dim=3), ATTRIBUTED, half=True),
     "GraphConv": Network(lambda g: g.GraphConv(4, 5), WEIGHTED, half=True),
@@ -194,29 +190,29 @@ CONVOLUTIONS = {
     "SGConv": Network(lambda g: g.SGConv(4, 5, K=2), WEIGHTED),
     "SSGConv": Network(lambda g: g.SSGConv(4, 5, 0.1, K=2), WEIGHTED),
     "APPNP": Network(lambda g: g.APPNP(2, 0.1), WEIGHTED),
-    "MFConv": Network(lambda g: g.MFConv(4, 5), makes=True),
+    "MFConv": Network(lambda g: g.MFConv(4, 5)),
     "GatedGraphConv": Network(lambda g: g.GatedGraphConv(5, 2), WEIGHTED),
     "FiLMConv": Network(lambda g: g.FiLMConv(4, 5, num_relations=2), TYPED),
     "LEConv": Network(lambda g: g.LEConv(4, 5), WEIGHTED),
-    "ClusterGCNConv": Network(lambda g: g.ClusterGCNConv(4, 5, 0.1), makes=True),
-    "FAConv": Network(lambda g: g.FAConv(4), call=lambda network, x, edges: network(x, x.tanh(), edges), makes=True),
-    "EGConv": Network(lambda g: g.EGConv(4, 8, num_heads=2, aggregators=["symnorm", "max", "std"]), makes=True),
+    "ClusterGCNConv": Network(lambda g: g.ClusterGCNConv(4, 5, 0.1)),
+    "FAConv": Network(lambda g: g.FAConv(4), call=lambda network, x, edges: network(x, x.tanh(), edges)),
+    "EGConv": Network(lambda g: g.EGConv(4, 8, num_heads=2, aggregators=["symnorm", "max", "std"])),
     "GeneralConv": Network(lambda g: g.GeneralConv(4, 5, 3, attention=True, heads=2), ATTRIBUTED),
     "PDNConv": Network(lambda g: g.PDNConv(4, 5, 3, 6), ATTRIBUTED),
-    "AntiSymmetricConv": Network(lambda g: g.AntiSymmetricConv(4), makes=True),
+    "AntiSymmetricConv": Network(lambda g: g.AntiSymmetricConv(4)),
     "FeaStConv": Network(lambda g: g.FeaStConv(4, 5, heads=2)),
     "GMMConv": Network(lambda g: g.GMMConv(4, 5, 3, 2), ATTRIBUTED),
     "AGNNConv": Network(lambda g: g.AGNNConv()),
     "LGConv": Network(lambda g: g.LGConv(), WEIGHTED),
     "RGCNConv": Network(lambda g: g.RGCNConv(4, 5, 2), TYPED),
-    "FastRGCNConv": Network(lambda g: g.FastRGCNConv(4, 5, 2, num_bases=2), TYPED, makes=True),
+    "FastRGCNConv": Network(lambda g: g.FastRGCNConv(4, 5, 2, num_bases=2), TYPED),
     "RGATConv": Network(lambda g: g.RGATConv(4, 5, 2), TYPED),
     "PointTransformerConv": Network(lambda g: g.PointTransformerConv(4, 5), PLACED),
     "MixHopConv": Network(lambda g: g.MixHopConv(4, 5), WEIGHTED),
     "DirGNNConv": Network(lambda g: g.DirGNNConv(g.SAGEConv(4, 5))),
     "SuperGATConv": Network(lambda g: g.SuperGATConv(4, 5, heads=2)),
     "WLConvContinuous": Network(lambda g: g.WLConvContinuous(), WEIGHTED),
-    "HypergraphConv": Network(lambda g: g.HypergraphConv(4, 5), makes=True),
+    "HypergraphConv": Network(lambda g: g.HypergraphConv(4, 5)),
     "SignedConv": Network(
         lambda g: g.SignedConv(4, 5, first_aggr=True),
         call=lambda network, x, edges: network(x, edges[:, :14], edges[:, 14:]),
@@ -224,21 +220,20 @@ CONVOLUTIONS = {
     "GPSConv": Network(
         lambda g: g.GPSConv(4, g.GINConv(mlp(4, 4)), heads=2),
         ("x", "edge_index", "batch"),
-        makes=True,
         norms_train=True,
     ),
     "HeteroConv": Network(hetero_conv, PLACED, of_two_types),
     "HGTConv": Network(hgt_conv, PLACED, of_two_types),
-    "DenseGCNConv": Network(lambda g: g.DenseGCNConv(4, 5), call=dense, makes=True),
+    "DenseGCNConv": Network(lambda g: g.DenseGCNConv(4, 5), call=dense),
 }
 NORMS = {
     "BatchNorm": Network(lambda g: g.BatchNorm(4), ("x",), norms_train=True),
-    "InstanceNorm": Network(lambda g: g.InstanceNorm(4, affine=True), GROUPED, makes=True),
-    "LayerNorm": Network(lambda g: g.LayerNorm(4), GROUPED, makes=True),
+    "InstanceNorm": Network(lambda g: g.InstanceNorm(4, affine=True), GROUPED),
+    "LayerNorm": Network(lambda g: g.LayerNorm(4), GROUPED),
     "LayerNorm-graph": Network(lambda g: g.LayerNorm(4), ("x",)),
     "LayerNorm-node": Network(lambda g: g.LayerNorm(4, mode="node"), ("x",)),
     "GraphNorm": Network(lambda g: g.GraphNorm(4), GROUPED),
-    "GraphSizeNorm": Network(lambda g: g.GraphSizeNorm(), GROUPED, makes=True),
+    "GraphSizeNorm": Network(lambda g: g.GraphSizeNorm(), GROUPED),
     "PairNorm": Network(lambda g: g.PairNorm(), GROUPED),
     "MeanSubtractionNorm": Network(lambda g: g.MeanSubtractionNorm(), GROUPED),
     "DiffGroupNorm": Network(lambda g: g.DiffGroupNorm(4, 2), ("x",), norms_train=True),
@@ -249,17 +244,16 @@ POOLS = {
     "global_max_pool": Network(lambda g: Of(g.global_max_pool), GROUPED, half=True),
     "AttentionalAggregation": Network(lambda g: g.AttentionalAggregation(mlp(4, 1)), GROUPED),
     "Set2Set": Network(lambda g: g.Set2Set(4, 2), GROUPED),
-    "SortAggregation": Network(lambda g: g.SortAggregation(3), GROUPED, makes=True),
+    "SortAggregation": Network(lambda g: g.SortAggregation(3), GROUPED),
     "SoftmaxAggregation": Network(lambda g: g.SoftmaxAggregation(learn=True), GROUPED),
-    "TopKPooling": Network(lambda g: g.TopKPooling(4, 0.5), makes=True),
-    "SAGPooling": Network(lambda g: g.SAGPooling(4, 0.5), makes=True),
+    "TopKPooling": Network(lambda g: g.TopKPooling(4, 0.5)),
+    "SAGPooling": Network(lambda g: g.SAGPooling(4, 0.5)),
 }
 MODELS = {
     "GCN": Network(lambda g: g.GCN(4, 8, 2, 5, jk="cat", norm="batch"), WEIGHTED, norms_train=True),
     "GAT": Network(lambda g: g.GAT(4, 8, 2, 5, v2=True, norm="graph_norm")),
     "PNA": Network(
         lambda g: g.PNA(4, 8, 2, 5, aggregators=["mean", "max"], scalers=["identity", "linear"], deg=DEGREES),
-        makes=True,
     ),
     "AttentiveFP": Network(lambda g: g.AttentiveFP(4, 8, 5, 3, 2, 2), (*ATTRIBUTED, "batch")),
     "DeepGCNLayer": Network(lambda g: g.DeepGCNLayer(g.GENConv(4, 4), g.LayerNorm(4), nn.ReLU())),
@@ -286,10 +280,6 @@ def cut(parts: Sequence[tuple[Tensor, str, int]], ranks: int, which: Sequence[st
     return result
 
 
-def context(network: Network, ranks: int) -> AbstractContextManager[None]:
-    return implicit_replication(shared_mesh(ranks)) if network.makes else nullcontext()
-
-
 def result_of(network: Network, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     result = network.call(model, *inputs)
     return result[0] if isinstance(result, tuple) else result
@@ -312,8 +302,7 @@ def check(name: str, ranks: int) -> None:
             continue
         ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
         sharded, plain = cut(parts, ranks, which), cut(parts, ranks, ())
-        with context(network, ranks):
-            y = result_of(network, ours, sharded)
+        y = result_of(network, ours, sharded)
         expected = result_of(network, theirs, plain)
         assert_near(whole(y), expected, 1e-9)
         loss_of(y).backward()
@@ -332,8 +321,7 @@ def check_half(network: Network, model: nn.Module, parts: Sequence[tuple[Tensor,
     def call(model: nn.Module, x: Tensor) -> Tensor:
         which = CUTS["both"] if isinstance(x, ShardTensor) else ()
         others = [v.detach().to(x.dtype) if v.is_floating_point() else v for v in cut(parts[1:], 2, which)]
-        with context(network, 2) if which else nullcontext():
-            return result_of(network, model, [x, *others])
+        return result_of(network, model, [x, *others])
 
     x = parts[0][0]
     oracle.check_half(oracle.Network(network.make, x.shape, 0, call), model, x)
@@ -393,7 +381,7 @@ def rows_only(name: str) -> None:
     model = built(make, importlib.import_module(PACKAGE))
     twin = copy.deepcopy(model)
     for _ in range(2):
-        with implicit_replication(mesh), count_communication() as forward:
+        with count_communication() as forward:
             y = model(ours, index)
         with count_communication() as backward:
             y.square().mean().backward()
@@ -454,14 +442,13 @@ def test_domain_parallel_takes_plain_graphs(name, layouts):
 
 
 REFUSED = {
-    "outside implicit_replication": (Network(lambda g: g.GCNConv(4, 5)), "edges", "implicit_replication"),
     "products of graphs": (
-        Network(lambda g: g.GraphUNet(4, 8, 5, 2), makes=True),
+        Network(lambda g: g.GraphUNet(4, 8, 5, 2)),
         "nodes",
         "holds no torch.sparse_csr",
     ),
     "loop over edges": (
-        Network(lambda g: g.EdgePooling(4), ("x", "edge_index", "batch"), makes=True),
+        Network(lambda g: g.EdgePooling(4), ("x", "edge_index", "batch")),
         "edges",
         "tolist: no rank holds all values",
     ),
@@ -478,8 +465,7 @@ def refused(case: str) -> None:
     network, which, _ = REFUSED[case]
     model = built(network.make, importlib.import_module(PACKAGE), norms_train=network.norms_train)
     sharded = cut(drawn(network), 2, CUTS[which])
-    with context(network, 2):
-        result_of(network, model, sharded)
+    result_of(network, model, sharded)
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ def convolution(dim: int, to: tuple[int, int] = GRID, **options: Any) -> Network
     return layer(
         lambda p: p.DiscreteContinuousConvS2(3, 4, GRID, to, (2, 3), optimized_kernel=False, **options),
         dim,
-        makes_tensors=True,
     )
 
 
@@ -59,7 +58,6 @@ def transposed(dim: int) -> Network:
         dim,
         (2, 3, 6, 12),
         reduced=20.0,
-        makes_tensors=True,
     )
 
 
@@ -69,7 +67,6 @@ def model(name: str, in_single: bool = False, **options: Any) -> Any:
         lambda p: getattr(importlib.import_module("torch_harmonics.examples.models"), name)(**given),
         dim,
         (2, 3, 16, 32),
-        makes_tensors=True,
         reduced=20.0,
         tolerance=1e-4 if in_single else SINGLE,
         dtype=torch.float32 if in_single else torch.float64,
@@ -90,7 +87,7 @@ TRANSFORMS = both(
             lambda p: p.InverseRealVectorSHT(*GRID, lmax=6, mmax=6), dim, (3, 2, 6, 6), call=from_coefficients
         ),
         "SpectralConvS2": lambda dim: layer(
-            lambda p: p.SpectralConvS2(GRID, GRID, 3, 4), dim, makes_tensors=True, tolerance=SINGLE
+            lambda p: p.SpectralConvS2(GRID, GRID, 3, 4), dim, tolerance=SINGLE
         ),
         "QuadratureS2": lambda dim: layer(lambda p: p.QuadratureS2(GRID), dim),
         "ResampleS2": lambda dim: layer(lambda p: p.ResampleS2(*GRID, 24, 48), dim),
@@ -103,7 +100,7 @@ LOCAL = both(
         "DISCO coarser": lambda dim: convolution(dim, (6, 12)),
         "DISCO transposed": transposed,
         "AttentionS2": lambda dim: layer(
-            lambda p: p.AttentionS2(4, 2, GRID, GRID), dim, (2, 4, *GRID), makes_tensors=True
+            lambda p: p.AttentionS2(4, 2, GRID, GRID), dim, (2, 4, *GRID)
         ),
     }
 )

@@ -190,7 +190,7 @@ WRONG = {
     "below": (lambda x: x.scatter(1, numbers(4, 2, 6) - 1, 1.0), IndexError, "index is out of range for dimension 1"),
     "wrong mask": (lambda x: x.__setitem__(x[:, :3] > 0, 1.0), IndexError, "mask"),
     "plain": (
-        lambda x: torch.zeros(4, 7, 6).double().scatter_(2, numbers(4, 7, 3), x),
+        lambda x: torch.frombuffer(bytearray(1344), dtype=torch.float64).view(4, 7, 6).scatter_(2, numbers(4, 7, 3), x),
         NotImplementedError,
         "plain tensor",
     ),
