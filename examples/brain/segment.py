@@ -11,7 +11,6 @@ torchrun --nproc-per-node 2 segment.py --network SegResNet    another network
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -43,15 +42,6 @@ WEIGHTS = 1e-6
 NETWORKS = {"UNet": unet, "SegResNet": segresnet}  # as MONAI has them
 
 
-def around(image: Tensor) -> AbstractContextManager[None]:
-    """Where MONAI's Dice loss runs: it writes the sharded labels into a tensor of zeros that it makes itself."""
-    if not hasattr(image, "shard_sizes"):
-        return nullcontext()
-    from shardtensor import implicit_replication
-
-    return implicit_replication(image.device_mesh)
-
-
 def prepare(args: argparse.Namespace, image: Tensor, tissue: Tensor) -> tuple[nn.Module, Callable[[], float]]:
     """A fresh network and its step; the seed makes its first weights equal on every rank."""
     from monai.losses import DiceCELoss
@@ -65,8 +55,7 @@ def prepare(args: argparse.Namespace, image: Tensor, tissue: Tensor) -> tuple[nn
 
     def step() -> float:
         optimizer.zero_grad()
-        with around(image):
-            loss = criterion(model(image), tissue)
+        loss = criterion(model(image), tissue)
         loss.backward()
         optimizer.step()
         return loss.item()
