@@ -225,11 +225,14 @@ class _FetchedDim:
 class _Fetched(AutogradFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.step, ctx.stride = step, stride_like(local, local.shape)
         return step.fetch(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         if torch.is_grad_enabled():  # for second derivatives
             return _GivenBack.apply(grad, ctx.step), None
         # What was fetched may be a row or nothing, whose gradient says little of the shard's memory format.
@@ -241,11 +244,14 @@ class _GivenBack(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, step: _FetchedDim) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.step = step
         return step.give_back(grad)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         again = torch.is_grad_enabled()
         return _Fetched.apply(grad, ctx.step) if again else ctx.step.fetch(grad), None
 

@@ -53,15 +53,28 @@ class LocalConvolution:
 
     def __call__(self, read: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs; differentiable."""
+        kernel = convolve_volume if read.ndim == 5 else torch.convolution
         if 0 in self.out_shape or not read.numel():  # nothing to compute on this rank
-            y = read.new_zeros(self.out_shape) + _nothing_of(read, weight)
+            y = read.new_zeros(self.out_shape)
+            if torch.is_grad_enabled():
+                # Derivatives of any order are to come through the exchanges and sums as on other ranks, in their order:
+                # so the graph has the kernel's nodes. It gets enough zeros to have an output, which is left out.
+                some = kernel(padded(read, self._lacking(read, weight)), weight, None, *self.arguments)
+                y = y + some.reshape(-1)[:0].sum()
             return y if bias is None else y + _over_channels(bias, y)
         read = padded(read, self.zeros) if self.zeros else read
         after = max(self.crop, default=0) > 0  # outputs that no input reaches: they are the bias
-        kernel = convolve_volume if read.ndim == 5 else torch.convolution
         y = kernel(read, weight, None if after else bias, *self.arguments)
         y = padded(y, self.crop) if self.crop else y
         return y + _over_channels(bias, y) if after and bias is not None else y
+
+    def _lacking(self, read: Tensor, weight: Tensor) -> list[int]:
+        """Zeros behind the input, as ``F.pad`` takes them, that the kernel lacks to have an output."""
+        stride, padding, dilation, transposed, *_ = self.arguments
+        least = [1, 0]
+        for k, s, p, d in zip(weight.shape[2:], stride, padding, dilation, strict=True):
+            least.append(2 + 2 * p // s if transposed else 1 + d * (k - 1))
+        return [z for n, size in reversed([*zip(least, read.shape, strict=True)]) for z in (0, max(0, n - size))]
 
     def gradients(self, needed: Sequence[bool], grad: Tensor, read: Tensor, weight: Tensor) -> Gradients:
         """Those of input, weight and bias, where they are needed."""
@@ -99,15 +112,6 @@ class LocalConvolution:
             return None, None, grad_b
         rows, others = (t.movedim(1, -1).reshape(-1, t.shape[1]) for t in (grad, read))
         return None, product(rows, others).view(weight.shape), grad_b
-
-
-def _nothing_of(read: Tensor, weight: Tensor) -> Tensor:
-    """Zero, as a function that is bilinear in both, as a convolution is.
-
-    A rank without outputs adds it to them: so derivatives of any order depend on the same tensors on every rank, and
-    come through the exchanges alike.
-    """
-    return read.reshape(-1)[:0].sum() * weight.reshape(-1)[:0].sum()
 
 
 def _over_channels(bias: Tensor, y: Tensor) -> Tensor:

@@ -115,8 +115,9 @@ def _planned_at_owners(call: AtenCall, owners: dict[int, AxisLayout]) -> AtenPla
         result: Tensor = inner(*(narrowed.get(i, a) for i, a in enumerate(args)), **kwargs)
         return result.to(dtype)
 
-    def zeros(*args: Any, **_: Any) -> Tensor:
-        return next(a for a in args if isinstance(a, Tensor)).new_zeros(shape, dtype=dtype)
+    def zeros(*args: Any, device: Any = None, **_: Any) -> Tensor:
+        # On the device that the owner has it on, as to("meta") says: what ranks do next follows from that.
+        return next(a for a in args if isinstance(a, Tensor)).new_zeros(shape, dtype=dtype, device=device)
 
     plan.call = compute if all(at[m] == axis.owner for m, axis in owners.items()) else zeros
     plan.outputs = out

@@ -72,6 +72,28 @@ def test_of_third_order():
     run_distributed(check, 2, CASES[:2], 2)
 
 
+def of_a_constant_gradient():
+    """The gradient of a sum depends on the weight alone; the last rank has inputs and no outputs."""
+    whole, kernel = torch.randn(2, 4, 6, 3, dtype=torch.float64), torch.randn(3, 4, 3, 3, dtype=torch.float64)
+    for order in (2, 3):
+        found = []
+        for x in (whole.clone(), shard(whole, shared_mesh(2), [Shard(2)], {0: (5, 1)})):
+            x, w = x.requires_grad_(), kernel.clone().requires_grad_()
+            loss = F.conv2d(x.tanh(), w, stride=2, padding=1).sum()
+            for _ in range(order - 1):
+                (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = grad.square().sum()
+            loss.backward()
+            found.append((x.grad, w.grad))
+        (expected, of_weight), (ours, our_weight) = found
+        torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(our_weight, of_weight, rtol=1e-10, atol=1e-10)
+
+
+def test_of_a_constant_gradient_where_a_rank_has_no_outputs():
+    run_distributed(of_a_constant_gradient, 2)
+
+
 def of_a_plain_loss():
     """The gradient penalty of a weight; the loss and the weight are plain, so that torch calls the engine by itself."""
     torch.manual_seed(0)
@@ -111,8 +133,10 @@ def messages():
 
 
 def test_messages():
-    """Once more forward for a gradient that is to be differentiated; and then all of these back."""
-    assert run_distributed(messages, 2) == [([2, 3], 3)] * 2
+    """Once more forward for a gradient that is to be differentiated; and then back, but for that one: the gradient does
+    not depend on what it has fetched.
+    """
+    assert run_distributed(messages, 2) == [([2, 3], 2)] * 2
 
 
 def transposed():

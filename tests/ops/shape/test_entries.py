@@ -159,6 +159,48 @@ def test_second_derivatives():
     assert all(run_distributed(second_derivatives, 2))
 
 
+# How entries, or parts that are as short, are taken from a sharded dim.
+TAKEN = {
+    "unbind": lambda x: x.unbind(1),
+    "unbind, batch": lambda x: x.t().unbind(),
+    "select": lambda x: [x.select(1, i) for i in range(x.shape[1])],
+    "int": lambda x: [x[:, i] for i in range(x.shape[1])],
+    "split": lambda x: [part.squeeze(1) for part in x.split(1, 1)],
+    "chunk": lambda x: x.chunk(5, 1),
+    "diagonal": lambda x: [x.diagonal()],
+}
+
+
+def of_absolute_values(ranks):
+    """The second derivative of an absolute value is zeros without memory, which torch itself adds to others."""
+    whole = torch.linspace(-2, 3, 24).double().view(3, 8)
+    for name, taken in TAKEN.items():
+        found = []
+        for x in (whole.clone().requires_grad_(), shard(whole, shared_mesh(ranks), [Shard(1)], {0: CUTS[ranks]})):
+            x.requires_grad_()
+            total = sum((i + 1) * part.abs().pow(3).sum() for i, part in enumerate(taken(x)))
+            (first,) = torch.autograd.grad(total, x, create_graph=True)
+            found.append((first, *torch.autograd.grad(first.square().sum(), x)))
+        for expected, got in zip(*found):
+            torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-10, atol=1e-12, msg=name)
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_second_derivatives_of_absolute_values(ranks):
+    assert all(run_distributed(of_absolute_values, ranks, ranks))
+
+
+def on_meta():
+    x = shard(torch.rand(3, 8), shared_mesh(2), [Shard(1)], {0: (5, 3)})
+    entry = x[:, 6].to("meta")
+    return entry.device.type, entry._local_tensor.device.type
+
+
+def test_all_ranks_have_an_entry_on_the_device_that_it_was_moved_to():
+    assert run_distributed(on_meta, 2) == [("meta", "meta")] * 2
+
+
 def half_precision(dtype):
     torch.manual_seed(0)
     x = (torch.randn(3, 8) * 3).to(dtype)
