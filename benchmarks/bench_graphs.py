@@ -9,7 +9,9 @@ is that of a grid which has 8 rows of 64 nodes for each rank, of 4 to 1,024 rank
 bytes that an inner rank receives in the forward pass and sends in the backward pass, by those on 4 ranks. A step
 of a network like MeshGraphNet (an encoder, two layers that update edges and nodes with residuals, a decoder) is one of
 training, on a mesh of triangles with 160,000 nodes and 956,802 edges; its memory is the most bytes of tensors at a
-time, on the larger rank.
+time, on the larger rank. Where anemoi-models is installed, a step of a block of its graph transformer, on a grid of 100
+x 100 nodes with diagonals, is compared with the same block in one process, and with anemoi's own sharding of it, which
+sends all queries, keys, values and edges to the ranks of their heads.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_memory import most_at_once
+from peers import anemoi_block
 from report import Figure, best_and_median, chosen, finish, parser
 from timing import Run, interleaved, on_ranks
 from torch import Tensor, nn
@@ -37,6 +40,7 @@ SIDE, FEATURES = 200, 32
 ROWS, COLUMNS, GROWTH = 8, 64, (2, 4, 32, 256, 1024)
 MESH_SIDE, HIDDEN, LAYERS = 400, 32, 2
 NETWORK = "MeshGraphNet, 160,000 nodes"
+ANEMOI, ANEMOI_SIDE = "anemoi's graph transformer, 10,000 nodes", 100
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -231,6 +235,68 @@ def of_network(quick: bool) -> list[Figure]:
     ]
 
 
+# -- anemoi's own sharding ---------------------------------------------------------------------------------------------
+
+
+def blocks(mesh: DeviceMesh) -> dict[str, Run]:
+    """A step of one block: of ShardTensors, as anemoi shards it, and of this process alone."""
+    nodes, edges, group = ANEMOI_SIDE**2, grid(ANEMOI_SIDE, diagonals=True), mesh.get_group()
+    torch.manual_seed(0)
+    block, x, features = anemoi_block(HIDDEN, 3, 2), torch.randn(nodes, HIDDEN), torch.randn(edges.shape[1], 3)
+    of_nodes, of_edges = [nodes // mesh.size()] * mesh.size(), at_nodes(edges, nodes, mesh.size())
+    ours = [part(t, d, n, mesh) for t, d, n in ((x, 0, of_nodes), (features, 0, of_edges), (edges, 1, of_edges))]
+    theirs = [t.split(n)[dist.get_rank()].clone() for t, n in ((x, of_nodes), (features, of_edges))]
+    alone = [x, features]
+    for t in (*ours[:2], *theirs, *alone):
+        t.requires_grad_()
+    shapes = [[[n, 1] for n in sizes] for sizes in (of_nodes, of_nodes, of_edges)]
+
+    def step(tensors: list[Any], shapes: Any = (None,) * 3, group: Any = None) -> Tensor:
+        block.zero_grad()
+        loss: Tensor = block(*tensors, shapes, 1, nodes, group)[0].square().sum()
+        loss.backward()
+        return loss
+
+    return {
+        "two": lambda: step(ours),
+        "anemoi": lambda: step([*theirs, edges], shapes, group),
+        "one": lambda: step([*alone, edges]),
+    }
+
+
+def compared_blocks(mesh: DeviceMesh, budget: float) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each kind, and the bytes that all ranks send in a step: nothing where anemoi-models is missing."""
+    try:
+        steps = blocks(mesh)
+    except ImportError:
+        return {}, {}
+    # A sum over one rank's nodes is that rank's loss.
+    losses = torch.stack([steps["two"]().full_tensor(), steps["anemoi"](), steps["one"]()]).detach()
+    dist.all_reduce(total := losses[1].clone())
+    torch.testing.assert_close(torch.stack([losses[0], total]), losses[2].expand(2), rtol=1e-4, atol=0.0)
+    sent = []
+    for kind in ("two", "anemoi"):
+        with count_communication() as counted:
+            steps[kind]()
+        sent.append(float(counted.bytes_sent + counted.collective_bytes))
+    dist.all_reduce(both := torch.tensor(sent, dtype=torch.float64))
+    return interleaved(steps, budget, least=3, most=9, alone=("one",)), dict(zip(("two", "anemoi"), both.tolist()))
+
+
+def of_anemoi(quick: bool) -> list[Figure]:
+    times, sent = on_ranks(compared_blocks, 1.0 if quick else 15.0)
+    names = [f"{ANEMOI}: {what}" for what in ("time of anemoi's own sharding", "bytes of it", "time of one process's")]
+    if not times:
+        return [Figure(GROUP, name, None, bar=bar, note="not installed") for name, bar in zip(names, (1.0, 1.0, None))]
+    both, note = best_and_median(times), f"{sent['two'] / 1e3:.0f} kB, anemoi {sent['anemoi'] / 1e3:.0f} kB"
+    best = both["best"]
+    return [
+        Figure(GROUP, names[0], best["two"] / best["anemoi"], bar=1.0, **both),
+        Figure(GROUP, names[1], sent["two"] / sent["anemoi"], bar=1.0, note=note),
+        Figure(GROUP, names[2], best["two"] / best["one"], **both),
+    ]
+
+
 def main() -> None:
     made = parser(__doc__)
     options = made.parse_args()
@@ -241,6 +307,7 @@ def main() -> None:
     }
     rows["grid, simulated ranks"] = of_growth
     rows[NETWORK] = partial(of_network, options.quick)
+    rows[ANEMOI] = partial(of_anemoi, options.quick)
     figures: list[Any] = []
     for name in chosen(options.only, rows, made.error):
         print(f"measuring {name}", file=sys.stderr)

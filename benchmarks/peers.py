@@ -32,3 +32,21 @@ def distvae(decoder: nn.Module, mesh: DeviceMesh) -> Any:
 
     group: dist.ProcessGroup = mesh.get_group()
     return DecoderAdapter(decoder, vae_group=group)
+
+
+def anemoi_block(width: int, edge_width: int, heads: int) -> nn.Module:
+    """A block of anemoi-models' graph transformer, which shards by itself where it is given a process group;
+    ImportError where it is not installed.
+    """
+    from anemoi.models.layers.block import GraphTransformerProcessorBlock
+    from anemoi.models.layers.utils import load_layer_kernels
+
+    return GraphTransformerProcessorBlock(
+        in_channels=width,
+        hidden_dim=2 * width,
+        out_channels=width,
+        num_heads=heads,
+        edge_dim=edge_width,
+        layer_kernels=load_layer_kernels(),
+        graph_attention_backend="pyg",
+    )
