@@ -254,6 +254,6 @@ class _WithoutStatistics(TorchFunctionMode):
 
 def random_states() -> list[tuple[Callable[[Tensor], Any], Tensor]]:
     """The states of the default generators, each with what sets it."""
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     modules: list[Any] = [torch] if kind is None else [torch, torch.get_device_module(kind)]
     return [(module.set_rng_state, module.get_rng_state()) for module in modules]
