@@ -50,8 +50,8 @@ __all__ = [
     "goes_into_graph",
     "graph_operator",
     "is_traced",
+    "materialized",
     "no_ticket",
-    "settled",
     "ticket_for",
     "wait",
 ]
@@ -154,16 +154,18 @@ def after_start(value: Tensor, ticket: Tensor) -> Tensor:
 # -- numbers that loops over shards read -------------------------------------------------------------------------------
 
 
-def settled(numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+def materialized(numbers: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same numbers, which a compiler for CPUs computes once, before the loops that read them.
 
     By itself inductor computes what is small anew for each element of a shard, with its roots and divisions, and makes
     no vector instructions of the loop then. Kernels of accelerators wait for memory meanwhile, and are not helped.
     """
     first = numbers[0]
-    return _settled(numbers) if first.device.type == "cpu" and goes_into_graph(first) else numbers
+    return _materialized(numbers) if first.device.type == "cpu" and goes_into_graph(first) else numbers
 
 
-@graph_operator("settled(Tensor[] numbers) -> Tensor[]", lambda numbers: [t.clone() for t in numbers], ordered=False)
-def _settled(numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+@graph_operator(
+    "materialized(Tensor[] numbers) -> Tensor[]", lambda numbers: [t.clone() for t in numbers], ordered=False
+)
+def _materialized(numbers: Sequence[Tensor]) -> Sequence[Tensor]:
     return [t.clone() for t in numbers]

@@ -1,9 +1,9 @@
 """Normalization of channels in graphs, by elementwise operators and sums of which a compiler makes loops of its own.
 
 Everything has the shard's own shape. A view by channels in between would have inductor choose an order of memory for
-it, and copy what the convolutions around want channels-last. What is one number per channel is :func:`settled` before
-the loops that read it, and nothing that backward needs is a view of another such thing: torch's compiler may have the
-one overwritten while the other is in use.
+it, and copy what the convolutions around want channels-last. What is one number per channel is :func:`materialized`
+before the loops that read it, and nothing that backward needs is a view of another such thing: torch's compiler may
+have the one overwritten while the other is in use.
 
 As in ``plans.py`` numbers are kept for each channel of all samples that have statistics of their own. Without weight
 and bias a set counts as one channel.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...communication.tracing import settled
+from ...communication.tracing import materialized
 
 
 def moments_in_graph(x: Tensor, samples: int, sets: int) -> Tensor:
@@ -28,7 +28,7 @@ def moments_in_graph(x: Tensor, samples: int, sets: int) -> Tensor:
         return (t.mean(others) if others else t).reshape(sets, -1).mean(1)
 
     mean = average(x)
-    (center,) = settled([_along(x, samples, mean)])
+    (center,) = materialized([_along(x, samples, mean)])
     return torch.stack((mean, average((x - center).square())))
 
 
@@ -44,7 +44,7 @@ def normalized_in_graph(
     mean, var, *counts = moments.unbind()
     rstd = (var + eps).rsqrt()
     of_channels = [mean, rstd if weight is None else rstd * weight, *(() if bias is None else (bias,))]
-    mean, scale, *shift, rstd = settled([*(_along(x, samples, t) for t in of_channels), rstd])
+    mean, scale, *shift, rstd = materialized([*(_along(x, samples, t) for t in of_channels), rstd])
     y = (x - mean) * scale
     return y + shift[0] if shift else y, (mean, scale, rstd, *counts)
 
@@ -75,7 +75,7 @@ def of_input_in_graph(
     """
     each = len(rstd) // len(slope)
     slope, offset = (t.repeat_interleave(each) if each > 1 else t for t in (slope, offset))
-    slope, offset = settled([_along(x, samples, t) for t in (slope * rstd, offset)])
+    slope, offset = materialized([_along(x, samples, t) for t in (slope * rstd, offset)])
     return (x - mean) * slope + offset + grad * scale
 
 

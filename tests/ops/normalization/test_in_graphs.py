@@ -113,7 +113,7 @@ def check_graphs():
     return loops, read, tuple(own.shape)
 
 
-def test_loops_have_the_shards_shape_and_read_what_is_settled_before():
+def test_loops_have_the_shards_shape_and_read_what_is_materialized_before():
     for loops, read, own in run_distributed(check_graphs, 2, timeout=100):
         assert loops == {own}
-        assert read == {"shardtensor.settled.default", "placeholder"}  # the forward pass settles and keeps
+        assert read == {"shardtensor.materialized.default", "placeholder"}  # the forward pass materializes and keeps
