@@ -7,7 +7,6 @@ from . import debug, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
 from .context import allow_gather
 from .dispatch import gradients, user_strategies  # noqa: F401  # both fill the registry, as ops does
-from .dispatch.implicit_replication import implicit_replication
 from .dispatch.patches import install
 from .dispatch.registry import Support, register, registered, supports, unregister
 from .dispatch.scatter import scatter_tensor
@@ -41,7 +40,6 @@ __all__ = [
     "UnsupportedSharding",
     "allow_gather",
     "attention_method",
-    "implicit_replication",
     "set_transport",
     "take_turns",
     # graphs; shardtensor.neighbors has searches for neighbours

@@ -55,9 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--sizes", type=_sizes, help="shard sizes, one list per mesh dim: 300+1050 or 300+1050,2700")
     explain.add_argument("--ranks", type=_ranks, help='ranks to run, "all" or 0,3 (default: a sample of large worlds)')
     explain.add_argument("--values", action="store_true", help="run with values, in the memory of one rank")
-    explain.add_argument(
-        "--implicit-replication", action="store_true", help="for models that write to tensors of their own"
-    )
     explain.add_argument("--json", action="store_true", help="print JSON in place of a table")
     explain.add_argument("--html", metavar="FILE", help="write a page, too")
     explain.set_defaults(command=_explain)
@@ -111,7 +108,6 @@ def _explain(options: argparse.Namespace) -> int:
         backward=options.backward,
         ranks=ranks,
         values=True if options.values else None,
-        implicit_replication=options.implicit_replication,
     )
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)
     if options.html:

@@ -9,10 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
 PLAIN_TARGET = (
-    "a ShardTensor cannot be written into a plain tensor whose memory another tensor or an array shares, or that is a "
-    "leaf which requires grad, nor in a compiled function",
-    "make that tensor from a ShardTensor (x.new_zeros, torch.zeros_like(x)), or call the network inside "
-    "shardtensor.implicit_replication(mesh), where torch.zeros and the like make ShardTensors",
+    "a ShardTensor cannot be written into a plain tensor whose memory an array shares, a view in another shape, or a "
+    "graph of autograd, or that is a leaf which requires grad, nor in a compiled function",
+    "make that tensor from a ShardTensor (x.new_zeros, torch.zeros_like(x)), in the shape in which it is written to",
 )
 
 

@@ -12,7 +12,6 @@ from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-import shardtensor
 from shardtensor import ShardTensor
 from shardtensor.dispatch import planning
 from shardtensor.layout.caches import forget
@@ -66,13 +65,7 @@ OPERANDS = {
     "embedding of a step": lambda x, mesh: x + nn.Linear(3, 4)(noise(mesh, 3))[:, None, None],
     "parameter as an operand": lambda x, mesh: x * nn.Parameter(noise(mesh, 4, 1, 1)),
     "number as a parameter": lambda x, mesh: x * nn.Parameter(noise(mesh, 1)[0]),
-    "random numbers of the network": lambda x, mesh: x + of_the_network(mesh),
 }
-
-
-def of_the_network(mesh):
-    with shardtensor.implicit_replication(mesh):
-        return with_own_seed(partial(torch.randn, 1, 4, 8, 6), mesh)
 
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

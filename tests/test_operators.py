@@ -295,8 +295,8 @@ def numbers_as_tensors(how):
         given = torch.tensor(number)
         assert_matches_unsharded(lambda t, n=given: function(t, n), x, mesh_shape=2, **layout)
     mesh = shared_mesh(2)
-    with shardtensor.implicit_replication(mesh):
-        y = function(shard(x, mesh, *layout.values()), torch.tensor(1))
+    one = ShardTensor.from_local(torch.tensor(1), mesh, [Replicate()])
+    y = function(shard(x, mesh, *layout.values()), one)
     torch.testing.assert_close(y.full_tensor(), function(x, torch.tensor(1)))
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 from shardtensor import (
     LocalSizeError,
@@ -18,7 +19,6 @@ from shardtensor import (
     ShardTensor,
     UnsupportedSharding,
     allow_gather,
-    implicit_replication,
 )
 from shardtensor.ranks.waiting import observed
 from shardtensor.testing import (
@@ -242,8 +242,7 @@ def other_lengths(case):
             with allow_gather():
                 x + ones(5, 7)
         case "replicated":
-            with implicit_replication(x.device_mesh):
-                x + torch.ones(5, 7)
+            x + ShardTensor.from_local(ones(5, 7), x.device_mesh, [Replicate()])
 
 
 OTHER = {
@@ -325,10 +324,16 @@ def rules():
         write(out)
         assert isinstance(out, ShardTensor) and torch.equal(out.full_tensor(), 2 * whole)
         out = whole.clone()
-        same = out.detach()
-        with pytest.raises(UnsupportedSharding, match="cannot be written into a plain tensor whose memory another"):
+        flat = out.view(-1)
+        with pytest.raises(UnsupportedSharding, match="cannot be written into a plain tensor whose memory"):
             write(out)
-        assert torch.equal(same, whole)
+        assert torch.equal(flat, whole.view(-1))
+    # Nor does torch's own context for DTensors change anything.
+    with implicit_replication(), count_communication() as counted:
+        scaled, sums = x * whole, nn.functional.linear(x, whole[0])
+    assert not counted.messages and not counted.collectives
+    assert torch.equal(scaled.full_tensor(), whole * whole)
+    torch.testing.assert_close(sums.full_tensor(), whole @ whole[0].t())
     assert isinstance(torch.zeros_like(x), ShardTensor) and type(torch.zeros(8) + 1) is torch.Tensor
     assert isinstance(x.new_zeros(x.shape), ShardTensor)
     # A buffer.

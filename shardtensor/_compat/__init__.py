@@ -7,8 +7,9 @@ here. Tested with torch 2.11 to 2.15.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import methodcaller
@@ -347,9 +348,8 @@ def without_values() -> Iterator[Any]:
         _previews = before
 
 
-def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share their storage; also where they have no data."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+# Whether two tensors share their storage; also where they have no data.
+same_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def keep_static(tensor: torch.Tensor) -> None:
@@ -511,14 +511,6 @@ def register_scripting(function: Callable[..., Any], original: Callable[..., Any
 exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
 
-def has_own_memory(tensor: torch.Tensor, tensors: int) -> bool:
-    """Whether no more than ``tensors`` tensors have its memory, and nothing else, such as an array."""
-    storage = tensor.untyped_storage()
-    if not storage.resizable() or storage.is_shared() or tensor._use_count() != 1:  # type: ignore[attr-defined]
-        return False
-    return torch._C._storage_Use_Count(storage._cdata) == tensors + 1  # and the object of the storage
-
-
 def _references_to_base(view: torch.Tensor) -> int:
     base = view._base
     return sys.getrefcount(base)
@@ -527,9 +519,29 @@ def _references_to_base(view: torch.Tensor) -> int:
 _WITHOUT_PROGRAM = _references_to_base(torch.empty(1).view(1))
 
 
-def holds_base_of(tensor: torch.Tensor) -> bool:
-    """Whether a program holds the tensor that this one is a view of, if it is one."""
-    return tensor._base is not None and _references_to_base(tensor) > _WITHOUT_PROGRAM
+def tensors_with_memory_of(tensor: torch.Tensor, classes: Collection[type]) -> list[torch.Tensor] | None:
+    """All tensors that have this one's memory, of these classes; None where something else has it, too.
+
+    If a program holds only this one, and not the tensor that it is a view of, the latter does not count.
+    """
+    storage = tensor.untyped_storage()
+    count = torch._C._storage_Use_Count(storage._cdata) - 1  # without the object of the storage
+    if not storage.resizable() or storage.is_shared():
+        return None
+    found = {id(tensor): tensor}
+    if tensor._base is not None and (count != 2 or _references_to_base(tensor) > _WITHOUT_PROGRAM):
+        found[id(tensor._base)] = tensor._base
+    elif tensor._base is not None:
+        count -= 1
+    for generation in range(3):  # the youngest first: most are
+        if len(found) < count:
+            objects = gc.get_objects(generation)
+            found.update((id(t), t) for t in objects if type(t) in classes and same_memory(t, tensor))
+    tensors = list(found.values())
+    # A tensor counts its views, and the graphs that have saved it.
+    counts = [1 + sum(view._base is t for view in tensors) for t in tensors]
+    known = [t._use_count() for t in tensors]  # type: ignore[attr-defined]
+    return tensors if len(tensors) == count and known == counts else None
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,5 @@
 - ``chunks``: which part of the global tensor a rank has, for checkpoints.
 - ``gradients``: ``backward()`` and ``autograd.grad()``.
 - ``scatter``: ``scatter_tensor``.
-- ``implicit_replication``: tensors that a network makes (``torch.zeros``) become ShardTensors.
 - ``patches``: functions that torch does not dispatch.
 """

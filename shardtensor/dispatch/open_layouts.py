@@ -1,4 +1,4 @@
-"""Tensors whose layout is open until a sharded value is written to them, see ``implicit_replication``.
+"""Tensors whose layout is open until a sharded value is written to them: ``x.new_zeros``, and written tensors.
 
 [Note: open layouts] Such a tensor is replicated, and is marked as open. Where the first sharded value is written to it,
 it takes that value's sizes before the write: each rank keeps its slice, nothing is sent, and the tensor is an ordinary

@@ -55,7 +55,7 @@ def promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     if writes(func) and not is_shard_tensor(first):
         if isinstance(first, DTensor) or not all(a._spec.is_replicate() for a in given if is_shard_tensor(a)):
             raise refuse(name, given, *PLAIN_TARGET)
-        # Every rank has all of what is written, and of the places, such as torch.arange in implicit_replication.
+        # Every rank has all of what is written, and of the places.
         return converted(lambda a: a.to_local() if is_shard_tensor(a) else a, args, kwargs)
     if name in ("__get__", "__set__", "backward") or (getattr(func, "__module__", None) or "").startswith(
         "torch.autograd"

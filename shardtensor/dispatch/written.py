@@ -7,26 +7,28 @@ with an open layout, to which the value is written ([Note: open layouts]); as a 
 The object stays, since the program holds it. It cannot get the class ShardTensor, which has slots; it becomes a
 :class:`WrittenTensor`, which has no memory of its own, and gives each call to the ShardTensor that it stands for.
 
-Other tensors with the same memory would not see the write. Whether there are any, torch's count of them tells, which is
-the same on all ranks of a program that does the same on all; what waits for Python's garbage collector, which may be at
-another point on each rank, is collected first. Memory that came from elsewhere, such as an array's, is not counted. So
-these are refused, and leaves that require grad. Of a view that is written to (``out[0] += x``), the tensor that it is a
-view of becomes one, too, if these are the only two. One that the program does not hold is left out.
+All tensors with the same memory have to see the write, so they become written tensors, too: the tensor that is written
+to, the one that it is a view of, and the other views of that. Python's garbage collector knows those that a program
+holds, and torch's count of them tells whether these are all; both are the same on all ranks of a program that does the
+same on all, once what waits for being collected is. Others have that memory where a graph has saved the tensor; memory
+that came from elsewhere, such as an array's, is not counted. These are refused, and leaves that require grad, and views
+that are not taken by an index and an order of dims.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from .._compat import AutogradFunction, FakeTensor, exchange_memory, has_own_memory, holds_base_of, tracing, whole_of
+from .._compat import AutogradFunction, FakeTensor, exchange_memory, tensors_with_memory_of, tracing, whole_of
 from .conversions import is_shard_tensor, promote
-from .open_layouts import leave_open
+from .open_layouts import Take, leave_open
 from .plain_tensors import writes
 from .planning import converted, flat
 
@@ -121,34 +123,55 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     operands = [a for a in flat(args, kwargs) if is_shard_tensor(a)]
     if tracing() or all(a._spec.is_replicate() for a in operands):
         return NotImplemented
-    mesh, tensors = operands[0]._spec.mesh, 1 if written._base is None else 2
-    base = written._base if holds_base_of(written) else None
-    whole = written if base is None else base
-    if (whole.requires_grad and whole.is_leaf) or whole.layout is not torch.strided or type(whole) not in PLAIN:
+    mesh = operands[0]._spec.mesh
+    if written.layout is not torch.strided or written.device.type != mesh.device_type:
         return NotImplemented
-    take = None if base is None else _taken(whole, written)
-    if whole.device.type != mesh.device_type or (take is None) != (base is None) or not _is_alone(written, tensors):
+    held = _whole_and_views(written)
+    if held is None:
+        gc.collect()
+        held = _whole_and_views(written)
+    if held is None:
         return NotImplemented
+    whole, views = held
     sharded = promote(whole, mesh)
     leave_open(sharded)
-    pairs = [(whole, sharded)] if take is None else [(whole, sharded), (written, take(sharded))]
-    result = func(pairs[-1][1], *args[1:], **kwargs)  # where it is refused, the tensors stay what they are
+    pairs = [(whole, sharded), *((view, take(sharded)) for view, take in views)]
+    target = next(new for plain, new in pairs if plain is written)
+    result = func(target, *args[1:], **kwargs)  # where it is refused, the tensors stay what they are
     family: _Family = WeakValueDictionary()
     for plain, new in pairs:
         exchange_memory(plain, _Standing.apply(new))
         plain.__class__ = WrittenTensor
         _stand(plain, new, family)
-    return written if result is pairs[-1][1] else result
+    return written if result is target else result
 
 
-def _is_alone(written: Tensor, tensors: int) -> bool:
-    """Whether no more than these many tensors, itself and what it is a view of, have its memory."""
-    if not has_own_memory(written, tensors):
-        gc.collect()
-    return has_own_memory(written, tensors)
+def _whole_and_views(written: Any) -> tuple[Any, list[tuple[Any, Take]]] | None:
+    """Of the tensors with this one's memory: which has all of it, and how each other is taken of that.
+
+    None where these are not all, or one cannot become a written tensor.
+    """
+    tensors = tensors_with_memory_of(written, PLAIN)
+    if tensors is None or any(type(t) not in PLAIN or (t.requires_grad and t.is_leaf) for t in tensors):
+        return None
+    base = written._base
+    whole = base if any(t is base for t in tensors) else max(tensors, key=lambda t: (t.numel(), t is written))
+    views: list[tuple[Any, Take]] = []
+    for t in tensors:
+        if t is not whole:
+            take = _taken(whole, t)
+            if take is None or (t._base is not None and t._base is not whole):
+                return None
+            views.append((t, take if t._base is whole else partial(_detached, take)))
+    return whole, views
 
 
-def _taken(whole: Tensor, view: Tensor) -> Callable[[Any], Any] | None:
+def _detached(take: Take, whole: Any) -> Any:
+    """A view of which autograd does not know that it is one."""
+    return take(whole).detach()
+
+
+def _taken(whole: Tensor, view: Tensor) -> Take | None:
     """How a view is taken of a tensor by an index and an order of dims; None if it is another kind of view."""
     rest, strides = int(view.storage_offset() - whole.storage_offset()), whole.stride()
     index, kept = [slice(None)] * whole.ndim, []

@@ -79,8 +79,7 @@ _DTENSOR = Origin(
     names={
         "DTensor": "shardtensor.ShardTensor, for activations; weights may stay DTensors",
         "distribute_tensor": "shardtensor.scatter_tensor(tensor, source, mesh, placements), for inputs",
-        "implicit_replication": f"{_NOTHING} for plain weights and masks; shardtensor.implicit_replication(mesh) for "
-        "tensors that a network makes and writes to",
+        "implicit_replication": _PROMOTION,
         "context_parallel": f"{_NOTHING}: torch.nn.functional.scaled_dot_product_attention of sharded sequences",
         "local_map": _REGISTER,
         **dict.fromkeys(("empty", "full", "ones", "rand", "randn", "zeros"), _FACTORY),

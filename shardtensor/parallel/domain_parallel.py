@@ -20,9 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from inspect import Parameter
 from typing import Any
 
@@ -34,7 +32,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import is_traced
-from ..dispatch.implicit_replication import implicit_replication
 from ..dispatch.tensor import ShardTensor, promote
 from ..layout.geometry import aligned_sizes
 from ..layout.placements import ShardSizes
@@ -85,8 +82,6 @@ class DomainParallel(ParallelStyle):
             need not.
         use_local_output: whether outputs are plain tensors, each rank's own part. None: those that are replicated
             are plain, and those that are sharded are ShardTensors.
-        implicit_replication: whether the module runs inside :func:`shardtensor.implicit_replication`, so that sharded
-            values can be written to tensors that it makes itself. It takes the host a few microseconds per operator.
         when: "always", or "auto": without gradients, plain inputs for which that is faster run on every rank without
             shards. That is found out in the first four calls with inputs of these shapes, if they take less than 0.1
             seconds on shards, and logged (``logging.getLogger("shardtensor")``, level INFO). Results are laid out
@@ -118,7 +113,6 @@ class DomainParallel(ParallelStyle):
         shard_sizes: ShardSizes = None,
         align: int | Mapping[int, int] = 1,
         use_local_output: bool | None = None,
-        implicit_replication: bool = True,
         methods: Sequence[str] = ("forward",),
         when: str = "always",
     ) -> None:
@@ -143,7 +137,6 @@ class DomainParallel(ParallelStyle):
         self.shard_sizes = shard_sizes
         self.align = align
         self.use_local_output = use_local_output
-        self.implicit_replication = implicit_replication
         self.methods = tuple(methods)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -159,7 +152,6 @@ class DomainParallel(ParallelStyle):
         signatures = {method: inspect.signature(getattr(module, method)) for method in self.methods}
         parameters = {method: _Parameters(f"{name}.{method}", given) for method, given in signatures.items()}
         inputs = {method: own.by_name(self.inputs) for method, own in parameters.items()}
-        on_shards = partial(implicit_replication, device_mesh) if self.implicit_replication else nullcontext
         checks = _Checks(f"plain inputs of {name} (DomainParallel)", device_mesh)
         faster = _FasterWay(name, device_mesh) if self.when == "auto" and device_mesh.size() > 1 else None
 
@@ -185,9 +177,6 @@ class DomainParallel(ParallelStyle):
             new_kwargs = {name: placed.pop(name) for name in kwargs}
             return parameters[method].unnamed(placed), new_kwargs
 
-        def context() -> AbstractContextManager[Any]:
-            return nullcontext() if faster and faster.without_shards else on_shards()
-
         def returned(output: Any) -> Any:
             checks.after()
             result = _placed(output, self.outputs, give_back, "output")
@@ -195,7 +184,7 @@ class DomainParallel(ParallelStyle):
                 faster.end()
             return result
 
-        style = Style(as_given, context, returned)
+        style = Style(as_given, returned)
         for method in self.methods:
             apply_style(module, method, style, _NO_GRAPH)
         return module
@@ -255,11 +244,7 @@ class _Checks:
 
 
 class _FasterWay:
-    """Whether a call runs on shards or without, see [Note: the faster way].
-
-    Attributes:
-        without_shards: how the call that has begun last runs.
-    """
+    """Whether a call runs on shards or without, see [Note: the faster way]."""
 
     _TRIED = (False, False, True, True)  # without shards?
     _SECONDS = 0.1  # on shards, beyond which nothing is tried without
@@ -271,11 +256,10 @@ class _FasterWay:
         self._times: dict[Any, list[float]] = {}
         self._key: Any = None
         self._started = 0.0
-        self.without_shards = False
 
     def begin(self, method: str, given: Sequence[tuple[str, Tensor]]) -> bool:
         """Choose the way of a call; collective where times are compared."""
-        self._key, self.without_shards = None, False
+        self._key = None
         tensors = [t for _, t in given]
         if torch.is_grad_enabled() or not tensors or any(isinstance(t, DTensor) or is_traced(t) for t in tensors):
             return False
@@ -284,11 +268,9 @@ class _FasterWay:
             times = self._times.setdefault(key, [])
             self._compare(key, times)
             if key not in self._kept:
-                self._key, self.without_shards = key, self._TRIED[len(times)]
-                self._started = self._now()
-                return self.without_shards
-        self.without_shards = self._kept.get(key, False)
-        return self.without_shards
+                self._key, self._started = key, self._now()
+                return self._TRIED[len(times)]
+        return self._kept.get(key, False)
 
     def _compare(self, key: Any, times: Sequence[float]) -> None:
         """Keep a way, where these times tell which."""

@@ -15,7 +15,6 @@ import atexit
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
@@ -37,12 +36,10 @@ class Style:
 
     Attributes:
         given: makes the arguments of a method from those of the caller: ``given(method, args, kwargs)``.
-        context: what the method runs in; asked for after that.
         returned: makes the result from what the method returns.
     """
 
     given: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
-    context: Callable[[], AbstractContextManager[Any]]
     returned: Callable[[Any], Any]
 
 
@@ -66,24 +63,19 @@ class _Use:
 
 
 class _Call:
-    """A call of a styled method: whose it is, and what to leave when it ends."""
+    """A call of a styled method: whose it is, and the calls around it."""
 
     def __init__(self, use: _Use, module: nn.Module) -> None:
-        self.use, self.module, self.contexts = use, module, ExitStack()
+        self.use, self.module, self.outer = use, module, _calls.get()
         self.is_inner = _runs(use, module)
         if not use.ran:
             use.ran = True
             while use.watching:
                 use.watching.pop().remove()
-        outer = _calls.get()
-        _calls.set((*outer, self))
-        self.contexts.callback(_calls.set, outer)
+        _calls.set((*self.outer, self))
 
-    def given(self, style: Style, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What the method gets, which then runs in the style's context."""
-        arguments = style.given(method, args, kwargs)
-        self.contexts.enter_context(style.context())
-        return arguments
+    def end(self) -> None:
+        _calls.set(self.outer)
 
 
 _calls: ContextVar[tuple[_Call, ...]] = ContextVar("calls of styled methods", default=())
@@ -114,12 +106,12 @@ def _hook_forward(module: nn.Module, _: str, style: Style, use: _Use, decorate: 
     @decorate
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _Call(use, called)
-        return None if call.is_inner else call.given(style, "forward", args, kwargs)
+        return None if call.is_inner else style.given("forward", args, kwargs)
 
     @decorate
     def leave(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (calls := _calls.get()) and calls[-1].module is called:  # not where another hook has raised before
-            calls[-1].contexts.close()
+            calls[-1].end()
 
     @decorate
     def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -139,11 +131,13 @@ def _replace(module: nn.Module, method: str, style: Style, use: _Use, decorate: 
     def styled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = MethodType(bound.__func__, self) if is_own else bound
         call = _Call(use, self)
-        with call.contexts:
+        try:
             if call.is_inner:
                 return function(*args, **kwargs)
-            args, kwargs = call.given(style, method, args, kwargs)
+            args, kwargs = style.given(method, args, kwargs)
             output = function(*args, **kwargs)
+        finally:
+            call.end()
         return style.returned(output)
 
     setattr(module, method, MethodType(styled, module))

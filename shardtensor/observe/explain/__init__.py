@@ -27,7 +27,6 @@ def explain(
     backward: bool | Callable[[Any], Tensor] = False,
     ranks: Sequence[int] | None = None,
     values: bool | None = None,
-    implicit_replication: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
     """What a model would do on the ranks of a mesh, layer by layer, without a cluster and without its memory.
@@ -55,7 +54,6 @@ def explain(
         ranks: those to run. Default: all of up to 8 ranks; of more, the first, the middle one, the last, and those
             with the largest and the smallest shard.
         values: whether tensors have values. None: if the model needs them.
-        implicit_replication: run the model inside :func:`shardtensor.implicit_replication`.
         kwargs: keyword arguments of the model; tensors among them stay plain.
 
     Raises:
@@ -71,7 +69,7 @@ def explain(
         >>> found.layers[0].shares[3].outputs
         ((1, 8, 336, 2700),)
     """
-    job = prepared(model, inputs, kwargs or {}, mesh, shard, shard_sizes, backward, implicit_replication)
+    job = prepared(model, inputs, kwargs or {}, mesh, shard, shard_sizes, backward)
     if ranks is not None:
         ranks = sorted(set(ranks))
         if not ranks or not all(0 <= rank < job.world_size for rank in ranks):

@@ -139,7 +139,6 @@ def advise(
     machine: Machine | None = None,
     backward: bool | Callable[[Any], Tensor] = True,
     kwargs: Mapping[str, Any] | None = None,
-    implicit_replication: bool = False,
 ) -> Advice:
     """Which dims of the input to shard over how many ranks, in which sizes, and whether it pays.
 
@@ -148,8 +147,8 @@ def advise(
     this process and without values, and its time comes from a model of the machine.
 
     Args:
-        model, inputs, kwargs, backward, implicit_replication: as for :func:`shardtensor.explain`; dims are those of the
-            first input that is a tensor, and other inputs are sharded where they have them with the same length.
+        model, inputs, kwargs, backward: as for :func:`shardtensor.explain`; dims are those of the first input that is
+            a tensor, and other inputs are sharded where they have them with the same length.
         ranks: how many there are.
         dims: those to try; default: all with at least two elements for each rank, apart from dim 0, the batch, which
             data parallelism shards, and dim 1, the channels or tokens' features, for inputs of more than three dims.
@@ -178,7 +177,7 @@ def advise(
         raise UnfitArguments(
             f"the input {tuple(tensor.shape)} has no dim that is long enough for {ranks} ranks; give dims="
         )
-    options = {"backward": backward, "kwargs": kwargs, "implicit_replication": implicit_replication}
+    options = {"backward": backward, "kwargs": kwargs}
     search = _Search(model, inputs, tensor, machine or Machine(), options)
     single, whole = search.run((1,), (), {})
     tried = [search.run(mesh, at, sizes) for mesh, at, sizes in search.candidates(ranks, dims, whole)]

@@ -19,7 +19,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from ..._compat import NEEDS_VALUES, tree_leaves, tree_map, without_values
-from ...dispatch.implicit_replication import implicit_replication
 from ...dispatch.scatter import part_at
 from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
@@ -62,7 +61,6 @@ class Job:
     layouts: tuple[tuple[Placement, ...] | None, ...]
     sizes: tuple[Sizes, ...]
     backward: bool | Callable[[Any], Tensor]
-    replicate: bool
     device: str
 
     @property
@@ -91,7 +89,6 @@ def prepared(
     shard: Any,
     shard_sizes: Sizes | Sequence[Sizes | None] | None,
     backward: bool | Callable[[Any], Tensor],
-    replicate: bool,
 ) -> Job:
     """The job of :func:`shardtensor.explain`'s arguments, or the errors that it documents."""
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
@@ -122,7 +119,7 @@ def prepared(
     if len(devices) > 1:
         raise UnfitArguments(f"model and inputs are on different devices: {sorted(devices)}")
     device = devices.pop() if devices else "cpu"
-    return Job(model, inputs, kwargs, shape, tuple(layouts), tuple(sizes), backward, replicate, device)
+    return Job(model, inputs, kwargs, shape, tuple(layouts), tuple(sizes), backward, device)
 
 
 def _by_input(name: str, given: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -235,17 +232,15 @@ def _run(job: Job, values: Callable[[], AbstractContextManager[Any]]) -> Run:
         recorder = Recorder(model, values=mode is None, plain=plain)
         with nullcontext() if mode is None else mode:
             try:
-                _passes(job, recorder, model, inputs, kwargs, mesh)
+                _passes(job, recorder, model, inputs, kwargs)
             except UnsupportedSharding as error:  # not in an operator that the model calls
                 return recorder.rows, str(error)
         return recorder.rows, ""
 
 
-def _passes(
-    job: Job, recorder: Recorder, model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh
-) -> None:
+def _passes(job: Job, recorder: Recorder, model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     given = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
-    with recorder.forward(given), implicit_replication(mesh) if job.replicate else nullcontext():
+    with recorder.forward(given):
         output = model(*inputs, **kwargs)
     if not job.backward:
         return
@@ -254,7 +249,7 @@ def _passes(
             output = job.backward(output)
     roots = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     gradients = [torch.ones_like(t) for t in roots]
-    with recorder.backward(), implicit_replication(mesh) if job.replicate else nullcontext():
+    with recorder.backward():
         torch.autograd.backward(roots, gradients)
 
 

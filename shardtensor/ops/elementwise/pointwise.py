@@ -149,8 +149,7 @@ def _planned(call: AtenCall) -> AtenPlan:
             raise
         raise call.refuse(
             "a value would have to be gathered to be written to a tensor that is not sharded alike",
-            "redistribute that tensor first; one that a network makes itself gets the layout of the first value inside "
-            "shardtensor.implicit_replication(mesh)",
+            "redistribute that tensor first; a plain one (torch.zeros) gets the layout of the first value",
         ) from None
     plain = fitted_parts(call, target)
     plan.call = with_own_parts(call.func, plain) if plain else None

@@ -1,7 +1,10 @@
-"""Networks that write sharded values into tensors which they make themselves, inside ``implicit_replication``."""
+"""Networks that write sharded values into tensors which they make themselves."""
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-import shardtensor
+from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -19,23 +22,6 @@ from shardtensor.testing import (
     shard,
     shared_mesh,
 )
-
-
-class Inside(nn.Module):
-    """A network whose forward pass is called inside the context."""
-
-    def __init__(self, inner, mesh):
-        super().__init__()
-        self.inner, self.mesh = inner, [mesh]  # which deepcopy leaves alone in a list of one
-
-    def forward(self, *args):
-        with shardtensor.implicit_replication(self.mesh[0]):
-            return self.inner(*args)
-
-    def __deepcopy__(self, memo):
-        import copy
-
-        return Inside(copy.deepcopy(self.inner, memo), self.mesh[0])
 
 
 class SpectralConvolution(nn.Module):
@@ -136,7 +122,7 @@ class Sparse(nn.Module):
 
 
 def views(x):
-    """Written to through views, which are read before and after."""
+    """Written to through one of several views, which are read before and after."""
     b, c, n = x.shape
     out = torch.zeros(2, b, n, c + 1, dtype=x.dtype)
     rest, all_of_it = out[1], out.detach()
@@ -176,33 +162,21 @@ def chosen(x, whole):
 
 def networks(ranks):
     torch.manual_seed(0)
-    mesh = shared_mesh(ranks)
     image, tokens = data(2, 4, 9, 8), data(2, 7, 3)
     cuts = {2: ({0: (4, 5)}, {0: (0, 7)}), 3: ({0: (2, 0, 7)}, {0: (3, 0, 4)})}[ranks]
-    for layer, x, dim, sizes in (
+    for network, x, dim, sizes in (
         (SpectralConvolution(4), image, 2, cuts[0]),
         (SpectralConvolution(4), image, 3, None),
         (AdaptiveFourier(4), image.permute(0, 2, 3, 1).contiguous(), 1, cuts[0]),
         (Tokens(), tokens, 1, cuts[1]),
-        (Layers(3), tokens, 1, cuts[1]),
+        (Layers(3).double(), tokens, 1, cuts[1]),
         (Sparse(), tokens, 1, cuts[1]),
     ):
-        layer = layer.double() if not isinstance(layer, SpectralConvolution) else layer
-        for network in (Inside(layer, mesh), layer):  # with and without the context
-            assert_matches_unsharded(network, x, mesh_shape=ranks, placements=[Shard(dim)], shard_sizes=sizes)
-
-    def inside(fn):
-        def call(*args):
-            with shardtensor.implicit_replication(mesh):
-                return fn(*args)
-
-        return call
-
+        assert_matches_unsharded(network, x, mesh_shape=ranks, placements=[Shard(dim)], shard_sizes=sizes)
     # (Of the channels, ``last`` would be one entry of a sharded dim, which is a copy.)
-    for fn, dim in ((views, 2), (rolled, 1), (rolled, 2), (filled, 2)):
-        for call in (inside(fn), fn)[: 1 if fn is views else 2]:  # several views at once need the context
-            assert_matches_unsharded(call, data(2, 4, 7), mesh_shape=ranks, placements=[Shard(dim)])
-    assert_matches_unsharded(inside(chosen), data(2, 4, 7), data(7, 4), mesh_shape=ranks, placements=[[Shard(2)], None])
+    for function, dim in ((views, 2), (rolled, 1), (rolled, 2), (filled, 2)):
+        assert_matches_unsharded(function, data(2, 4, 7), mesh_shape=ranks, placements=[Shard(dim)])
+    assert_matches_unsharded(chosen, data(2, 4, 7), data(7, 4), mesh_shape=ranks, placements=[[Shard(2)], None])
 
 
 @pytest.mark.not_emulated("one of them has a sparse matrix, which that device has no products for")
@@ -212,16 +186,13 @@ def test_networks_that_make_tensors(ranks):
 
 
 def layouts():
-    mesh = shared_mesh(2)
-    x = shard(data(2, 3, 8), mesh, [Shard(2)], {0: (5, 3)})
+    x = shard(data(2, 3, 8), shared_mesh(2), [Shard(2)], {0: (5, 3)})
     found = {}
 
     def noted(label, out):
         found[label] = out.placements, out.shard_sizes
 
-    with shardtensor.implicit_replication(mesh), count_communication() as traffic:
-        whole = torch.zeros(3, 8)
-        noted("open", whole)
+    with count_communication() as traffic:
         out = torch.zeros(2, 3, 8)
         out[:] = x
         noted("same sizes", out)
@@ -234,24 +205,14 @@ def layouts():
         out = torch.zeros(3, 8, 2).permute(2, 0, 1)
         out[0] = x[1]
         noted("transposed", out)
-        kept = torch.zeros(2, 3, 8)
-        kept.to_local()
         rows = torch.zeros(8, 3).index_add_(0, torch.arange(8) % 3, x[0].t().float())
         noted("added", rows)
-        # Numbers of one device, on every rank.
-        torch.manual_seed(3)
-        drawn = torch.rand(4), torch.randperm(5), torch.arange(3).tolist(), int(torch.full((), 2))
-    torch.manual_seed(3)
-    assert torch.equal(drawn[0].to_local(), torch.rand(4)) and torch.equal(drawn[1].to_local(), torch.randperm(5))
-    assert drawn[2:] == ([0, 1, 2], 2) and isinstance(drawn[0], shardtensor.ShardTensor)
-    assert type(torch.zeros(2)) is torch.Tensor and type(x.to_local()) is torch.Tensor
     return found, dict(traffic.collectives)
 
 
 def test_the_first_value_decides_the_layout_and_nothing_is_gathered():
     for found, collectives in run_distributed(layouts, 2):
         assert found == {
-            "open": ((Replicate(),), {}),
             "same sizes": ((Shard(2),), {0: (5, 3)}),
             "a part": ((Shard(2),), {0: (9, 11)}),
             "every second one": ((Shard(2),), {0: (11, 9)}),
@@ -266,7 +227,7 @@ def on_two_axes():
     whole, labels = data(2, 8, 7), (data(2, 1, 8, 7) > 0).long()
     x = shard(whole, mesh, [Shard(1), Shard(2)], {0: (5, 3), 1: (1, 6)})
     classes = shard(labels, mesh, [Shard(2), Shard(3)], {0: (5, 3), 1: (1, 6)})
-    with shardtensor.implicit_replication(mesh), count_communication() as traffic:
+    with count_communication() as traffic:
         out = torch.zeros(2, 3, 9, 7, dtype=torch.float64)
         out[:, 1, :8] = x
         one_hot = torch.zeros(2, 2, 8, 7).scatter_(1, classes, 1.0)
@@ -283,58 +244,82 @@ def test_a_value_that_is_sharded_on_two_mesh_dims_decides_both():
 
 
 def recomputed():
-    mesh = shared_mesh(2)
     torch.manual_seed(0)
     layer = SpectralConvolution(4)
-    x = shard(data(2, 4, 9, 8), mesh, [Shard(2)], {0: (4, 5)}, requires_grad=True)
-    with shardtensor.implicit_replication(mesh):
-        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    x = shard(data(2, 4, 9, 8), shared_mesh(2), [Shard(2)], {0: (4, 5)}, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
     expected = layer.weight.grad.clone(), x.grad.full_tensor()
     layer.weight.grad = x.grad = None
-    with shardtensor.implicit_replication(mesh):
-        layer(x).square().sum().backward()
+    layer(x).square().sum().backward()
     torch.testing.assert_close(layer.weight.grad, expected[0])
     torch.testing.assert_close(x.grad.full_tensor(), expected[1])
 
 
-def test_activation_checkpointing_recomputes_inside():
+def test_activation_checkpointing_recomputes_them():
     run_distributed(recomputed, 2)
 
 
-def written_elsewhere(case):
-    mesh = shared_mesh(2)
-    x = shard(data(2, 3, 8), mesh, [Shard(2)], {0: (5, 3)})
-    with count_communication() as traffic:
+def several_views():
+    whole = data(2, 3, 8)
+    x = shard(whole, shared_mesh(2), [Shard(2)], {0: (5, 3)})
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = torch.zeros(3, 8, 2, dtype=x.dtype)
+            even, odd = out.unbind(2)
+            kept, rows = out.detach(), [out[:2], out[2:]]
+            rows.append(rows)  # a cycle
+            del rows
+            even.copy_(x[0])
+            odd.copy_(x[1]).mul_(2)
+            expected = torch.stack([whole[0], 2 * whole[1]], 2)
+            assert even.shard_sizes == odd.shard_sizes == {0: (5, 3)} and out.shard_sizes == {0: (5, 3)}
+            assert torch.equal(out.full_tensor(), expected) and torch.equal(kept.full_tensor(), expected)
+    leaf = shard(whole, x.device_mesh, [Shard(2)], {0: (5, 3)}, requires_grad=True)
+    out = torch.zeros(2, 3, 8, dtype=x.dtype)
+    kept = out.detach()
+    out.mul_(leaf).add_(leaf)
+    assert torch.equal(kept.full_tensor(), whole) and out.requires_grad and not kept.requires_grad
+
+
+def test_all_views_see_what_is_written_to_one():
+    run_distributed(several_views, 2)
+
+
+def shared(case):
+    """A plain tensor to write to, and what else has its memory."""
+    whole = torch.zeros(2, 3, 8, dtype=torch.float64)
+    match case:
+        case "an array":
+            array = np.zeros((2, 3, 8))
+            return torch.from_numpy(array), array
+        case "a parameter":
+            return nn.Parameter(whole), None
+        case "another shape":
+            return (flat := whole.view(2, 24)).view(2, 3, 8), flat
+        case "a graph":
+            return whole, torch.ones(8, dtype=torch.float64, requires_grad=True) * whole
+        case "a detached view":
+            return whole, whole.detach()[1:]
+
+
+def written_to_shared(case):
+    x = shard(data(2, 3, 8), shared_mesh(2), [Shard(2)], {0: (5, 3)})
+    target, other = shared(case)
+    with count_communication() as traffic, torch.no_grad():
+        for remedy in (torch.zeros_like(x), x.new_zeros(2, 3, 8)):
+            assert remedy.copy_(x).shard_sizes == {0: (5, 3)} and type(target) is not ShardTensor
+        larger = x.new_zeros(4, 3, 8)
+        first, last = larger[:2], larger[2:]
+        first.copy_(x), last.add_(x * 2)
+        assert larger.shard_sizes == first.shard_sizes == last.shard_sizes == {0: (5, 3)}
         try:
-            if case == "outside":
-                out = torch.zeros(2, 3, 8)
-                out[0].detach(), (same := out.detach()), out.copy_(x)
-                assert not same.any()
-            elif case == "closed":
-                with shardtensor.implicit_replication(mesh):
-                    out = torch.zeros(2, 3, 8)
-                    out.to_local()
-                    out[:] = x
-            elif case == "merged":
-                with shardtensor.implicit_replication(mesh):
-                    torch.zeros(2, 24).view(2, 3, 8)[:] = x
-            else:
-                with shardtensor.implicit_replication():
-                    pass
+            target.copy_(x)
         finally:
-            assert not traffic.collectives
+            assert not traffic.collectives and other is not x
 
 
-@pytest.mark.parametrize(
-    "case, text",
-    [
-        ("outside", r"x\.new_zeros.*implicit_replication"),
-        ("closed", "gathered.*implicit_replication"),
-        ("merged", "gathered.*implicit_replication"),
-        ("no mesh", "no mesh was given"),
-    ],
-)
-def test_what_is_refused(case, text):
-    for error in run_expecting_errors(written_elsewhere, 2, case):
-        with pytest.raises((NotImplementedError, RuntimeError), match=text):
-            raise error
+@pytest.mark.parametrize("case", ["an array", "a parameter", "another shape", "a graph", "a detached view"])
+def test_memory_that_others_have_is_refused(case):
+    for error in run_expecting_errors(written_to_shared, 2, case):
+        assert isinstance(error, UnsupportedSharding)
+        assert re.search(r"a plain tensor whose memory.*Remedy: .*x\.new_zeros.*in the shape in which", str(error))
