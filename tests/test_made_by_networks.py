@@ -293,7 +293,11 @@ def shared(case):
             array = np.zeros((2, 3, 8))
             return torch.from_numpy(array), array
         case "a parameter":
-            return nn.Parameter(whole), None
+            return (weight := nn.Parameter(whole)).data, weight
+        case "a leaf":
+            return whole.requires_grad_(), None
+        case "a diagonal":
+            return (larger := torch.zeros(2, 3, 8, 9, dtype=whole.dtype)).diagonal(0, 2, 3), larger
         case "another shape":
             return (flat := whole.view(2, 24)).view(2, 3, 8), flat
         case "a graph":
@@ -318,7 +322,10 @@ def written_to_shared(case):
             assert not traffic.collectives and other is not x
 
 
-@pytest.mark.parametrize("case", ["an array", "a parameter", "another shape", "a graph", "a detached view"])
+SHARED = ("an array", "a parameter", "a leaf", "a diagonal", "another shape", "a graph", "a detached view")
+
+
+@pytest.mark.parametrize("case", SHARED)
 def test_memory_that_others_have_is_refused(case):
     for error in run_expecting_errors(written_to_shared, 2, case):
         assert isinstance(error, UnsupportedSharding)
