@@ -1,12 +1,4 @@
-"""Neighbours of points, and partitions of points and graphs: what irregular domains need before and between layers.
-
-- ``bisection``: points in runs of neighbours, boxes around them, and distances that are the same numbers everywhere.
-- ``search``: searches among the points that are here.
-- ``traffic``: which points travel to which ranks.
-- ``nearest``: :func:`knn` and :func:`radius`.
-- ``graph``: who is next to whom in a graph, how far apart nodes are, and where to divide them.
-- ``partition``: :func:`shardtensor.partition`, which node goes to which rank.
-"""
+"""Neighbours of points, and partitions of points and graphs: what irregular domains need before and between layers."""
 
 from .nearest import knn, radius
 
