@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from seeded import seeded
@@ -118,9 +115,3 @@ def test_no_round_has_more_than_the_limit():
     counts = [[0, 3, 1, 0], [2, 0, 2, 0], [4, 1, 0, 0], [0, 0, 3, 0]]
     assert list(_rounds(counts, 4)) == [[1, 2], [3]] and list(_rounds(counts, 6)) == [[1, 2, 3]]
     assert list(_rounds([[0, 0], [0, 0]], 4)) == []
-
-
-def test_scipy_is_imported_by_a_search_alone():
-    code = "import sys, shardtensor, torch; print('scipy' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert shown.stdout.strip() == "False"

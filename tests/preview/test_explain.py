@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -493,20 +492,14 @@ def test_json_has_all_of_it():
     assert loaded["layers"][0]["shares"]["0"]["outputs"] == [[2, 8, 17, 20]]
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "shardtensor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
-
-
-def test_the_command_prints_a_table_and_writes_a_page(tmp_path):
+def test_the_command_prints_a_table_and_writes_a_page(tmp_path, capsys):
     page = tmp_path / "page.html"
     options = ["--input", "1x3x33x20", "--mesh", "2", "--shard", "2", "--sizes", "20+13", "--backward"]
-    done = run("explain", "test_explain:ConvNet", *options, "--html", str(page))
-    assert done.returncode == 0, done.stderr
+    assert main(["explain", f"{__name__}:ConvNet", *options, "--html", str(page)]) == 0
     found = shardtensor.explain(
         ConvNet(), torch.empty(1, 3, 33, 20), mesh=2, shard=2, shard_sizes={0: (20, 13)}, backward=True
     )
-    assert done.stdout.strip() == str(found).strip()
+    assert capsys.readouterr().out.strip() == str(found).strip()
     assert page.read_text() == found.to_html()
 
 
@@ -518,11 +511,11 @@ def test_the_page_names_what_is_not_installed(monkeypatch):
         found.to_html()
 
 
-def test_the_command_fails_where_something_is_refused():
+def test_the_command_fails_where_something_is_refused(capsys):
     options = ["--input", "1x3x16x8", "--mesh", "2", "--shard", "2", "--meta", "--json"]
-    done = run("explain", "test_explain:Refuses", *options)
-    assert done.returncode == 1
-    assert [bool(layer["refused"]) for layer in json.loads(done.stdout)["layers"]] == [False, True, False]
+    assert main(["explain", f"{__name__}:Refuses", *options]) == 1
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert [bool(layer["refused"]) for layer in layers] == [False, True, False]
 
 
 def returns_nothing():
