@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, scatter_tensor
-from shardtensor.parallel import verify
+from shardtensor.debug import check
 from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh
 
 
@@ -391,11 +391,11 @@ def destroyed(case):
             x.redistribute(placements=[Shard(3)])
         case "full_tensor":
             x.full_tensor()
-        case "verify":
-            verify(torch.nn.Linear(2, 2), mesh)
+        case "check":
+            check(torch.nn.Linear(2, 2), mesh=mesh)
 
 
-@pytest.mark.parametrize("case", ("operator", "number", "redistribute", "full_tensor", "verify"))
+@pytest.mark.parametrize("case", ("operator", "number", "redistribute", "full_tensor", "check"))
 def test_a_mesh_whose_group_was_destroyed_is_named(case):
     for error in run_expecting_errors(destroyed, 2, case):
         assert isinstance(error, RuntimeError) and "the process group of this mesh has been destroyed" in str(error)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, scatter_tensor
-from shardtensor.parallel import verify
+from shardtensor.debug import check
 from shardtensor.ranks.history import as_text, difference, fingerprint, forget_history, record
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -90,8 +90,8 @@ def differ(what, ask):
         scatter_tensor(torch.ones(2) if mesh.get_local_rank() == 0 else None, 0, mesh, (Shard(0),))
     elif ask == "full_tensor":
         y.full_tensor()
-    elif ask == "verify":
-        verify(nn.Linear(2, 2), mesh)
+    elif ask == "check":
+        check(nn.Linear(2, 2), mesh=mesh)
 
 
 @pytest.mark.parametrize("ranks", (2, 3))
@@ -106,7 +106,7 @@ def test_what_one_rank_does_otherwise_is_named_on_all_with_the_next_number(what,
             raise error
 
 
-@pytest.mark.parametrize("ask", ("from_local", "scatter", "full_tensor", "verify"))
+@pytest.mark.parametrize("ask", ("from_local", "scatter", "full_tensor", "check"))
 def test_every_call_that_compares_or_gathers_tells(ask):
     for error in run_expecting_errors(differ, 2, "another operator", ask):
         assert isinstance(error, RuntimeError)

@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor import ShardTensor, UnsupportedSharding, debug
 from shardtensor.communication import redistribute
 from shardtensor.ops.convolution import halo_conv
-from shardtensor.parallel import contribute_gradients, parallelize, synchronize, tensor_parallel, verify
+from shardtensor.parallel import contribute_gradients, parallelize, synchronize, tensor_parallel
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 needs_spmd = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="FSDP2 has no dp_mesh_dims yet")
@@ -605,20 +605,20 @@ def different_seeds():
     model.norm.num_batches_tracked += dist.get_rank()
     for axis in ("dp", "domain"):
         with pytest.raises(RuntimeError, match=r"conv.weight, conv.bias, flags, norm.running_mean, norm.num_batches"):
-            verify(model, mesh[axis])
+            debug.check(model, mesh=mesh[axis])
     first = torch.tensor([p.double().sum() for p in model.state_dict().values()])
     synchronize(model, mesh["domain"])
-    verify(model, mesh["domain"])
-    with pytest.raises(RuntimeError, match=r"Call shardtensor.parallel.synchronize\(model, mesh\)"):
-        verify(model, mesh["dp"])
+    debug.check(model, mesh=mesh["domain"])
+    with pytest.raises(RuntimeError, match=r"for weights shardtensor.parallel.synchronize\(model, mesh\)"):
+        debug.check(model, mesh=mesh["dp"])
     here = torch.tensor([p.double().sum() for p in model.state_dict().values()])
     assert torch.equal(here, first) == (mesh["domain"].get_local_rank() == 0)
     synchronize(model, mesh)
-    verify(model, mesh)
+    debug.check(model, mesh=mesh)
     with torch.no_grad():
         model.norm.running_var[1] += dist.get_rank() == 3
-    with pytest.raises(RuntimeError, match=r": norm.running_var\. Call"):
-        verify(model, mesh)
+    with pytest.raises(RuntimeError, match=r": norm.running_var\. norm.running_var begins"):
+        debug.check(model, mesh=mesh)
 
 
 SENT = (torch.int16, torch.uint16, torch.uint32, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)
@@ -639,10 +639,10 @@ def buffers_of_every_dtype():
     model.register_buffer("part", torch.randn(4, 6)[:, ::2])
     model.register_buffer("nothing", torch.empty(0, 3, dtype=torch.int16))
     with pytest.raises(RuntimeError, match=r"buffer0, buffer1, .*number, conjugate and 2 more"):
-        verify(model, mesh)
+        debug.check(model, mesh=mesh)
     held = [(t.stride(), t.data_ptr()) for t in model.buffers()]
     synchronize(model, mesh)
-    verify(model, mesh)
+    debug.check(model, mesh=mesh)
     assert [(t.stride(), t.data_ptr()) for t in model.buffers()] == held
     if dist.get_rank() == 0:
         for name, t in twin.named_buffers():
@@ -659,7 +659,7 @@ def one_rank_decides():
     model = nn.Linear(2, 2)
     mine = model.weight.detach().clone()
     synchronize(model, mesh, source=2)
-    verify(model, mesh)
+    debug.check(model, mesh=mesh)
     assert torch.equal(mine, model.weight) == (dist.get_rank() == 2)
     with pytest.raises(ValueError, match=r"source=5 is not in the mesh \[\d, \d\]; name a global rank of the mesh"):
         synchronize(model, mesh["dp"], source=5)
@@ -681,9 +681,10 @@ def different_models(what):
         model[1].to("meta")
     if what == "source":
         synchronize(model, mesh, source=1 if last else 0)
-    for function in (synchronize, verify):
-        with pytest.raises(ValueError, match="do not agree on the model's parameters and buffers"):
-            function(model, mesh)
+    with pytest.raises(ValueError, match="do not agree on the values"):
+        debug.check(model, mesh=mesh)
+    with pytest.raises(ValueError, match="do not agree on the model's parameters and buffers"):
+        synchronize(model, mesh)
     synchronize(model, mesh)
 
 
@@ -704,7 +705,7 @@ def test_models_that_differ_are_shown_before_weights_are_sent(what, text, device
         assert isinstance(error, ValueError) and text in str(error), error
 
 
-def test_synchronize_and_verify():
+def test_synchronize_and_check():
     run_distributed(one_rank_decides, 4)
     run_distributed(different_seeds, 4)
 
@@ -715,9 +716,9 @@ def sharded_weights():
     torch.manual_seed(dist.get_rank())
     model = fully_shard(Network(), mesh=mesh["dp"])
     with pytest.raises(RuntimeError, match=r"first.weight"):
-        verify(model, mesh["domain"])
+        debug.check(model, mesh=mesh["domain"])
     synchronize(model, mesh)
-    verify(model, mesh)
+    debug.check(model, mesh=mesh)
     whole = [p.full_tensor() for p in model.parameters()]
     with pytest.raises(ValueError, match=r"0.weight is on the meta device"):
         synchronize(nn.Sequential(nn.Linear(2, 2, device="meta")), mesh)
@@ -859,7 +860,7 @@ def reports():
     model = Network()
     with mesh:
         done = parallelize(model)  # the surrounding mesh
-    verify(model, mesh)
+    debug.check(model, mesh=mesh)
     assert str(done).splitlines() == [
         "weights and buffers: rank 0's on all ranks of dp=2 x domain=2",
         "FSDP2: weights, gradients and optimizer state sharded over 'dp', copies over 'domain'",

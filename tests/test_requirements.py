@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding, scatter_tensor
 from shardtensor.data import ShardLoader, read
-from shardtensor.parallel import parallelize, synchronize, tensor_parallel, verify
+from shardtensor.debug import check
+from shardtensor.parallel import parallelize, synchronize, tensor_parallel
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -241,16 +242,6 @@ def test_what_is_patched_and_registered_can_be_looked_up():
     assert "torch.nn.functional.conv2d" in shardtensor.dispatch.patches.installed()
     pages = [ROOT / "docs" / "how-it-works.md", ROOT / "docs" / "operators.md"]
     assert any("shardtensor.registered()" in page.read_text() for page in pages)
-
-
-def test_importing_the_package_is_enough():
-    """No other module has to be imported for operators to work."""
-    script = """
-import shardtensor, torch
-names = {getattr(f, "__name__", "") for f in shardtensor.registered()}
-assert {"conv2d", "linear", "layer_norm", "group_norm", "cross_entropy", "interpolate", "pad"} <= names, names
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def missing_handler():
@@ -820,9 +811,9 @@ def equal_weights():
     model[1].running_mean.normal_()
     fully_shard(model, mesh=mesh["data"])  # which leaves ranks of a domain with weights of their own
     with pytest.raises(RuntimeError, match=r"0\.weight.*1\.running_mean"):
-        verify(model, mesh["domain"])
+        check(model, mesh=mesh["domain"])
     synchronize(model, mesh["domain"])
-    verify(model, mesh["domain"])
+    check(model, mesh=mesh["domain"])
     return [p.full_tensor().detach() for p in model.parameters()]
 
 

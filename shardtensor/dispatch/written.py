@@ -135,7 +135,7 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     whole, views = held
     sharded = promote(whole, mesh)
     leave_open(sharded)
-    pairs = [(whole, sharded), *((view, take(sharded)) for view, take in views)]
+    pairs: list[tuple[Any, Any]] = [(whole, sharded), *((view, take(sharded)) for view, take in views)]
     target = next(new for plain, new in pairs if plain is written)
     result = func(target, *args[1:], **kwargs)  # where it is refused, the tensors stay what they are
     family: _Family = WeakValueDictionary()

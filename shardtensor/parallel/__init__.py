@@ -31,7 +31,7 @@ from .._compat import flattened
 from ..communication.redistribute import redistribute_local
 from ..dispatch.planning import spec_of
 from ..layout.placements import AxisLayout, given_mesh
-from ..ranks.equal_values import synchronize, verify
+from ..ranks.equal_values import synchronize
 from .domain_parallel import DomainParallel
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "parallelize",
     "synchronize",
     "tensor_parallel",
-    "verify",
 ]
 
 

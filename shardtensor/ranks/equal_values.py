@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -100,8 +99,6 @@ def _equal(numbers: Mapping[tuple[int, ...], int], mesh_dims: Sequence[int]) -> 
 
 # -- equal weights -----------------------------------------------------------------------------------------------------
 
-# Weights that all ranks have a copy of: made equal, and compared.
-
 
 def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None) -> None:
     """Give all ranks of ``mesh`` the parameters and buffers of one of them, in place.
@@ -124,11 +121,13 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
     """
     mesh = given_mesh(mesh)
     source = int(mesh.mesh.flatten()[0]) if source is None else source
-    _check_alike(model, mesh, f"source={source}")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lines = [line_of(name, tensor) for name, tensor in tensors]
+    check_same("model's parameters and buffers", [f"source={source}", *lines], mesh)
     found = (mesh.mesh == source).nonzero().tolist()
     if not found:
         raise ValueError(f"source={source} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors:
         copy = copy_of(name, tensor, mesh)
         for m in copy.mesh_dims:
             # On the mesh's device and as bytes: backends lack devices, dtypes and memory formats.
@@ -139,28 +138,10 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
                 copy.local.copy_(sent)
 
 
-def verify(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that parameters and buffers are bitwise equal on all ranks of ``mesh``.
-
-    Raises:
-        RuntimeError: on every rank of the mesh, naming those that are not.
-        ValueError: on every rank, as with :func:`synchronize`.
-
-    Example::
-
-        verify(model, mesh["domain"])
-    """
-    mesh = given_mesh(mesh)
-    _check_alike(model, mesh)
-    wrong = unequal([copy_of(name, tensor, mesh) for name, tensor in _tensors(model)], mesh)
-    if wrong:
-        raise RuntimeError(
-            f"{not_equal(wrong, mesh)}. Call shardtensor.parallel.synchronize(model, mesh) before wrapping the model"
-        )
-
-
 def copy_of(name: str, tensor: Tensor, mesh: DeviceMesh) -> Copy:
     """This rank's part of a tensor, and the mesh dims of ``mesh`` along which all ranks have the same part."""
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values yet; initialise the model first")
     owners = _owners(tensor)
     groups = [set(dist.get_process_group_ranks(group_along(mesh, m))) for m in range(mesh.ndim)]
     alike = tuple(m for m, members in enumerate(groups) if not any(len(members & others) > 1 for others in owners))
@@ -171,19 +152,6 @@ def line_of(name: str, tensor: Tensor) -> str:
     """A tensor's name and all that must be the same on every rank before its values can be compared."""
     placed = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
     return f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device.type}{placed})"
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values yet; initialise the model first")
-        yield name, tensor
-
-
-def _check_alike(model: nn.Module, mesh: DeviceMesh, *asked: str) -> None:
-    """ValueError on every rank where the ranks' models do not have the same tensors in the same order."""
-    lines = [line_of(name, tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers())]
-    check_same("model's parameters and buffers", [*asked, *lines], mesh)
 
 
 def _owners(tensor: Tensor) -> list[set[int]]:
