@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import not_in_graphs
 from .._compat.c10d import c10d_messages, group_along, is_eager
 from ..layout.geometry import intervals_of
-from ..layout.placements import ShardSizes, rank_at
+from ..layout.placements import ShardSizes, given_placements, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import OTHER_META, claims_of, described, problem_of, record_over_mesh, say, usable_mesh
@@ -74,7 +74,7 @@ def scatter_tensor(
         x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
     """
     mesh = usable_mesh(mesh)
-    placements = [Replicate()] * mesh.ndim if placements is None else placements
+    placements = given_placements(placements, mesh)
     if not isinstance(global_src, SupportsIndex):
         raise TypeError(f"global_src must be the source's rank, an integer, not {global_src!r}")
     is_src = dist.get_rank() == global_src
