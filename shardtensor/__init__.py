@@ -64,3 +64,8 @@ __all__ = [
     "supports",
     "unregister",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and the modules that are imported with them."""
+    return [*__all__, "__version__", "debug", "neighbors"]

@@ -40,6 +40,10 @@ def test_types_are_shipped():
     assert any((Path(folder) / "py.typed").is_file() for folder in package.submodule_search_locations or [])
 
 
+def test_dir_shows_the_public_names():
+    assert set(shardtensor.__all__) < set(dir(shardtensor)) and "install" not in dir(shardtensor)
+
+
 def test_the_test_tools_are_not_imported_by_the_package():
     code = "import sys, shardtensor; print([name for name in sys.modules if name.startswith('shardtensor.testing')])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
