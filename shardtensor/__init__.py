@@ -10,7 +10,7 @@ from .dispatch import gradients, user_strategies  # noqa: F401  # both fill the 
 from .dispatch.implicit_replication import implicit_replication
 from .dispatch.patches import install
 from .dispatch.registry import Support, register, registered, supports, unregister
-from .dispatch.scatter import scatter_tensor
+from .dispatch.scatter import gather_tensor, scatter_tensor
 from .dispatch.tensor import ShardTensor
 from .errors import LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding
 from .layout.spec import ShardTensorSpec
@@ -33,6 +33,7 @@ __all__ = [
     # tensors
     "ShardTensor",
     "ShardTensorSpec",
+    "gather_tensor",
     "scatter_tensor",
     # how operators run
     "LocalSizeError",
