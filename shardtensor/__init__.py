@@ -9,7 +9,7 @@ from .context import allow_gather
 from .dispatch import gradients, user_strategies  # noqa: F401  # both fill the registry, as ops does
 from .dispatch.patches import install
 from .dispatch.registry import Support, register, registered, supports, unregister
-from .dispatch.scatter import scatter_tensor
+from .dispatch.scatter import gather_tensor, scatter_tensor
 from .dispatch.tensor import ShardTensor
 from .errors import LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding
 from .layout.spec import ShardTensorSpec
@@ -32,6 +32,7 @@ __all__ = [
     # tensors
     "ShardTensor",
     "ShardTensorSpec",
+    "gather_tensor",
     "scatter_tensor",
     # how operators run
     "LocalSizeError",
@@ -62,3 +63,8 @@ __all__ = [
     "supports",
     "unregister",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and the modules that are imported with them."""
+    return [*__all__, "__version__", "debug", "neighbors"]

@@ -12,6 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 import shardtensor
 
 from .observe import migrate
-from .observe.explain import Machine, UnfitArguments
+from .observe.explain import MACHINES, Choice, UnfitArguments
 
 _MACHINE = {
     "flops": "floating-point operations per second of a rank",
@@ -51,7 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(explain)
     explain.add_argument("--mesh", required=True, type=_lengths, help="ranks, or the shape of the mesh: 4 or 2x2")
-    explain.add_argument("--shard", required=True, type=_dims, help="tensor dims, one per mesh dim: 2 or 2,3")
+    explain.add_argument(
+        "--shard",
+        required=True,
+        action="append",
+        type=_shard,
+        help="tensor dims, one per mesh dim: 2 or 2,3; once for all inputs, or for each of them (plain: not sharded)",
+    )
     explain.add_argument("--sizes", type=_sizes, help="shard sizes, one list per mesh dim: 300+1050 or 300+1050,2700")
     explain.add_argument("--ranks", type=_ranks, help='ranks to run, "all" or 0,3 (default: a sample of large worlds)')
     explain.add_argument("--values", action="store_true", help="run with values, in the memory of one rank")
@@ -66,11 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(advise)
     advise.add_argument("--ranks", required=True, type=int, help="how many there are")
     advise.add_argument("--dims", type=_dims, help="tensor dims to try: 2,3 (default: all that are long enough)")
-    for name, default in vars(Machine()).items():
+    advise.add_argument("--device", choices=MACHINES, default="h100", help="the machine to assume (default: h100)")
+    for name, what in _MACHINE.items():
         option = f"--{name.replace('_', '-')}"
-        advise.add_argument(
-            option, type=float, default=default, help=f"of the machine: {_MACHINE[name]} (default: {default:g})"
-        )
+        advise.add_argument(option, type=float, help=f"of the machine: {what} (default: that of the device)")
     advise.set_defaults(command=_advise)
     migrating = commands.add_parser(
         "migrate",
@@ -98,12 +104,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _explain(options: argparse.Namespace) -> int:
     mesh = options.mesh
     sizes = dict(enumerate(options.sizes)) if options.sizes else None
+    shard = options.shard if len(options.shard) > 1 else options.shard[0]
     ranks = range(torch.Size(mesh).numel()) if options.ranks == "all" else options.ranks
     found = shardtensor.explain(
         _model(options.model, options.meta),
         *_inputs(options.input, options.dtype or [torch.float32]),
         mesh=mesh,
-        shard=tuple(options.shard),
+        shard=shard,
         shard_sizes=sizes,
         backward=options.backward,
         ranks=ranks,
@@ -119,16 +126,24 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
+    given: dict[str, Any] = {n: getattr(options, n) for n in _MACHINE if getattr(options, n) is not None}
+    machine = replace(MACHINES[options.device], **given, name="given") if given else MACHINES[options.device]
     found = shardtensor.advise(
         _model(options.model, options.meta),
         *_inputs(options.input, options.dtype or [torch.float32]),
         ranks=options.ranks,
         dims=options.dims,
-        machine=Machine(**{name: getattr(options, name) for name in vars(Machine())}),
+        machine=machine,
         backward=options.backward,
+        tried=_show_choice,
     )
     print(found)
     return int(found.best is None)
+
+
+def _show_choice(choice: Choice, left: int) -> None:
+    outcome = "refused" if choice.refused else f"{1e3 * choice.seconds:.3g} ms"
+    print(f"{choice}: {outcome}; {left} left", file=sys.stderr, flush=True)
 
 
 def _model(name: str, meta: bool) -> Any:
@@ -183,6 +198,10 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _dims(text: str) -> tuple[int | None, ...]:
     return tuple(None if part == "-" else _number(part, "dims such as 2, or 2,3") for part in text.split(","))
+
+
+def _shard(text: str) -> tuple[int | None, ...] | None:
+    return None if text == "plain" else _dims(text)
 
 
 def _sizes(text: str) -> list[tuple[int, ...]]:

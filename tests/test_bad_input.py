@@ -271,7 +271,7 @@ SCATTER = [
     ("no such dim", ValueError, "the tensor has only 1 dims"),
     ("partial", ValueError, "only Shard and Replicate"),
     ("source", ValueError, "global_src=7 is not in the mesh [0, 1]"),
-    ("source, a fraction", TypeError, "global_src must be the source's rank, an integer, not 0.0"),
+    ("source, a fraction", TypeError, "global_src must be a rank, an integer, not 0.0"),
     ("swapped", TypeError, "the mesh must be a DeviceMesh, as init_device_mesh makes one, not int 0"),
     ("integer", RuntimeError, "only floating point and complex tensors can require gradients"),
     ("placements", ValueError, "2 placements"),

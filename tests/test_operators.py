@@ -236,6 +236,7 @@ def test_a_spelling_is_declared_once():
         (torch.segment_reduce, "refused"),
         (torch.ops.aten.segment_reduce, "refused"),
         (torch.as_strided, "refused"),
+        (len, "decomposed"),
     ],
     ids=str,
 )

@@ -40,6 +40,10 @@ def test_types_are_shipped():
     assert any((Path(folder) / "py.typed").is_file() for folder in package.submodule_search_locations or [])
 
 
+def test_dir_shows_the_public_names():
+    assert set(shardtensor.__all__) < set(dir(shardtensor)) and "install" not in dir(shardtensor)
+
+
 # -- what is built ----------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[1]

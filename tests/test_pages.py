@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 from pages import ROOT, Page, fenced, pages, run, shows
@@ -52,6 +54,29 @@ def test_quickstart_by_torchrun(tmp_path):
     done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown.text
+
+
+@pytest.mark.on_cpu("the notebook says that it runs on CPUs")
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capfd):
+    """Its cells in their order; of the commands that notebooks have, it uses these two."""
+    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
+    names, written = {}, {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        first, _, rest = source.partition("\n")
+        if first.startswith("%%writefile "):
+            written[first.split()[1]] = rest
+            Path(first.split()[1]).write_text(rest)
+        elif first.startswith("!torchrun "):
+            subprocess.run([sys.executable, "-m", "torch.distributed.run", *first.split()[1:]], check=True, timeout=180)
+        else:
+            exec(source, names)
+    (program,) = (block for block in Page("docs/quickstart.md").blocks if block.language == "python")
+    assert written == {"quickstart.py": program.text.rstrip("\n")}
+    shown = capfd.readouterr().out
+    assert "0 conv2d" in shown and "loss and gradients are those of one process" in shown
+    assert names["found"]._repr_html_().startswith("<iframe")
 
 
 def test_blocks_are_told_apart():

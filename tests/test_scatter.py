@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from seeded import seeded
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import scatter_tensor
+from shardtensor import ShardTensor, gather_tensor, scatter_tensor
 from shardtensor.dispatch import scatter
 from shardtensor.testing import count_communication, run_distributed, shared_mesh
 
@@ -211,3 +211,39 @@ def without_naming_the_mesh():
 
 def test_the_surrounding_mesh_is_the_default():
     run_distributed(without_naming_the_mesh, 4)
+
+
+def to_every_rank():
+    mesh = shared_mesh((2, 2))
+    here = dist.get_rank()
+    for destination in range(4):
+        for placements, sizes in CUTS:
+            whole = source_tensor(torch.complex128)
+            x = scatter_tensor(whole if here == 1 else None, 1, mesh, placements, shard_sizes=sizes).conj()
+            with count_communication() as counted:
+                gathered = gather_tensor(x.requires_grad_(), destination)
+            assert (gathered is None) == (here != destination)
+            if gathered is None:
+                sent = counted.bytes_sent
+                assert sent in (0, x.to_local().nbytes) and counted.messages == (sent > 0) and not counted.collectives
+            else:
+                assert torch.equal(gathered, whole.conj()) and not gathered.requires_grad and gathered.is_contiguous()
+
+
+def test_one_rank_gets_the_global_tensor():
+    run_distributed(to_every_rank, 4)
+
+
+def of_contributions():
+    mesh = shared_mesh(2)
+    x = ShardTensor.from_local(torch.full((3,), 1.5, dtype=torch.bfloat16), mesh, [Partial()])
+    whole = gather_tensor(x, 1)
+    assert (whole is None) == (dist.get_rank() == 0)
+    assert whole is None or (whole.dtype == torch.bfloat16 and torch.equal(whole, torch.full_like(whole, 3.0)))
+    for error, destination in ((ValueError, 2), (TypeError, None)):
+        with pytest.raises(error, match="global_dst"):
+            gather_tensor(x, destination)
+
+
+def test_contributions_are_reduced_on_their_way_to_one_rank():
+    run_distributed(of_contributions, 2)

@@ -1,9 +1,9 @@
 """From files to shards: one rank reads and scatters (:class:`ShardLoader`), or each rank reads its own slice.
 
->>> from shardtensor.data import ShardLoader, SliceDataset, read
+>>> from shardtensor.data import ShardLoader, SliceDataset, read, write
 """
 
 from .loader import ShardLoader
-from .slices import SliceDataset, read
+from .slices import SliceDataset, read, write
 
-__all__ = ["ShardLoader", "SliceDataset", "read"]
+__all__ = ["ShardLoader", "SliceDataset", "read", "write"]

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,8 @@ class Copies:
 
 # -- loader ------------------------------------------------------------------------------------------------------------
 
+Batch = TypeVar("Batch")
+
 _SMALL = 1 << 20  # bytes; tensors below this, such as a label that a loop keeps, do not delay the next batch
 _BLOCK = 1 << 23  # bytes that are packed and sent at once
 _FIRST = 1 << 12  # bytes of a message that are sent together with its length
@@ -102,7 +104,7 @@ _BATCH, _PICKLED, _END, _ERROR = b"bpne"
 Read = tuple[dict[str, Any] | None, bytes, list[Tensor]]
 
 
-class ShardLoader:
+class ShardLoader(Generic[Batch]):
     """Iterate over the batches that one rank of the mesh reads, as ShardTensors.
 
     Each group of ranks that shares samples (``mesh["domain"]``) has a source of its own; only the source opens files
@@ -145,7 +147,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        loader: Iterable[Any] | None,
+        loader: Iterable[Batch] | None,
         mesh: DeviceMesh | None = None,
         placements: PyTree = None,
         *,
@@ -189,7 +191,7 @@ class ShardLoader:
             raise TypeError("the source's loader has no length")
         return self._length
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         if self._transfer is not None:
             self._transfer.finish()
         iteration = self._iteration = object()

@@ -1,4 +1,4 @@
-"""Each rank reads its own slice: :func:`read` one tensor, :class:`SliceDataset` batches of samples.
+"""Each rank reads its own slice, :func:`read` one tensor, :class:`SliceDataset` batches of samples; and writes it.
 
 An array is anything with ``shape``, ``dtype`` and indexing by integers and slices: ``zarr.Array``, ``h5py.Dataset``,
 ``numpy.memmap``, ``numpy.ndarray``. A rank reads only its own part, and nothing if its shard is empty.
@@ -16,14 +16,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.data import Dataset
 
 from .._compat import PyTree, tree_leaves, tree_map
-from ..dispatch.tensor import ShardTensor, wrap
-from ..layout.placements import ShardSizes, rank_at
+from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
+from ..layout.geometry import aligned_sizes, boundaries_of
+from ..layout.placements import AxisLayout, ShardSizes, rank_at
 from ..layout.spec import ShardTensorSpec
-from ..ranks.agreement import Table, gather_over_mesh, usable_mesh
+from ..ranks.agreement import Table, check_same, gather_over_mesh, usable_mesh
 from .layout import Layout, MakeSpec, MeshlessSpec, make_spec
 
 
@@ -83,10 +85,73 @@ def read(
     mesh = usable_mesh(mesh)
     chosen = _chosen(array.shape, index)
     shape = [len(c) for c in chosen if isinstance(c, range)]
-    spec = make_spec(mesh, placements, shard_sizes, shape, dtype or _torch_dtype(array), _chunks(array, chosen))
+    spec = make_spec(
+        mesh,
+        placements,
+        shard_sizes,
+        shape,
+        dtype or _torch_dtype(array),
+        _chunks(getattr(array, "chunks", None), array.shape, chosen),
+    )
     local = _load(array, _own(chosen, spec), spec.own_shape, spec.tensor_meta.dtype)
     result: ShardTensor = wrap(local.to(mesh.device_type), spec)
     return result
+
+
+@torch.no_grad()
+def write(array: Any, x: DTensor, *, index: object = ()) -> None:
+    """``array[index] = x``, of which each rank writes its own shard. Collective over the mesh.
+
+    All of it is written when the call returns. Contributions are reduced first, and of copies one is written. Ranks
+    never write to the same chunk (``array.shards`` or ``array.chunks``, as zarr has), which would lose values: where
+    boundaries of ``x`` lie within one, its shards are first moved to sizes that keep chunks whole.
+
+    Args:
+        array: the same on every rank, and one that several processes may write to: ``zarr.Array``, or
+            ``numpy.lib.format.open_memmap(path, "r+")`` on one machine; not h5py.
+        x: a ShardTensor or DTensor of the shape of ``array[index]``; its values are converted to the array's dtype.
+        index: integers, slices with positive steps and ``...``, as for :func:`read`; the same on every rank.
+
+    Raises:
+        ValueError: on every rank: another shape; a sharded dim of which only a part of the array's chunks is written;
+            ranks that write to different places.
+        RuntimeError: where another rank could not write; that one raises its own error.
+
+    Example::
+
+        out = zarr.create_array("rollout.zarr", shape=(steps, 721, 1440), chunks=(1, 103, 1440), dtype="float32")
+        for step in range(steps):
+            x = model(x)                            # (721, 1440), sharded along latitude
+            write(out, x, index=step)
+    """
+    x = x if isinstance(x, ShardTensor) else ShardTensor.from_dtensor(x)
+    mesh, chosen = x.device_mesh, _chosen(array.shape, index)
+    shape = tuple(len(c) for c in chosen if isinstance(c, range))
+    lengths = getattr(array, "shards", None) or getattr(array, "chunks", None)
+    chunks = _chunks(lengths, array.shape, chosen)
+    check_same("places to write to", [f"{index} of an array {tuple(array.shape)} in chunks {chunks}"], mesh)
+    if shape != tuple(x.shape):
+        raise ValueError(f"array[{index}] has shape {shape}, and what is to be written {tuple(x.shape)}")
+    target = x._spec.for_gradient()
+    for d, m in target.sharded_dims().items():
+        if lengths and not chunks[d]:
+            raise ValueError(f"dim {d} is sharded, and array[{index}] is a part of its chunks; write all of that dim")
+        if chunks[d] and any(b % chunks[d] and b < shape[d] for b in boundaries_of(target.sizes_along(m))):
+            sizes = aligned_sizes(shape[d], chunks[d], mesh.size(m))
+            target = target.with_axes({m: AxisLayout(Shard(d), sizes)})
+    x = redistribute_to(x, target)
+    first = all(at == 0 for m, at in enumerate(target.coordinate) if m not in target.sharded_dims().values())
+    error = None
+    try:
+        if first and 0 not in target.own_shape:
+            array[_own(chosen, target)] = x.to_local().to("cpu", _torch_dtype(array)).numpy()
+    except Exception as e:
+        error = e
+    failed = [rank_at(mesh, at) for at, row in gather_over_mesh([error is not None], mesh).items() if row[0]]
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"ranks {failed} could not write; they raise their own errors")
 
 
 class SliceDataset(Dataset[Any]):
@@ -136,7 +201,9 @@ class SliceDataset(Dataset[Any]):
 
         def slices(array: Array, make: MakeSpec) -> _Slices:
             chosen = _chosen(array.shape, ())
-            spec = make(array.shape, dtype or _torch_dtype(array), _chunks(array, chosen))
+            spec = make(
+                array.shape, dtype or _torch_dtype(array), _chunks(getattr(array, "chunks", None), array.shape, chosen)
+            )
             if 0 in spec.sharded_dims():
                 raise ValueError(f"dim 0 counts the samples and cannot be sharded: {spec}")
             return _Slices(_own(chosen, spec)[1:], spec.own_shape[1:], MeshlessSpec.of(spec))
@@ -280,12 +347,11 @@ def _own(chosen: Chosen, spec: ShardTensorSpec) -> tuple[int | slice, ...]:
     return tuple(key)
 
 
-def _chunks(array: Array, chosen: Chosen) -> list[int]:
+def _chunks(lengths: Sequence[int] | None, shape: Sequence[int], chosen: Chosen) -> list[int]:
     """The length of a chunk in each dim of what is chosen; 0 where that is not all of a dim of a chunked array."""
-    lengths = getattr(array, "chunks", None) or [0] * len(chosen)
     return [
         length if entries == range(n) else 0
-        for n, length, entries in zip(array.shape, lengths, chosen)
+        for n, length, entries in zip(shape, lengths or [0] * len(shape), chosen)
         if isinstance(entries, range)
     ]
 

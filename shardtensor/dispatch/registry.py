@@ -249,7 +249,7 @@ def _support_of_overload(op: OpOverload) -> Support:
 
 def _packet_of(function: Any) -> Any:
     """The aten operator that a function or method of torch calls, found by name."""
-    name = getattr(function, "__name__", "")
+    name = "" if getattr(function, "__module__", "") == "builtins" else getattr(function, "__name__", "")
     for candidate in (name, f"linalg_{name}", f"fft_{name}", f"special_{name}"):
         if not candidate.startswith("__") and hasattr(torch.ops.aten, candidate):
             return getattr(torch.ops.aten, candidate)

@@ -1,4 +1,4 @@
-"""``scatter_tensor``: from a global tensor on one rank to every rank's shard."""
+"""``scatter_tensor``: from a global tensor on one rank to every rank's shard; ``gather_tensor``: back to one rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import not_in_graphs
 from .._compat.c10d import c10d_messages, group_along, is_eager
 from ..layout.geometry import intervals_of
-from ..layout.placements import ShardSizes, rank_at
+from ..layout.placements import ShardSizes, given_placements, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import OTHER_META, claims_of, described, problem_of, record_over_mesh, say, usable_mesh
@@ -26,7 +26,7 @@ from ..ranks.debug_mode import debug_enabled
 from ..ranks.failures import communicating
 from ..ranks.groups import connect, own_group
 from ..ranks.waiting import wait_for
-from .tensor import ShardTensor, mark_leaf, wrap
+from .tensor import ShardTensor, mark_leaf, redistribute_to, wrap
 
 _TOGETHER = 1 << 23  # bytes; messages of fewer are sent together
 
@@ -74,9 +74,7 @@ def scatter_tensor(
         x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
     """
     mesh = usable_mesh(mesh)
-    placements = [Replicate()] * mesh.ndim if placements is None else placements
-    if not isinstance(global_src, SupportsIndex):
-        raise TypeError(f"global_src must be the source's rank, an integer, not {global_src!r}")
+    placements = given_placements(placements, mesh)
     is_src = dist.get_rank() == global_src
     problem = _problem(tensor, mesh, global_shape, dtype) if is_src else 0
     if global_shape is None or dtype is None or debug_enabled():
@@ -114,11 +112,66 @@ def scatter_tensor(
     return mark_leaf(wrap(local, spec), requires_grad)
 
 
+@torch.no_grad()
+def gather_tensor(x: DTensor, global_dst: int = 0) -> Tensor | None:
+    """The global tensor on one rank, for a file or a picture. Collective over the mesh; not differentiable.
+
+    Each rank sends its shard in one message, and only the destination allocates the global tensor; ``full_tensor``
+    gives it to all. Contributions (Partial) are reduced first.
+
+    Args:
+        x: a ShardTensor or DTensor.
+        global_dst: the destination's *global* rank; it must be in the mesh.
+
+    Returns:
+        On the destination a plain tensor on the mesh's device, without gradient; None on all other ranks.
+
+    Raises:
+        ValueError: on every rank, where the destination is not in the mesh.
+
+    Example::
+
+        whole = gather_tensor(model(x), 0)
+        if whole is not None:
+            np.save("result.npy", whole.numpy())
+    """
+    x = x if isinstance(x, ShardTensor) else ShardTensor.from_dtensor(x)
+    mesh = x.device_mesh
+    _check_in_mesh("global_dst", global_dst, mesh)
+    x = redistribute_to(x, x._spec.for_gradient())
+    spec, local = x._spec, x.to_local().resolve_conj().resolve_neg().contiguous()
+    record_over_mesh(f"gather_tensor to rank {global_dst} of {spec.in_short}", mesh)
+    link = _link(mesh)
+    to = next(at for at in product(*map(range, mesh.shape)) if rank_at(mesh, at) == global_dst)
+    # Where copies are on several ranks, those send that are the destination's peers.
+    sharded = spec.sharded_dims().values()
+    peers = list(product(*(range(n) if m in sharded else (to[m],) for m, n in enumerate(mesh.shape))))
+    if spec.coordinate != to:
+        if spec.coordinate in peers and local.numel():
+            with communicating(link.group):
+                link.exchange((), [(global_dst, local)])
+        return None
+    whole = local.new_empty(spec.shape)
+    part_at(whole, spec, to).copy_(local)
+    for at in peers:
+        if at != to and 0 not in spec.local_shape(at):
+            shard = local.new_empty(spec.local_shape(at))
+            with communicating(link.group):
+                link.exchange([(rank_at(mesh, at), shard)], ())
+            part_at(whole, spec, at).copy_(shard)
+    return whole
+
+
+def _check_in_mesh(name: str, rank: object, mesh: DeviceMesh) -> None:
+    if not isinstance(rank, SupportsIndex):
+        raise TypeError(f"{name} must be a rank, an integer, not {rank!r}")
+    if not bool((mesh.mesh == int(rank)).any()):
+        raise ValueError(f"{name}={rank} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
+
+
 def _check_arguments(src: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """What every rank can see by itself."""
-    ranks = mesh.mesh
-    if not bool((ranks == src).any()):
-        raise ValueError(f"global_src={src} is not in the mesh {ranks.tolist()}; name a global rank of the mesh")
+    _check_in_mesh("global_src", src, mesh)
     if any(isinstance(p, Partial) for p in placements):
         raise ValueError(f"scatter_tensor cannot place {tuple(placements)}: only Shard and Replicate")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import current_mesh, is_plain_shard
@@ -148,6 +148,13 @@ def check_order(mesh: DeviceMesh) -> None:
         raise ValueError(f"the mesh's ranks {ranks.tolist()} do not ascend along each mesh dim; list them in order")
 
 
+def given_placements(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
+    """Those of a caller, or for None Replicate on every mesh dim; TypeError for a placement outside a sequence."""
+    if isinstance(placements, Placement):
+        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
+    return [Replicate()] * mesh.ndim if placements is None else placements
+
+
 def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """Check placements against the mesh and the number of tensor dims, and make shard dims non-negative.
 
@@ -155,8 +162,7 @@ def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim
         TypeError: something that is no placement.
         ValueError: their number, a dim that does not exist, or one tensor dim on two mesh dims.
     """
-    if isinstance(placements, Placement):
-        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
+    placements = given_placements(placements, mesh)
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"{len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} dims {tuple(mesh.shape)}; "

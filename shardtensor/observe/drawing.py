@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,14 @@ def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str
     if len(listed) > _LISTED:
         half = _LISTED // 2
         listed[half:-half] = [f"... {len(listed) - 2 * half} more"]
-    return "\n".join([str(x), *_map(x, parts), *listed])
+    return Drawing("\n".join([str(x), *_map(x, parts), *listed]))
+
+
+class Drawing(str):
+    """Text that notebooks show as it is, with its line breaks."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self)}</pre>"
 
 
 @dataclass(frozen=True)

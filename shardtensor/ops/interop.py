@@ -81,13 +81,14 @@ def _check_same_part(spec: ShardTensorSpec, ranks: set[int]) -> None:
 # What would take a ShardTensor's values or memory out of torch.
 #
 # A ShardTensor has no memory of its own: torch's functions that return its address would return none, and what reads
-# there finds anything. So they are refused. A 0-dim ShardTensor formats like any tensor: as the number.
+# there finds anything. So they are refused. One element, such as a loss, becomes its number as in ``item()``, for which
+# all ranks must take part.
 #
 # These functions have handlers, not plans: they refuse, or read data.
 
 _aten = torch.ops.aten
 
-_REMEDY = "take x.full_tensor(), which gathers, or this rank's shard, x.to_local()"
+_REMEDY = "take x.full_tensor(), which gathers, or of a sharded tensor this rank's part, x.to_local()"
 
 
 def _register_export(name: str) -> None:
@@ -95,9 +96,9 @@ def _register_export(name: str) -> None:
 
     @register(getattr(Tensor, name))
     def _(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, ShardTensor) or not self._spec.is_replicate():
-            return refusal(self, *args, **kwargs)
-        return getattr(self.to_local(), name)(*args, **kwargs)
+        if isinstance(self, ShardTensor) and (self._spec.is_replicate() or self.numel() == 1):
+            return getattr(self.full_tensor(), name)(*args, **kwargs)
+        return refusal(self, *args, **kwargs)
 
 
 for _name in ("numpy", "tolist", "__array__"):

@@ -19,14 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import is_traced
 from .._compat.c10d import c10d_all_gather, group_along
 from ..layout.caches import forgets
 from ..layout.geometry import chunk_sizes
-from ..layout.placements import ShardSizes, as_integers, given_mesh, mesh_coordinate, normalize_placements, rank_at
+from ..layout.placements import (
+    ShardSizes,
+    as_integers,
+    given_mesh,
+    given_placements,
+    mesh_coordinate,
+    normalize_placements,
+    rank_at,
+)
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes, stride_like
 from .debug_mode import check_call, debug_enabled
@@ -64,10 +72,7 @@ def agree_on_local(
     then raises alone.
     """
     mesh = usable_mesh(mesh)
-    if placements is None:
-        placements = [Replicate()] * mesh.ndim
-    if isinstance(placements, Placement):
-        raise TypeError(f"placements must be a sequence with one entry per mesh dim, e.g. ({placements},)")
+    placements = given_placements(placements, mesh)
     if isinstance(shard_sizes, Mapping):
         shard_sizes = {(m + mesh.ndim if m < 0 else m): as_integers(tuple(s)) for m, s in shard_sizes.items()}
     elif shard_sizes is not None and not isinstance(shard_sizes, str):

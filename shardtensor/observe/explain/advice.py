@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from html import escape
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..._compat import tree_leaves
 from ...layout.geometry import aligned_sizes, chunk_sizes
 from .report import Explanation, bytes_text, table
-from .run import UnfitArguments
+from .run import UnfitArguments, ends_and_middle
 
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
 _GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it
@@ -22,7 +23,7 @@ _PAYS = 1.2  # and sharding at all
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks and links can do. The defaults are assumptions about fast devices of one machine, not measurements.
+    """What ranks and links can do.
 
     A layer takes the time of its floating-point operations or of its memory traffic, whichever is longer, and that of
     its communication: ``latency`` for each message or collective, and its bytes by ``bandwidth``. Nothing overlaps, and
@@ -33,12 +34,20 @@ class Machine:
         memory_bandwidth: bytes per second that a rank's operators read and write.
         latency: seconds of a message or collective.
         bandwidth: bytes per second of a rank's messages and collectives.
+        name: as it is printed.
     """
 
-    flops: float = 50e12
-    memory_bandwidth: float = 2e12
+    flops: float = 67e12
+    memory_bandwidth: float = 3.35e12
     latency: float = 20e-6
-    bandwidth: float = 100e9
+    bandwidth: float = 450e9
+    name: str = "given"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.flops / 1e12:.3g} TFLOP/s, memory {self.memory_bandwidth / 1e9:.4g} GB/s, "
+            f"{1e6 * self.latency:.3g} us a message, {self.bandwidth / 1e9:.4g} GB/s between ranks)"
+        )
 
     def seconds(self, found: Explanation, rank: int) -> float:
         """How long a rank takes."""
@@ -49,6 +58,15 @@ class Machine:
             local = max(sum(share.flops) / self.flops, traffic / self.memory_bandwidth)
             total += local + (share.messages + share.collectives) * self.latency + share.bytes_sent / self.bandwidth
         return total
+
+
+# float32 without tensor cores, memory, and NVLink in one direction, by NVIDIA's data sheets of the SXM modules.
+# Latencies are round numbers, as is all of a CPU's core with gloo between processes.
+MACHINES = {
+    "h100": Machine(67e12, 3.35e12, 20e-6, 450e9, "h100"),
+    "a100": Machine(19.5e12, 2.04e12, 20e-6, 300e9, "a100"),
+    "cpu": Machine(1e11, 2e10, 300e-6, 4e9, "cpu"),
+}
 
 
 @dataclass(frozen=True)
@@ -82,11 +100,13 @@ class Advice:
     """What :func:`shardtensor.advise` found. ``print`` shows it.
 
     Attributes:
+        machine: the one that times are of.
         single: one rank with the global tensor.
         choices: the ways to shard that are not refused, the fastest first.
         refused: those that are.
     """
 
+    machine: Machine
     single: Choice
     choices: tuple[Choice, ...]
     refused: tuple[Choice, ...]
@@ -115,7 +135,11 @@ class Advice:
             for c in (self.single, *self.choices)
         ]
         shown = table(("choice", "ms", "speedup", "memory", "sent"), rows)
-        return "\n\n".join([shown, self.verdict(), *(f"refused: {c}: {c.refused}" for c in self.refused)])
+        assumed = f"Times are those of an assumed machine: {self.machine}."
+        return "\n\n".join([shown, assumed, self.verdict(), *(f"refused: {c}: {c.refused}" for c in self.refused)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def verdict(self) -> str:
         """In words, whether to shard and how."""
@@ -124,8 +148,10 @@ class Advice:
         ranks = math.prod(self.best.mesh)
         memory = f"{bytes_text(self.single.memory)} on one rank, {bytes_text(self.best.memory)} on each of {ranks}"
         if self.pays:
-            return f"Shard by {self.best}: {self.speedup:.2f} times as fast as one rank, memory {memory}."
-        gain = f"{self.best} takes {1e3 * self.best.seconds:.3g} ms, one rank {1e3 * self.single.seconds:.3g} ms"
+            faster = f"{self.speedup:.2f} times as fast as one rank ({self.machine.name})"
+            return f"Shard by {self.best}: {faster}, memory {memory}."
+        times = f"{1e3 * self.best.seconds:.3g} ms, one rank {1e3 * self.single.seconds:.3g} ms ({self.machine.name})"
+        gain = f"{self.best} takes {times}"
         if self.best.memory < 0.8 * self.single.memory:
             return f"Not for speed: {gain}. It saves memory: {memory}."
         return f"Domain parallelism does not pay here: {gain}; memory {memory}. Shard the batch over the ranks instead."
@@ -136,15 +162,17 @@ def advise(
     *inputs: Any,
     ranks: int,
     dims: Sequence[int] | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str = "h100",
     backward: bool | Callable[[Any], Tensor] = True,
     kwargs: Mapping[str, Any] | None = None,
+    tried: Callable[[Choice, int], None] | None = None,
 ) -> Advice:
     """Which dims of the input to shard over how many ranks, in which sizes, and whether it pays.
 
-    Tries meshes of one and two dims, with even shard sizes, with sizes aligned to the model's strides and patches, and
+    Tries meshes of one to three dims, with even shard sizes, with sizes aligned to the model's strides and patches, and
     for the fastest of these with sizes that balance the ranks' times. Each is run by :func:`shardtensor.explain`, in
-    this process and without values, and its time comes from a model of the machine.
+    this process and without values, as its first rank, the middle one and the last, and the fastest as all of them. Its
+    time comes from a model of the machine.
 
     Args:
         model, inputs, kwargs, backward: as for :func:`shardtensor.explain`; dims are those of the first input that is
@@ -152,7 +180,8 @@ def advise(
         ranks: how many there are.
         dims: those to try; default: all with at least two elements for each rank, apart from dim 0, the batch, which
             data parallelism shards, and dim 1, the channels or tokens' features, for inputs of more than three dims.
-        machine: what ranks and links can do; default: assumptions, see :class:`Machine`.
+        machine: what ranks and links can do: a :class:`Machine`, or "h100", "a100" or "cpu".
+        tried: called with each choice, and how many are left to be tried.
 
     Raises:
         ValueError: there is no dim to try, or fewer than two ranks.
@@ -177,15 +206,23 @@ def advise(
         raise UnfitArguments(
             f"the input {tuple(tensor.shape)} has no dim that is long enough for {ranks} ranks; give dims="
         )
+    if isinstance(machine, str) and machine not in MACHINES:
+        raise UnfitArguments(f"machine={machine!r}: give a Machine, or one of {', '.join(MACHINES)}")
+    known = MACHINES[machine] if isinstance(machine, str) else machine
     options = {"backward": backward, "kwargs": kwargs}
-    search = _Search(model, inputs, tensor, machine or Machine(), options)
+    search = _Search(model, inputs, tensor, known, options)
     single, whole = search.run((1,), (), {})
-    tried = [search.run(mesh, at, sizes) for mesh, at, sizes in search.candidates(ranks, dims, whole)]
-    possible = sorted((t for t in tried if not t[0].refused), key=lambda t: t[0].seconds)
-    choices = [choice for choice, _ in possible]
-    if possible and (balanced := search.balanced(*possible[0], whole)) is not None:
-        choices = sorted([*choices, balanced], key=lambda choice: choice.seconds)
-    return Advice(single, tuple(choices), tuple(choice for choice, _ in tried if choice.refused))
+    candidates = list(search.candidates(ranks, dims, whole))
+    found = []
+    for i, (mesh, at, sizes) in enumerate(candidates, 1):
+        found.append(search.run(mesh, at, sizes, ranks=ends_and_middle(mesh))[0])
+        if tried is not None:
+            tried(found[-1], len(candidates) - i)
+    choices = sorted((choice for choice in found if not choice.refused), key=lambda choice: choice.seconds)
+    if choices:
+        choices[:1] = search.best(choices[0], whole)
+        choices.sort(key=lambda choice: choice.seconds)
+    return Advice(known, single, tuple(choices), tuple(choice for choice in found if choice.refused))
 
 
 @dataclass(frozen=True)
@@ -205,11 +242,7 @@ class _Search:
 
         ``whole`` is what one rank does.
         """
-        meshes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((ranks,), (d,)) for d in dims]
-        for n in range(2, math.isqrt(ranks) + 1):
-            if ranks % n == 0:
-                shapes = {(n, ranks // n), (ranks // n, n)}
-                meshes += [(shape, at) for shape in sorted(shapes) for at in permutations(dims, 2) if at[0] < at[1]]
+        meshes = [(mesh, at) for n in (1, 2, 3) for mesh in _factors(ranks, n) for at in combinations(dims, n)]
         for mesh, at in meshes:
             lengths = [self.tensor.shape[d] for d in at]
             even = {m: chunk_sizes(length, mesh[m]) for m, length in enumerate(lengths)}
@@ -229,16 +262,19 @@ class _Search:
         return stride if 1 <= stride <= length // ranks else 1
 
     def run(
-        self, mesh: tuple[int, ...], dims: tuple[int, ...], sizes: dict[int, tuple[int, ...]]
+        self,
+        mesh: tuple[int, ...],
+        dims: tuple[int, ...],
+        sizes: dict[int, tuple[int, ...]],
+        ranks: Sequence[int] | None = None,
     ) -> tuple[Choice, Explanation]:
-        """A choice, and what was found out about it."""
+        """A choice, and what was found out about it by running some ranks."""
         from . import explain
 
         lengths = [self.tensor.shape[d] for d in dims]
         shard = [dims if any(_has(t, dims, lengths) for t in tree_leaves(value)) else None for value in self.inputs]
-        found = explain(
-            self.model, *self.inputs, mesh=mesh, shard=shard if dims else None, shard_sizes=sizes, **self.options
-        )
+        layout: dict[str, Any] = {"mesh": mesh, "shard": shard if dims else None, "shard_sizes": sizes, "ranks": ranks}
+        found = explain(self.model, *self.inputs, **layout, **self.options)
         held = {r: found.weight_bytes + found.input_bytes[r] + found.total(r, "saved_bytes") for r in found.ranks}
         choice = Choice(
             mesh,
@@ -251,21 +287,33 @@ class _Search:
         )
         return choice, found
 
-    def balanced(self, choice: Choice, found: Explanation, whole: Explanation) -> Choice | None:
-        """The same with shard sizes in inverse proportion to the time of a row; None where that gains nothing."""
+    def best(self, choice: Choice, whole: Explanation) -> list[Choice]:
+        """The choice run as all ranks, and with shard sizes in inverse proportion to a row's time where these gain."""
+        choice, found = self.run(choice.mesh, choice.dims, choice.sizes)
         times = {rank: self.machine.seconds(found, rank) for rank in found.ranks}
         mean = sum(times.values()) / len(times)
         if len(choice.mesh) > 1 or len(times) < choice.mesh[0] or max(times.values()) < _BALANCED * mean:
-            return None
+            return [choice]
         sizes = choice.sizes[0]
         speeds = [sizes[rank] / times[rank] for rank in range(len(sizes))]
         multiple = self._stride(choice.dims[0], len(sizes), whole)
         ends = [round(sum(speeds[: r + 1]) / sum(speeds) * sum(sizes) / multiple) * multiple for r in range(len(sizes))]
         ends[-1] = sum(sizes)
         new = tuple(b - a for a, b in zip([0, *ends], ends))
-        other, _ = self.run(choice.mesh, choice.dims, {0: new}) if min(new) > 0 and new != sizes else (None, None)
-        gains = other is not None and not other.refused and other.seconds * _GAIN < choice.seconds
-        return other if gains else None
+        if min(new) <= 0 or new == sizes:
+            return [choice]
+        other, _ = self.run(choice.mesh, choice.dims, {0: new})
+        gains = not other.refused and other.seconds * _GAIN < choice.seconds
+        return [choice, other] if gains else [choice]
+
+
+def _factors(number: int, n: int) -> Iterator[tuple[int, ...]]:
+    """``n`` factors of at least two with this product, in all orders."""
+    if n == 1:
+        yield (number,)
+    for first in range(2, number // 2 + 1) if n > 1 else ():
+        if number % first == 0:
+            yield from ((first, *others) for others in _factors(number // first, n - 1))
 
 
 def _has(value: Any, dims: Sequence[int], lengths: Sequence[int]) -> bool:
@@ -276,4 +324,6 @@ def _has(value: Any, dims: Sequence[int], lengths: Sequence[int]) -> bool:
 
 
 def _short(sizes: Sequence[int]) -> str:
+    if len(sizes) > 4 and len(set(sizes)) == 1:
+        return f"{len(sizes)} x {sizes[0]}"
     return str(list(sizes)) if len(sizes) <= 8 else f"{len(sizes)} shards of {min(sizes)} to {max(sizes)}"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from html import escape
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,10 @@ class Explanation:
             own["imbalance"] = layer.imbalance
         written: dict[str, Any] = _with_text_keys(result)
         return written
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, for notebooks."""
+        return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="600"></iframe>'
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The page, complete in itself; written to ``path`` if one is given. page.html is its template."""

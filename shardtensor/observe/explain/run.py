@@ -144,9 +144,15 @@ def sample_of(job: Job) -> tuple[int, ...]:
     world = range(job.world_size)
     if job.world_size <= FEW:
         return tuple(world)
-    return tuple(
-        sorted({0, job.world_size // 2, job.world_size - 1, max(world, key=job.held), min(world, key=job.held)})
-    )
+    return tuple(sorted({*ends_and_middle(job.mesh), max(world, key=job.held), min(world, key=job.held)}))
+
+
+def ends_and_middle(mesh: Sequence[int]) -> list[int]:
+    """The first rank, the last, and one that has neighbours on both sides along every mesh dim where any has."""
+    middle = 0
+    for n in mesh:
+        middle = middle * n + n // 2
+    return sorted({0, middle, math.prod(mesh) - 1})
 
 
 def _layout(shard: Any, mesh: tuple[int, ...], ndim: int) -> tuple[Placement, ...] | None:
@@ -207,10 +213,7 @@ def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanatio
     if runs is None:
         runs = simulate_ranks(_run, job.world_size, job, nullcontext, ranks=ranks)
     if len(ranks) < job.world_size:
-        notes.append(
-            f"Of {job.world_size} ranks {len(ranks)} were run: the first, the middle one, the last, and those with the "
-            "largest and the smallest shard. The balance is that of these."
-        )
+        notes.append(f"Only the ranks {list(ranks)} of {job.world_size} were run; the balance is theirs.")
     return _joined(job, ranks, runs, notes)
 
 

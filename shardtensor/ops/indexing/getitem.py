@@ -124,7 +124,7 @@ def _getitem(self: Tensor, index: object) -> Tensor:
         return DECLINED
     if any(isinstance(item, Tensor) for item, _ in entries):
         items, tensors = _part(x, entries, numbers_stay=False)
-        part = x[tuple(items)] if any(item != slice(None) for item in items) else x
+        part: Tensor = x[tuple(items)] if any(item != slice(None) for item in items) else x
         if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
             return selected(part, *tensors[0])
         return gathered(part, _indices(part, tensors))
@@ -191,7 +191,7 @@ def _setitem(self: Tensor, index: object, value: Any) -> object:
     if entries is None or not _concerns_shards(self, entries):
         return DECLINED
     items, chosen = _part(self, entries, numbers_stay=True)
-    part = self[tuple(items)]
+    part: Tensor = self[tuple(items)]
     if isinstance(value, (int, float, complex)):  # written by a kernel: a copy would have the host wait for a GPU
         value = torch.full((), value, dtype=self.dtype, device=self.device)
     elif not isinstance(value, Tensor):

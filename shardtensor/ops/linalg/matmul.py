@@ -380,7 +380,7 @@ def _linear_by_contraction(mesh: DeviceMesh, x: ShardTensor, weight: Tensor, bia
     if isinstance(bias, DTensor) and x.ndim - 1 not in y._spec.sharded_dims():
         bias = as_operand(bias, mesh)
         bias = redistribute_to(bias, bias._spec.replicated())  # one number for each output
-    return y + bias.to(y.dtype)  # type: ignore[return-value]
+    return y + bias.to(y.dtype)
 
 
 @operator(F.bilinear, torch.bilinear, tensors="input1 input2 weight bias")

@@ -54,6 +54,18 @@ def test_numbers_are_formatted_like_those_of_plain_tensors():
     assert run_distributed(formatted, 2) == [("15.00", "   2.5", "4")] * 2
 
 
+def read():
+    x = numbers()
+    mean = x.mean()
+    first = x[4:5]  # on the second rank
+    return [mean.tolist(), mean.detach().cpu().numpy().item(), np.asarray(mean).item(), first.tolist()]
+
+
+@pytest.mark.on_cpu("torch makes no arrays of tensors on devices")
+def test_one_element_is_read_as_item_reads_it():
+    assert run_distributed(read, 2) == [[2.5, 2.5, 2.5, [4.0]]] * 2
+
+
 def gathered():
     x = numbers()
     with shardtensor.allow_gather():
