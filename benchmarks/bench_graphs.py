@@ -11,7 +11,8 @@ of a network like MeshGraphNet (an encoder, two layers that update edges and nod
 training, on a mesh of triangles with 160,000 nodes and 956,802 edges; its memory is the most bytes of tensors at a
 time, on the larger rank. Where anemoi-models is installed, a step of a block of its graph transformer, on a grid of 100
 x 100 nodes with diagonals, is compared with the same block in one process, and with anemoi's own sharding of it, which
-sends all queries, keys, values and edges to the ranks of their heads.
+sends all queries, keys, values and edges to the ranks of their heads. Where PhysicsNeMo is, so is the MeshGraphNet
+on its halo scatter, which keeps copies of other ranks' nodes, and sends sums at them to their owners and back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_memory import most_at_once
-from peers import anemoi_block
+from peers import INSIDE, anemoi_block, physicsnemo_halo
 from report import Figure, best_and_median, chosen, finish, parser
 from timing import Run, interleaved, on_ranks
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ SIDE, FEATURES = 200, 32
 ROWS, COLUMNS, GROWTH = 8, 64, (2, 4, 32, 256, 1024)
 MESH_SIDE, HIDDEN, LAYERS = 400, 32, 2
 NETWORK = "MeshGraphNet, 160,000 nodes"
+PHYSICSNEMO = "MeshGraphNet, 160,000 nodes, next to PhysicsNeMo"
 ANEMOI, ANEMOI_SIDE = "anemoi's graph transformer, 10,000 nodes", 100
 
 
@@ -186,13 +188,15 @@ class MeshGraphNet(nn.Module):
         self.of_edges = nn.ModuleList(mlp(3 * HIDDEN) for _ in range(LAYERS))
         self.of_nodes = nn.ModuleList(mlp(2 * HIDDEN) for _ in range(LAYERS))
 
-    def forward(self, x: Tensor, features: Tensor, edges: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, features: Tensor, edges: Tensor, corrected: Callable[[Tensor], Tensor] = lambda total: total
+    ) -> Tensor:
         source, target = edges[0], edges[1]
         x, e = self.nodes(x), self.edges(features)
         for of_edges, of_nodes in zip(self.of_edges, self.of_nodes):
             e = e + of_edges(torch.cat([x[source], x[target], e], -1))
             total = torch.zeros_like(x).index_add(0, target, e)
-            x = x + of_nodes(torch.cat([x, total], -1))
+            x = x + of_nodes(torch.cat([x, corrected(total)], -1))
         return self.decoder(x)
 
 
@@ -235,7 +239,7 @@ def of_network(quick: bool) -> list[Figure]:
     ]
 
 
-# -- anemoi's own sharding ---------------------------------------------------------------------------------------------
+# -- other packages' sharding ------------------------------------------------------------------------------------------
 
 
 def blocks(mesh: DeviceMesh) -> dict[str, Run]:
@@ -259,40 +263,80 @@ def blocks(mesh: DeviceMesh) -> dict[str, Run]:
 
     return {
         "two": lambda: step(ours),
-        "anemoi": lambda: step([*theirs, edges], shapes, group),
+        "theirs": lambda: step([*theirs, edges], shapes, group),
         "one": lambda: step([*alone, edges]),
     }
 
 
-def compared_blocks(mesh: DeviceMesh, budget: float) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each kind, and the bytes that all ranks send in a step: nothing where anemoi-models is missing."""
+def borrowed(mesh: DeviceMesh) -> dict[str, Run]:
+    """A step of the MeshGraphNet: of ShardTensors, on PhysicsNeMo's halo scatter, and of this process alone."""
+    nodes, ranks, rank = MESH_SIDE**2, mesh.size(), mesh.get_local_rank()
+    torch.manual_seed(0)
+    edges, own = grid(MESH_SIDE, diagonals=True), nodes // ranks
+    network, alone = MeshGraphNet(), [torch.randn(nodes, 3), torch.randn(edges.shape[1], 3), edges]
+    sizes = at_nodes(edges, nodes, ranks)
+    ours = [part(t, dim, n, mesh) for t, dim, n in zip(alone, (0, 0, 1), ([own] * ranks, sizes, sizes))]
+    # Which nodes of others each rank's edges come from, by their owners.
+    needs = [sources[sources // own != r].unique() for r, sources in enumerate(edges[0].split(sizes))]
+    counts = [[int((need // own == owner).sum()) for need in needs] for owner in range(ranks)]
+    lent = [need[need // own == rank] - rank * own for need in needs]
+    corrected = physicsnemo_halo(lent, counts, own, mesh)
+    source, target = edges.split(sizes, 1)[rank]
+    borrowed = torch.searchsorted(needs[rank], source) + own
+    rows = torch.stack([torch.where(source // own == rank, source - rank * own, borrowed), target - rank * own])
+    x = torch.cat([alone[0][rank * own : (rank + 1) * own], alone[0][needs[rank]]])
+    theirs = [x, alone[1].split(sizes)[rank], rows, corrected]
+
+    def step(inputs: list[Any]) -> Tensor:
+        network.zero_grad()
+        # A copy's result is its owner's.
+        loss: Tensor = network(*inputs)[: nodes if inputs is not theirs else own].square().sum() / nodes
+        loss.backward()
+        if inputs is theirs:  # in one message
+            gradients = [p.grad for p in network.parameters()]
+            dist.all_reduce(together := torch.cat([g.flatten() for g in gradients]))
+            for gradient, total in zip(gradients, together.split([g.numel() for g in gradients])):
+                gradient.copy_(total.view_as(gradient))
+        return loss
+
+    return {"two": lambda: step(ours), "theirs": lambda: step(theirs), "one": lambda: step(alone)}
+
+
+def compared_with(
+    mesh: DeviceMesh, budget: float, steps_of: Callable[[DeviceMesh], dict[str, Run]]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each kind, and the bytes that all ranks send in a step: nothing where the package is missing."""
     try:
-        steps = blocks(mesh)
+        steps = steps_of(mesh)
     except ImportError:
         return {}, {}
     # A sum over one rank's nodes is that rank's loss.
-    losses = torch.stack([steps["two"]().full_tensor(), steps["anemoi"](), steps["one"]()]).detach()
+    losses = torch.stack([steps["two"]().full_tensor(), steps["theirs"](), steps["one"]()]).detach()
     dist.all_reduce(total := losses[1].clone())
     torch.testing.assert_close(torch.stack([losses[0], total]), losses[2].expand(2), rtol=1e-4, atol=0.0)
     sent = []
-    for kind in ("two", "anemoi"):
+    for kind in ("two", "theirs"):
+        before = INSIDE.bytes_sent
         with count_communication() as counted:
             steps[kind]()
-        sent.append(float(counted.bytes_sent + counted.collective_bytes))
+        sent.append(float(counted.bytes_sent + counted.collective_bytes + INSIDE.bytes_sent - before))
     dist.all_reduce(both := torch.tensor(sent, dtype=torch.float64))
-    return interleaved(steps, budget, least=3, most=9, alone=("one",)), dict(zip(("two", "anemoi"), both.tolist()))
+    return interleaved(steps, budget, least=3, most=9, alone=("one",)), dict(zip(("two", "theirs"), both.tolist()))
 
 
-def of_anemoi(quick: bool) -> list[Figure]:
-    times, sent = on_ranks(compared_blocks, 1.0 if quick else 15.0)
-    names = [f"{ANEMOI}: {what}" for what in ("time of anemoi's own sharding", "bytes of it", "time of one process's")]
+def of_peer(
+    name: str, way: str, package: str, steps_of: Callable[[DeviceMesh], dict[str, Run]], quick: bool
+) -> list[Figure]:
+    times, sent = on_ranks(compared_with, 1.0 if quick else 15.0, steps_of)
+    names = [f"{name}: {what}" for what in (f"time of {way}", "bytes of it", "time of one process's")]
     if not times:
         return [Figure(GROUP, name, None, bar=bar, note="not installed") for name, bar in zip(names, (1.0, 1.0, None))]
-    both, note = best_and_median(times), f"{sent['two'] / 1e3:.0f} kB, anemoi {sent['anemoi'] / 1e3:.0f} kB"
+    times[package] = times.pop("theirs")
+    both, note = best_and_median(times), f"{sent['two'] / 1e3:.0f} kB, {package} {sent['theirs'] / 1e3:.0f} kB"
     best = both["best"]
     return [
-        Figure(GROUP, names[0], best["two"] / best["anemoi"], bar=1.0, **both),
-        Figure(GROUP, names[1], sent["two"] / sent["anemoi"], bar=1.0, note=note),
+        Figure(GROUP, names[0], best["two"] / best[package], bar=1.0, **both),
+        Figure(GROUP, names[1], sent["two"] / sent["theirs"], bar=1.0, note=note),
         Figure(GROUP, names[2], best["two"] / best["one"], **both),
     ]
 
@@ -307,7 +351,8 @@ def main() -> None:
     }
     rows["grid, simulated ranks"] = of_growth
     rows[NETWORK] = partial(of_network, options.quick)
-    rows[ANEMOI] = partial(of_anemoi, options.quick)
+    rows[ANEMOI] = partial(of_peer, ANEMOI, "anemoi's own sharding", "anemoi", blocks, options.quick)
+    rows[PHYSICSNEMO] = partial(of_peer, PHYSICSNEMO, "its halo scatter", "PhysicsNeMo", borrowed, options.quick)
     figures: list[Any] = []
     for name in chosen(options.only, rows, made.error):
         print(f"measuring {name}", file=sys.stderr)

@@ -75,9 +75,9 @@ def check_values(ranks, grid):
             like = q if of_queries else shard(queries, shared_mesh(ranks), [Replicate()])
             for k in {1, min(n, 5), n}:
                 assert_same(knn(x, q, k), knn(points, queries, k), like)
-            for r, most in ((0.0, None), (0.4, None), (1.0, 3)):
-                found = radius(x, q, r, max_neighbors=most)
-                assert_same(found, radius(points, queries, r, max_neighbors=most), like)
+            for r, most, loops in ((0.0, None, True), (0.4, None, True), (1.0, 3, True), (1.0, 3, False)):
+                found = radius(x, q, r, max_neighbors=most, loops=loops)
+                assert_same(found, radius(points, queries, r, max_neighbors=most, loops=loops), like)
 
 
 @pytest.mark.parametrize("grid", [False, True])

@@ -228,10 +228,15 @@ def test_a_layer_on_the_shards_gives_what_one_process_does(ranks):
 
 def test_by_metis():
     pytest.importorskip("pymetis")
-    x, edges = grid(24, 24)
-    found = partition(edge_index=edges, num_nodes=576, ranks=4, method="metis")
-    assert torch.equal(found.order.sort().values, torch.arange(576)) and sum(found.sizes) == 576
-    assert found.cut <= 1.5 * 96 and max(found.sizes) <= 1.1 * 144
+    for n, ranks in ((0, 2), (1, 3), (2, 7), (17, 3)):
+        found = partition(edge_index=torch.randint(max(n, 1), (2, 2 * n)), num_nodes=n, ranks=ranks, method="metis")
+        assert torch.equal(found.order.sort().values, torch.arange(n)) and len(found.sizes) == ranks
+    # A mesh, and neighbours in space, of which it cuts fewer edges than a division by distances in the graph.
+    for (x, edges), least in ((grid(24, 24), 0.9), (of_neighbors(3000, 3, 6), 1.0)):
+        given = {"edge_index": edges, "num_nodes": len(x), "ranks": 4}
+        found, again = (partition(**given, method="metis") for _ in range(2))
+        assert torch.equal(found.order, again.order) and sum(found.sizes) == len(x)
+        assert max(found.sizes) <= 1.1 * len(x) / 4 and found.cut * least <= partition(**given).cut
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pymetis") is not None, reason="pymetis is installed")

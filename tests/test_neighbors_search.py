@@ -62,11 +62,14 @@ def test_the_nearest_are_the_first_in_order(method, parts):
 def test_all_within_a_distance_are_found(method, parts):
     for x, q in clouds():
         squares, order = all_in_order(x, q)
-        for r, most in ((0.0, None), (0.3, None), (1.0, 2), (1.0, None)):
+        but = order[:, -1]
+        for r, most, other in ((0.0, None, None), (0.3, None, None), (1.0, 2, None), (1.0, None, but), (1.0, 2, but)):
             near = squares.sqrt() <= r
+            if other is not None:
+                near &= order != other.unsqueeze(1)
             if most:
-                near[:, most:] = False
-            found = Within(q, r, most)
+                near &= near.cumsum(1) <= most
+            found = Within(q, r, most, other)
             add_in_parts(found, x, parts)
             rows, numbers, exact = found.found()
             assert torch.equal(rows, near.nonzero()[:, 0])

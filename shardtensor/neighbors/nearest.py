@@ -32,10 +32,10 @@ from .bisection import even_sizes, squared_distances
 from .search import Nearest, Within
 from .traffic import search_all
 
-_OUTSIDE = "neighbours are found outside of compiled functions; pass them in"
+OUTSIDE = "neighbours are found outside of compiled functions; pass them in"
 
 
-@not_in_graphs(_OUTSIDE)
+@not_in_graphs(OUTSIDE)
 def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` nearest points of each query: their distances, and which they are.
 
@@ -75,8 +75,10 @@ def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return distances, search.numbers
 
 
-@not_in_graphs(_OUTSIDE)
-def radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None) -> tuple[Tensor, Tensor]:
+@not_in_graphs(OUTSIDE)
+def radius(
+    points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None, loops: bool = True
+) -> tuple[Tensor, Tensor]:
     """All points within a distance of each query: their distances, and pairs of indices, as the edges of a graph.
 
     As :func:`knn`, but for the result. A distance is within ``r`` where it is at most ``r`` in float64.
@@ -86,6 +88,7 @@ def radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | No
         queries: ``(m, d)``, of the same dtype; may be ``points``, and then each point is a neighbour of itself.
         r: a finite number, at least 0.
         max_neighbors: of each query, at most so many, the nearest ones; None: all.
+        loops: False: a query is no neighbour of the point that has its index.
 
     Returns:
         distances ``(e,)`` of the points' dtype, and edges ``(2, e)``, int64: in the first row the points, in the second
@@ -105,8 +108,9 @@ def radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | No
     _check("radius", points, queries)
     _check_r(r, max_neighbors)
     if _is_dispatched(points, queries):
-        return _dispatched(radius, points, queries, r, max_neighbors=max_neighbors)
-    search = Within(queries.detach().double(), float(r), max_neighbors)
+        return _dispatched(radius, points, queries, r, max_neighbors=max_neighbors, loops=loops)
+    own = None if loops else torch.arange(len(queries), device=queries.device)
+    search = Within(queries.detach().double(), float(r), max_neighbors, own)
     _search("radius", search, points, queries)
     rows, numbers, squares = search.found()
     needed = _needs_gradient(points, queries)
@@ -162,7 +166,7 @@ def _check_r(r: float, most: int | None) -> None:
         raise ValueError(f"radius: max_neighbors is {most}, but must be at least 1, or None for all")
 
 
-def _not_finite(name: str, operands: Sequence[Tensor]) -> ValueError:
+def not_finite(name: str, operands: Sequence[Tensor]) -> ValueError:
     shown = ", ".join(str(t._spec) if isinstance(t, ShardTensor) else str(tuple(t.shape)) for t in operands)
     return ValueError(
         f"{name}: coordinates of points or queries are not finite (NaN or infinite), so that they have no order. "
@@ -189,7 +193,7 @@ def _search(name: str, search: Nearest | Within, points: Tensor, queries: Tensor
         if finite:
             search.add(coordinates, torch.arange(len(local), device=local.device))
     if not finite:
-        raise _not_finite(name, (points, queries))
+        raise not_finite(name, (points, queries))
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
@@ -219,29 +223,31 @@ def _knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         points, queries, given = _operands("knn", points, queries)
         search = Nearest(queries._local_tensor.detach().double(), k)
         _search("knn", search, points, queries)
-        spec = _spec_like(queries._spec, 0, (queries.shape[0], k), None)
+        spec = spec_like(queries._spec, 0, (queries.shape[0], k), None)
         indices = wrap(search.numbers, spec.with_dtype(torch.int64))
         distances = _sharded_distances(points, queries, indices, search.squares, (slice(None), None))
         return _laid_out_as(given, distances), _laid_out_as(given, indices)
 
 
 @register(radius)
-def _radius(points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None) -> tuple[Tensor, Tensor]:
+def _radius(
+    points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None, loops: bool = True
+) -> tuple[Tensor, Tensor]:
     with calling("radius"):
         points, queries, given = _operands("radius", points, queries)
-        search = Within(queries._local_tensor.detach().double(), float(r), max_neighbors)
+        m, local = queries._spec.sharded_dims().get(0), queries._local_tensor.detach().double()
+        first = 0 if m is None else queries._spec.interval(m)[0]
+        own = None if loops else torch.arange(first, first + len(local), device=local.device)
+        search = Within(local, float(r), max_neighbors, own)
         _search("radius", search, points, queries)
         rows, numbers, squares = search.found()
-        m = queries._spec.sharded_dims().get(0)
         counts: tuple[int, ...] = (len(rows),)
-        first = 0
         if m is not None:
             mine = torch.tensor(len(rows), device=rows.device)
             counts = tuple(all_gather(mine, group_along(points.device_mesh, m)).tolist())
-            first = queries._spec.interval(m)[0]
-        spec = _spec_like(queries._spec, 0, (sum(counts),), counts)
+        spec = spec_like(queries._spec, 0, (sum(counts),), counts)
         distances = _sharded_distances(points, queries, wrap(numbers, spec.with_dtype(torch.int64)), squares, rows)
-        of_edges = _spec_like(spec, 1, (2, *spec.shape), counts).with_dtype(torch.int64)
+        of_edges = spec_like(spec, 1, (2, *spec.shape), counts).with_dtype(torch.int64)
         edges = wrap(torch.stack([numbers, rows + first]), of_edges)
         return _laid_out_as(given, distances), _laid_out_as(given, edges)
 
@@ -283,11 +289,11 @@ def _sharded_distances(
     spec = indices._spec.with_dtype(points.dtype)
     if not _needs_gradient(points, queries):
         return wrap(squares.sqrt().to(points.dtype), spec)
-    near = redistribute_to(points[indices], _spec_like(spec, 0, (*spec.shape, points.shape[1]), None))
+    near = redistribute_to(points[indices], spec_like(spec, 0, (*spec.shape, points.shape[1]), None))
     return from_part(_distance(near.to_local(), queries.to_local()[at]), spec)
 
 
-def _spec_like(spec: ShardTensorSpec, dim: int, shape: Sequence[int], sizes: tuple[int, ...] | None) -> ShardTensorSpec:
+def spec_like(spec: ShardTensorSpec, dim: int, shape: Sequence[int], sizes: tuple[int, ...] | None) -> ShardTensorSpec:
     """The spec of a tensor whose dim ``dim`` is sharded where dim 0 of ``spec`` is, in other sizes if given."""
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype)
     layout = [

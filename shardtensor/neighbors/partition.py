@@ -215,8 +215,8 @@ def _traffic(edge_index: Tensor, sizes: tuple[int, ...]) -> tuple[tuple[int, ...
 def _by_metis(edge_index: Tensor, n: int, ranks: int) -> tuple[Tensor, tuple[int, ...]]:
     import pymetis
 
-    starts, neighbors = (t.tolist() for t in adjacency(edge_index, n))
-    _, found = pymetis.part_graph(ranks, xadj=starts, adjncy=neighbors)
+    graph = pymetis.CSRAdjacency(*(t.tolist() for t in adjacency(edge_index, n)))
+    _, found = pymetis.part_graph(ranks, adjacency=graph)
     owners = torch.as_tensor(found, dtype=torch.int64, device=edge_index.device)
     return owners.argsort(stable=True), tuple(owners.bincount(minlength=ranks).tolist())
 

@@ -177,10 +177,11 @@ class Within:
     Args:
         queries: float64 ``(m, d)``.
         most: of them for each query, the nearest ones; None: all.
+        but: for each query the number of a point that is none of them; or None.
     """
 
-    def __init__(self, queries: Tensor, r: float, most: int | None) -> None:
-        self.queries, self.r, self.most = queries, r, most
+    def __init__(self, queries: Tensor, r: float, most: int | None, but: Tensor | None = None) -> None:
+        self.queries, self.r, self.most, self.but = queries, r, most, but
         none = torch.empty(0, dtype=torch.int64, device=queries.device)
         self._rows, self._numbers, self._squares = [none], [none], [queries.new_empty(0)]
 
@@ -200,6 +201,8 @@ class Within:
             at = rows[at]
             squares = squared_distances(self.queries[at], points[places])
             near = squares.sqrt() <= self.r
+            if self.but is not None:
+                near &= self.but[at] != numbers[places]
             found = _sorted(at[near], numbers[places[near]], squares[near], self.most)
             for parts, part in zip((self._rows, self._numbers, self._squares), found, strict=True):
                 parts.append(part)

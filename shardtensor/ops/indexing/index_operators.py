@@ -352,6 +352,7 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
             result.append(index)
             continue
         check_mask(x, len(result), index)
+        spec = None
         if isinstance(index, DTensor):
             if spec_of(index).sharded_dims():
                 raise refuse(
@@ -360,9 +361,11 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
                     "how many entries a sharded mask selects depends on its values",
                     "use torch.where or masked_fill, or redistribute the mask to Replicate()",
                 )
-            index, _ = reduced_value(index)
+            index, spec = reduced_value(index)
         check_not_captured("an index with a mask", x.device)
-        result.extend(index.nonzero().unbind(1))
+        found = index.nonzero().unbind(1)
+        # Where nothing else says so, the mask says what mesh there is.
+        result.extend(found if spec is None else [replicated(t, spec) for t in found])
     return result
 
 

@@ -166,6 +166,12 @@ def _histc_plan(call: AtenCall) -> AtenPlan:
     return reduction_plan(call, None, False, "sum", of_partial=False)
 
 
+@operator(_aten._convert_indices_from_coo_to_csr.default)
+def _starts_plan(call: AtenCall) -> AtenPlan:
+    """Where each number begins among ascending ones is how many are smaller, which each rank counts for itself."""
+    return reduction_plan(call, None, False, "sum", of_partial=False)
+
+
 @register(_aten.bincount.default)
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> ShardTensor:
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""

@@ -107,6 +107,17 @@ def test_of_tensors_cut_otherwise():
     run_distributed(check_different_cuts, 2)
 
 
+def whole_mask():
+    """Of a plain tensor, by a mask that every rank has."""
+    x = values()
+    mask = shard(x > 0, shared_mesh(2), [Replicate()])
+    assert torch.equal(x[mask].full_tensor(), x[x > 0])
+
+
+def test_a_replicated_mask_chooses_of_a_plain_tensor():
+    run_distributed(whole_mask, 2)
+
+
 def lies():
     x = shard(values(), shared_mesh(2), [Shard(0)], {0: (5, 2)})
     with count_communication() as counted:

@@ -246,6 +246,24 @@ def test_rows_of_matrices_travel_once(sizes):
     assert [sum(steps[i][2] for steps in found) for i in range(9)] == [total] * 9
 
 
+def check_reads():
+    """The first step looks at the matrix, the others at nothing, forward and backward, with gradients of values too."""
+    from host_reads import host_reads
+
+    for s in (*(adjacency(8, layout) for layout in LAYOUTS.values()), adjacency(8).requires_grad_()):
+        x = shard(data(64, FEATURES), shared_mesh(2), [Shard(0)], {0: (24, 40)}, requires_grad=True)
+        found = []
+        for _ in range(3):
+            with host_reads() as seen:
+                (s @ x).square().sum().backward()
+            found.append(dict(seen))
+        assert found[0] and not found[1] and not found[2], (s.layout, s.requires_grad, found)
+
+
+def test_no_host_reads_values_after_the_first_step():
+    run_distributed(check_reads, 2)
+
+
 def band(n, k, reach=2):
     """Where a matrix of ``n`` rows and ``k`` columns has entries: near its diagonal, none in the second row."""
     rows, columns = torch.meshgrid(torch.arange(n), torch.arange(k), indexing="ij")
