@@ -11,7 +11,7 @@ from .dispatch.patches import install
 from .dispatch.registry import Support, register, registered, supports, unregister
 from .dispatch.scatter import gather_tensor, scatter_tensor
 from .dispatch.tensor import ShardTensor
-from .errors import LocalSizeError, LostRankError, ThreadConflict, UnsupportedSharding
+from .errors import LocalSizeError, LostRankError, RanksDiffer, ThreadConflict, UnsupportedSharding
 from .layout.spec import ShardTensorSpec
 from .neighbors.partition import Partition, partition
 from .observe.drawing import visualize
@@ -37,6 +37,7 @@ __all__ = [
     # how operators run
     "LocalSizeError",
     "LostRankError",
+    "RanksDiffer",
     "ThreadConflict",
     "UnsupportedSharding",
     "allow_gather",

@@ -50,6 +50,18 @@ class ThreadConflict(RuntimeError):
     """
 
 
+class RanksDiffer(RuntimeError):
+    """The ranks have not done the same, or plain values differ between them; raised on all ranks that have compared.
+
+    The text names the first difference. Numbers since then may be wrong.
+
+    Example:
+        >>> import shardtensor
+        >>> issubclass(shardtensor.RanksDiffer, RuntimeError)
+        True
+    """
+
+
 class LostRankError(RuntimeError):
     """A rank that this one waited for has died, raised, ended or said nothing; the text says which, and in what.
 

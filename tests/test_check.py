@@ -37,8 +37,6 @@ def differing(what):
             model[1].num_batches_tracked += 1
         elif what == "zero" and rank == 1:
             target[0] = -0.0
-        elif what == "replicated" and rank == 1:
-            whole[1] = 2
         elif what == "rate":
             optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
         elif what == "state" and rank == 0:
@@ -52,6 +50,8 @@ def differing(what):
         elif what == "type":
             number = object()
     replicated = ShardTensor.from_local(whole, mesh, (Replicate(),), shard_sizes={})
+    if what == "replicated" and rank == 1:
+        whole[1] = 2  # whose values from_local has noted
     sharded = ShardTensor.from_local(torch.full((2,), float(rank)), mesh, (Shard(0),), shard_sizes={0: (2, 2, 2)})
     shardtensor.debug.check(model, optimizer, {"y": target}, [replicated, sharded], number)
 

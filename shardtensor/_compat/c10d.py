@@ -95,6 +95,16 @@ def c10d_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: dist.Process
     return work
 
 
+def c10d_gather(outs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """``dist.gather(..., async_op=True)`` to the group's first rank, on which alone there are ``outs``."""
+    return group.gather([outs] if outs else [], [tensor])
+
+
+def c10d_scatter(out: torch.Tensor, tensors: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """``dist.scatter(..., async_op=True)`` from the group's first rank, on which alone there are ``tensors``."""
+    return group.scatter([out], [tensors] if tensors else [])
+
+
 def group_along(mesh: DeviceMesh, mesh_dim: int) -> dist.ProcessGroup:
     """The process group of a mesh dim.
 
@@ -158,6 +168,16 @@ def make_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.devi
         made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
     group: dist.ProcessGroup = made
     return group
+
+
+def device_of(group: Any) -> torch.device | None:
+    """On which devices' tensors a process group works, the host's where it can; None: nothing travels, as it is fake.
+
+    Its type need not be that of the tensors in question: a group of gloo and NCCL takes small rows from the host.
+    """
+    types = group._device_types
+    fake = dist.get_backend(group) == "fake"
+    return None if fake else min(types, key=lambda device: device.type != "cpu")
 
 
 # What holds the default process group, as ``_default_pg``, which torch's own names for it take two calls to find.

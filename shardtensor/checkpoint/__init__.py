@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..ranks.failures import communicating
+from ..ranks.history import calling
 from .digests import MANIFEST, DamagedCheckpoint, DigestingFile, Digests, Manifest, open_checked
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "DamagedCheckpoint", "latest"]
@@ -243,7 +245,8 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
         except OSError as error:
             answer[1] = f"{folder} cannot be read: {error}"
     if group is not None:
-        dist.broadcast_object_list(answer, group=group, group_src=0)
+        with calling("latest"), communicating(group):
+            dist.broadcast_object_list(answer, group=group, group_src=0)
     found, problem = answer
     if problem:
         raise RuntimeError(problem)

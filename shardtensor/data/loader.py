@@ -42,6 +42,8 @@ from ..layout.placements import check_order, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import usable_mesh
+from ..ranks.failures import communicating
+from ..ranks.history import calling
 from ..ranks.rows import gather_rows, gather_texts
 from ..ranks.streams import wait_for_streams
 from . import messages
@@ -173,7 +175,9 @@ class ShardLoader(Generic[Batch]):
         self._buffer: Tensor | None = None
         # A group of its own: the thread must not interfere with the model's collectives. Data is sent from CPU to CPU.
         timeout = program_timeout()
-        self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        assert dist.group.WORLD is not None
+        with calling("ShardLoader"), communicating(dist.group.WORLD):
+            self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         given = {rank: bool(flag) for rank, [flag] in gather_rows([pickled], self._group, "cpu").items()}
         if len(set(given.values())) > 1:
             raise ValueError(f"ranks of the mesh pass different values for pickled: {given}; pass the same on all")
@@ -181,7 +185,7 @@ class ShardLoader(Generic[Batch]):
         self._known: set[str] = set()  # types that all ranks know
         self._length: int | None
         told = json.dumps(_length(self.loader)).encode() if self.is_source else b""
-        self._length, problem = json.loads(self._tell(told))
+        self._length, problem = json.loads(self._told(told))
         if problem:
             raise TypeError(f"source rank {self.source} {problem}")
 
@@ -308,7 +312,7 @@ class ShardLoader(Generic[Batch]):
 
     @torch.no_grad()
     def _move(self, message: bytes, tensors: list[Tensor], gate: _Gate) -> tuple[int, Any]:
-        message = self._tell(message)
+        message = self._told(message)
         kind, content = message[0], message[1:]
         if kind == _END:
             return kind, None
@@ -318,9 +322,10 @@ class ShardLoader(Generic[Batch]):
         if not self.is_source:
             gate.wait()
         self._copies.end_last()
-        return kind, tree_map(
-            lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, MeshlessSpec) else leaf, described
-        )
+        with self._sending():
+            return kind, tree_map(
+                lambda leaf: self._scatter(leaf, tensors) if isinstance(leaf, MeshlessSpec) else leaf, described
+            )
 
     def _described(self, kind: int, content: bytes) -> PyTree:
         """A batch with a :class:`MeshlessSpec` for each tensor.
@@ -344,8 +349,19 @@ class ShardLoader(Generic[Batch]):
             self._known.update(new)
         return messages.build(body)
 
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """What the transport raises inside the block names the source."""
+        with calling(f"a batch of ShardLoader from rank {self.source}"), communicating(self._group):
+            yield
+
+    def _told(self, message: bytes) -> bytes:
+        """The source's ``message``, on every rank."""
+        with self._sending():
+            return self._tell(message)
+
     def _tell(self, message: bytes) -> bytes:
-        """The source's ``message``, on every rank; a short one in one broadcast."""
+        """The same; a short one in one broadcast."""
         data = len(message).to_bytes(8, "little") + message
         first = bytearray(data[:_FIRST].ljust(_FIRST, b"\0"))
         dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), self.source, group=self._group)

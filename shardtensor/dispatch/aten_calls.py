@@ -22,6 +22,7 @@ from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
+from ..ranks.history import here
 from .conversions import wrap
 from .copies import check_written, note_copies, represents_view, write_back
 from .found import INDICES, note_views, note_written
@@ -35,6 +36,7 @@ from .planning import (
     distributed_operands,
     is_inplace,
     keep_plan,
+    label,
     look_up,
     meta_of,
     on_meta,
@@ -99,7 +101,14 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
     if plan.keeps is not None:
         local_kwargs["keeper"] = operand(args, plan.keeps)
-    result = plan.call(*local_args, **local_kwargs)
+    if plan.label and not here.operator:
+        here.operator = plan.label
+        try:
+            result = plan.call(*local_args, **local_kwargs)
+        finally:
+            here.operator = ""
+    else:
+        result = plan.call(*local_args, **local_kwargs)
     if plan.returns_self:
         write_back(args[0])
         return args[0]
@@ -129,6 +138,8 @@ def _planned(
     made = _make_plan(func, args, kwargs)
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
+        if plan.call is not None:
+            plan.label = label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs})
         plan.call, plan.view = plan.call or kernel(func), returns_view(func)
         plan.noted = plan.view and (plan.moves or plan.may_copy or args[0].dtype in INDICES)
         mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))

@@ -21,6 +21,7 @@ from ..errors import (
     PLAIN_TARGET,
     LocalSizeError,
     LostRankError,
+    RanksDiffer,
     ThreadConflict,
     UnsupportedSharding,
     error_text,
@@ -29,7 +30,7 @@ from ..layout.spec import ShardTensorSpec
 
 # What torch raises where sizes do not fit.
 _ABOUT_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
-_ABOUT_OTHER_THINGS = (UnsupportedSharding, LostRankError, ThreadConflict, torch.distributed.DistError)
+_ABOUT_OTHER_THINGS = (UnsupportedSharding, RanksDiffer, LostRankError, ThreadConflict, torch.distributed.DistError)
 
 
 class _Match(NamedTuple):

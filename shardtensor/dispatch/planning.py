@@ -67,6 +67,7 @@ class AtenPlan:
             about its values, see found.py.
         opens: the layout of the result, a new tensor, is open, see open_layouts.py.
         plain: the plain operands, by their path; None if there are none to look at (``dispatch`` fills this in).
+        label: of what communicates in ``call``, see :func:`label`; "" where that is the operator itself (so is this).
     """
 
     outputs: Any
@@ -80,6 +81,7 @@ class AtenPlan:
     keeps: Path | None = None
     opens: bool = False
     plain: PlainOperands | None = None
+    label: str = ""
 
     @property
     def moves(self) -> bool:
@@ -282,6 +284,31 @@ def keep_plan(key: Sequence[Any], plan: Any) -> None:
         while len(_plans) >= MAX_PLANS:
             _plans.pop(next(iter(_plans)), None)
         _plans[tuple(key)] = plan
+
+
+def label(name: str, outputs: Any, arguments: Mapping[Any, Any]) -> str:
+    """The operator with its result's layout and its arguments: what every rank knows of a plan, short in any world.
+
+    Example:
+        >>> label("flip", None, {"input": TensorMeta((3,), (1,), torch.float32), "dims": (0,)})
+        'flip of input=(3,) float32, dims=(0,)'
+    """
+    spec = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    to = f" to {spec.in_short}" if isinstance(spec, ShardTensorSpec) else ""
+    shown = [f"{k}={_in_short(a)}" if type(k) is str else _in_short(a) for k, a in arguments.items() if a is not None]
+    return f"{name}{to} of {', '.join(shown)}"
+
+
+def _in_short(argument: Any) -> str:
+    if isinstance(argument, DTensor):
+        return spec_of(argument).in_short
+    if isinstance(argument, ShardTensorSpec):
+        return argument.in_short
+    if isinstance(argument, (TensorMeta, Tensor)):
+        return f"{tuple(argument.shape)} {str(argument.dtype).removeprefix('torch.')}"
+    if type(argument) in (list, tuple):
+        return f"({', '.join(map(_in_short, argument))}{',' * (len(argument) == 1)})"
+    return str(argument) if type(argument) in SCALARS else type(argument).__name__
 
 
 # -- what plans are made from -----------------------------------------------------------------------------------------

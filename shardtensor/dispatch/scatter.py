@@ -55,8 +55,8 @@ def scatter_tensor(
         mesh: where the shards go; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
         shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes for sharded mesh dims that are left out.
-        global_shape, dtype: of ``tensor``. If every rank passes both, nothing is gathered first, and arguments are not
-            compared (but with ``SHARDTENSOR_DEBUG=1``).
+        global_shape, dtype: of ``tensor``. If every rank passes both, nothing is gathered first, and arguments are
+            compared when they are used first (with ``SHARDTENSOR_DEBUG=1`` each time).
         requires_grad: make the result a leaf that accumulates gradients.
 
     Returns:
@@ -97,7 +97,7 @@ def scatter_tensor(
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
-    record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh)
+    record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh, dtype)
     link = _link(mesh)
     with communicating(link.group):
         given = None if problem else tensor

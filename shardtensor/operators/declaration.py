@@ -23,12 +23,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
-from ..dispatch.planning import converted, disowned, flat, keep_plan, look_up, meta_of, spec_of
+from ..dispatch.planning import converted, disowned, flat, keep_plan, label, look_up, meta_of, spec_of
 from ..dispatch.registry import declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to
 from ..errors import UnsupportedSharding, refuse
 from ..layout.placements import wide_dtype
-from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
 from .arguments import (
     Arguments,
@@ -123,16 +122,16 @@ class Operator:
             order = tuple(at[name] for name in declared.names)
             plan.order = None if order == tuple(range(len(tensors))) else order
             plan.plain = PlainOperands.among(self.name, mesh, enumerate(tensors))
-            self._finish(plan, call, named)
+            self._finish(plan, call, named, given.arguments)
         return plan
 
-    def _finish(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> None:
+    def _finish(self, plan: Plan, call: Arguments, named: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Fill in what the plan's run does before and after its local work."""
         declared = self._declared
         plan.name, plan.device, plan.then = self.name, call.device.type, call.then
         if hasattr(plan, "outputs"):
             plan.outputs = disowned(plan.outputs)
-        plan.label = _label(self.name, getattr(plan, "outputs", None))
+        plan.label = label(self.name, getattr(plan, "outputs", None), given)
         placements = self._sum_gradients(plan, call, named) if declared.parameters else ()
         contributes = any(p.is_partial() for p in placements)
         steps: list[tuple[int, Callable[[Any], Any]]] = []
@@ -250,14 +249,6 @@ def planned(
         return Operator(name, declaration(build, tensors, parameters, partial, sharded))
 
     return decorate
-
-
-def _label(name: str, outputs: Any) -> str:
-    """The operator with its result's layout: what every rank knows of a plan, short also in a large world."""
-    spec = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
-    if not isinstance(spec, ShardTensorSpec):
-        return name
-    return f"{name} to {spec.in_short}"
 
 
 def _is_number(t: Tensor) -> bool:

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import is_traced
-from .._compat.c10d import c10d_all_gather, group_along
+from .._compat import is_traced, without_modes
+from .._compat.c10d import c10d_all_gather, device_of, group_along, process_group
+from ..errors import RanksDiffer
 from ..layout.caches import forgets
 from ..layout.geometry import chunk_sizes
 from ..layout.placements import (
@@ -37,9 +38,11 @@ from ..layout.placements import (
 )
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes, stride_like
+from .cuda_graphs import is_capturing
 from .debug_mode import check_call, debug_enabled
-from .history import WIDTH, difference, fingerprint, forget_history, record, values_compared
-from .rows import gather_rows, gather_texts
+from .first_use import note_copies
+from .history import WIDTH, before_new, difference, fingerprint, forget_history, place, record, values_compared
+from .rows import alike, gather_rows, gather_texts
 from .summaries import digest_of_some
 from .waiting import wait_for
 
@@ -78,14 +81,16 @@ def agree_on_local(
     elif shard_sizes is not None and not isinstance(shard_sizes, str):
         raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
     problem = problem_of(local, mesh)
+    _calls[mesh] += 1
     if shard_sizes is None or debug_enabled():
         asked = described(placements, shard_sizes)
-        _calls[mesh] += 1
         looked_at = (_calls[mesh] <= _FIRST or debug_enabled()) and not problem
         sample = digest_of_some(local) if looked_at and isinstance(local, Tensor) and not is_traced(local) else 0
         claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
         spec = _from_claims(claims, local, mesh, placements, shard_sizes)
         _warn_of_copies(claims, spec)
+        assert isinstance(local, Tensor)
+        _note_replicated(local, spec)
         return spec
     if problem:
         raise say(problem, "the local tensor", mesh)
@@ -98,14 +103,26 @@ def agree_on_local(
             shape[p.dim] = sum(sizes[m]) if m in sizes else shape[p.dim] * mesh.size(m)
     spec = _checked(local, mesh, placements, shape, shard_sizes)
     record_over_mesh(f"from_local of {spec.in_short}", mesh)
+    _note_replicated(local, spec)
     return spec
 
 
-def record_over_mesh(text: str, mesh: DeviceMesh) -> None:
-    """Note a call that all ranks of the mesh make alike; what they were told in it is compared with the next number."""
+def _note_replicated(local: Tensor, spec: ShardTensorSpec) -> None:
+    """Have the ranks that hold copies compare them with the next number that is read, in a mesh's first calls."""
+    if _calls[spec.mesh] <= _FIRST or debug_enabled():
+        copies = [m for m, p in enumerate(spec.placements) if p.is_replicate()]
+        note_copies("the replicated tensor of from_local", local, spec.mesh, copies)
+
+
+def record_over_mesh(text: str, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+    """Note a call that all ranks of the mesh make alike; what they were told in it is compared with the next number.
+
+    Args:
+        dtype: of what it communicates, if it does: then it is compared when it is called first.
+    """
     for m in range(mesh.ndim):
         if mesh.size(m) > 1:
-            record(group_along(mesh, m).group_name, text)
+            record(group_along(mesh, m).group_name, text, dtype)
 
 
 def _checked(
@@ -216,11 +233,11 @@ def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh, what: str = "comparis
         what: what it is called there.
 
     Raises:
-        RuntimeError: on all ranks, where they have not communicated the same.
+        RanksDiffer: on all ranks, where they have not communicated the same.
     """
     groups = [group_along(mesh, m).group_name for m in range(mesh.ndim)]
     for name in groups:
-        record(name, what, torch.int64, len(row))
+        record(name, what, torch.int64, len(row), compares=True)
     fingerprints = [number for name in groups for number in fingerprint(name)]
     table = _gather_rows([*row, *fingerprints], mesh, what)
     for m, name in enumerate(groups):
@@ -229,7 +246,7 @@ def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh, what: str = "comparis
 
 
 def compare_histories(what: str, mesh: DeviceMesh) -> None:
-    """RuntimeError on all ranks of the mesh, where they have not communicated the same before this call."""
+    """RanksDiffer on all ranks of the mesh, where they have not communicated the same before this call."""
     gather_over_mesh((), mesh, what)
 
 
@@ -241,10 +258,10 @@ def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessG
         dtype: of the tensor that it belongs to; contributions may be held in another one.
 
     Raises:
-        RuntimeError: on all ranks of the group, where they have not communicated the same.
+        RanksDiffer: on all ranks of the group, where they have not communicated the same.
     """
     device, name = number.device, group.group_name
-    record(name, "item", dtype, 1)
+    record(name, "item", dtype, 1, compares=True)
     if debug_enabled():
         check_call("item", group, device)
     # Complex numbers of double precision take two integers.
@@ -252,21 +269,39 @@ def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessG
     row[:2].view(torch.uint8)[: number.nbytes].copy_(as_bytes(number))
     table = row.new_empty((group.size(), len(row)))
     wait_for(c10d_all_gather(table.view(-1), row, group), table, group)
-    theirs = dict(enumerate(table[:, 2:].tolist()))
-    if said := difference(
-        theirs,
-        name,
-        dist.get_process_group_ranks(group).__getitem__,
-        lambda text: gather_texts(text, lambda row: gather_rows(row, group, device)),
-    ):
-        forget_history()
-        raise RuntimeError(said)
+    _check_group(dict(enumerate(table[:, 2:].tolist())), group, device)
     values_compared(name)
     return table[:, :2].contiguous().view(torch.uint8)[:, : number.nbytes].contiguous().view(number.dtype).view(-1)
 
 
+def _check_group(fingerprints: Mapping[int, list[int]], group: dist.ProcessGroup, device: torch.device) -> None:
+    """RanksDiffer on all ranks of the group where they have not communicated the same."""
+    if said := difference(
+        fingerprints,
+        group.group_name,
+        dist.get_process_group_ranks(group).__getitem__,
+        lambda text: gather_texts(text, lambda row: gather_rows(row, group, device)),
+    ):
+        forget_history()
+        raise RanksDiffer(said)
+
+
+def _compare_new(name: str) -> None:
+    """See [Note: first communication] in history.py."""
+    group = process_group(name) if dist.is_initialized() else None
+    device = None if group is None or debug_enabled() else device_of(group)
+    if group is None or device is None or is_capturing(device):
+        return
+    with without_modes():
+        if device.type != "cpu" or not alike(place(name), group):
+            _check_group(gather_rows(place(name), group, device), group, device)
+
+
+before_new.append(_compare_new)
+
+
 def _check_history(m: int, group: str, fingerprints: Mapping[tuple[int, ...], list[int]], mesh: DeviceMesh) -> None:
-    """RuntimeError on all ranks of the mesh where a group of mesh dim ``m`` has not communicated the same."""
+    """RanksDiffer on all ranks of the mesh where a group of mesh dim ``m`` has not communicated the same."""
 
     def gather(text: str) -> dict[tuple[int, ...], str]:
         return gather_texts(text, lambda row: _gather_rows(row, mesh))
@@ -277,7 +312,7 @@ def _check_history(m: int, group: str, fingerprints: Mapping[tuple[int, ...], li
     for line in lines.values():
         if said := difference(line, group, lambda at: rank_at(mesh, at), gather):
             forget_history()
-            raise RuntimeError(said)
+            raise RanksDiffer(said)
     values_compared(group)
 
 

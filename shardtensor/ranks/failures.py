@@ -9,7 +9,8 @@ nothing are the ones that were killed, hang, or are out of reach.
 A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. Who
 waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after
 as many communications, there is nothing to wait for; unless this rank has raised there, too, and went on: so
-may the other one, only later.
+may the other one, only later. It also leaves there what it has begun last, and looks at what the next rank of the
+group has: where the two have not done the same they wait for each other, and so both stop, as do all who wait for them.
 
 [Note: forks] The threads that communicate do not exist in a forked process, such as a worker of a data loader: what it
 starts never ends. It may hold ShardTensors and compute with its shard, but says nothing to other ranks.
@@ -33,9 +34,9 @@ import torch.distributed as dist
 
 from .._compat import STOPS_RECOMPUTATION
 from .._compat.c10d import default_store
-from ..errors import LostRankError, ThreadConflict
+from ..errors import LostRankError, RanksDiffer, ThreadConflict
 from .callers import called_from, raised_at
-from .history import at_conflict, at_first, before_each, counts, here, last_entry
+from .history import as_text, at_conflict, at_first, before_each, counts, here, known_difference, last_entry
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
 _POLL = 0.05
@@ -112,8 +113,15 @@ def _say_uncaught(kind: type[BaseException], error: BaseException, traceback: Tr
     _uncaught = True
     if _post is not None and not isinstance(error, LostRankError):  # that has been said
         post, what = _post, f"raised {_described(error)}"
+        world = dist.group.WORLD
+        if world is not None and isinstance(error, RuntimeError) and _is_of_transport(error):
+            _log.error("%s", lost(world, error))  # in what other packages communicate
         _ask(lambda: post.say(what))
     _previous_hook[0](kind, error, traceback)
+
+
+def _is_of_transport(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _say_ended() -> None:
@@ -139,7 +147,7 @@ def _first_line(error: BaseException) -> str:
 def note_raised(error: Exception) -> None:
     """Tell the others that this rank has raised inside of the operator that runs."""
     global _raised
-    if _post is None or isinstance(error, (LostRankError, ThreadConflict, STOPS_RECOMPUTATION)):
+    if _post is None or isinstance(error, (LostRankError, RanksDiffer, ThreadConflict, STOPS_RECOMPUTATION)):
         return
     _raised = where, when = here.operator, counts()
     _say_raised(error, operator=where, counts=when)
@@ -166,6 +174,9 @@ def check_raised(group: dist.ProcessGroup) -> None:
     if _post is None:
         return
     name, post = group.group_name, _post
+    if differs := _difference(group, post):
+        _say_raised(RanksDiffer(differs), conflict=name)
+        raise _error(name, differs, None)
     found: dict[int, dict[str, Any]] = {}
     if not _ask(lambda: post.store.check([_ANY]) and _read(post, _others(group, post.rank), found)):
         return  # the transport will say the rest
@@ -180,6 +191,31 @@ def check_raised(group: dist.ProcessGroup) -> None:
             raise _error(name, f"rank {rank} {said['what']}", None)
 
 
+def _difference(group: dist.ProcessGroup, post: _Post) -> str | None:
+    """What this rank and the next one of the group, where it waits as well, have done differently."""
+    ranks, texts = dist.get_process_group_ranks(group), {post.rank: as_text(group.group_name)}
+    following = ranks[(group.rank() + 1) % len(ranks)]
+
+    def tell() -> None:
+        post.store.set(_waiting(post.rank, group), texts[post.rank])
+        if post.store.check([_waiting(following, group)]):
+            texts[following] = post.store.get(_waiting(following, group)).decode()
+
+    _ask(tell)
+    return known_difference({rank: text for rank, text in texts.items() if text})
+
+
+def stop_telling(group: dist.ProcessGroup) -> None:
+    """This rank waits no longer for communication in the group, in which it has called :func:`check_raised`."""
+    if _post is not None:
+        post = _post
+        _ask(lambda: post.store.set(_waiting(post.rank, group), ""))
+
+
+def _waiting(rank: int, group: dist.ProcessGroup) -> str:
+    return f"{_key(rank)} waits in {group.group_name}"
+
+
 # -- communication fails -------------------------------------------------------------------------------------------
 
 
@@ -187,6 +223,8 @@ def check_raised(group: dist.ProcessGroup) -> None:
 def communicating(group: dist.ProcessGroup) -> Iterator[None]:
     """What the transport raises inside the block becomes a :class:`LostRankError` that names ranks."""
     _check_fork()
+    if _post is None:
+        watch()
     try:
         yield
     except LostRankError:

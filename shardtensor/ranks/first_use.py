@@ -74,19 +74,34 @@ class PlainOperands:
 
     def _note(self, t: Tensor) -> None:
         is_parameter = type(t) is not Tensor and isinstance(t, nn.Parameter)
-        if (not is_parameter and not self._left) or not t.numel() or is_traced(t) or is_capturing(t.device):
+        if not is_parameter and not self._left:
             return
-        _, lines = called_from()
         what = f"the plain {'parameter' if is_parameter else 'tensor'} of {self._name}"
-        what += f" ({lines[0]}), {t.dtype}," if lines else f", {t.dtype},"
-        where, tolerance = f"{zlib.crc32(repr(lines).encode()):x}", 0.0 if is_parameter else tolerance_of(t.dtype)
-        with without_modes():
-            held = summary(t)
-        key = id(t)
-        _used[key] = weakref.ref(t, lambda _: _used.pop(key, None)), held
-        for m in range(self._mesh.ndim):
-            if self._mesh.size(m) > 1:
-                note_values(group_along(self._mesh, m).group_name, where, what, t.shape, tolerance, held)
+        held = note_copies(what, t, self._mesh, range(self._mesh.ndim), exactly=is_parameter)
+        if held is not None:
+            key = id(t)
+            _used[key] = weakref.ref(t, lambda _: _used.pop(key, None)), held
+
+
+def note_copies(
+    what: str, t: Tensor, mesh: DeviceMesh, mesh_dims: Iterable[int], *, exactly: bool = False
+) -> Tensor | None:
+    """Note what a tensor holds of which the ranks along these mesh dims have copies; returns the summary.
+
+    Args:
+        exactly: rounding errors count as differences.
+    """
+    along = [m for m in mesh_dims if mesh.size(m) > 1]
+    if not along or not wanted or not t.numel() or is_traced(t) or is_capturing(t.device):
+        return None
+    _, lines = called_from()
+    what += f" ({lines[0]}), {t.dtype}," if lines else f", {t.dtype},"
+    where, tolerance = f"{zlib.crc32(repr(lines).encode()):x}", 0.0 if exactly else tolerance_of(t.dtype)
+    with without_modes():
+        held = summary(t)
+    for m in along:
+        note_values(group_along(mesh, m).group_name, where, what, t.shape, tolerance, held)
+    return held
 
 
 def note_operand(name: str, t: Tensor, mesh: DeviceMesh) -> None:

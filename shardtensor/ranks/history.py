@@ -3,10 +3,18 @@
 [Note: history] Backends pair what ranks send by its order alone. A rank that leaves out a step, or that catches an
 exception which the others did not get, goes on with numbers of another step, and nothing says so. Every process
 therefore counts what ShardTensors communicate in each group, and keeps a checksum over it: of kind, dtype, number of
-elements where it is equal on all ranks, and the operator with its result's shape and sizes. None of it depends on the
-rank. Count and checksum travel with what ranks compare or read anyway (``item()``, ``from_local``, ``scatter_tensor``,
-``full_tensor``, ``synchronize``, ``debug.check``), and where they differ, all ranks know it, and gather what was last
-recorded, to show the first difference. That costs half a microsecond for each communication, and no message.
+elements where it is equal on all ranks, and the operator with its result's layout and its arguments. None of it depends
+on the rank. Count and checksum travel with what ranks compare or read anyway (``item()``, ``from_local``,
+``scatter_tensor``, ``full_tensor``, ``synchronize``, ``debug.check``), and where they differ, all ranks know it, and gather
+what was last recorded, to show the first difference. That costs half a microsecond for each communication, and no
+message.
+
+[Note: first communication] Messages of another size than a rank expects are lost to Python: gloo ends the process. So
+when something is communicated in a group for the first time, by its text, its ranks compare count and checksum before
+it is sent. Whether it is the first time follows from the history alone, so it is for all ranks or for none, unless they
+have not done the same. Then one compares and another communicates, their messages do not match, and both wait; who
+waits for longer than a second looks what the others wait for, see [Note: failures] in failures.py. What all ranks have
+communicated before is not compared again: a header in front of every message would cost as much as the message.
 
 [Note: values] What plain tensors hold, when they first meet ShardTensors, is compared at the same occasions. It is kept
 next to the history, by the place in it and the lines of code, as ranks may use tensors for themselves, and as what is
@@ -31,7 +39,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,6 +54,7 @@ Key = TypeVar("Key")
 
 WIDTH = 2  # integers of a fingerprint
 _KEPT = 128  # entries, of which the first that differs is shown
+_KNOWN = 4096  # of what has been communicated as much is known, before all of it is forgotten
 _VALUES = 4096  # of these as many are kept until they are compared
 
 # What to do where plain tensors differ.
@@ -110,10 +118,11 @@ class _Value(NamedTuple):
 class _Log:
     """One group's communication."""
 
-    __slots__ = ("checksum", "count", "entries", "thread", "values")
+    __slots__ = ("checksum", "count", "entries", "known", "thread", "values")
 
     def __init__(self) -> None:
         self.count = self.checksum = 0
+        self.known: dict[tuple[Any, ...], bytes] = {}  # what has been communicated, as a text
         self.thread = 0  # whose it is, see [Note: one thread]
         self.entries: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)  # each with the checksum before it
         self.values: deque[_Value] = deque(maxlen=_VALUES)
@@ -123,8 +132,10 @@ _logs: dict[str, _Log] = {}
 forgets(_logs.clear)
 # What others have called whenever this rank is about to communicate in a group for the first time, and
 at_first: list[Callable[[], None]] = []
-# before it communicates, each time; it raises where it must not.
+# before it communicates, each time; it raises where it must not; and
 before_each: list[Callable[[], None]] = []
+# before it communicates in a group, by its name, what it has not before, see [Note: first communication].
+before_new: list[Callable[[str], None]] = []
 
 
 def forget_history() -> None:
@@ -132,27 +143,39 @@ def forget_history() -> None:
     _logs.clear()
 
 
-def record(group: str, kind: str, dtype: Any = None, elements: int = 0) -> None:
+def record(group: str, kind: str, dtype: Any = None, elements: int = 0, *, compares: bool = False) -> None:
     """Note that this rank starts to communicate, or what all ranks of a group do alike, though nothing is sent.
 
     Args:
         group: the group's name.
         kind: what is sent; or what is done, where there is no ``dtype``.
         elements: how many, where it is the same number on every rank.
+        compares: it tells count and checksum itself, in rows that are as long for all dtypes and operators.
     """
+    log = _logs.get(group) or _log(group)
+    known: bytes | None
     if dtype is None:
-        text = kind.encode()
+        text = known = kind.encode()
     else:
         if before_each:
             for check in before_each:
                 check()
-        text = _communication(kind, dtype, elements, here.operator)
-    log = _logs.get(group) or _log(group)
+        key = kind, dtype, elements, here.operator
+        known = log.known.get(key)
+        text = known or _communication(*key)
     if log.thread != get_ident():
         _pass_on(group, log)
     log.entries.append((log.checksum, text))
     log.count += 1
     log.checksum = zlib.crc32(text, log.checksum)
+    if known is None:
+        if len(log.known) >= _KNOWN:
+            log.known.clear()
+        log.known[key] = text
+        if not compares or (kind, elements) not in log.known:
+            log.known[kind, elements] = b""
+            for compare in before_new:
+                compare(group)
 
 
 def note_values(group: str, where: str, what: str, shape: Sequence[int], tolerance: float, summary: Tensor) -> None:
@@ -188,7 +211,6 @@ def _log(group: str) -> _Log:
     return log
 
 
-@lru_cache(4096)
 def _communication(kind: str, dtype: Any, elements: int, operator: str) -> bytes:
     number = f"{elements} " if elements else ""
     what = f"{kind} of {number}{str(dtype).removeprefix('torch.')}"
@@ -225,6 +247,12 @@ def fingerprint(group: str) -> tuple[int, int]:
     return log.count, zlib.crc32(repr(_values(log)).encode(), log.checksum) if log.values else log.checksum
 
 
+def place(group: str) -> tuple[int, int]:
+    """The same without the values, for which nothing waits for a device."""
+    log = _logs[group]
+    return log.count, log.checksum
+
+
 def _values(log: _Log) -> list[_Value]:
     """What was noted, read from its devices."""
     for device in {v.summary.device for v in log.values if isinstance(v.summary, Tensor)}:
@@ -242,7 +270,7 @@ def counts() -> dict[str, int]:
 def last_entry(group: str) -> str:
     """What this rank has begun last."""
     log = _logs.get(group)
-    return log.entries[-1][1].decode() if log is not None and log.entries else "communication"
+    return log.entries[-1][1].decode() if log is not None and log.entries else here.operator or "communication"
 
 
 def as_text(group: str) -> str:
@@ -270,6 +298,18 @@ def difference(
     told = {rank_of(key): _Told(text) for key, text in gather(as_text(group)).items() if key in fingerprints}
     if len({one.state for one in told.values()}) == 1:
         return _first_unequal({rank: one.values for rank, one in told.items()})
+    return _not_the_same(told)
+
+
+def known_difference(texts: Mapping[int, str]) -> str | None:
+    """What ranks have done differently by their texts, which need not have come as far; None where nothing is known."""
+    told = {rank: _Told(text) for rank, text in texts.items()}
+    common = set.intersection(*(set(one.entries) for one in told.values()))
+    differs = any(len({one.entries[n] for one in told.values()}) > 1 for n in common)
+    return _not_the_same(told) if differs else None
+
+
+def _not_the_same(told: Mapping[int, _Told]) -> str:
     logs = {rank: one.entries for rank, one in told.items()}
     numbers = sorted(set.intersection(*(set(log) for log in logs.values())))
     total = _by_rank({rank: f"{one.state[0]} times" for rank, one in told.items()})
@@ -293,7 +333,7 @@ class _Told:
     def __init__(self, text: str) -> None:
         *state, entries, values = json.loads(text)
         self.state = tuple(state)
-        self.entries: dict[int, tuple[int, str]] = {int(number): entry for number, entry in entries.items()}
+        self.entries: dict[int, tuple[int, str]] = {int(number): tuple(entry) for number, entry in entries.items()}
         self.values: dict[tuple[str, str, int], _Value] = {}
         seen: Counter[tuple[str, str]] = Counter()
         for value in map(_Value._make, values):

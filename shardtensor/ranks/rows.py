@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .._compat.c10d import c10d_all_gather
+from .._compat.c10d import c10d_all_gather, c10d_gather, c10d_scatter
 from .cuda_graphs import OUTSIDE, check_not_captured
 from .waiting import wait_for
 
@@ -26,6 +26,20 @@ def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.devi
     table = mine.new_empty((group.size(), len(row)))
     wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)
     return dict(enumerate(table.tolist()))
+
+
+def alike(row: Sequence[int], group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of the group have the same ``row``, which is gathered on its first rank; on the CPU.
+
+    Nothing else is communicated in this way, so whoever communicates something else meanwhile gets none of its numbers.
+    """
+    mine = torch.tensor(row, dtype=torch.int64, device="cpu")
+    answer = torch.zeros(1, dtype=torch.int64, device="cpu")
+    rows = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
+    wait_for(c10d_gather(rows, mine, group), mine, group)
+    answers = [torch.tensor([int(all(map(mine.equal, rows)))], device="cpu") for _ in rows]
+    wait_for(c10d_scatter(answer, answers, group), answer, group)
+    return bool(answer)
 
 
 def gather_texts(text: str, gather: Callable[[Sequence[int]], Mapping[Key, list[int]]]) -> dict[Key, str]:

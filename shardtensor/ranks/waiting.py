@@ -21,7 +21,7 @@ from functools import cache
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import check_raised, lost
+from .failures import check_raised, lost, stop_telling
 from .history import check_conflict, conflicts
 
 # Seconds. Longer than a kernel that one rank computes and another one does not: beyond that ranks differ in their load.
@@ -93,6 +93,8 @@ def _poll(work: dist.Work, group: dist.ProcessGroup) -> None:
         if now() > look and not is_completed():
             check_raised(group)
             look = now() + min(now() - start, 10 * LOOKING)
+    if look > start + LOOKING:
+        stop_telling(group)
 
 
 @cache
