@@ -13,19 +13,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from ..._compat import TensorMeta, batch_norm_legit, batch_norm_legit_no_training, untraced
-from ..._compat.c10d import group_along, process_group
-from ...communication.redistribute import all_reduce, redistribute_local
+from ..._compat.c10d import process_group
 from ...dispatch.registry import register
 from ...dispatch.tensor import ShardTensor, promote
 from ...layout.caches import cached
-from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Operand, Plan, operator, planned
-from .plans import ChannelNorm, LocalBatchNorm, LocalGroupNorm
-from .statistics import Geometry, Replicas, geometry_over, moments_of, prepare_parameters, result_dtype
+from .geometry import Geometry, geometry_of_channels, prepare_parameters, result_dtype
+from .plans import LocalBatchNorm, LocalGroupNorm, ShardedNorm
+from .statistics import Replicas, RunningStatistics, moments_of
 
 _aten = torch.ops.aten
 
@@ -33,73 +31,6 @@ PARAMETERS: Any = {"parameters": "weight bias running_mean running_var", "sharde
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
-
-
-class RunningNorm(ChannelNorm):
-    """Batch norm (dim 0 is normalized) or instance norm with statistics of the input; updates the running ones."""
-
-    def __init__(
-        self,
-        call: Arguments,
-        geometry: Geometry,
-        dtype: torch.dtype,
-        parameters: Sequence[Operand | None],
-        momentum: float,
-        replicas: Replicas | None = None,
-    ) -> None:
-        super().__init__(call, geometry, dtype, *parameters)
-        self.momentum, self.statistics.replicas = momentum, replicas
-        spec, sharded = geometry.spec, geometry.spec.sharded_dims()
-        count = geometry.count
-        self.unbiased = count / (count - 1) if count != 1 else float("nan")
-        # Instance norm keeps the mean over the batch.
-        self.batch = None if 0 in geometry.dims else spec.shape[0]
-        self.batch_group = group_along(spec.mesh, sharded[0]) if self.batch is not None and 0 in sharded else None
-        self.sharded_channels = None
-        if 1 in sharded:
-            m = sharded[1]
-            both = TensorMeta(torch.Size((2, spec.shape[1])), (spec.shape[1], 1), self.statistics.dtype)
-            whole = spec.replicated().replace(meta=both)
-            self.sharded_channels = whole.with_axes({m: AxisLayout(Shard(1), spec.sizes[m])})
-
-    def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
-        if all(buffer is None for buffer in buffers):
-            return
-        mean, var, *counted = moments.unbind()
-        values: Sequence[Tensor] = mean, var * (counted[0] / (counted[0] - 1) if counted else self.unbiased)
-        if self.batch is not None or self.sharded_channels is not None:
-            values = self._of_all_channels(torch.stack(list(values)).view(2, self.samples, self.per_sample))
-        for buffer, value in zip(buffers, values, strict=True):
-            self._mix(buffer, value)
-
-    def _mix(self, buffer: Tensor | None, value: Tensor) -> None:
-        if buffer is not None:
-            buffer.lerp_(value if buffer.dtype == value.dtype else value.to(buffer.dtype), self.momentum)
-
-    def _running(self, buffers: Sequence[Tensor | None]) -> tuple[Tensor | None, float]:
-        var, dtype = buffers[1], self.statistics.dtype
-        if var is None or self.batch is not None or self.sharded_channels is not None:
-            return None, 0.0
-        # The kernel gives the unbiased variance where it updates another one.
-        return (var, self.momentum) if var.dtype == dtype else (var.new_zeros(var.shape, dtype=dtype), 1.0)
-
-    def _note_merged(self, mean: Tensor, rstd: Tensor, updated: Tensor | None, *buffers: Tensor | None) -> None:
-        if updated is not None:
-            self._mix(buffers[0], mean)
-            self._mix(buffers[1] if updated is not buffers[1] else None, updated)
-        elif any(buffer is not None for buffer in buffers):
-            self._note(torch.stack((mean, rstd.pow(-2).sub_(self.geometry.eps))), *buffers)
-
-    def _of_all_channels(self, new: Tensor) -> Sequence[Tensor]:
-        """Mean and variance of each channel of the global tensor, from those ``(2, N or 1, C)`` of this shard's."""
-        if self.batch is not None:
-            new = new.sum(1, keepdim=True) / self.batch
-            if self.batch_group is not None:
-                new = all_reduce(new, self.batch_group)
-        new = new[:, 0]
-        if self.sharded_channels is not None:
-            new = redistribute_local(new, self.sharded_channels, self.sharded_channels.replicated())
-        return new.unbind()
 
 
 def plan_channels(
@@ -127,7 +58,8 @@ def plan_channels(
     # torch's kernel would update the running statistics with what this rank alone has.
     updates = any(s is not None for s in running) and (bool(spec.sharded_dims()) or 0 not in geometry.dims)
     if use_input and (geometry.merges or updates or replicas):
-        return RunningNorm(call, geometry, dtype, (weight, bias), momentum, replicas)
+        statistics = RunningStatistics(geometry, momentum)
+        return ShardedNorm(call, geometry, dtype, weight, bias, running=statistics, replicas=replicas)
     if use_input and 0 not in geometry.dims:
         return LocalGroupNorm(call, geometry, dtype, weight, bias)
     return LocalBatchNorm(call, geometry, dtype, parameters, use_input, momentum)
@@ -161,7 +93,7 @@ def _declare(function: Callable[..., Tensor]) -> None:
         else:
             call.returned(function, input, *parameters, use_input, momentum, eps, False)
         if of_samples:
-            geometry = geometry_over("instance_norm", input, range(2, len(input.shape)), 1, 2, eps)
+            geometry = geometry_of_channels("instance_norm", input, range(2, len(input.shape)), eps)
         else:
             geometry = geometry_of_batches(call, input, eps)
         return plan_channels(call, geometry, parameters, use_input, momentum)
@@ -171,7 +103,7 @@ def geometry_of_batches(call: Arguments, spec: ShardTensorSpec, eps: float) -> G
     n = len(spec.shape)
     if n < 2:
         raise call.refuse("an input of one dim has no channels", "give it the shape (N, C)")
-    return geometry_over("batch_norm", spec, [d for d in range(n) if d != 1], 1, 2, eps)
+    return geometry_of_channels("batch_norm", spec, [d for d in range(n) if d != 1], eps)
 
 
 for _function in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm):

@@ -18,15 +18,15 @@ from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
 from ..common.alignment import wide_dtype
-from .plans import ChannelNorm, LocalGroupNorm, LocalLayerNorm, RowNorm
-from .statistics import (
+from .geometry import (
     geometry_of_groups,
     geometry_of_last_dims,
-    moments_of,
     prepare_parameters,
     result_dtype,
     with_unsharded_groups,
 )
+from .plans import LocalGroupNorm, LocalLayerNorm, ShardedNorm
+from .statistics import moments_of
 
 _aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def _declare_group_norm(function: Callable[..., Tensor]) -> None:
         geometry = geometry_of_groups("group_norm", x, num_groups, eps)
         prepare_parameters(call, geometry, weight=weight, bias=bias)
         dtype = result_dtype(call, lambda t, w, b: torch.group_norm(t, 1, w, b), x, weight, bias)
-        kind = ChannelNorm if geometry.merges else LocalGroupNorm
+        kind = ShardedNorm if geometry.merges else LocalGroupNorm
         plan = kind(call, geometry, dtype, weight, bias)
         if group_norm_has_zeros:
             plan.depends = {}
@@ -110,7 +110,7 @@ def plan_layer_norm(
     geometry = geometry_of_last_dims("layer_norm", input, len(shape), eps)
     prepare_parameters(call, geometry, weight=weight, bias=bias)
     dtype = result_dtype(call, lambda t, w, b: torch.layer_norm(t, (1,), w, b), input, weight, bias)
-    kind = RowNorm if geometry.merges else LocalLayerNorm
+    kind = ShardedNorm if geometry.merges else LocalLayerNorm
     return kind(call, geometry, dtype, weight, bias)
 
 
@@ -159,7 +159,7 @@ def plan_rms_norm(
     if not geometry.merges and not geometry.has_empty_shards:
         # Neither is the weight sharded then, nor is a part of it used.
         return LocalPlan(lambda x, w: torch.rms_norm(x, shape, w, eps), geometry.output_spec(dtype))
-    return RowNorm(call, geometry, dtype, weight)
+    return ShardedNorm(call, geometry, dtype, weight)
 
 
 # -- local response norm ---------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
-"""The plans of normalizations over shards: those of one rank's own kernel, and those whose ranks communicate.
+"""The plans of normalizations over shards: those of one rank's own kernel, and that of ranks that communicate.
 
-From which statistics they compute stands in ``statistics.py``.
+They are told apart by a :class:`Geometry` alone. Half precision: a norm computes in float32 what its kernels do not
+compute in it themselves, and rounds what it returns, but not what it sends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,22 +21,11 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand, Plan
 from ...operators.weight_gradients import GradientSum, contributing
 from ..common.alignment import wide_dtype, widened
-from .in_graphs import normalized_in_graph, of_input_in_graph, sums_in_graph
-from .statistics import (
-    Columns,
-    DeviceKernels,
-    Geometry,
-    Statistics,
-    centered,
-    channels_are_last,
-    columns_of,
-    sums_of_channels,
-)
+from .geometry import Geometry
+from .kernels import ChannelsLast, InGraph, Kernels, Synchronized
+from .statistics import Merge, Moments, Replicas, RunningStatistics
 
-Kept = tuple[Tensor, tuple[Tensor, ...]]  # a local result, and what its gradient needs besides
-OfSums = Callable[..., Tensor]
-# Sums over a shard's sets, its gradients of weight and bias, and the input's gradient by those sums over all ranks.
-Prepared = tuple[list[Tensor], list[Tensor | None], OfSums]
+Kept = tuple[Tensor, Sequence[Tensor]]  # a local result, and what its gradient needs besides
 
 
 class Norm(Plan):
@@ -266,499 +256,283 @@ def _with_shape(y: Tensor, x: Tensor) -> Tensor:
 
 # -- sharded norm ------------------------------------------------------------------------------------------------------
 
-# The plans of normalizations whose ranks have to communicate: their common part, and that of layer and RMS norm.
-#
-# The kernel of batch norm with given statistics scales every channel in one pass, and its gradient's kernel sums what
-# the gradients of weight, bias and statistics are made of. Layer and RMS norm, which have a weight for each normalized
-# element, are batch norm of a batch of one, whose channels are what shares a mean, and weighing is another operator.
+# The plan of normalizations whose ranks have to communicate: statistics of all ranks, then kernels, see ``kernels.py``.
 
-# Elements of weight and bias up to which their gradients travel with the sums that the input's waits for.
+# Elements of weight and bias up to which the gradients of an elementwise norm's travel with the sums that the input's
+# waits for; larger ones rather travel while the backward pass goes on.
 _SMALL_WEIGHT = 1 << 17
 
 
 class ShardedNorm(Norm):
     """Normalization with statistics of all ranks.
 
-    In what follows a *set* is what shares a mean.
+    Args:
+        running: what updates the running statistics, if there are any.
+        replicas: what merges the statistics with those of other meshes, if there are any.
     """
 
     saves = (0, 1)
 
     def __init__(
-        self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None, per_set: int = 1
+        self,
+        call: Arguments,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        *parameters: Operand | None,
+        running: RunningStatistics | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
+        if all(p is None for p in parameters):
+            geometry = replace(geometry, affine=(1,) * len(geometry.view))
         super().__init__(call, geometry, dtype, *parameters)
-        self.statistics = Statistics(geometry, call.device)
-        self.sets, self.per_set = self.statistics.sets, per_set
-        self.kernels = DeviceKernels.of(geometry, self.statistics, call.device, per_set)
+        spec, device, self.running, self.replicas = geometry.spec, call.device, running, replicas
+        self.wide = wide_dtype(spec.tensor_meta.dtype)
+        self.merges = [Merge(spec.mesh, m, sizes, self.wide, device) for m, sizes in geometry.merges]
+        self.kernels = Kernels(geometry, device)
+        self.channels_last = ChannelsLast.of(geometry, device)
+        self.in_graph = None if geometry.elementwise else InGraph(geometry, device)
+        self.synchronized = None if replicas is not None else Synchronized.of(geometry, device, self.merges)
+        # Whether kernels take the parameters as they are; those of devices do in the dtype of the result, too.
+        metas = [m for m in self.metas if m is not None]
+        entire = geometry.samples == 1 and not any(self.narrows)
+        self.as_they_are = entire and all(m.dtype == self.wide for m in metas)
+        self.in_half = entire and all(m.dtype == dtype for m in metas)
         # The gradients of the parameters may travel with the sums that the input's needs; those over the mesh dims that
         # shard other dims go apart.
         merged = [m for m, _ in geometry.merges]
-        self.defers = not merged
-        self.rest = tuple(m for m in contributing(geometry.spec)[0] if m not in merged)
+        small = not geometry.elementwise or sum(m.shape.numel() for m in metas) <= _SMALL_WEIGHT
+        self.defers = not merged or not small
+        self.rest = tuple(m for m in contributing(spec)[0] if m not in merged)
+        # Zeros around this rank's part of elementwise weight and bias, where both are small and it is some of the rows.
+        self.around: list[Tensor] = []
+        if geometry.elementwise and small and len(metas) == 2 and all(self.narrows):
+            (d, start, n), *others = geometry.intervals
+            if d == 0 and not others:
+                rows, *row = metas[0].shape
+                with torch.inference_mode(False), untraced():
+                    zero = torch.zeros((), dtype=self.wide, device=device)
+                    self.around = [zero.expand(k, *row) for k in (start, rows - start - n)]
+
+    def _kernels(self, x: Tensor) -> Kernels:
+        """Those for a shard in this order of memory."""
+        if self.synchronized is not None and not is_traced(x):
+            return self.synchronized
+        if self.in_graph is not None and goes_into_graph(x):
+            return self.in_graph
+        if self.channels_last is not None and not x.is_contiguous() and x.movedim(1, -1).is_contiguous():
+            return self.channels_last
+        return self.kernels
 
     def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if torch.is_grad_enabled():
             return self._differentiable(x, weight, bias), ()
-        if self.kernels is not None and self.statistics.replicas is None and not is_traced(x):
-            return self._by_kernels(self.kernels, x, weight, bias, *buffers)
-        moments = self.statistics.of(x)
-        self._note(moments, *buffers)
-        return self._normalized(x, moments, weight, bias)
+        kernels, elementwise = self._kernels(x), self.geometry.elementwise
+        own = x.contiguous() if kernels.contiguous else x
+        kept = self._statistics(kernels, own, buffers)
+        moments = kept[0], kept[1]
+        if self.synchronized is not None and kernels is not self.synchronized:
+            # Whatever the backward pass runs in, it finds what these keep.
+            kept = [kept[0], (kept[1] + self.geometry.eps).rsqrt()]
+        if self.empty:
+            return torch.empty_like(x, dtype=self.dtype), kept
+        weighs = elementwise and not (weight is None and bias is None)
+        dtype = self.wide if weighs or (elementwise and not kernels.takes_half) else self.dtype
+        own = own if own.dtype == dtype else own.to(dtype)
+        if elementwise:
+            y = kernels.normalized(own, *moments)
+            y = self._weighted(y, weight, bias) if weighs else y
+        elif kernels.takes_half and self.in_half:
+            y = kernels.normalized(own, *moments, weight, bias)
+        else:
+            y = kernels.normalized(own, *moments, self._of_channels(weight, 0), self._of_channels(bias, 1))
+        y = y if y.dtype == self.dtype else y.to(self.dtype)
+        # torch composes RMS norm of operators that keep the order of memory; its kernel of layer norm does not.
+        keeps = not elementwise or not self.geometry.centered
+        copied = keeps and kernels.contiguous and not x.is_contiguous()
+        return torch.empty_like(x, dtype=y.dtype).copy_(y) if copied else y, kept
 
-    def _by_kernels(
-        self, kernels: DeviceKernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> Kept:
-        """The local result and what backward needs: mean and reciprocal standard deviation of each channel."""
-        raise NotImplementedError
+    def _statistics(self, kernels: Kernels, x: Tensor, buffers: Sequence[Tensor | None]) -> list[Tensor]:
+        """Mean and variance of all ranks for each channel, and with replicas how many elements they are of.
 
-    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
-        """The local result and what backward needs."""
-        raise NotImplementedError
+        Those of :class:`Synchronized` are mean and reciprocal standard deviation.
+        """
+        running = self.running if any(b is not None for b in buffers) else None
+        if isinstance(kernels, Synchronized):
+            if running is None:
+                return kernels.statistics(x)
+            by_kernel = running.may_be_updated(buffers[1])
+            mean, rstd = kernels.statistics(x, buffers[1] if by_kernel else None, running.momentum)
+            running.update(buffers, [mean] if by_kernel else [mean, rstd.pow(-2).sub_(self.geometry.eps)])
+            return [mean, rstd]
+        if self.empty:
+            zeros = x.new_zeros((1 + self.geometry.centered, self.geometry.sets), dtype=self.wide)
+            moments: Moments = zeros.unbind()
+        else:
+            moments = kernels.moments(x)
+        for merge in self.merges:
+            moments = merge(moments)
+        if self.replicas is not None:
+            moments = self.replicas(moments)
+        if running is not None:
+            running.update(buffers, moments)
+        if not self.geometry.centered:
+            return [torch.zeros_like(moments[0]), *moments]
+        return list(moments) if self.geometry.per_set == 1 else kernels.of_channels(*moments)
 
-    def _note(self, moments: Tensor, *buffers: Tensor | None) -> None:
-        """Update running statistics, for a subclass that has them."""
+    # -- weight and bias -------------------------------------------------------------------------------------------
+
+    def _of_channels(self, parameter: Tensor | None, i: int) -> Tensor | None:
+        """The part of weight (0) or bias (1) that belongs to the shard, for the channels of all samples."""
+        if parameter is None or self.as_they_are:
+            return parameter
+        mine, samples = self._own(parameter, i), self.geometry.samples
+        assert mine is not None
+        return (mine if samples == 1 else mine.repeat(samples)).to(self.wide)
 
     def _affine(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, to broadcast against the view."""
         mine = self._own(parameter, i)
         return None if mine is None else mine.reshape(self.geometry.affine)
 
+    def _weighted(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Weighted by elements, in place."""
+        y, w, b = x.view(self.geometry.view), self._affine(weight, 0), self._affine(bias, 1)
+        if w is not None:
+            y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
+        elif b is not None:
+            y.add_(b)
+        return y.view(x.shape)
+
+    def _of_elements(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
+    ) -> list[Tensor | None]:
+        """The gradients of elementwise weight and bias that belong to this shard, in the shape of all of them."""
+        sets, row = self.geometry.sets, math.prod(self.geometry.affine)
+        mask = [need and m is not None for need, m in zip(needed[1:], self.metas, strict=False)]
+        if self.empty or not any(mask):
+            found: list[Any] = [x.new_zeros(row, dtype=self.wide) if need else None for need in mask]
+        else:
+            x, grad = (t.view(sets, row).to(self.wide) for t in (x, grad))
+            w = self._own(weight, 0)
+            w = None if w is None else w.reshape(-1).to(self.wide)
+            # Of the bias the kernel takes what its gradient is to be like.
+            given = grad, x, (row,), mean, rstd, w, x[0] if w is None else w
+            found = _layer_norm_backward(*given, (False, *mask, False)[:3])[1:]
+        if self.around and all(mask) and self.sums:  # by one operator
+            before, after = (constant_like(zeros, grad) for zeros in self.around)
+            w, b = (t.view(-1, *before.shape[1:]) for t in found)
+            return list(torch.cat([before, w, after, before, b, after]).chunk(2))
+        return [self._of_parameter(found[i], i) if need else None for i, need in enumerate(mask)]
+
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(
-        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor | None, *kept: Tensor
+        self,
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        spread: Tensor,
+        *counts: Tensor,
     ) -> list[Tensor | None]:
         result: list[Tensor | None] = [None] * len(needed)
-        if grads[0] is None:
+        grad, geometry, kernels = grads[0], self.geometry, self._kernels(x)
+        if grad is None:
             return result
-        prepare = self._sums_by_kernels if kept[0].ndim == 1 else self._sums
-        sums, of_parameters, of_input = prepare(needed, grads[0], x, weight, *kept)
-        totals = self._totals(needed, sums, of_parameters)
-        if self.statistics.replicas is not None and needed[0]:
-            totals = list(self.statistics.replicas.sum(torch.stack(totals)).unbind())
-        for i, g in enumerate(of_parameters):
-            result[i + 1] = g if g is None else self._complete(g, i)
+        if self.synchronized is not None and kernels is not self.synchronized:
+            spread = spread.pow(-2) - geometry.eps
+        own, wide = x, self.wide
+        if not kernels.takes_half or x.dtype != grad.dtype or (geometry.elementwise and weight is not None):
+            own, grad = own if own.dtype == wide else own.to(wide), grad if grad.dtype == wide else grad.to(wide)
+        if kernels.contiguous:
+            own, grad = own.contiguous(), grad.contiguous()
+        w, weighted, summed = None, grad, (False,) * 3 if self.total is None else self.total.needed
+        if not geometry.elementwise:
+            w = self._of_channels(weight, 0)
+        elif (affine := self._affine(weight, 0)) is not None:
+            weighted = (grad.view(geometry.view) * affine).view(x.shape)
+        several, count = geometry.per_set != 1, counts[0] if counts else max(geometry.count, 1)
+        together = several and geometry.samples == 1 and all((*needed[1:3], *summed[1:3]))
+        sums, of_weight, of_bias, of_input = kernels.gradients(own, weighted, mean, spread, w, count, together)
+        if geometry.elementwise:
+            rstd = spread if kernels is self.synchronized else (spread + geometry.eps).rsqrt_()
+            gradients = self._of_elements(needed, grad, own, weight, mean, rstd)
+        else:
+            gradients = [self._of_samples(g) if need else None for g, need in zip((of_weight, of_bias), needed[1:])]
+        totals = self._totals(sums if needed[0] else (), gradients, summed[1:])
+        for i, g in enumerate(gradients):
+            result[i + 1] = g if g is None or geometry.elementwise else self._of_parameter(g, i)
         finish = None
         if self.total is not None and self.rest:
-            finish = GradientSum(self.total.mesh, self.rest, self.total.needed).start(result)
+            finish = GradientSum(self.total.mesh, self.rest, summed).start(result)
         if needed[0]:
             dx = torch.empty_like(x) if self.empty else of_input(*totals)
-            dx = (dx if dx.dtype == x.dtype else dx.to(x.dtype)).reshape(x.shape)
-            copied = not x.is_contiguous() and dx.is_contiguous()
+            dx = dx if dx.dtype == x.dtype else dx.to(x.dtype)
+            copied = kernels.contiguous and not x.is_contiguous()
             result[0] = torch.empty_like(x).copy_(dx) if copied else dx
         return result if finish is None else [result[0], *finish()[1:]]
 
-    def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
-        raise NotImplementedError
+    def _of_samples(self, gradient: Tensor) -> Tensor:
+        """A gradient of weight or bias, from those for the channels of all samples."""
+        samples = self.geometry.samples
+        return gradient if samples == 1 else gradient.view(samples, math.prod(self.geometry.affine)).sum(0)
 
-    def _sums_by_kernels(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor
-    ) -> Prepared:
-        raise NotImplementedError
-
-    def _totals(self, needed: Sequence[bool], sums: list[Tensor], of_parameters: list[Tensor | None]) -> list[Tensor]:
-        """The sums over all ranks; put in place are, from the same message, those gradients of parameters that are
-        summed over the mesh dims over which statistics are, which may be some of ``sums``, and None for what is not
-        needed.
+    def _totals(
+        self, sums: Sequence[Tensor], gradients: list[Tensor | None], summed: Sequence[bool]
+    ) -> Sequence[Tensor]:
+        """The sums over all ranks; put in place are, from the same message, the gradients of parameters that are
+        ``summed`` over the mesh dims over which statistics are. They may be some of ``sums``.
         """
-        send, places = list(sums) if needed[0] else [], {}
-        for i, g in enumerate(of_parameters):
-            if g is None or not needed[i + 1]:
-                of_parameters[i] = None
+        totals, places = list(sums), {}
+        for i, g in enumerate(gradients):
+            if g is None:
                 continue
             place = 0
-            while place < len(send) and send[place] is not g:
+            while place < len(totals) and totals[place] is not g:
                 place += 1
-            if self.total is not None and self.total.needed[i + 1]:
+            if summed[i]:
                 places[i] = place
-                if place == len(send):
-                    send.append(g)
-            elif place < len(send):  # a contribution, where the sums are made in place
-                of_parameters[i] = g.clone()
-        if send and (send[0].numel() or any(t.numel() for t in send)):
-            for merge in self.statistics.merges:
-                send = start_sums(send, merge.group, overwrite=True)()
+                totals += [g][: place == len(totals)]
+            elif place < len(totals):  # a contribution, where the sums are made in place
+                gradients[i] = g.clone()
+        if totals and (totals[0].numel() or any(t.numel() for t in totals)):
+            for merge in self.merges:
+                totals = start_sums(totals, merge.group, overwrite=True)()
         for i, place in places.items():
-            of_parameters[i] = send[place]
-        return send[: len(sums)]
-
-    def _complete(self, gradient: Tensor, i: int) -> Tensor:
-        """The gradient of weight (0) or bias (1) as it is returned, from how it travels."""
-        return gradient
+            gradients[i] = totals[place]
+        totals = totals[: len(sums)]
+        return totals if self.replicas is None or not sums else self.replicas.sum(torch.stack(totals)).unbind()
 
     # -- second derivatives ----------------------------------------------------------------------------------------
 
     def _differentiable(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The same in operators that autograd differentiates."""
         w, b = self._affine(weight, 0), self._affine(bias, 1)
-        y = x.reshape(self.geometry.view).to(self.statistics.dtype)
+        y = x.reshape(self.geometry.view).to(self.wide)
         y = y - self._average(y) if self.geometry.centered else y
         y = y * (self._average(y * y) + self.geometry.eps).rsqrt()
         y = y if w is None else y * w
         return (y if b is None else y + b).to(self.dtype).reshape(x.shape)
 
     def _average(self, t: Tensor) -> Tensor:
-        total = _SumOverRanks.apply(t.sum(self.geometry.dims, keepdim=True), self.statistics)
-        count, replicas = max(self.geometry.count, 1), self.statistics.replicas
+        total = _SumOverRanks.apply(t.sum(self.geometry.dims, keepdim=True), self.merges, self.replicas)
+        count, replicas = max(self.geometry.count, 1), self.replicas
         return total / (count if replicas is None else replicas.sum(t.new_tensor(count)))  # type: ignore[no-any-return]
-
-
-class RowNorm(ShardedNorm):
-    """Layer norm (or RMS norm, if not centered) over the last dims, of which some are sharded: a set is a row."""
-
-    def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
-        super().__init__(call, geometry, dtype, *parameters)
-        self.row = math.prod(geometry.view[geometry.first :])
-        self.rows, self.eps = (1, self.sets, self.row), geometry.eps
-        # Large ones rather travel while the backward pass goes on.
-        small = sum(m.shape.numel() for m in self.metas if m is not None) <= _SMALL_WEIGHT
-        self.defers = self.defers or not small
-        # Zeros around this rank's part of weight and bias, where both are small and it is some of their rows.
-        intervals, (weight, *_) = geometry.intervals, self.metas
-        self.around: list[Tensor] = []
-        if small and len(self.metas) == 2 and all(self.narrows) and len(intervals) == 1 and intervals[0][0] == 0:
-            assert weight is not None
-            ((_, start, n),) = intervals
-            with torch.inference_mode(False), untraced():
-                zero = torch.zeros((), dtype=self.statistics.dtype, device=call.device)
-                self.around = [zero.expand(k, *weight.shape[1:]) for k in (start, weight.shape[0] - start - n)]
-
-    def _by_kernels(
-        self, kernels: DeviceKernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> Kept:
-        given = None if self.empty else x.contiguous().view(self.rows)
-        kept = kernels.moments(given)
-        if given is None:
-            return torch.empty_like(x, dtype=self.dtype), tuple(kept)
-        return self._weighted(x, lambda t: kernels.normalized(t, *kept), weight, bias), tuple(kept)
-
-    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
-        if self.empty:
-            return torch.empty_like(x, dtype=self.dtype), (moments,)
-        mean, rstd = self._of_rows(moments)
-        return self._weighted(x, lambda t: centered(t, mean).mul_(rstd), weight, bias), (moments,)
-
-    def _of_rows(self, moments: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Mean and reciprocal standard deviation, to broadcast against rows."""
-        mean = moments[0].unsqueeze(1) if self.geometry.centered else None
-        return mean, (moments[-1] + self.eps).rsqrt_().unsqueeze(1)
-
-    def _weighted(
-        self, x: Tensor, normalized: Callable[[Tensor], Tensor], weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        """The result, rounded once."""
-        dtype = self.dtype if weight is None and bias is None else self.statistics.dtype
-        y = normalized((x if x.dtype == dtype else x.to(dtype)).contiguous().view(self.rows)).view(self.geometry.view)
-        w, b = self._affine(weight, 0), self._affine(bias, 1)
-        if w is not None:
-            y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
-        elif b is not None:
-            y.add_(b)
-        y = (y if y.dtype == self.dtype else y.to(self.dtype)).reshape(x.shape)
-        # torch composes RMS norm of operators that keep the order of memory; its kernel of layer norm does not.
-        kept = self.geometry.centered or x.is_contiguous()
-        return y if kept else torch.empty_like(x, dtype=y.dtype).copy_(y)
-
-    def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
-        (moments,) = kept
-        mean, rstd = self._of_rows(moments)
-        means = moments.new_zeros(self.sets) if mean is None else moments[0]
-        rstds = rstd.view(-1)
-        grad, x, weighted = self._in_rows(grad, x, weight)
-        if self.empty:
-            sums: Sequence[Tensor] = moments.new_zeros(2, self.sets).unbind()
-        else:
-            sums = sums_of_channels(x, weighted, means, rstds)
-
-        def of_input(*totals: Tensor) -> Tensor:
-            slope, *offset = (t.mul_(rstds).div_(-max(self.geometry.count, 1)).unsqueeze(1) for t in totals)
-            dx = centered(x, mean).mul_(slope * rstd)
-            return (dx.add_(offset[0]) if offset else dx).addcmul_(weighted, rstd)
-
-        of_elements = self._of_elements(needed, grad, x, weight, means, rstds)
-        return list(sums if self.geometry.centered else sums[:1]), of_elements, of_input
-
-    def _sums_by_kernels(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor
-    ) -> Prepared:
-        kernels, (mean, rstd) = self.kernels, kept
-        assert kernels is not None
-        grad, x, weighted = self._in_rows(grad, x, weight)
-        if self.empty:
-            sums: Sequence[Tensor] = mean.new_zeros(2, self.sets).unbind()
-        else:
-            sums = kernels.sums(weighted, x, mean, rstd)[:2]
-        of_elements = self._of_elements(needed, grad, x, weight, mean, rstd)
-        sums = list(sums if self.geometry.centered else sums[1:])
-        return sums, of_elements, partial(kernels.of_input, weighted, x, mean, rstd, None)
-
-    def _in_rows(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient and input in rows, and the weighted gradient, in one dtype."""
-        if x.dtype != grad.dtype or weight is not None:
-            x, grad = (t if t.dtype == self.statistics.dtype else t.to(self.statistics.dtype) for t in (x, grad))
-        grad, w = grad.contiguous(), self._affine(weight, 0)
-        weighted = grad if w is None else grad.view(self.geometry.view) * w
-        return grad.view(self.rows), x.contiguous().view(self.rows), weighted.view(self.rows)
-
-    def _of_elements(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
-    ) -> list[Tensor | None]:
-        """The gradients of weight and bias that belong to this shard, in the shape of all of them."""
-        mask = [need and m is not None for need, m in zip(needed[1:], self.metas, strict=False)]
-        if self.empty or not any(mask):
-            found: list[Any] = [x.new_zeros(self.row, dtype=mean.dtype) if need else None for need in mask]
-        else:
-            x, grad = (t[0] if t.dtype == mean.dtype else t[0].to(mean.dtype) for t in (x, grad))
-            w = self._own(weight, 0)
-            w = None if w is None else w.reshape(-1).to(mean.dtype)
-            # Of the bias the kernel takes what its gradient is to be like.
-            given = grad, x, (self.row,), mean, rstd, w, x[0] if w is None else w
-            found = _layer_norm_backward(*given, (False, *mask, False)[:3])[1:]
-        if self.around and all(mask) and self.sums:  # by one operator
-            assert self.metas[0] is not None
-            before, after = (constant_like(zeros, grad) for zeros in self.around)
-            w, b = (t.view(self.geometry.own_shape(self.metas[0].shape)) for t in found)
-            return list(torch.cat([before, w, after, before, b, after]).chunk(2))
-        return [None if not need else self._of_parameter(found[i], i) for i, need in enumerate(mask)]
 
 
 class _SumOverRanks(AutogradFunction):
     """The sum of what the ranks contribute, of which every rank makes use: so its adjoint is such a sum, too."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, statistics: Statistics) -> Tensor:
-        ctx.statistics = statistics
-        for merge in statistics.merges:
+    def forward(ctx: Any, value: Tensor, merges: Sequence[Merge], replicas: Replicas | None) -> Tensor:
+        ctx.given = merges, replicas
+        for merge in merges:
             value = all_reduce(value, merge.group) if value.numel() else value
-        if statistics.replicas is not None:
-            return statistics.replicas.sum(value)
-        return value if statistics.merges else value.clone()
+        if replicas is not None:
+            return replicas.sum(value)
+        return value if merges else value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _SumOverRanks.apply(grad, ctx.statistics), None
-
-
-# -- channel norm ------------------------------------------------------------------------------------------------------
-
-# The plan of group, batch and instance norm over shards: statistics of all ranks, then torch's kernels.
-#
-# The kernel of batch norm with given statistics scales every channel in one pass, and its gradient's kernel sums what
-# the gradients of weight, bias and statistics are made of. Group and instance norm are batch norm of a batch of one,
-# whose channels are those of all samples. That is for contiguous shards; for those with their channels last see
-# ``statistics.py``, and others are copied. Each rank decides that for itself: what is sent is the same.
-#
-# On devices that have them these are other kernels, see [Note: kernels of devices] in ``statistics.py``. They know
-# weights of whole sets only, so a group's gradient is weighted before, if it is small, or its sums are divided by the
-# weights.
-
-# Elements of a shard up to which launching a kernel takes as long as going through it.
-_LAUNCH = 1 << 20
-# Stands for a weight of zero, which nothing can be divided by.
-_NEXT_TO_ZERO = 1.7e-20
-
-
-class ChannelNorm(ShardedNorm):
-    """Normalization over groups of entire channels.
-
-    Without weight and bias a set counts as one channel. Numbers are kept per channel, for all samples that have sets of
-    their own.
-    """
-
-    def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
-        view, plain = geometry.view, all(p is None for p in parameters)
-        inner = geometry.dims if plain else tuple(d for d in geometry.dims if geometry.affine[d] == 1)
-        sets = math.prod(n for d, n in enumerate(view) if d not in geometry.dims)
-        channels = math.prod(n for d, n in enumerate(view) if d not in inner)
-        super().__init__(call, geometry, dtype, *parameters, per_set=channels // max(sets, 1))
-        self.columns = self.statistics.columns = columns_of(geometry, self.statistics.on_cpu)
-        self.samples = self.statistics.samples = 1 if 0 in geometry.dims else view[0]
-        self.per_sample = torch.Size(geometry.affine).numel()
-        batch = view[0] if 0 in geometry.dims else 1
-        size = torch.Size(view).numel() // max(batch * channels, 1)
-        # Shapes of a contiguous shard as the kernels get it, by channels and by sets.
-        self.channels, self.of_sets = (batch, channels, size), (batch, sets, self.per_set * size)
-        # Parameters that the kernels take as they are; those of devices do in the dtype of the input, too.
-        given, entire = [m.dtype for m in self.metas if m is not None], self.samples == 1 and not any(self.narrows)
-        self.as_they_are = entire and all(d == self.statistics.dtype for d in given)
-        self.in_half = entire and all(d == dtype for d in given)
-
-    # -- forward ---------------------------------------------------------------------------------------------------
-
-    def _by_kernels(
-        self, kernels: DeviceKernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None
-    ) -> Kept:
-        given = None if self.empty else (x if x.dtype == self.dtype else x.to(self.dtype)).contiguous()
-        running, momentum = self._running(buffers)
-        mean, rstd = kernels.moments(None if given is None else given.view(self.of_sets), running, momentum)
-        self._note_merged(mean, rstd, running, *buffers)
-        if given is None:
-            return torch.empty_like(x, dtype=self.dtype), (mean, rstd)
-        w, b = (weight, bias) if self.in_half else (self._of_channels(weight, 0), self._of_channels(bias, 1))
-        y = kernels.normalized(given.view(self.channels), mean, rstd, w, b).view(x.shape)
-        return (y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y)), (mean, rstd)
-
-    def _running(self, buffers: Sequence[Tensor | None]) -> tuple[Tensor | None, float]:
-        """A running variance that the merging kernel is to update, if any, and with which momentum."""
-        return None, 0.0
-
-    def _note_merged(self, mean: Tensor, rstd: Tensor, updated: Tensor | None, *buffers: Tensor | None) -> None:
-        """Update the running statistics that the merging kernel has not."""
-
-    def _normalized(self, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kept:
-        of_sets = moments
-        if self.per_set != 1:
-            moments = moments.repeat_interleave(self.per_set, 1)
-        kept = moments, of_sets
-        mean, var, *_ = moments.unbind()
-        w, b, eps = self._of_channels(weight, 0), self._of_channels(bias, 1), self.geometry.eps
-        if self.empty:
-            return torch.empty_like(x, dtype=self.dtype), kept
-        if goes_into_graph(x):
-            y, kept_in_graph = normalized_in_graph(x, self.samples, moments, w, b, eps)
-            return y.to(self.dtype), kept_in_graph
-        columns = self._columns(x)
-        given = x if x.dtype == self.dtype else x.to(self.dtype)
-        if columns is not None:
-            y = columns.normalized(given, mean, var, w, b, eps)
-            return y if y.dtype == self.dtype else y.to(self.dtype), kept
-        given = given.contiguous().view(self.channels)
-        y = torch.native_batch_norm(given, w, b, mean, var, False, 0.0, eps)[0].view(x.shape)
-        return y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y), kept
-
-    def _columns(self, x: Tensor) -> Columns | None:
-        """How to go through a shard that is not contiguous; None if it is to be copied."""
-        usable = self.columns is not None and not x.is_contiguous() and channels_are_last(x)
-        return self.columns if usable else None
-
-    def _of_channels(self, parameter: Tensor | None, i: int) -> Tensor | None:
-        """The part of weight (0) or bias (1) that belongs to the shard, for the channels of all samples."""
-        if parameter is None or self.as_they_are:
-            return parameter
-        mine = self._own(parameter, i)
-        assert mine is not None
-        return (mine if self.samples == 1 else mine.repeat(self.samples)).to(self.statistics.dtype)
-
-    # -- backward --------------------------------------------------------------------------------------------------
-
-    def _complete(self, gradient: Tensor, i: int) -> Tensor:
-        return self._of_parameter(gradient, i)
-
-    def _of_weights(self, needed: Sequence[bool], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of weight and bias, from those for the channels of all samples."""
-        if self.samples == 1:
-            return list(sums)
-        pairs = zip(sums, needed[1:3], strict=True)
-        return [t.view(self.samples, self.per_sample).sum(0) if t is not None and need else None for t, need in pairs]
-
-    def _sums(self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor) -> Prepared:
-        in_graph, dtype = len(kept) > 2, self.statistics.dtype
-        if x.dtype != dtype or grad.dtype != dtype:
-            x, grad = x.to(dtype), grad.to(dtype)
-        columns = None if in_graph else self._columns(x)
-        if in_graph:
-            mean, scaled_by, rstd, *counts = kept
-            sums: Sequence[Tensor] = sums_in_graph(x, self.samples, grad, mean, rstd).unbind()
-        else:
-            moments, of_sets = kept
-            if columns is None:
-                x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
-            mean, rstd = moments[0], (moments[1] + self.geometry.eps).rsqrt_()
-            counts = [of_sets[2]] if len(of_sets) > 2 else []
-            if self.empty:
-                sums = moments.new_zeros(2, moments.shape[1]).unbind()
-            else:
-                sums = (sums_of_channels if columns is None else columns.sums)(x, grad, mean, rstd)
-        w = self._of_channels(weight, 0)
-        scale = rstd if w is None else rstd * w
-        # Those of channels tell those of sets, unless they are summed over samples, or not over the ranks.
-        total, apart = self.total, False
-        if self.per_set != 1:
-            both = total is not None and total.needed[1] and total.needed[2] and needed[1] and needed[2]
-            apart = self.samples != 1 or not both
-        found = [self._of_sets(sums, scale)] if apart else list(sums)
-
-        def of_input(*totals: Tensor) -> Tensor:
-            if self.per_set != 1:
-                weighted = totals[0] if apart else self._of_sets(totals, scale)
-                slope, offset = weighted.mul_(-1 / max(self.geometry.count, 1)).unbind()
-            else:
-                factor = scale / -(counts[0] if counts else max(self.geometry.count, 1))
-                slope, offset = totals[0] * factor, totals[1] * factor
-            if in_graph:
-                return of_input_in_graph(x, self.samples, grad, mean, scaled_by, rstd, slope, offset)
-            return self._of_input(x, grad, of_sets, scale, slope, offset, columns)
-
-        return found, self._of_weights(needed, sums), of_input
-
-    def _of_sets(self, sums: Sequence[Tensor], scale: Tensor) -> Tensor:
-        """The sums over sets of what is summed over channels, weighted, ``(2, sets)``."""
-        return torch.stack(list(sums)).mul_(scale).view(2, self.sets, self.per_set).sum(-1)
-
-    def _of_input(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        of_sets: Tensor,
-        scale: Tensor,
-        slope: Tensor,
-        offset: Tensor,
-        columns: Columns | None,
-    ) -> Tensor:
-        """``rstd * (w * grad - mean(w * grad) - xhat * mean(w * grad * xhat))``.
-
-        Args:
-            scale: ``rstd * w`` of the channels.
-            slope, offset: of ``xhat``, by sets.
-        """
-        mean, var, eps = of_sets[0], of_sets[1], self.geometry.eps
-        if columns is not None:
-            slope = slope * (var + eps).rsqrt_()
-            return columns.combined(x, slope, torch.addcmul(offset, mean, slope, value=-1), grad, scale)
-        given = x.view(self.of_sets)
-        dx = torch.native_batch_norm(given, slope, offset, mean, var, False, 0.0, eps)[0].view(self.channels)
-        return dx.addcmul_(grad, scale.unsqueeze(-1))
-
-    def _sums_by_kernels(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, *kept: Tensor
-    ) -> Prepared:
-        kernels, (mean, rstd), w, k = self.kernels, kept, self._of_channels(weight, 0), self.per_set
-        assert kernels is not None
-        if self.empty:
-            dy, with_x = mean.new_zeros(2, self.sets).unbind()
-            of_weight, of_bias = mean.new_zeros(2, len(mean)).unbind()
-            of_bias = dy if k == 1 else of_bias
-            of_input: OfSums = partial(kernels.of_input, grad, x, mean, rstd, w)  # not called
-        else:
-            if x.dtype != grad.dtype:
-                x, grad = x.to(mean.dtype), grad.to(mean.dtype)
-            x, grad = x.contiguous().view(self.channels), grad.contiguous().view(self.channels)
-            if k == 1:
-                dy, with_x, of_weight = kernels.sums(grad, x, mean, rstd, weight=needed[1])
-                of_bias, of_input = dy, partial(kernels.of_input, grad, x, mean, rstd, w)
-            elif w is None or (x.numel() <= _LAUNCH and x.dtype == mean.dtype):
-                of_bias, _, of_weight = kernels.sums(grad, x, mean, rstd, sets=False, weight=needed[1])
-                weighted = (grad if w is None else grad * w.unsqueeze(1)).view(self.of_sets)
-                by_sets = weighted, x.view(self.of_sets), mean[::k], rstd[::k]
-                dy, with_x, _ = kernels.sums(*by_sets)
-                of_input = partial(kernels.of_input, *by_sets, None)
-            else:
-                of_bias, with_x, of_weight = kernels.sums(grad, x, mean, rstd, weight=needed[1])
-                dy, with_x = self._of_sets((of_bias, with_x), w).unbind()
-                of_input = partial(self._by_weights, kernels, grad, x, mean, rstd, w + _NEXT_TO_ZERO)
-        return [dy, with_x], self._of_weights(needed, (of_weight, of_bias)), of_input
-
-    def _by_weights(
-        self,
-        kernels: DeviceKernels,
-        grad: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        w: Tensor,
-        *totals: Tensor,
-    ) -> Tensor:
-        """The input's gradient by a kernel that multiplies all by the weights, of which none is zero."""
-        of_channels = ((t.unsqueeze(1) / w.view(self.sets, self.per_set)).view(-1) for t in totals)
-        return kernels.of_input(grad, x, mean, rstd, w, *of_channels)
+        return _SumOverRanks.apply(grad, *ctx.given), None, None

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtensor.ops.normalization import plans
+from shardtensor.ops.normalization import kernels
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 SHAPE = (2, 8, 12, 10)
@@ -133,7 +133,7 @@ def check_ways_of_groups(launch):
     torch.manual_seed(0)
     image = torch.randn(SHAPE, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "_LAUNCH", launch)
+        patch.setattr(kernels, "_LAUNCH", launch)
         for weight in ([0.0, 1, 2, 3, 0, 0, 0, 0], [1e-30, 1, -1e-19, 1e-12, 5, -2, 0, 1e3]):
             weight, bias = torch.tensor(weight, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
             for parameters in ((weight, bias), (weight,)):
