@@ -33,7 +33,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import shardtensor
 from shardtensor import ShardTensor, attention_method, scatter_tensor, set_transport
 from shardtensor.data import ShardLoader
-from shardtensor.parallel import DomainParallel, synchronize, verify
+from shardtensor.debug import check
+from shardtensor.parallel import DomainParallel, synchronize
 
 TIMEOUT = 6.0
 SIZES = {2: (9, 7), 3: (9, 2, 5), 4: (9, 7)}
@@ -242,7 +243,7 @@ def sync_int16(h):
     model = nn.Linear(2, 2)
     model.register_buffer("table", torch.full((3,), h.rank, dtype=torch.int16))
     synchronize(model, h.mesh)
-    verify(model, h.mesh)
+    check(model, mesh=h.mesh)
     assert model.table.tolist() == [0, 0, 0]
 
 

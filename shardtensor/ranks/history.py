@@ -5,9 +5,9 @@ exception which the others did not get, goes on with numbers of another step, an
 therefore counts what ShardTensors communicate in each group, and keeps a checksum over it: of kind, dtype, number of
 elements where it is equal on all ranks, and the operator with its result's layout and its arguments. None of it depends
 on the rank. Count and checksum travel with what ranks compare or read anyway (``item()``, ``from_local``,
-``scatter_tensor``, ``full_tensor``, ``synchronize``, ``debug.check``), and where they differ, all ranks know it, and gather
-what was last recorded, to show the first difference. That costs half a microsecond for each communication, and no
-message.
+``scatter_tensor``, ``full_tensor``, ``synchronize``, ``debug.check``), and where they differ, all ranks know it, and
+gather what was last recorded, to show the first difference. That costs half a microsecond for each communication, and
+no message.
 
 [Note: first communication] Messages of another size than a rank expects are lost to Python: gloo ends the process. So
 when something is communicated in a group for the first time, by its text, its ranks compare count and checksum before
