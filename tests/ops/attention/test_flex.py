@@ -138,11 +138,10 @@ def check_function(compiled: bool) -> None:
     mask = create_block_mask(lambda b, h, i, j: document[i] == document[j], None, None, 33, 33, "cpu", 128)
     dtype = torch.float32 if compiled else torch.float64
     call = torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
-    tensors = torch.randn(4, 1, 2, 33, 16, dtype=dtype)
+    tensors = [*torch.randn(3, 1, 2, 33, 16, dtype=dtype), torch.randn(2, 33, dtype=dtype)]
 
     def attended(q, k, v, table):
-        bias = table[0, 0, :, 0]
-        return call(q, k, v, lambda score, b, h, i, j: score + bias[i] * h, mask)
+        return call(q, k, v, lambda score, b, h, i, j: score + table[h, i], mask)
 
     layout = {"mesh_shape": 2, "placements": [ROWS] * 3 + [None], "shard_sizes": [{0: (20, 13)}] * 3 + [None]}
     assert_matches_unsharded(attended, *tensors, check_grads=not compiled, **layout)
