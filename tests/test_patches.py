@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.nn.attention.flex_attention import flex_attention
 
 import shardtensor
 from shardtensor.dispatch import patches
@@ -146,8 +145,7 @@ def everything(seed=0):
         y.square().sum().backward()
         results += [y, x.grad, w.grad, getattr(F, f"conv{n}d")(input=x, weight=w, padding="same", groups=2)]
     x, w = torch.randn(3, 5, generator=g), torch.randn(2, 5, generator=g)
-    q = torch.randn(1, 2, 16, 4, generator=g)
-    results += [F.linear(x, w), F.linear(x, w, bias=torch.ones(2)), F.l1_loss(x, x + 1), flex_attention(q, q, q)]
+    results += [F.linear(x, w), F.linear(x, w, bias=torch.ones(2)), F.l1_loss(x, x + 1)]
     return [t.detach() for t in results]
 
 
@@ -160,7 +158,7 @@ def test_plain_results_are_bitwise_those_of_the_originals():
         without = everything()
     finally:
         patches.install()
-    assert all(map(torch.equal, with_patches, without)) and len(without) == 16
+    assert all(map(torch.equal, with_patches, without)) and len(without) == 15
     assert {name.replace(":", ".") for name in NAMES} <= set(patches.installed())
 
 

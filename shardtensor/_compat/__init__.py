@@ -20,6 +20,7 @@ import torch
 import wrapt
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -30,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.attention.flex_attention import _validate_embed_dim as flex_attention_checks_operands
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
@@ -75,7 +75,7 @@ __all__ = [
     "PyTree",
     "TensorMeta",
     "TorchDispatchMode",
-    "flex_attention_checks_operands",
+    "flex_attention_operator",
     "keystr",
     "tree_flatten",
     "tree_leaves",

@@ -57,8 +57,6 @@ PATCHES = (
     Patch("torch.nn.functional", "conv3d"),
     Patch("torch.nn.functional", "linear"),
     Patch("torch.nn.functional", "l1_loss"),  # it calls __torch_function__, but without the weight
-    # flex_attention does not call __torch_function__, but calls this first. Wrapped itself, it could not be compiled.
-    Patch("torch.nn.attention.flex_attention", "_validate_embed_dim"),
     Patch("torch.nn", "SyncBatchNorm.forward"),  # it refuses CPUs, and runs with torch functions out of sight
     # They would return the address of memory that a ShardTensor does not have.
     Patch("torch", "to_dlpack", required=True),

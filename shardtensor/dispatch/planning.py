@@ -259,6 +259,8 @@ def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> li
             if a.layout is not torch.strided:
                 reason = f"an operand has the layout {a.layout}, and plans are made for strided ones"
                 remedy = "make it dense by to_dense(), or call it on to_local() of replicated tensors"
+                if a.layout is torch.jagged:
+                    remedy = "pack the sequences into one dense tensor, and attend with a mask: docs/attention.md"
                 raise refuse(key[0], a, reason, remedy)
             late = not a.requires_grad or takes_gradient_late(a)
             key.append((a.shape, a.stride(), a.dtype, a.device, late))

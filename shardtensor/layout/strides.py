@@ -19,6 +19,15 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides of dims that lie in memory without gaps, in the order in which those with the strides ``like`` do."""
+    strides, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        strides[d] = step
+        step *= max(1, shape[d])
+    return tuple(strides)
+
+
 def stride_like(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor of another shape: channels-last where this one is, row-major otherwise."""
     if like.ndim in CHANNELS_LAST and _is_channels_last(like):

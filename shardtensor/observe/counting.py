@@ -144,8 +144,10 @@ class LocalCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         communicate: is called instead of an operator of c10d, or a functional one, with it and its arguments.
-        compute: likewise of all others; None: they run as they are.
+        compute: likewise of all others; None: they run as they are. Those of higher order, which call functions, do.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, communicate: Call, compute: Call | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -163,7 +165,9 @@ class LocalCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.on_shards(func, types, args, kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._communicate(func, args, kwargs)
-        return func(*args, **kwargs) if self._compute is None else self._compute(func, args, kwargs)
+        if self._compute is None or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        return self._compute(func, args, kwargs)
 
     def on_shards(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The subclass comes first: only what it does to its local tensors is of interest."""

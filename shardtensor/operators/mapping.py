@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import tree_flatten, tree_unflatten
 from .._compat.functorch import batched_inputs, first_node_after, flattened_like, is_made_since
+from ..context import Setting
 from ..dispatch.conversions import from_dtensor, from_part, is_shard_tensor, promote, redistribute_to, to_part
 from ..dispatch.levels import InsideLevels
 from ..errors import refuse
@@ -29,6 +30,10 @@ from ..layout.geometry import aligned_sizes
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from .weight_gradients import GradientSum, start_sum
+
+# Masks of attention are made of four maps inside each other: rows times columns of calls would take hours.
+MAX_CALLS = 4096
+_around = Setting(1, decides=False)  # calls of the function around this one
 
 
 class _Rows(NamedTuple):
@@ -201,6 +206,10 @@ def _one_by_one(
     tensors: Sequence[Any],
 ) -> Any:
     """The results of ``of_row``, which gets a row of the tensors, together."""
+    calls = _around.value * n
+    if _around.value > 1 and calls > MAX_CALLS:
+        reason = f"the function holds a ShardTensor, or is given one, and would be called {calls} times, one by one"
+        raise refuse("vmap", tensors, reason, "let it hold plain tensors, such as a ShardTensor's full_tensor()")
     before = random_states()
     found: list[list[Any]] = []
     for i in range(n):
@@ -208,7 +217,7 @@ def _one_by_one(
         if i and randomness == "same":
             for set_state, state in before:
                 set_state(state)
-        with _WithoutStatistics():
+        with _WithoutStatistics(), _around.set_to(calls):
             leaves, out_structure = tree_flatten(of_row(row))
         found.append(leaves)
         drawn = any(not torch.equal(p, q) for (_, p), (_, q) in zip(before, random_states(), strict=True))

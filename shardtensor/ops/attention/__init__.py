@@ -1,3 +1,3 @@
 """Attention over all tokens: ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, flex attention."""
 
-from . import multihead, sdpa  # noqa: F401
+from . import flex, multihead, sdpa  # noqa: F401

@@ -129,10 +129,10 @@ def layout_of(
         targets=targets,
         out=tuple(_axis(dims[0], len(query.shape)) for dims in wanted),
         split=tuple(m for m, dims in enumerate(held) if any(dims)),
-        rows=(_interval(q, _SEQUENCE),),
-        columns=((_interval(k, _SEQUENCE),),),
+        rows=(own_interval(q, _SEQUENCE),),
+        columns=((own_interval(k, _SEQUENCE),),),
         squares=query.mesh.device_type == "cpu" or torch.version.hip is not None,
-        mask_start=0 if bias is None else _interval(bias, -1)[0],
+        mask_start=0 if bias is None else own_interval(bias, -1)[0],
         mesh_dim=mesh_dim,
     )
     if mesh_dim is None or wanted[mesh_dim][0] is None:
@@ -227,7 +227,7 @@ def _is_along_keys(mask: ShardTensorSpec | None, m: int) -> bool:
     return mask is not None and mask.sharded_dims().get(len(mask.shape) - 1) == m
 
 
-def _interval(spec: ShardTensorSpec, dim: int) -> Interval:
+def own_interval(spec: ShardTensorSpec, dim: int) -> Interval:
     """What this rank has of a dim that is counted from the end."""
     at = dim + len(spec.shape)
     m = spec.sharded_dims().get(at)

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from ..._compat import TensorMeta, flex_attention_checks_operands, not_in_graphs
+from ..._compat import TensorMeta, not_in_graphs
 from ...context import Setting
-from ...dispatch.registry import Refusal, register
+from ...dispatch.registry import register
 from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -86,7 +86,7 @@ class AttentionPlan(LocalPlan):
     def __init__(self, work: AttentionWork, options: AttentionOptions) -> None:
         layout, (query, _, value, _) = work.layout, work.layout.targets
         out = _result_spec(work, (*query.shape[:-1], value.shape[-1]), query.tensor_meta.dtype)
-        gradients = [None if spec is None else _gradient_spec(spec, layout) for spec in layout.targets]
+        gradients = [None if spec is None else gradient_spec(spec, layout) for spec in layout.targets]
         super().__init__(self.attend, out, gradients)
         self.work, self.options = work, options
         self.by_torch = not layout.split and work.shift in (None, 0)
@@ -261,7 +261,7 @@ def _unsharded_where_single(mask: ShardTensorSpec) -> ShardTensorSpec:
     return mask.with_axes({m: AxisLayout(Replicate()) for m in single}) if single else mask
 
 
-def _gradient_spec(spec: ShardTensorSpec, layout: AttentionLayout) -> ShardTensorSpec | None:
+def gradient_spec(spec: ShardTensorSpec, layout: AttentionLayout) -> ShardTensorSpec | None:
     """The layout of an operand's gradient: contributions where ranks do different work with a replicated one."""
     shared = [m for m in layout.split if spec.placements[m].is_replicate()]
     return spec.with_axes({m: AxisLayout(Partial()) for m in shared}) if shared else None
@@ -337,19 +337,5 @@ def _flash_backward(
     ]
     needed = True, True, True, False
     grads = backward(work, work.kernel(), needed, results[0], q, k, v, mask, *results[1:])
-    layouts = [_gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
+    layouts = [gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
     return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]
-
-
-# -- flex --------------------------------------------------------------------------------------------------------------
-
-# ``flex_attention``: refused. Its score functions are compiled with the indices of one device.
-
-register(flex_attention_checks_operands)(
-    Refusal(
-        "flex_attention",
-        __name__,
-        "its score and mask functions know the indices of one device only",
-        "use scaled_dot_product_attention with a mask or a bias, or call it on to_local() of replicated operands",
-    )
-)

@@ -37,6 +37,7 @@ from ...errors import PLAIN_TARGET, UnsupportedSharding
 from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
+from ...layout.strides import dense_stride
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import common_layout, fit, fitted_parts, with_own_parts
 from ..interop import item
@@ -284,10 +285,7 @@ def _new(call: AtenCall) -> AtenPlan:
     if func != _aten.new_empty_strided.default:
         return AtenPlan(out, call=lambda x, _, *args, **kwargs: func(x, size, *args, **kwargs))
     # The shard's dims lie in memory in the order of the global tensor's, without gaps.
-    local, step = [0] * len(size), 1
-    for d in sorted(range(len(size)), key=lambda d: (stride[d], -d)):
-        local[d] = step
-        step *= max(1, size[d])
+    local = dense_stride(size, stride)
     return AtenPlan(out, call=lambda x, _, __, **kwargs: func(x, size, local, **kwargs))
 
 

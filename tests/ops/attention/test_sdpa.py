@@ -15,7 +15,6 @@ from spatial_cases import squared_gradient
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_upper_left
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor
@@ -946,8 +945,6 @@ def call_badly(which: str) -> None:
     elif which == "dtype":
         empty = shard(data(2, 4, 8, 4), mesh, ROWS, {0: (8, 0)}).to(torch.float8_e4m3fn)
         sdpa(empty, empty, empty)
-    elif which == "flex":
-        flex_attention(q, q, q, score_mod=lambda score, *_: score)
     elif which == "method":
         with shardtensor.attention_method("quick"):
             pass
@@ -965,7 +962,6 @@ def call_badly(which: str) -> None:
         ("twice with an empty shard by fetch", UnsupportedSharding, "it cannot be differentiated twice"),
         ("bias", ValueError, "a causal bias for (queries, keys) (8, 7), but there are (8, 8)"),
         ("dtype", UnsupportedSharding, "torch's attention does not compute in torch.float8_e4m3fn"),
-        ("flex", UnsupportedSharding, "use scaled_dot_product_attention with a mask or a bias"),
         ("method", ValueError, "choose 'auto', 'ring', 'heads' or 'fetch'"),
     ],
 )

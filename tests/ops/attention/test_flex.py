@@ -1,0 +1,211 @@
+"""flex_attention on shards against the unsharded one: functions of global indices, block masks, gradients, messages."""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.attention import flex_attention as functions
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from shardtensor._compat import flex_attention_operator
+from shardtensor.ops.attention.flex import FlexCall
+from shardtensor.testing import (
+    assert_matches_unsharded,
+    count_communication,
+    run_distributed,
+    run_expecting_errors,
+    shard,
+    shared_mesh,
+)
+
+BATCH, HEADS, ROWS, WHOLE = [Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]
+
+
+def score_mod(score, b, h, i, j, table):
+    """Depends on all indices, and on a learned table."""
+    return 3 * torch.tanh(score / 3) + (b + 1) * table[h, i - j]
+
+
+def mask_mod(b, h, i, j, document):
+    """Documents, causal in some heads: some rows see few keys, and some none."""
+    return (document[b, i] == document[b, j]) & ((i >= j) | (h < 1)) & (i != 5)
+
+
+def attend(q, k, v, table, document, block):
+    """torch's operator, as torch's function calls it."""
+    shape = len(q), q.shape[1], q.shape[2], k.shape[2]
+    seen = create_block_mask(lambda b, h, i, j: mask_mod(b, h, i, j, document), *shape, q.device.type, block)
+    mask = *seen.as_tuple()[:-1], mask_mod
+    return flex_attention_operator(q, k, v, score_mod, mask, 0.3, {}, (table,), (document,))[:2]
+
+
+def check_layouts(cases) -> None:
+    for rows, keys, placements, sizes, mesh_shape, block, *heads in cases:
+        q_heads, kv_heads, kv_batch = heads or (4, 4, 3)
+        shapes = (3, q_heads, rows, 5), (kv_batch, kv_heads, keys, 5), (kv_batch, kv_heads, keys, 2)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        table = torch.randn(q_heads, rows + keys, dtype=torch.float64)
+        document = torch.randint(3, (3, max(rows, keys))).sort(1).values
+        try:
+            assert_matches_unsharded(
+                attend,
+                *(q, k, v, table, document, block),
+                mesh_shape=mesh_shape,
+                placements=[*placements, [Replicate()] * len(placements[0] or WHOLE), None, None],
+                shard_sizes=[*(sizes or [None] * 3), None, None, None],
+                rtol=1e-10,
+            )
+        except Exception as error:
+            raise AssertionError(f"{rows} x {keys}, {placements} {sizes}, blocks of {block}") from error
+
+
+def alike(*sizes):
+    return [dict(enumerate(sizes))] * 3
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (
+            2,
+            [
+                (33, 33, [ROWS] * 3, alike((20, 13)), 2, 16),
+                (33, 17, [ROWS] * 3, [{0: (33, 0)}, {0: (3, 14)}, {0: (5, 12)}], 2, (8, 4), 4, 2, 1),
+                (7, 17, [ROWS, WHOLE, WHOLE], None, 2, 8),
+                (1, 17, [None, ROWS, ROWS], None, 2, 8),
+                (33, 33, [BATCH] * 3, alike((1, 2)), 2, 16),
+                (33, 33, [HEADS, None, None], None, 2, 16, 4, 2, 3),
+            ],
+        ),
+        (4, [(33, 33, [[Shard(2), Shard(0)]] * 3, alike((20, 13), (1, 2)), (2, 2), 16)]),
+        pytest.param(
+            4,
+            [
+                (33, 33, [[Shard(1), Shard(2)]] * 3, alike((1, 3), (17, 16)), (2, 2), 16),
+                (97, 97, [ROWS] * 3, alike((1, 50, 0, 46)), 4, 16),
+                (2, 97, [ROWS] * 3, None, 4, 16),
+                (97, 5, [WHOLE, ROWS, ROWS], [None, {0: (0, 5, 0, 0)}, {0: (1, 1, 1, 2)}], 4, 8),
+                (33, 33, [BATCH] * 3, alike((3, 0, 0, 0)), 4, 16),
+                (33, 33, [BATCH, WHOLE, WHOLE], None, 4, 16, 4, 4, 1),
+                (128, 96, [ROWS] * 3, [{0: (64, 0, 32, 32)}, {0: (24,) * 4}, {0: (96, 0, 0, 0)}], 4, 32),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_layouts(world, cases):
+    run_distributed(check_layouts, world, cases)
+
+
+def check_blocks() -> None:
+    """What kernels see of a mask: full blocks, and of others what its function says. Eager mode looks at no blocks."""
+    document = torch.randint(3, (2, 97)).sort(1).values
+
+    def seen(b, h, i, j):
+        return (document[b, i] == document[b, j]) & (i >= j)
+
+    for sizes, axes in (((1, 50, 46), [Shard(2)]), ((64, 2, 31), [Shard(2)]), ((0, 1, 1), [Shard(0)])):
+        query = shard(torch.empty(2, 1, 97, 4), shared_mesh(3), axes, {0: sizes})
+        if not query.to_local().numel():
+            continue
+        mask = create_block_mask(seen, 2, 1, 97, 97, "cpu", 16).as_tuple()
+        part, before = FlexCall(lambda score, *_: score, mask, 1.0, {}, ((), ())).of_part(query._spec)
+        (start, _), (batch, end) = query._spec.interval(0), query.to_local().shape[::2]
+        start, batches = (start, slice(None)) if axes == [Shard(2)] else (0, slice(start, start + batch))
+        partly, entirely = (
+            BlockMask.from_kv_blocks(*part.mask[at : at + 2], BLOCK_SIZE=16).to_dense().bool() for at in (2, 4)
+        )
+        at = torch.arange(before + end)[:, None] // 16, torch.arange(97) // 16
+        shown = create_mask(lambda b, h, i, j, seen=part.mask[-1]: seen(b, h, i, j), batch, 1, before + end, 97, "cpu")
+        whole = create_mask(seen, 2, 1, 97, 97, "cpu")[batches, :, start - before : start + end]
+        assert torch.equal(shown & partly[(..., *at)] | entirely[(..., *at)], whole)
+
+
+def test_blocks():
+    run_distributed(check_blocks, 3)
+
+
+def check_function(compiled: bool) -> None:
+    """torch's own function, with functions that have captured a table that is learned."""
+    torch.manual_seed(0)
+    document = torch.randint(3, (33,)).sort().values
+    mask = create_block_mask(lambda b, h, i, j: document[i] == document[j], None, None, 33, 33, "cpu", 128)
+    dtype = torch.float32 if compiled else torch.float64
+    call = torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+    tensors = [*torch.randn(3, 1, 2, 33, 16, dtype=dtype), torch.randn(2, 33, dtype=dtype)]
+
+    def attended(q, k, v, table):
+        return call(q, k, v, lambda score, b, h, i, j: score + table[h, i], mask)
+
+    layout = {"mesh_shape": 2, "placements": [ROWS] * 3 + [None], "shard_sizes": [{0: (20, 13)}] * 3 + [None]}
+    assert_matches_unsharded(attended, *tensors, check_grads=not compiled, **layout)
+
+
+def check_messages() -> None:
+    """Keys and values travel in one message each way; with a rank that has no queries, one way; by heads none."""
+    table, document = torch.randn(4, 66, dtype=torch.float64), torch.zeros(3, 33, dtype=torch.int64)
+    for placements, sizes in ((ROWS, (20, 13)), (ROWS, (33, 0)), (HEADS, (1, 3))):
+        x = shard(torch.randn(3, 4, 33, 5, dtype=torch.float64), shared_mesh(2), placements, {0: sizes})
+        mine, rank = x.to_local(), shared_mesh(2).get_rank()
+        x.requires_grad_()
+        with count_communication() as counted:
+            out, _ = attend(x, x, x, table, document, 16)
+        sends = placements == ROWS and mine.numel() > 0 and sizes[1 - rank] > 0
+        assert (counted.messages, counted.bytes_sent) == (int(sends), sends * 2 * mine.numel() * 8)
+        with count_communication() as counted:
+            out.sum().backward()
+        assert counted.messages == int(sends)
+
+
+def test_messages():
+    run_distributed(check_messages, 2)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_function(compiled):
+    # On CPUs torch's function refuses gradients, but the operator that it calls has them.
+    run_distributed(check_function_with_gradients, 2, compiled, timeout=300)
+
+
+def check_function_with_gradients(compiled: bool) -> None:
+    with mock.patch.object(functions, "_validate_device", lambda *operands: None):
+        check_function(compiled)
+
+
+def refused(which: str) -> None:
+    x = torch.randn(1, 4, 8, 4)
+    q = shard(x, shared_mesh(2), [Shard(3 if which == "features" else 2)])
+    bias = shard(x[0, 0, :, 0], shared_mesh(2), [Shard(0)])
+    if which == "mask":
+        create_block_mask(lambda b, h, i, j: bias[i] > bias[j], 1, 1, 80, 80, "cpu")
+    elif which == "documents":
+        varlen_attn(*[q[0].transpose(0, 1)] * 3, *[torch.tensor([0, 3, 8], dtype=torch.int32)] * 2, 5, 5)
+    elif which == "nested":
+        torch.nested.nested_tensor_from_jagged(q[0, 0], torch.tensor([0, 3, 8]))
+    elif which == "captured":
+        mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 8, 8, "cpu", 8).as_tuple()
+        flex_attention_operator(q, q, q, lambda score, b, h, i, j, bias: score + bias[i], mask, 1.0, {}, (bias,), ())
+    empty = q[:, :, :0] if which == "keys" else q
+    flex_attention(q, empty, empty)
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("features", "shards the features, which every score needs unsharded"),
+        ("captured", "has captured, is sharded.*Remedy: redistribute it to Replicate"),
+        ("keys", "flex_attention.*there are no keys"),
+        ("documents", "varlen_attn: its kernel takes whole documents.*call flex_attention"),
+        ("nested", "layout torch.jagged.*attend with a mask"),
+        ("mask", "would be called 6400 times"),
+    ],
+)
+def test_refusals(which, text):
+    for error in run_expecting_errors(refused, 2, which):
+        assert isinstance(error, RuntimeError) and re.search(text, str(error), re.DOTALL), error
