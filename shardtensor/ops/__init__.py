@@ -16,6 +16,7 @@
 - ``recurrent``: recurrent networks: ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and their cells.
 - ``indexing``: reading and writing entries by index or mask: subscripts, ``gather``, ``index_select``, embeddings.
 - ``shape``: views, slices, joins, repetitions, flips, diagonals: what moves elements and changes none.
+- ``formulas``: operators of torch's formulas, by the functions that they are parts of.
 - ``interop``: where a ShardTensor meets what is not one: collectives of ``torch.distributed``, NumPy, DLPack.
 """
 
@@ -24,6 +25,7 @@ from . import (  # noqa: F401
     convolution,
     elementwise,
     fft,
+    formulas,
     indexing,
     interop,
     linalg,
