@@ -70,11 +70,8 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         if func in REDUCES_BY_INDEX:
             decide_by_index(*args)
         fill(args[0])
-    elif args and type(args[0]) is list and is_inplace(func):
-        for i, t in enumerate(args[0]):
-            if is_open(t):
-                fill(t)
-                decide(func, [[a[i]] if isinstance(a, list) else a for a in args], kwargs)
+    elif args and type(args[0]) is list:
+        _decide_items(func, args, kwargs)
     handler = OPERATORS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
@@ -123,6 +120,14 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         if plan.noted or represents_view(viewed) or is_open(viewed):
             return _as_views(out, func, args, kwargs, plan)
     return out
+
+
+def _decide_items(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Lay out the open tensors of a list that an in-place operator is about to write to."""
+    for i, t in enumerate(args[0]) if is_inplace(func) else ():
+        if is_open(t):
+            fill(t)
+            decide(func, [[a[i]] if isinstance(a, list) else a for a in args], kwargs)
 
 
 def _planned(
