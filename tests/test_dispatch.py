@@ -267,6 +267,10 @@ LISTS = {
     "sub, mul": lambda a, b: torch._foreach_mul(torch._foreach_sub(a, b), 3.0),
     "mul_ by numbers": lambda a, b: torch._foreach_mul_(a, [2.0, 3.0, 4.0, 5.0]),
     "copy_": lambda a, b: torch._foreach_copy_(a, b),
+    "addcmul_": lambda a, b: torch._foreach_addcmul_(a, b, b, 2.0),
+    "clamp_": lambda a, b: torch._foreach_clamp_min_(a, 0.5),
+    "pow": lambda a, b: torch._foreach_pow(a, 2.0),
+    "max, maximum": lambda a, b: [*torch._foreach_max(a), *torch._foreach_maximum(a, b)],
     "zero_": lambda a, b: torch._foreach_zero_(a),
     "sqrt": lambda a, b: torch._foreach_sqrt(torch._foreach_abs(b)),
 }
@@ -286,7 +290,7 @@ def lists_of_any_layouts():
             assert torch.allclose(whole, b), name
         assert [t.placements for t in first] == [tuple(placements) for placements, _ in layouts]
     with pytest.raises(UnsupportedSharding, match="lists' tensors have different layouts"):
-        torch._foreach_addcmul_(first, second, second)
+        torch._foreach_maximum(first, 0.5)
 
 
 def test_lists_of_any_layouts():
@@ -378,7 +382,7 @@ MODULES = [f"shardtensor.ops.{name}" for name in ("elementwise.pointwise", "redu
 MORE = [f"aten.{name}.default" for name in ("amax", "amin", "max", "min", "dot", "vdot", "histc")]
 ELSEWHERE = (
     *("alias", "lift_fresh", "_neg_view", "new_empty", "empty_like", "_reshape_alias", "_unsafe_view", "reshape"),
-    *("native_dropout_backward", "_dirichlet_grad", "_standard_gamma_grad"),
+    *("__irshift__", "native_dropout_backward", "_dirichlet_grad", "_standard_gamma_grad"),
     *("squeeze.default", "mean.default", "sum.default", "prod.default"),
     # in test_extremum.py, test_reductions.py, test_softmax.py, test_activations.py and test_every_handler.py
     *("aminmax", "argmax", "argmin", "max.dim", "min.dim", "var", "std", "logsumexp", "_assert_async"),
@@ -392,6 +396,7 @@ def test_no_rule_is_left_out():
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
+
 
 def foreign():
     return torch.frombuffer(bytearray(128), dtype=torch.float32).view(8, 4)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardtensor._compat import DisableTorchFunction
 from shardtensor.dispatch.registry import FUNCTIONS, OPERATORS, RULES
+from shardtensor.ops.spatial.interpolate import MODES
 from shardtensor.testing import run_distributed
 
 with contextlib.suppress(ImportError):
@@ -245,13 +246,19 @@ def more():
 
             yield scattered, (x.detach(), index, source)
     yield below(lambda x: aten._unsafe_index.Tensor(x, [None, torch.tensor([0, 3])])), (x.detach(),)
-    yield below(lambda x, v: aten._unsafe_index_put.default(x, [None, torch.tensor([0, 3])], v)), (
-        x.detach(),
-        torch.randn(6, 2),
+    yield (
+        below(lambda x, v: aten._unsafe_index_put.default(x, [None, torch.tensor([0, 3])], v)),
+        (
+            x.detach(),
+            torch.randn(6, 2),
+        ),
     )
-    yield below(lambda x, v: aten._index_put_impl_.default(x.clone(), [None, torch.tensor([0, 3])], v)), (
-        x.detach(),
-        torch.randn(6, 2),
+    yield (
+        below(lambda x, v: aten._index_put_impl_.default(x.clone(), [None, torch.tensor([0, 3])], v)),
+        (
+            x.detach(),
+            torch.randn(6, 2),
+        ),
     )
     yield below(lambda g, i: aten.embedding_dense_backward.default(g, i, 5, -1, False)), (randn(6, 4), classes)
     heads = randn(4, 2, 5, 8)
@@ -259,7 +266,6 @@ def more():
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
     yield below(lambda q: flash(q, q, q)[0]), (heads,)
     yield below(lambda q: flash_backward(q)), (heads,)
-
 
     p = torch.rand(6, 5, requires_grad=True)
     yield F.binary_cross_entropy, (p, p.detach())
@@ -410,6 +416,31 @@ ELSEWHERE = {
     ("test_stft.py", "istft"): [
         "function torch._VariableFunctionsClass.istft",
         "function torch._tensor.Tensor.istft",
+    ],
+    ("test_formulas.py", "def rows"): [
+        *(f"function aten.{name}_backward" for name in MODES),
+        *(f"function aten._upsample_lanczos2d_aa{of}" for of in ("", "_backward")),
+        *(f"function aten.{name}{n}d" for name in ("max_unpool", "fractional_max_pool") for n in (2, 3)),
+        *(f"function aten.{name}{n}d_backward" for name in ("_adaptive_avg_pool", "grid_sampler_") for n in (2, 3)),
+        *(f"function aten.nll_loss{n}_{of}" for n in ("", "2d") for of in ("forward", "backward")),
+        *(f"function aten.{name}_backward" for name in ("native_layer_norm", "native_batch_norm")),
+        *(f"function aten.{name}_functional" for name in ("_native_batch_norm_legit", "_batch_norm_with_update")),
+        *(f"function aten._fft_{name}" for name in ("c2c", "r2c", "c2r")),
+        *(f"function aten.linalg_{name}" for name in ("_powsum", "lstsq", "lu_solve", "matrix_exp", "qr")),
+        *(f"function aten.{name}" for name in ("geqrf", "ormqr", "linalg_solve_triangular", "_linalg_svd")),
+        *(f"function prims.{name}" for name in ("amax", "amin", "prod", "sum", "var", "view_of", "ne", "zeta", "gcd")),
+        *(f"function prims.{name}" for name in ("bessel_i0e", "bessel_i1", "bessel_i1e", "bessel_j0", "bessel_j1")),
+        *(f"function prims.{name}" for name in ("erfcx", "frexp", "ndtri", "spherical_bessel_j0")),
+        *("function torch._VariableFunctionsClass._linalg_svd", "operator prims.copy_to.default"),
+        *("rule aten.__irshift__.Scalar", "rule aten.__irshift__.Tensor"),
+    ],
+    ("test_formulas.py", "def without_kernels"): [
+        "function aten._fused_rms_norm_backward",
+        "function aten._linalg_check_errors",
+    ],
+    ("test_fused_optimizers.py", "def norms_and_copies"): [
+        *(f"operator aten._foreach_{name}.Scalar" for name in ("norm", "powsum")),
+        *(f"operator aten._fused_{name}.{of}" for name in ("adam", "adamw") for of in ("default", "tensor_lr")),
     ],
     ("test_subclass.py", "share_memory_"): ["function torch._tensor.Tensor.share_memory_"],
     # torch hands these on under the names of the methods that they are: add_, matmul and so on.

@@ -273,22 +273,22 @@ def test_results(check):
 
 
 def overridden():
-    mesh, op = shared_mesh(2), torch.ops.aten.cholesky_inverse.default
-    factors = torch.linalg.cholesky(values(5, 3, 3) @ values(5, 3, 3).mT + 9 * torch.eye(3, dtype=torch.float64))
-    sharded = shard(factors, mesh, [Shard(0)], {0: (4, 1)})
+    mesh, op = shared_mesh(2), torch.ops.aten.reflection_pad1d_backward.default
+    x, grad = values(5, 3, 4), values(5, 3, 6)
+    sharded = [shard(t, mesh, [Shard(0)], {0: (4, 1)}) for t in (grad, x)]
     with pytest.raises(UnsupportedSharding, match="no distributed form is known"):
-        op(sharded)  # torch has a strategy for it, but is not asked
+        op(*sharded, [1, 1])
     before = strategies().get(op)
-    register_sharding(op)(lambda x: [([Shard(0)], [Shard(0)])])
+    register_sharding(op)(lambda grad, x, padding: [([Shard(0)], [Shard(0), Shard(0), None])])
     try:
         assert shardtensor.registered()[op] is fall_back and shardtensor.supports(op).how == "strategy"
-        found = op(sharded)
+        found = op(*sharded, [1, 1])
     finally:
         strategies().pop(op)
         if before is not None:
             strategies()[op] = before
     assert found.shard_sizes == {0: (4, 1)}
-    torch.testing.assert_close(found.full_tensor(), op(factors))
+    torch.testing.assert_close(found.full_tensor(), op(grad, x, [1, 1]))
 
 
 def test_an_operator_of_torch_by_a_strategy_of_the_user():
@@ -300,7 +300,7 @@ def test_what_falls_back_is_registered():
     table = shardtensor.registered()
     assert all(table[getattr(ops, name).default] is fall_back for name in ("gate", "parts", "total"))
     assert shardtensor.supports(ops.gate.default).where == "shardtensor.dispatch.user_strategies"
-    for op in (ops.noise.default, ops.unruled.default, torch.ops.aten.cholesky_inverse.default):
+    for op in (ops.noise.default, ops.unruled.default, torch.ops.aten.reflection_pad1d_backward.default):
         assert op not in table and not shardtensor.supports(op)
     # Strategies are for operators without a rule.
     assert table[torch.ops.aten.flip.default] is not fall_back

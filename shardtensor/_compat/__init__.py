@@ -245,6 +245,18 @@ def acceptable_placements(
     return accepted
 
 
+@contextmanager
+def above_autograd() -> Iterator[None]:
+    """Inside an aten call, where torch functions and autograd are switched off, what is called goes through both."""
+    without, keys = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with (
+        torch._C._EnableTorchFunction(),
+        without(keys.AutogradFunctionality, False),
+        without(keys.ADInplaceOrView, False),
+    ):
+        yield
+
+
 def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """What calling the operator calls, without the call to Python in between."""
     return func._op

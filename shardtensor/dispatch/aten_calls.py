@@ -2,8 +2,8 @@
 
 [Note: allowlist] torch's sharding strategies for its own operators are not consulted. They mislabel some results on
 even shards and cannot express uneven ones, and DTensor gathers without a word; a rule here is a few lines. Strategies
-that users have registered are, see user_strategies.py. An operator without a rule is refused, unless all its tensors
-are replicated.
+that users have registered are, see user_strategies.py. An operator without a rule goes by its form above autograd,
+if it has one; otherwise it is refused, unless all its tensors are replicated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, kernel, tracing, tree_map
+from .._compat import OpOverload, above_autograd, kernel, tracing, tree_map
 from ..communication.redistribute import redistribute_local
 from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
@@ -45,7 +45,7 @@ from .planning import (
     returning,
     returns_view,
 )
-from .registry import OPERATORS, REMEDY, rule_of
+from .registry import OPERATORS, RANDOM, REFUSED, REMEDY, UNKNOWN, function_of, rule_of
 
 _aten = torch.ops.aten
 
@@ -72,6 +72,8 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         if func in REDUCES_BY_INDEX:
             decide_by_index(*args)
         fill(args[0])
+    elif args and type(args[0]) is list:
+        _decide_items(func, args, kwargs)
     handler = OPERATORS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
@@ -129,6 +131,14 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     return out
 
 
+def _decide_items(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Lay out the open tensors of a list that an in-place operator is about to write to."""
+    for i, t in enumerate(args[0]) if is_inplace(func) else ():
+        if is_open(t):
+            fill(t)
+            decide(func, [[a[i]] if isinstance(a, list) else a for a in args], kwargs)
+
+
 def _planned(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any], tensors: Sequence[Tensor]
 ) -> AtenPlan | _Done:
@@ -176,7 +186,8 @@ class _Done:
 
 def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> AtenPlan | _Done:
     build = rule_of(func)
-    if build is None:
+    above = None if build is not None or is_inplace(func) else function_of(func)
+    if build is None and above is None:
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return _Done(decomposed)
@@ -191,13 +202,17 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return _Done(_written(func, args, kwargs))
     if replicated and not random and func not in RESHAPES:
         return _run_replicated(func, args, kwargs, specs[0].replicated())
+    if above is not None:
+        result = _as_above(above, func, args, kwargs)
+        if result is not NotImplemented:
+            return _Done(result)
     if build is None:
         # Without shards there are Partials: these may be reduced by any operator. But a view of that would be a copy.
         reduces = not any(spec.sharded_dims() for spec in specs) and not returns_view(func)
         if (gather_allowed() or reduces) and not random:
             return _Done(gathered(func, args, kwargs))
-        reason = "random numbers of shards would not match one device" if random else "no distributed form is known"
-        raise refuse(func, specs, reason, "draw on plain tensors" if random else REMEDY)
+        unknown = RANDOM if random else (UNKNOWN, REMEDY)
+        raise refuse(func, specs, *REFUSED.get(func.overloadpacket, unknown))
     call = AtenCall.of(func, args, kwargs, tensors)
     try:
         return planned_by(build, call)
@@ -205,6 +220,18 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
         if not gather_allowed():
             raise
         return _Done(gathered(func, args, kwargs))
+
+
+def _as_above(form: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator returns by its form above autograd, or else by torch's decomposition, if by any."""
+    try:
+        with torch.no_grad(), above_autograd():
+            result = form(*args, **kwargs)
+    except UnsupportedSharding:
+        if not gather_allowed():
+            raise
+        return NotImplemented
+    return func.decompose(*args, **kwargs) if result is NotImplemented else result
 
 
 def _check(func: OpOverload, specs: Sequence[ShardTensorSpec]) -> None:

@@ -29,7 +29,7 @@ from ..communication.redistribute import redistribute_local, rounded
 from ..layout.spec import ShardTensorSpec
 from .copies import check_current
 from .levels import InsideLevels
-from .planning import has_owner, meta_of, replicated_spec, spec_of
+from .planning import has_owner, meta_of, reduced_by_dtensor, replicated_spec, spec_of
 
 # -- wrapping ----------------------------------------------------------------------------------------------------------
 
@@ -111,6 +111,7 @@ def from_dtensor(dtensor: DTensor) -> ShardTensor:
         return dtensor
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"from_dtensor takes a DTensor, not {type(dtensor).__name__}; use from_local")
+    dtensor = reduced_by_dtensor(dtensor)
     spec = spec_of(dtensor)
     grad_spec = spec.for_contributions()
     local = dtensor.to_local(grad_placements=grad_spec.placements)

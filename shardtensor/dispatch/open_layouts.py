@@ -119,7 +119,7 @@ def decide(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     tensors = dict(distributed_operands(args, kwargs))
     if not any(spec.sharded_dims() for spec in tensors.values()):
         return
-    written = args[0]
+    written = args[0][0] if isinstance(args[0], list) else args[0]
     axes = dict(_axes(func, args, kwargs, tensors))
     root, _ = _root(written)
     found: dict[int, AxisLayout] = {}
@@ -160,12 +160,13 @@ def _axes(
         plan = build(call)
     except UnsupportedSharding:
         return
-    result, first = plan.outputs, tensors[(0,)]
+    result = plan.outputs[0] if isinstance(plan.outputs, list) else plan.outputs
+    place, first = next(iter(tensors.items()))
     for m, p in enumerate(result.placements):
         if isinstance(p, Shard):
             yield m, (p.dim, result.sizes_along(m))
         elif isinstance(p, Replicate):
-            axis = _indexed_axis(call, first, [spec for path, spec in tensors.items() if path != (0,)], m)
+            axis = _indexed_axis(call, first, [spec for path, spec in tensors.items() if path != place], m)
             if axis is not None:
                 yield m, axis
 

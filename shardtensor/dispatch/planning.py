@@ -245,7 +245,8 @@ def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> li
         elif isinstance(a, DTensor):
             held, spec = a._local_tensor, a._spec
             if type(spec) is not ShardTensorSpec:
-                spec = spec_of(a)
+                a = reduced_by_dtensor(a)
+                held, spec = a._local_tensor, spec_of(a)
             elif a._viewed is not None:  # type: ignore[attr-defined]
                 check_current(key[0], a)
             tensors.append(a)
@@ -323,6 +324,13 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
         return spec
     meta = spec.tensor_meta
     return ShardTensorSpec.make(spec.mesh, spec.placements, meta.shape, meta.dtype, stride=meta.stride)
+
+
+def reduced_by_dtensor(dtensor: DTensor) -> DTensor:
+    """A DTensor, reduced where it is a norm, for one: only DTensor knows what its contributions stand for."""
+    if not any(isinstance(p, Partial) and type(p) is not Partial for p in dtensor.placements):
+        return dtensor
+    return dtensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in dtensor.placements])
 
 
 def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> ShardTensorSpec:

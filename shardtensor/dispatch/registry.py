@@ -37,12 +37,16 @@ OPERATORS: dict[OpOverload, Handler] = {}
 RULES: dict[OpOverload, Handler] = {}
 # Functions with the shapes and dtypes of operators that torch does not run on meta tensors.
 META_FUNCTIONS: dict[OpOverload, Handler] = {}
+# Operators that have no distributed form, with the reason and the remedy; replicated tensors have them all the same.
+REFUSED: dict[OpOverloadPacket, tuple[str, str]] = {}
 _default_rules: list[tuple[str, Callable[[OpOverload], Handler | None]]] = []
-# What to do about an operator that has no distributed form.
+# Why an operator is refused that has no distributed form, and what to do about it.
+UNKNOWN = "no distributed form is known"
 REMEDY = (
     "call inside shardtensor.allow_gather(), or register a handler, or for a custom operator a sharding strategy "
     "(torch.distributed.tensor.experimental.register_sharding)"
 )
+RANDOM = "random numbers of shards would not match one device", "draw on plain tensors"
 # How often handlers have been registered or removed; plans and compiled graphs hold for one set of them.
 _changes = Setting(0)
 
@@ -132,6 +136,11 @@ def rule_of(op: OpOverload) -> Handler | None:
     return RULES.get(op) or _default_of(op)[1]
 
 
+def function_of(op: OpOverload) -> Handler | None:
+    """The handler of an operator that is called by its name."""
+    return FUNCTIONS.get(op) or FUNCTIONS.get(op.overloadpacket)
+
+
 def _default_of(op: OpOverload) -> tuple[str, Handler | None]:
     found = ((how, find(op)) for how, find in _default_rules)
     return next(((how, rule) for how, rule in found if rule is not None), ("", None))
@@ -218,7 +227,7 @@ def supports(func_or_op: Any) -> Support:
         raise TypeError(f"{func_or_op!r} is neither a function nor an operator overload")
     handler = FUNCTIONS.get(func_or_op) or OPERATORS.get(func_or_op) or RULES.get(func_or_op)
     if handler is None and isinstance(func_or_op, OpOverload):
-        handler = FUNCTIONS.get(func_or_op.overloadpacket)
+        handler = function_of(func_or_op)
     if isinstance(handler, Refusal):
         return Support(False, "refused", handler.where, f"{handler.reason}; {handler.remedy}")
     if handler is not None:
@@ -243,8 +252,7 @@ def _support_of_overload(op: OpOverload) -> Support:
     functional = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
     if op._schema.name.endswith("_") and functional is not None and functional is not op.overloadpacket:
         return supports(functional)
-    reason = f"no distributed form is known; {REMEDY}"
-    return Support(False, "refused", reason=reason)
+    return Support(False, "refused", reason="; ".join(REFUSED.get(op.overloadpacket, (UNKNOWN, REMEDY))))
 
 
 def _packet_of(function: Any) -> Any:

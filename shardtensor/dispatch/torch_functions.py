@@ -18,7 +18,7 @@ from .conversions import from_dtensor, is_shard_tensor, promote, redistribute_to
 from .copies import mark_copied
 from .plain_tensors import writes
 from .planning import SCALARS, converted, flat
-from .registry import FUNCTIONS
+from .registry import FUNCTIONS, function_of
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor
@@ -29,9 +29,8 @@ ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
 def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the handler of a function returns; NotImplemented where there is none."""
-    handler = FUNCTIONS.get(func)
-    if handler is None and isinstance(func, OpOverload):
-        handler = FUNCTIONS.get(func.overloadpacket)  # called by name, an operator is a function, too
+    # Called by name, an operator is a function, too.
+    handler = function_of(func) if isinstance(func, OpOverload) else FUNCTIONS.get(func)
     if handler is None:
         return NotImplemented
     try:
@@ -52,8 +51,12 @@ def promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         return args, kwargs
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
+    if writes(func) and isinstance(first, (list, tuple)):
+        return args, kwargs  # each is written to where it lies
     if writes(func) and not is_shard_tensor(first):
-        if isinstance(first, DTensor) or not all(a._spec.is_replicate() for a in given if is_shard_tensor(a)):
+        others = [a for a in given if is_shard_tensor(a)]
+        # A DTensor takes numbers next to it, such as the factor by which gradients are clipped.
+        if any(not a._spec.is_replicate() or (a.ndim and isinstance(first, DTensor)) for a in others):
             raise refuse(name, given, *PLAIN_TARGET)
         # Every rank has all of what is written, and of the places.
         return converted(lambda a: a.to_local() if is_shard_tensor(a) else a, args, kwargs)

@@ -180,6 +180,8 @@ def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim
                 f"Partial({p.reduce_op!r}) on mesh dim {m} is not supported: it is not exact on unequal shards; "
                 "divide by the global count and use Partial('sum')"
             )
+        if isinstance(p, Partial) and type(p) is not Partial:  # of a norm's powers, or of what a mask selects
+            raise ValueError(f"{p} on mesh dim {m} is DTensor's own; redistribute the DTensor first")
         if p.is_shard() or not is_plain_shard(p):
             if not is_plain_shard(p):
                 raise ValueError(

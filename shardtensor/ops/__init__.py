@@ -5,6 +5,7 @@ from . import (  # noqa: F401
     convolution,
     elementwise,
     fft,
+    formulas,
     indexing,
     interop,
     linalg,

@@ -7,6 +7,7 @@ would be, and the plans run one after the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,33 +17,25 @@ from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload
 from ..._compat.c10d import group_along
-from ...communication.redistribute import all_reduce
-from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, meta_of, on_meta, spec_of
+from ...communication.redistribute import all_reduce, redistribute_local
+from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of, on_meta, spec_of
 from ...dispatch.registry import default_rule, register, rule_of
+from ...dispatch.tensor import wrap
 from ...errors import refuse
-from ...layout.placements import AxisLayout
+from ...layout.placements import AxisLayout, wide_dtype
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import with_stride
+from ..common.reduce import neutral_element
 
 _aten = torch.ops.aten
-
-
-# The overload for one item, by that for lists: the first one that there is.
-_OVERLOADS = {
-    "List": ("Tensor",),
-    "Tensor": ("Tensor",),
-    "Scalar": ("Scalar", "Tensor"),
-    "ScalarList": ("Scalar", "Tensor"),
-    "default": ("default",),
-}
 
 
 @default_rule("elementwise")
 def _default(op: OpOverload) -> Rule | None:
     name = op._schema.name.removeprefix("aten::")
-    # These reduce each of their tensors.
-    reduces = name.rstrip("_") in ("_foreach_norm", "_foreach_max", "_foreach_powsum")
-    return _foreach if name.startswith("_foreach_") and not reduces else None
+    if name == "_foreach_max":  # it reduces each of its tensors
+        return _item_by_item
+    return _foreach if name.startswith("_foreach_") else None
 
 
 def _foreach(call: AtenCall) -> AtenPlan:
@@ -73,33 +66,90 @@ def _item_by_item(call: AtenCall) -> AtenPlan:
     plans: list[AtenPlan | None] = []
     inputs: list[tuple[Path, ShardTensorSpec, ShardTensorSpec]] = []
     for i in range(len(call.args[0])):
-        args = _item(call.args, i)
+        args, options = _item(op, call.args, i)
         tensors = {(path[0],): spec for path, spec in call.tensors.items() if path[1:] in ((), (i,))}
-        if not tensors:  # plain tensors only
-            plans.append(None)
+        writes_plain = is_inplace(call.func) and (0,) not in tensors
+        if not tensors or (writes_plain and all(spec.is_replicate() for spec in tensors.values())):
+            plans.append(None)  # of plain tensors, and of numbers that every rank has, such as a factor for all
             continue
-        plan = build(AtenCall(op, args, call.kwargs, on_meta(op, args, call.kwargs), tensors))
+        options |= call.kwargs
+        plan = build(AtenCall(op, args, options, on_meta(op, args, options), tensors))
         inputs += [((path[0], i), source, target) for path, source, target in plan.inputs]
         plans.append(plan)
     kernels = [op if plan is None else plan.call or op for plan in plans]
 
     def run(*args: Any, **kwargs: Any) -> list[Any] | None:
-        found = [kernel(*_item(args, i), **kwargs) for i, kernel in enumerate(kernels)]
+        items = [_item(op, args, i) for i in range(len(kernels))]
+        found = [kernel(*item, **rest, **kwargs) for kernel, (item, rest) in zip(kernels, items, strict=True)]
         return None if call.meta is None else found
 
     return AtenPlan(None if call.meta is None else [p if p is None else p.outputs for p in plans], inputs, call=run)
 
 
 def _of_one(func: OpOverload) -> OpOverload | None:
-    """The operator on one item of the lists."""
+    """The operator on one item of the lists: the overload that takes each list's items, and needs nothing else."""
     packet = getattr(_aten, func._schema.name.removeprefix("aten::_foreach_"), None)
-    names = _OVERLOADS.get(func._overloadname or "default", ())
-    found = [getattr(packet, name) for name in names if packet is not None and hasattr(packet, name)]
-    return next((op for op in found if str(op._schema.arguments[0].type) == "Tensor"), None)
+    wanted = [str(a.type).removeprefix("List[").removesuffix("]") for a in func._schema.arguments]
+    found = []
+    for name in packet.overloads() if packet is not None else ():
+        op = getattr(packet, name)
+        own = op._schema.arguments
+        if [str(a.type) for a in own[: len(wanted)]] == wanted and not any(a.is_out for a in own):
+            found.append(op)
+    return min(found, key=lambda op: len(op._schema.arguments), default=None)
 
 
-def _item(args: Sequence[Any], i: int) -> tuple[Any, ...]:
-    return tuple(a[i] if isinstance(a, (list, tuple)) else a for a in args)
+def _item(op: OpOverload, args: Sequence[Any], i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the operator on one item, which takes some of them by name."""
+    own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
+    arguments = op._schema.arguments
+    n = sum(not a.kwarg_only for a in arguments)
+    return tuple(own[:n]), dict(zip((a.name for a in arguments[n:]), own[n:]))
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def _declare_norms(op: OpOverload, rooted: bool) -> None:
+    @register(op)
+    def norms(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Norms, or sums of powers where they are not ``rooted``; one all-reduce for all that the same ranks share."""
+        kind = {math.inf: "max", -math.inf: "min"}.get(ord, "sum") if rooted else "sum"
+        power = ord if kind == "sum" and ord else 1
+        specs = [spec_of(t).for_gradient() if isinstance(t, DTensor) else None for t in tensors]
+        found: list[Tensor] = []
+        together: dict[Any, list[int]] = {}
+        for i, (t, spec) in enumerate(zip(tensors, specs, strict=True)):
+            own = t if spec is None else redistribute_local(_local(t), spec_of(t), spec)
+            given = dtype or t.dtype
+            wide = wide_dtype(given)
+            own = own.to(given).to(wide)
+            if not own.numel():
+                part = own.new_full((), neutral_element(kind, wide.to_real()), dtype=wide.to_real())
+            elif rooted:
+                part = torch.linalg.vector_norm(own, ord)
+                part = part if power == 1 else part.pow(power)
+            else:
+                part = own.abs().pow(ord).sum()
+            found.append(part)
+            if spec is not None and spec.sharded_dims():
+                together.setdefault((spec.mesh, (*spec.sharded_dims().values(),), part.dtype), []).append(i)
+        for (mesh, over, _), places in together.items():
+            values = torch.stack([found[i] for i in places])
+            for m in over:
+                values = all_reduce(values, group_along(mesh, m), kind)
+            for i, value in zip(places, values.unbind(), strict=True):
+                found[i] = value
+        for i, (t, spec) in enumerate(zip(tensors, specs, strict=True)):
+            value = found[i].pow(1 / power) if rooted and power != 1 else found[i]
+            value = value.to((dtype or t.dtype).to_real())
+            found[i] = value if spec is None else wrap(value, spec.replicated().replace(meta=meta_of(value)))
+        return found
+
+
+for _name in ("_foreach_norm", "_foreach_powsum"):
+    if hasattr(_aten, _name):
+        _declare_norms(getattr(_aten, _name).Scalar, _name == "_foreach_norm")
 
 
 # -- fused optimizers --------------------------------------------------------------------------------------------------
@@ -166,10 +216,21 @@ def _check_alike(op: OpOverload, parameter: Tensor, others: Sequence[Any]) -> No
         raise refuse(op, [parameter, *others], reason, "redistribute them, or use the optimizer with foreach=True")
 
 
-for _name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+def _register_copying_step(op: OpOverload, inplace: OpOverload) -> None:
+    @register(op)
+    def step(*args: Any, **kwargs: Any) -> tuple[list[Tensor], ...]:
+        *written, steps = [[t.clone() for t in item] for item in args]
+        inplace(*written, steps, **kwargs)
+        return tuple(written)
+
+
+for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
     for _overload in ("default", "tensor_lr"):
-        if _overload in getattr(_aten, _name).overloads():
-            _register_step(getattr(getattr(_aten, _name), _overload))
+        _packet = getattr(_aten, f"{_name}_")
+        if _overload in _packet.overloads():
+            _register_step(getattr(_packet, _overload))
+            if "adam" in _name:
+                _register_copying_step(getattr(getattr(_aten, _name), _overload), getattr(_packet, _overload))
 
 
 @register(_aten._amp_foreach_non_finite_check_and_unscale_.default)

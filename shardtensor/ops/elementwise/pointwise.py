@@ -47,7 +47,8 @@ _aten = torch.ops.aten
 
 # Elementwise, but not tagged as such by torch, in some releases at least: aten operators, or overloads of them.
 _UNTAGGED = """
-    _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy.default copy_.default elu_backward
+    __irshift__ _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy.default copy_.default
+    elu_backward
     fill fill_ floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_
     hardswish_backward hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward
     masked_fill.Tensor masked_fill_ mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward

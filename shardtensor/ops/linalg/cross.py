@@ -10,7 +10,7 @@ from ...operators.declaration import Arguments, operator
 from ..common.named_dims import ContractionPlan, Form, batch_labels, plan_contraction
 
 
-@operator(torch.linalg.cross, torch.cross, Tensor.cross, tensors="input other")
+@operator(torch.linalg.cross, torch.ops.aten.linalg_cross, torch.cross, Tensor.cross, tensors="input other")
 def plan_cross(
     call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec, dim: int | None = None
 ) -> ContractionPlan:

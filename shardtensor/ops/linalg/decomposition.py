@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import decomposes
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to
 from ...layout.spec import ShardTensorSpec
@@ -143,9 +144,13 @@ def _declare(spellings: str, arguments: Callable[..., Terms]) -> None:
     for spelling in spellings.split():
         name = spelling.removeprefix("linalg.")
         homes = [torch, Tensor] if name == spelling else [torch.linalg]
+        below = getattr(torch.ops.aten, spelling.replace(".", "_"), None)
         if name == spelling and getattr(getattr(torch, name, None), "__module__", "") == "torch._linalg_utils":
             continue  # newer torch has removed it, and keeps a function that raises
-        for function in [getattr(home, name) for home in homes if hasattr(home, name)]:
+        functions = [getattr(home, name) for home in homes if hasattr(home, name)]
+        if below is not None and not all(decomposes(getattr(below, overload)) for overload in below.overloads()):
+            functions.append(below)
+        for function in functions:
 
             def plan(call: Arguments, *args: Any, _function: Callable[..., Any] = function, **kwargs: Any) -> Plan:
                 bound = signature.bind(*args, **kwargs).arguments
@@ -212,11 +217,17 @@ _declare(
 )
 _declare("lu_solve", lambda input, LU_data, LU_pivots: (("nK", "nn", "n"), ("nK",)))
 
+# Which the functions of similar names call.
+_declare("_linalg_det _linalg_slogdet", lambda A: ONE)
+_declare("_linalg_eigh", lambda A, UPLO="L", compute_v=True: ONE)
+_declare("_linalg_svd", lambda A, full_matrices=False, compute_uv=True, *, driver=None: ONE)
+_declare("_linalg_solve_ex", lambda A, B, *, left=True, check_errors=False: _solved(A, B, left))
+
 
 # -- those that are put together of others ----------------------------------------------------------------------------
 
 
-@operator(torch.triangular_solve, Tensor.triangular_solve, tensors="input A")
+@operator(torch.triangular_solve, Tensor.triangular_solve, torch.ops.aten.triangular_solve, tensors="input A")
 def plan_triangular_solve(
     call: Arguments,
     input: ShardTensorSpec,

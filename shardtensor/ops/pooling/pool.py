@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, nn_functions
 from ...communication.halo import Fetch, Narrow
-from ...dispatch.registry import FUNCTIONS, register
 from ...errors import refuse
 from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
@@ -366,10 +365,6 @@ def plan_max_pool_gradient(
     """``indices`` are those of the pooling with these options."""
     options = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
     return Composed(lambda grad, pooled: _MaxPoolGradient.apply(grad, pooled, *options))
-
-
-# Also below autograd, where torch functions are disabled: it pools, and so communicates.
-register(_gradient.default)(FUNCTIONS[_gradient])
 
 
 # -- unpool ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..._compat import kernel, nn_functions, untraced
 from ...communication.halo import Fetch
-from ...dispatch.registry import FUNCTIONS, register
+from ...dispatch.registry import FUNCTIONS
 from ...layout.geometry import Interval, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import CHANNELS_LAST, zeros_like
@@ -451,9 +451,6 @@ def _declare_upsample(name: str, mode: str, n: int, antialias: bool) -> None:
         size = None if factors else tuple(output_size)
         # By its handler: below autograd, calling torch's function would lead here again.
         return Composed(lambda x: interpolate(x, size, factors or None, mode, align_corners, antialias=antialias))
-
-    # Also below autograd, where torch functions are disabled: the plan fetches, as a rule's cannot.
-    register(packet.default)(FUNCTIONS[packet])
 
 
 for _name, _mode in MODES.items():

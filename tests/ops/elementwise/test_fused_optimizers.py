@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from seeded import seeded
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardtensor import UnsupportedSharding
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
@@ -61,6 +64,85 @@ def check_steps():
 
 def test_fused_steps_are_those_of_one_device():
     run_distributed(check_steps, 4)
+
+
+def norms_and_copies():
+    """What clipping by lists calls, in one all-reduce; and the steps that return new tensors."""
+    whole, mesh = [torch.randn(n, 3, dtype=torch.float64) for n in (5, 7, 1)], shared_mesh(3)
+    sharded = [shard(t, mesh, [Shard(0)], {0: (len(t), 0, 0)}) for t in whole[:2]] + whole[2:]
+    for name in [name for name in ("_foreach_norm", "_foreach_powsum") if hasattr(torch, name)]:
+        for order in (0, 1, 2, 3.5, float("inf"), -float("inf"))[: None if name == "_foreach_norm" else 4]:
+            with count_communication() as counted:
+                found = getattr(torch, name)(sharded, order)
+            assert dict(counted.collectives) == {"all_reduce": 1} and counted.collective_bytes == 2 * 8
+            for one, other in zip(found, getattr(torch, name)(whole, order), strict=True):
+                torch.testing.assert_close(getattr(one, "full_tensor", lambda one=one: one)(), other)
+    options = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    for name in ("_fused_adam", "_fused_adamw"):
+        for lr in (0.1, torch.tensor(0.1)):
+            results = []
+            for ps in (whole, sharded):
+                states = [[(p * k).abs() for p in ps] for k in (1, 2, 3)]
+                results.append(
+                    getattr(torch.ops.aten, name)(ps, *states, [], [torch.tensor(2.0)] * 3, lr=lr, **options)
+                )
+            for ones, others in zip(*results, strict=True):
+                for one, other in zip(ones, others, strict=True):
+                    torch.testing.assert_close(getattr(other, "full_tensor", lambda other=other: other)(), one)
+
+
+def test_norms_of_lists_and_steps_that_return_new_tensors():
+    run_distributed(norms_and_copies, 3)
+
+
+KINDS = {"foreach": True}, {"fused": True}, {}
+
+
+def on_uneven_shards(names):
+    """All of torch's optimizers, next to a DTensor and a plain parameter, with gradients clipped in each way."""
+    mesh, failures = shared_mesh(2), []
+    whole = [torch.randn(n, 3, dtype=torch.float64, generator=seeded(n)) for n in (5, 7, 4)]
+
+    def parameters(kind):
+        ours = [shard(t, mesh, [Shard(i)], {0: (t.shape[i] - 1, 1)}) for i, t in enumerate(whole[:2])]
+        if kind == "mixed":
+            ours[1:] = [distribute_tensor(whole[1], mesh, [Replicate()]), whole[2].clone()]
+        return [nn.Parameter(t) for t in (ours if kind else [t.clone() for t in whole])]
+
+    for i, (name, options) in enumerate((name, options) for name in names for options in KINDS):
+        make = getattr(torch.optim, name)
+        if not set(options) <= set(inspect.signature(make).parameters):
+            continue
+        clip = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_][i % 2]
+        # What Rprop(foreach=True) copies to a DTensor's gradient is a ShardTensor, which is refused.
+        for kind in ("shards", "mixed") if name != "Rprop" else ("shards",):
+            results = []
+            for ps in (parameters("")[: 2 if kind == "shards" else 3], parameters(kind)):
+                optimizer = make(ps, **options)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    for p in ps:
+                        ((p * (step + 1) - 1) ** 2).sum().backward()
+                    norm = nn.utils.get_total_norm([p.grad for p in ps], foreach=options.get("foreach"))
+                    clip(ps, 0.5, foreach=(None, True, False)[step])
+                    optimizer.step()
+                results.append([*ps, norm])
+            for one, other in zip(*results, strict=True):
+                other = other.full_tensor() if isinstance(other, DTensor) else other
+                if not torch.allclose(one, other, rtol=1e-10, atol=1e-12):
+                    failures.append(f"{name} {options} {kind}")
+    return failures
+
+
+NAMES = [
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+]
+
+
+def test_all_optimizers_on_uneven_shards_and_mixtures():
+    for failures in run_distributed(on_uneven_shards, 2, NAMES, timeout=120.0):
+        assert failures == []
 
 
 def trained_on(name, weight, sharded):

@@ -1,0 +1,308 @@
+"""Operators of torch's formulas, which programs seldom call: by the functions that they are parts of.
+
+[Note: formulas] torch computes a function or a gradient by operators that have no name in ``torch.nn.functional``; a
+custom ``autograd.Function``, or C++, calls them by theirs. Each is put together of what has a plan: forward operators
+of the function that they are a spelling of, gradients of elementary operators, or of the function, which then runs
+once more. That costs more than torch's kernel, and is right for any shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._compat import OpOverloadPacket
+from ..dispatch.planning import spec_of
+from ..dispatch.registry import FUNCTIONS, REFUSED, register
+from ..dispatch.tensor import ShardTensor, wrap
+from ..layout.geometry import map_boundaries
+from ..layout.placements import wide_dtype
+from .common.batch_parallel import by_batch, image_names
+from .common.stencil import resized, scaled_boundary
+from .spatial.interpolate import MODES
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+Tensors = Sequence[Tensor | None]
+
+
+def _of(name: str, namespace: Any = _aten) -> OpOverloadPacket | None:
+    """The operator of this name; None in a release of torch that has none."""
+    return getattr(namespace, name, None)
+
+
+def _spells(*names: str, namespace: Any = _aten) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function below it is what these operators do."""
+    return register(*(packet for packet in (_of(name, namespace) for name in names) if packet is not None))
+
+
+# -- gradients of functions --------------------------------------------------------------------------------------------
+
+
+def _gradients(function: Callable[..., Any], tensors: Sequence[Tensor], grad: Tensor, mask: Sequence[bool]) -> Tensors:
+    """The gradients of ``function`` by its tensors, where the mask says so; its result has the gradient ``grad``."""
+    again = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, grad))
+    with torch.enable_grad():
+        own = [t if again and t.requires_grad else t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        result = function(*own)
+    wanted = [t for t, need in zip(own, mask, strict=True) if need]
+    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=again))
+    return tuple(next(found) if need else None for need in mask)
+
+
+def _gradient(function: Callable[..., Any], x: Tensor, grad: Tensor) -> Tensor | None:
+    return _gradients(function, [x], grad, [True])[0]
+
+
+def _upsample_backward(forward: Any, grad: ShardTensor, output_size: Any, input_size: Any, *options: Any) -> Any:
+    """``input_size`` says nothing of shards: they are those that lead to the shards of the gradient."""
+    spec, like = spec_of(grad).for_gradient(), torch.empty(list(input_size), device="meta")
+    sizes = {
+        d: map_boundaries(spec.sizes_along(m), scaled_boundary(spec.shape[d], input_size[d]))
+        for d, m in spec.sharded_dims().items()
+    }
+    before = resized(spec, like, grad.dtype, sizes)
+    x = wrap(grad._local_tensor.new_zeros(before.own_shape, dtype=grad.dtype), before)
+    return _gradient(lambda x: forward(x, output_size, *options), x, grad)
+
+
+for _name in MODES:
+    _spells(f"{_name}_backward")(partial(_upsample_backward, FUNCTIONS[getattr(_aten, _name)]))
+
+for _n in (2, 3):
+
+    @_spells(f"grid_sampler_{_n}d_backward")
+    def _grid_sampler_backward(
+        grad: Tensor, x: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool, mask: Sequence[bool]
+    ) -> Any:
+        sample = torch.grid_sampler_2d if x.ndim == 4 else torch.grid_sampler_3d
+        return _gradients(lambda x, grid: sample(x, grid, mode, padding, align_corners), [x, grid], grad, mask)
+
+    _average = getattr(F, f"adaptive_avg_pool{_n}d")
+    _spells(f"_adaptive_avg_pool{_n}d")(_average)
+    _spells(f"_adaptive_avg_pool{_n}d_backward")(
+        lambda grad, x, f=_average, n=_n: _gradient(lambda x: f(x, grad.shape[-n:]), x, grad)
+    )
+
+
+# -- negative log likelihood -------------------------------------------------------------------------------------------
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+@_spells("nll_loss_forward", "nll_loss2d_forward")
+def _nll_forward(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
+    """Also the weight of all targets that count, which torch leaves zero where nothing is reduced."""
+    loss = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
+    with torch.no_grad():
+        ones = -torch.ones_like(x) if reduction else torch.zeros_like(x)
+        return loss, F.nll_loss(ones, target, weight, ignore_index=ignore_index, reduction="sum")
+
+
+@_spells("nll_loss_backward", "nll_loss2d_backward")
+def _nll_backward(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, _: Tensor
+) -> Any:
+    options: Any = {"ignore_index": ignore_index, "reduction": _REDUCTIONS[reduction]}
+    return _gradient(lambda x: F.nll_loss(x, target, weight, **options), x, grad)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def _norm_gradients(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    over: list[int],
+    shared: list[int],
+    mask: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of ``(x - mean) * rstd * weight + bias`` by x, weight and bias.
+
+    Args:
+        mean: None: nothing is subtracted.
+        over: the dims that statistics are of, so that they depend on x; empty where they do not.
+        shared: the dims that have no weights of their own.
+    """
+    dtype, wide = x.dtype, wide_dtype(x.dtype)
+    grad, x = grad.to(wide), x.to(wide)
+    normed = (x if mean is None else x - mean) * rstd
+    found: list[Tensor | None] = [None, None, None]
+    if mask[0]:
+        slope = grad if weight is None else grad * weight
+        own = slope
+        if over:
+            own = own - normed * (slope * normed).mean(over, keepdim=True)
+        if over and mean is not None:
+            own = own - slope.mean(over, keepdim=True)
+        found[0] = (own * rstd).to(dtype)
+    for i, terms in ((1, normed), (2, None)):
+        if len(mask) > i and mask[i]:
+            terms = grad if terms is None else grad * terms
+            found[i] = (terms.sum(shared) if shared else terms).to(dtype if weight is None else weight.dtype)
+    return found[: len(mask)]
+
+
+@_spells("native_layer_norm_backward")
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: Any, mean: Any, rstd: Tensor, weight: Tensor | None, _: Any, mask: Sequence[bool]
+) -> Any:
+    dims = list(range(x.ndim))
+    first = x.ndim - len(shape)
+    return tuple(_norm_gradients(grad, x, mean, rstd, weight, dims[first:], dims[:first], mask))
+
+
+@_spells("_fused_rms_norm_backward")
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
+) -> Any:
+    return _layer_norm_backward(grad, x, shape, None, rstd, weight, None, mask)
+
+
+@_spells("native_batch_norm_backward")
+def _batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Any,
+    running_var: Any,
+    mean: Any,
+    rstd: Any,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
+    if not train:
+        mean, rstd = running_mean, (running_var + eps).rsqrt()
+    others = [d for d in range(x.ndim) if d != 1]
+    mean, rstd, weight = (t if t is None else t.reshape(-1, *[1] * (x.ndim - 2)) for t in (mean, rstd, weight))
+    return tuple(_norm_gradients(grad, x, mean, rstd, weight, others if train else [], others, mask))
+
+
+for _name in ("_native_batch_norm_legit", "_batch_norm_with_update"):
+
+    @_spells(f"{_name}_functional")
+    def _functional(
+        x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *options: Any, name: str = _name
+    ) -> Any:
+        mean, var = mean.clone(), var.clone()
+        return *getattr(_aten, name)(x, weight, bias, mean, var, *options), mean, var
+
+
+# -- Fourier transforms ------------------------------------------------------------------------------------------------
+
+# By torch's numbers of normalizations: none, by the root of the length, by the length.
+_FORWARD, _INVERSE = ("backward", "ortho", "forward"), ("forward", "ortho", "backward")
+
+
+@_spells("_fft_c2c")
+def _c2c(x: Tensor, dim: Any, normalization: int, forward: bool) -> Any:
+    if forward:
+        return torch.fft.fftn(x, dim=dim, norm=_FORWARD[normalization])
+    return torch.fft.ifftn(x, dim=dim, norm=_INVERSE[normalization])
+
+
+@_spells("_fft_r2c")
+def _r2c(x: Tensor, dim: Any, normalization: int, onesided: bool) -> Any:
+    return (torch.fft.rfftn if onesided else torch.fft.fftn)(x, dim=dim, norm=_FORWARD[normalization])
+
+
+@_spells("_fft_c2r")
+def _c2r(x: Tensor, dim: Any, normalization: int, last_dim_size: int) -> Any:
+    lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
+    return torch.fft.irfftn(x, lengths, dim, _INVERSE[normalization])
+
+
+# -- of each image by itself -------------------------------------------------------------------------------------------
+
+for _n in (2, 3):
+
+    @_spells(f"max_unpool{_n}d")
+    def _unpool(x: Tensor, indices: Tensor, size: Any, *rest: Any, n: int = _n) -> Any:
+        names, shape = image_names(x.ndim, n), [*x.shape[: x.ndim - n], *size]
+        unpool = partial(getattr(_aten, f"max_unpool{n}d"), output_size=size)
+        options = dict(zip(("stride", "padding"), rest))
+        return by_batch(
+            "max_unpool", lambda x, at: unpool(x, at, **options), [(x, names), (indices, names)], [(shape, names)]
+        )[0]
+
+    @_spells(f"fractional_max_pool{_n}d")
+    def _fractional(x: Tensor, kernel: Any, size: Any, samples: Tensor, n: int = _n) -> Any:
+        return getattr(F, f"fractional_max_pool{n}d_with_indices")(x, kernel, size, None, True, samples)
+
+
+@_spells("_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward")
+def _lanczos(x: Tensor, size: Any, *rest: Any) -> Any:
+    """The operator, or its gradient, whose second size is that of its result."""
+    backward = isinstance(rest[0], (list, tuple))
+    kernel = getattr(_aten, f"_upsample_lanczos2d_aa{'_backward' if backward else ''}")
+    shape, names = list(rest[0]) if backward else [*x.shape[:2], *size], image_names(4, 2)
+
+    def resample(x: Tensor) -> Any:
+        return kernel(x, size, [*x.shape[:2], *shape[2:]], *rest[1:]) if backward else kernel(x, size, *rest)
+
+    return by_batch("_upsample_lanczos2d_aa", resample, [(x, names)], [(shape, names)])[0]
+
+
+# -- others ------------------------------------------------------------------------------------------------------------
+
+
+@_spells("_linalg_check_errors")
+def _check_errors(info: ShardTensor, name: str, *, is_matrix: bool) -> None:
+    """All ranks raise, or none."""
+    if (info != 0).any():
+        _aten._linalg_check_errors(info.full_tensor(), name, is_matrix=is_matrix)
+
+
+@_spells("linalg__powsum")
+def _powsum(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return x.abs().pow(ord).sum(dim, keepdim, dtype=dtype)
+
+
+# -- torch's references, in which its decompositions are written -------------------------------------------------------
+
+
+@_spells("prod", namespace=_prims)
+def _prod(x: Tensor, dims: Any, *, output_dtype: Any = None) -> Any:
+    for d in sorted(range(x.ndim) if dims is None else dims, reverse=True):
+        x = torch.prod(x, d, dtype=output_dtype)
+    return x
+
+
+_spells("sum", namespace=_prims)(lambda x, dims, *, output_dtype=None: torch.sum(x, dims, dtype=output_dtype))
+_spells("var", namespace=_prims)(lambda x, dims, correction=1, **_: torch.var(x, dims, correction=correction))
+_spells("amax", namespace=_prims)(lambda x, dims, **_: torch.amax(x, dims or []))
+_spells("amin", namespace=_prims)(lambda x, dims, **_: torch.amin(x, dims or []))
+register(_prims.copy_to.default)(lambda x, value: x.copy_(value))
+_spells("view_of", namespace=_prims)(_aten.alias)
+for _name in ("frexp", "gcd", "ne"):
+    _spells(_name, namespace=_prims)(getattr(torch, _name))
+for _name in ("bessel_j0", "bessel_j1", "erfcx", "ndtri", "spherical_bessel_j0", "zeta"):
+    _spells(_name, namespace=_prims)(getattr(torch.special, _name))
+for _name in ("i0e", "i1", "i1e"):
+    _spells(f"bessel_{_name}", namespace=_prims)(getattr(torch.special, _name))
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+# By their names, with the reason and the remedy.
+_REFUSED = {
+    "rrelu_with_noise rrelu_with_noise_functional": (
+        "random numbers of shards would not match one device",
+        "call torch.nn.functional.rrelu",
+    ),
+    "_grouped_mm _scaled_mm": ("experts and scales are those of all rows", "call it on to_local() of sharded rows"),
+    " ".join(
+        f"_scaled_dot_product_{kernel}_attention{of}"
+        for kernel in ("flash", "efficient", "cudnn")
+        for of in ("", "_backward")
+    ): ("it is a kernel of one device", "call torch.nn.functional.scaled_dot_product_attention"),
+}
+for _names, _why in _REFUSED.items():
+    REFUSED.update({packet: _why for packet in map(_of, _names.split()) if packet is not None})
