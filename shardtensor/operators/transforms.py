@@ -32,7 +32,7 @@ from torch import Tensor
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments
 from ..dispatch.conversions import as_gradient, is_shard_tensor, wrap
-from ..dispatch.gradients import NotTwice
+from ..dispatch.gradients import NotTwice, Tangents
 from ..dispatch.levels import InsideLevels, pushes_forward
 from ..dispatch.tensor import mark_leaf
 from ..errors import refuse
@@ -314,8 +314,11 @@ def push_forward(
     if not pairs:
         return found
     try:
-        forward = gradients([g for g, _ in pairs], cotangents, [v for _, v in pairs], create_graph, create_graph)
-    except NotTwice as error:
+        with Tangents():
+            forward = gradients([g for g, _ in pairs], cotangents, [v for _, v in pairs], create_graph, create_graph)
+    except RuntimeError as error:
+        if not isinstance(error, NotTwice) and "is not implemented" not in str(error):  # as torch says it
+            raise
         reason = f"a Jacobian-vector product is the derivative of a gradient, and {error}"
         raise refuse("jvp", results, reason, "use grad, vjp or jacrev instead of jvp, jacfwd and hessian") from error
     for i, u, g in zip(ones, cotangents, forward, strict=True):
