@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from seeded import seeded
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -91,6 +91,20 @@ def scale(x):
     return torch.linspace(0.5, 1.5, 28, dtype=torch.float64).reshape(7, 4) * (x * 0 + 1)
 
 
+def replicated(weights, x):
+    """The weights as DTensors if ``x`` is sharded."""
+    sharded = isinstance(x, ShardTensor)
+    return {
+        k: distribute_tensor(v, x.device_mesh, [Replicate()] * x.device_mesh.ndim) if sharded else v
+        for k, v in weights.items()
+    }
+
+
+def unpooled(image):
+    places = F.max_pool1d(image, 3, 1, return_indices=True)[1]
+    return jvp(lambda t: F.max_unpool1d(t, places, 3, 1), (image[..., 2:],), (image[..., :-2],))
+
+
 MLP, SIREN, UNET = "mlp", "siren", "unet"
 CASES = {
     # of what is sharded
@@ -115,9 +129,7 @@ CASES = {
     "hessian of sums of sums": lambda x, i: hessian(lambda t: t.sin().sum(0).sum().square())(x),
     "jvp of what is picked": lambda x, i: jvp(lambda t: (t.max(0)[0], t.cummax(0)[0].sin()), (x,), (x.cos(),)),
     "hessian of maxima": lambda x, i: hessian(lambda t: t.max(0)[0].square().sum())(x),
-    "jvp of unpooling, windows overlap": lambda x, i: jvp(
-        lambda t: F.max_unpool1d(t, F.max_pool1d(i, 3, 1, return_indices=True)[1], 3, 1), (i[..., 2:],), (i[..., :-2],)
-    ),
+    "jvp of unpooling, windows overlap": lambda x, i: unpooled(i.repeat(2, 1, 1)),
     # of plain weights
     "grad by weights": lambda x, i: grad(lambda p: call(made(UNET), p, i).square().sum())(weights_of(made(UNET))),
     "value and aux": lambda x, i: grad_and_value(
@@ -130,6 +142,10 @@ CASES = {
     "hvp by weights": lambda x, i: jvp(
         grad(lambda p: call(made(MLP), p, x).sin().sum()), (weights_of(made(MLP)),), (weights_of(made(MLP)),)
     ),
+    # of DTensor weights
+    "laplacian by DTensors": lambda x, i: grad(
+        lambda p: laplacian(lambda r: call(made(SIREN), p, r), x).square().mean()
+    )(replicated(weights_of(made(SIREN)), x)),
     # of both
     "grad by both": lambda x, i: grad(lambda p, t: call(made(MLP), p, t).square().mean(), argnums=(0, 1))(
         weights_of(made(MLP)), x
@@ -199,7 +215,7 @@ def on_shards(world):
 
 
 def plain(results):
-    whole = tree_map(lambda t: t.full_tensor() if isinstance(t, ShardTensor) else t, results)
+    whole = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, results)
     return tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, whole)
 
 
@@ -346,6 +362,12 @@ def of_torch_without_a_second_derivative():
     jvp(F.hardsigmoid, (x,), (x.cos(),))
 
 
+def tangents_of_dtensors():
+    x, _ = on_shards(2)
+    weight = distribute_tensor(torch.ones(3, 4).double(), x.device_mesh, [Replicate()])
+    jvp(lambda w: F.linear(x, w), (weight,), (weight,))
+
+
 def without_a_second_derivative():
     x, _ = on_shards(2)
     jvp(lambda t: t.cumprod(0), (x,), (x.cos(),))
@@ -367,6 +389,7 @@ REFUSED = {
     running_statistics: "batch_norm: it would write running statistics once for each row.*Remedy: .*eval",
     without_a_second_derivative: "jvp: .*the gradient of cumprod on a ShardTensor cannot be differentiated twice.*vjp",
     of_torch_without_a_second_derivative: "jvp: .*hardsigmoid_backward is not implemented.*use grad, vjp or jacrev",
+    tangents_of_dtensors: "jvp: a tangent is given to a DTensor.*ShardTensor.from_dtensor",
     attention: "scaled_dot_product_attention: it cannot be differentiated twice.*write the attention out",
     level_that_is_not_ours: r"sin: a ShardTensor is met inside a transform of torch's \(grad\).*create_graph=True",
 }
