@@ -248,6 +248,14 @@ def test_supports(function, how):
     assert how != "refused" or "register a handler" in answer.reason
 
 
+def test_supports_tells_of_transforms():
+    for transform in (torch.func.grad, torch.func.vjp, torch.func.jvp, torch.func.hessian, torch.func.vmap):
+        answer = shardtensor.supports(transform)
+        assert answer and answer.how == "declared" and answer.where == "shardtensor.operators.transforms"
+    assert "second derivatives" in shardtensor.supports(torch.func.jvp).reason
+    assert not shardtensor.supports(torch.func.linearize)
+
+
 def test_supports_asks_for_functions():
     with pytest.raises(TypeError, match="neither a function nor an operator"):
         shardtensor.supports(3)

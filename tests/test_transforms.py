@@ -10,14 +10,19 @@ import torch.nn.functional as F
 from seeded import seeded
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
-SIZES = {2: {0: (5, 2), 2: (7, 5)}, 3: {0: (4, 0, 3), 2: (2, 7, 3)}}
+# Of points along their first dim, and of images along the last; on four ranks, a mesh of 2 x 2, on both axes.
+LAYOUTS = {
+    2: ([Shard(0)], {0: (5, 2)}, [Shard(2)], {0: (7, 5)}),
+    3: ([Shard(0)], {0: (4, 0, 3)}, [Shard(2)], {0: (2, 7, 3)}),
+    4: ([Shard(0), Shard(1)], {0: (5, 2), 1: (1, 3)}, [Shard(2), Shard(0)], {0: (7, 5), 1: (2, 0)}),
+}
 WORLDS = [2, 3]
 
 
@@ -50,7 +55,6 @@ def made(name):
     if name == "unet":
         module = Block()
     else:
-        # Third derivatives of layer norm are wrong in torch 2.13, so the network of these has none.
         inner = [Sine(), nn.Linear(8, 8), Sine()] if name == "siren" else [nn.Tanh(), nn.LayerNorm(8)]
         module = nn.Sequential(nn.Linear(4, 8), *inner, nn.Linear(8, 1))
     return module.double()
@@ -87,6 +91,20 @@ def scale(x):
     return torch.linspace(0.5, 1.5, 28, dtype=torch.float64).reshape(7, 4) * (x * 0 + 1)
 
 
+def replicated(weights, x):
+    """The weights as DTensors if ``x`` is sharded."""
+    sharded = isinstance(x, ShardTensor)
+    return {
+        k: distribute_tensor(v, x.device_mesh, [Replicate()] * x.device_mesh.ndim) if sharded else v
+        for k, v in weights.items()
+    }
+
+
+def unpooled(image):
+    places = F.max_pool1d(image, 3, 1, return_indices=True)[1]
+    return jvp(lambda t: F.max_unpool1d(t, places, 3, 1), (image[..., 2:],), (image[..., :-2],))
+
+
 MLP, SIREN, UNET = "mlp", "siren", "unet"
 CASES = {
     # of what is sharded
@@ -106,6 +124,12 @@ CASES = {
     "jvp of grad": lambda x, i: jvp(grad(lambda t: made(SIREN)(t).sin().sum()), (x,), (x.cos(),)),
     "grad of jvp": lambda x, i: grad(lambda t: jvp(made(SIREN), (t,), (t.cos(),))[1].square().sum())(x),
     "vjp of jvp": lambda x, i: vjp(lambda v: jvp(made(UNET), (i,), (v,))[1], i.cos())[1](i.sin()),
+    # of contributions, and of what is picked
+    "jvp of sums of sums": lambda x, i: jvp(lambda t: t.sin().sum(0).mean(), (x,), (x.cos(),)),
+    "hessian of sums of sums": lambda x, i: hessian(lambda t: t.sin().sum(0).sum().square())(x),
+    "jvp of what is picked": lambda x, i: jvp(lambda t: (t.max(0)[0], t.cummax(0)[0].sin()), (x,), (x.cos(),)),
+    "hessian of maxima": lambda x, i: hessian(lambda t: t.max(0)[0].square().sum())(x),
+    "jvp of unpooling, windows overlap": lambda x, i: unpooled(i.repeat(2, 1, 1)),
     # of plain weights
     "grad by weights": lambda x, i: grad(lambda p: call(made(UNET), p, i).square().sum())(weights_of(made(UNET))),
     "value and aux": lambda x, i: grad_and_value(
@@ -118,6 +142,10 @@ CASES = {
     "hvp by weights": lambda x, i: jvp(
         grad(lambda p: call(made(MLP), p, x).sin().sum()), (weights_of(made(MLP)),), (weights_of(made(MLP)),)
     ),
+    # of DTensor weights
+    "laplacian by DTensors": lambda x, i: grad(
+        lambda p: laplacian(lambda r: call(made(SIREN), p, r), x).square().mean()
+    )(replicated(weights_of(made(SIREN)), x)),
     # of both
     "grad by both": lambda x, i: grad(lambda p, t: call(made(MLP), p, t).square().mean(), argnums=(0, 1))(
         weights_of(made(MLP)), x
@@ -181,12 +209,13 @@ def inputs():
 
 def on_shards(world):
     x, image = inputs()
-    mesh = shared_mesh(world)
-    return shard(x, mesh, [Shard(0)], {0: SIZES[world][0]}), shard(image, mesh, [Shard(2)], {0: SIZES[world][2]})
+    mesh = shared_mesh((2, 2) if world == 4 else world)
+    of_points, points, of_images, images = LAYOUTS[world]
+    return shard(x, mesh, of_points, points), shard(image, mesh, of_images, images)
 
 
 def plain(results):
-    whole = tree_map(lambda t: t.full_tensor() if isinstance(t, ShardTensor) else t, results)
+    whole = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, results)
     return tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, whole)
 
 
@@ -208,6 +237,25 @@ def check(names):
 @pytest.mark.parametrize("part", range(4))
 def test_transforms_are_those_of_one_device(world, part):
     run_distributed(check, world, list(CASES)[part::4])
+
+
+# On an axis of two ranks one has no images, and its local work another graph.
+ON_TWO_AXES = [
+    "jvp by weights",
+    "hvp by weights",
+    "grad of a residual",
+    "grad of a laplacian",
+    "backward of a gradient",
+]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [ON_TWO_AXES, pytest.param([name for name in CASES if "random" not in name], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_transforms_on_a_mesh_of_two_axes(names):
+    run_distributed(check, 4, names)
 
 
 def check_what_is_plain_stays_plain():
@@ -304,6 +352,22 @@ def running_statistics():
     vmap(lambda r: norm(r[None]))(image)
 
 
+def attention():
+    x, _ = on_shards(2)
+    jvp(lambda t: F.scaled_dot_product_attention(t, t, t, is_causal=True), (x[None],), (x[None],))
+
+
+def of_torch_without_a_second_derivative():
+    x, _ = on_shards(2)
+    jvp(F.hardsigmoid, (x,), (x.cos(),))
+
+
+def tangents_of_dtensors():
+    x, _ = on_shards(2)
+    weight = distribute_tensor(torch.ones(3, 4).double(), x.device_mesh, [Replicate()])
+    jvp(lambda w: F.linear(x, w), (weight,), (weight,))
+
+
 def without_a_second_derivative():
     x, _ = on_shards(2)
     jvp(lambda t: t.cumprod(0), (x,), (x.cos(),))
@@ -324,6 +388,9 @@ REFUSED = {
     random_numbers: "called random operation while in randomness error mode",
     running_statistics: "batch_norm: it would write running statistics once for each row.*Remedy: .*eval",
     without_a_second_derivative: "jvp: .*the gradient of cumprod on a ShardTensor cannot be differentiated twice.*vjp",
+    of_torch_without_a_second_derivative: "jvp: .*hardsigmoid_backward is not implemented.*use grad, vjp or jacrev",
+    tangents_of_dtensors: "jvp: a tangent is given to a DTensor.*ShardTensor.from_dtensor",
+    attention: "scaled_dot_product_attention: it cannot be differentiated twice.*write the attention out",
     level_that_is_not_ours: r"sin: a ShardTensor is met inside a transform of torch's \(grad\).*create_graph=True",
 }
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import (
     AutogradFunction,
@@ -185,10 +186,22 @@ class _FromLocal(AutogradFunction):
             grad = _laid_out(grad, ctx.grad_spec)
         if not torch.is_grad_enabled():
             return grad.to_local(), None, None
-        # What the ranks contribute to a Partial is different: so is what they do with its one gradient.
-        pairs = zip(ctx.spec.placements, ctx.grad_spec.placements, strict=True)
-        contributed = [Partial() if p.is_partial() and q.is_replicate() else q for p, q in pairs]
-        return grad.to_local(grad_placements=contributed), None, None
+        return grad.to_local(grad_placements=_twice(ctx.spec, ctx.grad_spec)), None, None
+
+
+def _twice(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]:
+    """How derivatives by the gradient in ``grad_spec`` of a tensor with this spec lie on the ranks.
+
+    What they contribute to a Partial is different: so is what they do with its one gradient. Their contributions to a
+    gradient all have the derivative of the sum.
+    """
+    found = list(grad_spec.placements)
+    for m, (p, q) in enumerate(zip(spec.placements, grad_spec.placements, strict=True)):
+        if q.is_partial():
+            found[m] = Replicate()
+        elif p.is_partial() and q.is_replicate():
+            found[m] = Partial()
+    return found
 
 
 class _ToLocal(AutogradFunction):
@@ -196,13 +209,16 @@ class _ToLocal(AutogradFunction):
     def forward(ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None) -> Tensor:
         # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
         # would wait for that rank.
-        ctx.grad_spec = grad_spec
+        ctx.spec, ctx.grad_spec = tensor._spec, grad_spec
         local: Tensor = tensor._local_tensor
         return alias(local) if dtype is None or local.dtype is dtype else local.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return from_part(grad, ctx.grad_spec), None, None
+        if not torch.is_grad_enabled():
+            return from_part(grad, ctx.grad_spec), None, None
+        twice = ctx.grad_spec.replace(placements=_twice(ctx.spec, ctx.grad_spec))
+        return _FromLocal.apply(grad, ctx.grad_spec, twice), None, None
 
 
 class _Redistribute(AutogradFunction):

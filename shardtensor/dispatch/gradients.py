@@ -195,6 +195,18 @@ def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any])
     return tuple(g if g is None else _NotAgain.apply(name, g, *sources) for g in gradients)
 
 
+class Tangents:
+    """Whether derivatives of gradients are taken to push tangents forward, as ``torch.func.jvp`` does."""
+
+    under_way = False
+
+    def __enter__(self) -> None:
+        self._before, Tangents.under_way = Tangents.under_way, True
+
+    def __exit__(self, *_: object) -> None:
+        Tangents.under_way = self._before
+
+
 class NotTwice(UnsupportedSharding):
     """A gradient was differentiated that cannot be."""
 

@@ -212,8 +212,12 @@ class Support:
         return self.supported
 
 
+# Of torch.func's transforms, which are not called with ShardTensors, but with functions of them.
+TRANSFORMS: dict[Callable[..., Any], Support] = {}
+
+
 def supports(func_or_op: Any) -> Support:
-    """Whether, how and by which module ShardTensors support a function, tensor method or aten operator.
+    """Whether, how and by which module ShardTensors support a function, tensor method, aten operator or transform.
 
     Example:
         >>> import torch, shardtensor
@@ -222,9 +226,13 @@ def supports(func_or_op: Any) -> Support:
         ('declared', 'shardtensor.ops.convolution.conv')
         >>> bool(shardtensor.supports(torch.segment_reduce))
         False
+        >>> shardtensor.supports(torch.func.grad).reason
+        'refused: writes to an argument that is differentiated by'
     """
     if not callable(func_or_op):
         raise TypeError(f"{func_or_op!r} is neither a function nor an operator overload")
+    if func_or_op in TRANSFORMS:
+        return TRANSFORMS[func_or_op]
     handler = FUNCTIONS.get(func_or_op) or OPERATORS.get(func_or_op) or RULES.get(func_or_op)
     if handler is None and isinstance(func_or_op, OpOverload):
         handler = function_of(func_or_op)

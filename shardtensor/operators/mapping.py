@@ -83,9 +83,20 @@ def mapped(
     if rows is not None and randomness != "different":
         try:
             return _own_rows(map_rows, rows, n, dims, out_dims, tensors)
-        except InsideLevels:
-            pass  # it holds a ShardTensor; nothing has been sent
+        except Exception as error:
+            if not met(error):
+                raise
+            # It holds a ShardTensor; nothing has been sent.
     return _one_by_one(of_row, n, dims, out_dims, randomness, tensors)
+
+
+def met(error: Exception) -> bool:
+    """Whether a function has met a ShardTensor inside of levels, or a DTensor, of whose operators these take some.
+
+    What torch says of DTensors follows from operators and placements, so it is the same on all ranks.
+    """
+    said = ("DTensor", "sharding strategy registered")
+    return isinstance(error, InsideLevels) or any(words in str(error) for words in said)
 
 
 # -- each rank its own rows -------------------------------------------------------------------------------------------

@@ -213,6 +213,8 @@ class _Run(AutogradFunction):
             if ctx.contribution is not None:
                 ctx.contribution.add(compress(found, ctx.plan.deferred.needed))
             return None, None, None, *found
+        if ctx.contribution is not None:
+            ctx.contribution.note_summed()
         if ctx.plan.twice:
             if ctx.plan.device != "cpu" and multithreading_enabled():  # see [Note: graphs of gradients]
                 raise UnsupportedSharding(
@@ -223,6 +225,8 @@ class _Run(AutogradFunction):
             return None, None, None, *_second_derivatives(ctx, grads)
         with torch.no_grad():
             found = _gradients(ctx, ctx.saved_tensors, grads)
+            if ctx.contribution is not None:
+                found = ctx.plan.deferred.start(found)()
         return None, None, None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
 
 
@@ -277,8 +281,7 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
         result = plan.again(*completed)
     results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
     pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
-    # A deferred sum is made of what is returned; what that depends on is summed in any case.
-    wanted = [t for t, need in zip(locals_ if plan.deferred is None else completed, needed, strict=True) if need]
+    wanted = [t for t, need in zip(locals_, needed, strict=True) if need]
     found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
     sources = [*locals_, *completed, *(g for _, g in pairs)]
     places = [*range(len(locals_)), *range(len(completed))]

@@ -28,15 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments
 from ..dispatch.conversions import as_gradient, is_shard_tensor, wrap
-from ..dispatch.gradients import NotTwice
+from ..dispatch.gradients import NotTwice, Tangents
 from ..dispatch.levels import InsideLevels, pushes_forward
+from ..dispatch.registry import TRANSFORMS, Support
 from ..dispatch.tensor import mark_leaf
 from ..errors import refuse
-from .mapping import mapped, random_states
+from .mapping import mapped, met, random_states
 
 Function = Callable[..., Any]
 
@@ -58,7 +61,9 @@ def _either(name: str, torchs: Function) -> Function:
             before = random_states()
             try:
                 return torchs(*args, **kwargs)
-            except InsideLevels:
+            except Exception as error:
+                if not met(error):
+                    raise
                 for set_state, state in before:
                     set_state(state)
         elif transforms_active():
@@ -306,6 +311,9 @@ def push_forward(
 
     None for results that do not depend on ``leaves``.
     """
+    if any(isinstance(t, DTensor) and not is_shard_tensor(t) for t in leaves):
+        reason = "a tangent is given to a DTensor, of whose gradients torch gives wrong derivatives"
+        raise refuse("jvp", leaves, reason, "give ShardTensor.from_dtensor() of it to the transform")
     found: list[Tensor | None] = [None] * len(results)
     ones = [i for i, y in enumerate(results) if y.requires_grad]
     cotangents = [_cotangent(results[i]) for i in ones]
@@ -314,8 +322,11 @@ def push_forward(
     if not pairs:
         return found
     try:
-        forward = gradients([g for g, _ in pairs], cotangents, [v for _, v in pairs], create_graph, create_graph)
-    except NotTwice as error:
+        with Tangents():
+            forward = gradients([g for g, _ in pairs], cotangents, [v for _, v in pairs], create_graph, create_graph)
+    except RuntimeError as error:
+        if not isinstance(error, NotTwice) and "is not implemented" not in str(error):  # as torch says it
+            raise
         reason = f"a Jacobian-vector product is the derivative of a gradient, and {error}"
         raise refuse("jvp", results, reason, "use grad, vjp or jacrev instead of jvp, jacfwd and hessian") from error
     for i, u, g in zip(ones, cotangents, forward, strict=True):
@@ -330,6 +341,16 @@ def _cotangent(result: Any) -> Any:
     spec = result._spec.for_gradient()
     return mark_leaf(wrap(result._local_tensor.new_zeros(spec.own_shape, dtype=spec.tensor_meta.dtype), spec))
 
+
+def _declare(transforms: Iterable[Function], limits: str) -> None:
+    TRANSFORMS.update({t: Support(True, "declared", __name__, f"refused: {limits}") for t in transforms})
+
+
+_WRITES = "writes to an argument that is differentiated by"
+_declare([grad, grad_and_value, vjp, jacrev], _WRITES)
+_declare([jvp, jacfwd, hessian], f"operators without second derivatives; DTensors that are given tangents; {_WRITES}")
+_declare([vmap], "randomness='different' where random numbers are drawn, and running statistics")
+TRANSFORMS[linearize] = Support(False, "refused", __name__, "call torch.func.jvp with each tangent")
 
 _OURS: dict[str, Function] = {
     "_vjp_with_argnums": _vjp,

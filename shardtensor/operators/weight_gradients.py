@@ -306,7 +306,7 @@ class Contribution:
     __slots__ = ("_bucket", "_mesh", "_mesh_dims", "_number", "_places")
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
-        self._mesh, self._mesh_dims = mesh, mesh_dims
+        self._mesh, self._mesh_dims, self._number = mesh, mesh_dims, -1
         self._bucket: _Bucket | None = None
 
     def add(self, grads: Iterable[Tensor | None]) -> None:
@@ -330,14 +330,24 @@ class Contribution:
     def add_copies(self, grads: Sequence[Any]) -> Sequence[Any]:
         """The gradients of local work that autograd differentiates, which are added."""
         if torch.is_grad_enabled():
-            return grads
+            self.note_summed()
+            return start_sum(grads, self._mesh, self._mesh_dims)()
         own = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads]
         self.add(own)
         return own
 
-    def sums(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sums of the gradients that :meth:`add` was given; of ``grads`` where it was not called."""
+    def note_summed(self) -> None:
+        """These gradients are sums already, as in all graphs of gradients.
+
+        Nodes that are last communicate in the same order on all ranks only if each sends all that there is.
+        """
+        self._number, self._bucket = backward_pass(), None
+
+    def sums(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The sums of the gradients that :meth:`add` was given; ``grads`` where these are sums."""
         bucket, self._bucket = self._bucket, None
+        if bucket is None and self._number == backward_pass():
+            return grads
         under_way = None if bucket is None or self._number != backward_pass() else _passes.get(self._number)
         if bucket is None or under_way is None:
             return start_sum(grads, self._mesh, self._mesh_dims)()

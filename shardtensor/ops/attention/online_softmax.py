@@ -115,7 +115,8 @@ class AttentionWork:
             return self.shift is not None or (
                 self.kernel().fused if on_cpu else has_fused_kernels(query.mesh.device_type, query.tensor_meta.dtype)
             )
-        return self.exchanges or (self.shift is not None and self.layout.rows[0][0] + self.shift != 0)
+        splits_rows = len(self.query.shape) - 2 in self.query.sharded_dims()
+        return self.exchanges or (self.shift is not None and (splits_rows or self.shift != 0))
 
     def by_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Shard the heads instead of the sequence, compute, and shard the sequence again."""
@@ -284,17 +285,20 @@ class _Attention(AutogradFunction):
         with torch.no_grad(), _no_autocast(grad.device.type):
             grads = backward(ctx.work, ctx.kernel, needed, grad, q, k, v, mask, *kept)
         if torch.is_grad_enabled():
-            grads = _Once.apply(ctx.work, q, k, v, mask, *grads)
+            grads = _Once.apply(ctx.work, *grads, grad, q, k, v, mask)
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
 
 
 class _Once(AutogradFunction):
-    """First derivatives that refuse to be differentiated, which torch's own attention on the CPU does as well."""
+    """First derivatives, four of them, that refuse to be differentiated by what follows, from which they were computed.
+
+    torch's own attention on the CPU refuses that as well.
+    """
 
     @staticmethod
-    def forward(ctx: Any, work: AttentionWork, q: Tensor, k: Tensor, v: Tensor, mask: Any, *grads: Any) -> Any:
+    def forward(ctx: Any, work: AttentionWork, *tensors: Any) -> Any:
         ctx.work = work
-        return tuple(None if g is None else alias(g) for g in grads)
+        return tuple(None if g is None else alias(g) for g in tensors[:4])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

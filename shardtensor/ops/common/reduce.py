@@ -13,7 +13,6 @@ from torch.distributed.tensor import Partial, Shard
 from ..._compat import AutogradFunction, OpOverload
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, start_all_reduce
-from ...dispatch.gradients import once_differentiable
 from ...dispatch.planning import AtenCall, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, as_gradient, run, wrap
@@ -160,22 +159,33 @@ class Selected(AutogradFunction):
         return values, indices
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Any, _: Any) -> Any:
         if grad is None:
             return (None,) * 6
-        spec, dim = ctx.spec, ctx.dim
         (indices,) = ctx.saved_tensors
-        local, index = as_gradient(grad, ctx.out)._local_tensor, indices._local_tensor
+        grad = as_gradient(grad, ctx.out)
         if ctx.removed:
-            local, index = local.unsqueeze(dim), index.unsqueeze(dim)
+            grad, indices = grad.unsqueeze(ctx.dim), indices.unsqueeze(ctx.dim)
+        return _ToPlaces.apply(grad, indices, ctx.spec, ctx.dim, ctx.cumulative), None, None, None, None, None
+
+
+class _ToPlaces(AutogradFunction):
+    """Gradients of elements that were picked along ``dim``, where these were; its own gradient picks there again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: ShardTensor, indices: ShardTensor, spec: ShardTensorSpec, dim: int, cumulative: bool
+    ) -> Any:
+        ctx.dim = dim
+        ctx.save_for_backward(indices)
+        local, index = grad._local_tensor, indices._local_tensor
         m = spec.sharded_dims().get(dim)
         if m is None:
             result = _scattered(local, index, spec, dim, 0)
         else:
             start, _ = spec.interval(m)
             result = _scattered(local, index, spec, dim, start)
-            if ctx.cumulative:
+            if cumulative:
                 # A row's elements that point to an earlier rank all point to the same one there.
                 earlier = index < start
                 row = [1 if d == dim else n for d, n in enumerate(index.shape)]
@@ -186,7 +196,12 @@ class Selected(AutogradFunction):
                 group = group_along(spec.mesh, m)
                 for pair in zip(all_gather(sums, group), all_gather(places, group), strict=True):
                     result += _scattered(*pair, spec, dim, start)
-        return wrap(result, spec), None, None, None, None, None
+        return wrap(result, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (indices,) = ctx.saved_tensors
+        return torch.gather(grad, ctx.dim, indices), None, None, None, None
 
 
 def _scattered(values: Tensor, index: Tensor, spec: ShardTensorSpec, dim: int, start: int) -> Tensor:

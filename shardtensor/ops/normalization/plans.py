@@ -155,6 +155,12 @@ class LocalLayerNorm(LocalNorm):
     divides = True
 
     def _kernel(self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None) -> Kept:
+        if torch.is_grad_enabled():  # to be differentiated twice and more often: torch's third derivatives are wrong
+            wide, dims = x.to(wide_dtype(x.dtype)), list(range(-len(self._normalized_shape), 0))
+            var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+            normal = (wide - mean) * (var + self.geometry.eps).rsqrt()
+            scaled = normal if w is None else normal * w
+            return (scaled if b is None else scaled + b).to(x.dtype), ()
         y, *kept = torch.native_layer_norm(x, self._normalized_shape, w, b, self.geometry.eps)
         return y, tuple(kept)
 

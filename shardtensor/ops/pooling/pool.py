@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, nn_functions
 from ...communication.halo import Fetch, Narrow
+from ...dispatch.gradients import Tangents
 from ...errors import refuse
 from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
@@ -372,6 +373,45 @@ def plan_max_pool_gradient(
 # ``max_unpool``: the inverse of max pooling, which is told where each maximum was.
 
 
+class _Unpool(AutogradFunction):
+    """``unpool(x, places)``, where several elements may go to one place, and one of them has an effect.
+
+    torch's gradient counts all of them, and so do derivatives of it. A tangent, which is made of these, is that of the
+    one element.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, unpool: Callable[[Tensor, Tensor], Tensor], n: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.unpool, ctx.n = unpool, n
+        return unpool(x, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        return _Picked.apply(grad, places, ctx.unpool, ctx.n), None, None, None
+
+
+class _Picked(AutogradFunction):
+    """The elements of ``grad`` at ``places`` of its last ``n`` dims, which are numbered together."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, places: Tensor, unpool: Callable[[Tensor, Tensor], Tensor], n: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.unpool, ctx.n, ctx.shape = unpool, n, grad.shape
+        picked = grad.flatten(-n).gather(-1, places.flatten(-n)).view(places.shape)
+        return picked
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        if Tangents.under_way:
+            return _Unpool.apply(grad, places, ctx.unpool, ctx.n), None, None, None
+        nothing = grad.new_zeros(ctx.shape).flatten(-ctx.n)
+        added = nothing.scatter_add(-1, places.flatten(-ctx.n), grad.flatten(-ctx.n))
+        return added.view(ctx.shape), None, None, None
+
+
 def _declare_unpool(n: int) -> None:
     function = getattr(F, f"max_unpool{n}d")
 
@@ -395,7 +435,9 @@ def _declare_unpool(n: int) -> None:
         given = torch.empty_strided(input.shape, input.stride, device="meta")
         # The kernel gives it the input's memory format; on tensors without data torch calls it row-major.
         result = Result(shape, names, input.tensor_meta.dtype, stride_like(given, shape))
-        return plan_by_batch(call, unpool, {"input": names, "indices": names}, [result])
+        return plan_by_batch(
+            call, lambda x, places: _Unpool.apply(x, places, unpool, n), {"input": names, "indices": names}, [result]
+        )
 
 
 for _n in (1, 2, 3):
