@@ -114,6 +114,12 @@ def more():
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "idiv", "ipow"):
         yield through_entry(f"__{name}__"), (y, y)
     yield through_entry("pow_"), (y, y)
+    for name in ("copy_", "clamp_"):
+        yield through_entry(name), (randn(6, 5), randn(6, 5))
+    for write in (lambda t: t.fill_(2.0), lambda t: t.zero_(), lambda t: t.masked_fill_(t > 0, 0.5)):
+        yield (lambda x, write=write: (t := x.clone(), write(t[1]))[0]), (randn(6, 5),)
+    yield (lambda x: x.as_strided((6, 3, 2), (5, 2, 1))), (randn(6, 5),)
+    yield (lambda x: torch.as_strided(x, (3, 2, 5), (10, 5, 1))), (randn(6, 5),)
     yield (lambda x: torch.stack([x[i].exp() for i in range(6)])), (x,)
     for name in ("bitwise_and_", "bitwise_or_", "bitwise_xor_", "bitwise_left_shift_", "bitwise_right_shift_"):
         yield through_entry(name), (whole, shifts)
@@ -245,13 +251,19 @@ def more():
 
             yield scattered, (x.detach(), index, source)
     yield below(lambda x: aten._unsafe_index.Tensor(x, [None, torch.tensor([0, 3])])), (x.detach(),)
-    yield below(lambda x, v: aten._unsafe_index_put.default(x, [None, torch.tensor([0, 3])], v)), (
-        x.detach(),
-        torch.randn(6, 2),
+    yield (
+        below(lambda x, v: aten._unsafe_index_put.default(x, [None, torch.tensor([0, 3])], v)),
+        (
+            x.detach(),
+            torch.randn(6, 2),
+        ),
     )
-    yield below(lambda x, v: aten._index_put_impl_.default(x.clone(), [None, torch.tensor([0, 3])], v)), (
-        x.detach(),
-        torch.randn(6, 2),
+    yield (
+        below(lambda x, v: aten._index_put_impl_.default(x.clone(), [None, torch.tensor([0, 3])], v)),
+        (
+            x.detach(),
+            torch.randn(6, 2),
+        ),
     )
     yield below(lambda g, i: aten.embedding_dense_backward.default(g, i, 5, -1, False)), (randn(6, 4), classes)
     heads = randn(4, 2, 5, 8)
@@ -259,7 +271,6 @@ def more():
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
     yield below(lambda q: flash(q, q, q)[0]), (heads,)
     yield below(lambda q: flash_backward(q)), (heads,)
-
 
     p = torch.rand(6, 5, requires_grad=True)
     yield F.binary_cross_entropy, (p, p.detach())
