@@ -195,7 +195,7 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     _check(func, specs)
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
-    if (0,) in tensors and disowns(build, func, tensors[0,]):
+    if (0,) in tensors and func is not _aten.copy_.default and disowns(build, func, tensors[0,]):
         build = None
     if build is None and not replicated and returning(func) is not None:
         return _Done(_written(func, args, kwargs))
