@@ -115,6 +115,12 @@ def more():
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "idiv", "ipow"):
         yield through_entry(f"__{name}__"), (y, y)
     yield through_entry("pow_"), (y, y)
+    for name in ("copy_", "clamp_"):
+        yield through_entry(name), (randn(6, 5), randn(6, 5))
+    for write in (lambda t: t.fill_(2.0), lambda t: t.zero_(), lambda t: t.masked_fill_(t > 0, 0.5)):
+        yield (lambda x, write=write: (t := x.clone(), write(t[1]))[0]), (randn(6, 5),)
+    yield (lambda x: x.as_strided((6, 3, 2), (5, 2, 1))), (randn(6, 5),)
+    yield (lambda x: torch.as_strided(x, (3, 2, 5), (10, 5, 1))), (randn(6, 5),)
     yield (lambda x: torch.stack([x[i].exp() for i in range(6)])), (x,)
     for name in ("bitwise_and_", "bitwise_or_", "bitwise_xor_", "bitwise_left_shift_", "bitwise_right_shift_"):
         yield through_entry(name), (whole, shifts)

@@ -24,7 +24,7 @@ from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
 from .conversions import wrap
-from .copies import check_written, note_copies, represents_view, write_back
+from .copies import Back, check_written, note_copies, represents_view, write_back
 from .found import INDICES, note_views, note_written
 from .gathering import gathered
 from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
@@ -52,6 +52,9 @@ _aten = torch.ops.aten
 # A spec's strides are the global tensor's. Local tensors may lie in memory otherwise, and these operators would raise.
 # So whole tensors, too, go by their rule.
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+# Views whose elements are those of the tensor, in its order.
+_REORDER_NOTHING = (*RESHAPES, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 
 # A spec has strides.
 _WITHOUT_STRIDES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -169,11 +172,29 @@ def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str,
     """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
     viewed = args[0]
     if plan.moves or plan.may_copy or represents_view(viewed):
-        out = tree_map(lambda view: note_copies(view, viewed, moved=plan.moves, may_copy=plan.may_copy), out)
+        back = _back_of(func, args)
+        out = tree_map(lambda t: note_copies(t, viewed, moved=plan.moves, may_copy=plan.may_copy, back=back), out)
     note_views(out, viewed, func, args, kwargs)
     if is_open(viewed):
         note_open_views(out, viewed, lambda t: run(func, (t, *args[1:]), kwargs, moves=False))
     return out
+
+
+def _back_of(func: OpOverload, args: Sequence[Any]) -> Back | None:
+    """How what is written to a view that is a copy reaches the tensor: of reshapes, and of an entry of a dim."""
+    if func in _REORDER_NOTHING:
+        return lambda view, viewed: run(
+            _aten.copy_.default, (viewed, run(_aten.view.default, (view, viewed.shape), {})), {}
+        )
+    if func is not _aten.select.int:
+        return None
+    _, dim, index = args
+
+    def write_entry(view: Any, viewed: Any) -> None:
+        place = run(_aten.slice.Tensor, (viewed, dim, index, index + 1 or None), {})
+        run(_aten.copy_.default, (place, run(_aten.unsqueeze.default, (view, dim % viewed.ndim), {})), {})
+
+    return write_entry
 
 
 @dataclass(slots=True)
@@ -196,7 +217,7 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     _check(func, specs)
     random = torch.Tag.nondeterministic_seeded in func.tags
     replicated = all(spec.is_replicate() for spec in specs)
-    if (0,) in tensors and disowns(build, func, tensors[0,]):
+    if (0,) in tensors and func is not _aten.copy_.default and disowns(build, func, tensors[0,]):
         build = None
     if build is None and not replicated and returning(func) is not None:
         return _Done(_written(func, args, kwargs))

@@ -33,7 +33,8 @@ class Plan:
         saves: which of the tensors the gradient needs, by position.
         total: the sum over ranks that the gradients of plain parameters need, where the plan makes it.
         deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
-        contributed: by position, how the gradients of parameters in half precision that are ShardTensors are placed.
+        contributed: by position, how the gradients of ShardTensors are placed whose ranks each have a contribution:
+            parameters in half precision, for example.
         sums: whether the gradients of parameters are contributions, which ranks sum: here, later, or where
             they are used.
         name, device: of the operator, for errors; the type of its tensors' device.

@@ -70,6 +70,10 @@ _SAME_WEIGHTS = (
 )
 
 
+# Part of the name of an operator in which ranks work one after the other.
+IN_TURN = "in turn"
+
+
 class _Here(threading.local):
     """What runs in a thread.
 

@@ -195,6 +195,14 @@ def test_rows_of_a_graph_are_those_of_a_real_run(sizes):
             assert (share.rows, share.other_rows) == (len(rows), 36 - sizes[rank])
 
 
+def test_ranks_that_work_one_after_the_other_are_said_to():
+    def note(batch):
+        return shardtensor.explain(nn.GRU(4, 5), torch.randn(7, batch, 4), mesh=3, shard=0).notes
+
+    assert len(note(1)) == 1 and "In gru each rank waits for the state" in note(1)[0]
+    assert not note(3)
+
+
 def test_nodes_that_lie_badly_are_said_to():
     sizes = (18, 18)
     model, x, edges, of_edges = of_graph(sizes, torch.randperm(36, generator=torch.Generator().manual_seed(0)))

@@ -23,7 +23,7 @@ from ..._compat import AutogradFunction, OpOverload, tree_leaves, tree_map, with
 from ...dispatch.tensor import ShardTensor, wrap
 from ...errors import UnsupportedSharding
 from ...layout.spec import ShardTensorSpec
-from ...ranks.history import here
+from ...ranks.history import IN_TURN, here
 from .._compat import current_node, next_node
 from ..counting import Communication, LocalCalls
 from ..simulate import complete
@@ -168,6 +168,7 @@ class Row:
     other_rows: int = 0
     one_sided: tuple[Communication, Communication] = field(default_factory=lambda: (Communication(), Communication()))
     takes_shards: bool = False
+    in_turn: bool = False
     ended: bool = False
 
     def note_result(self, result: Any) -> None:
@@ -349,6 +350,7 @@ class Recorder:
         alone = row.row_bytes and self._values and bool(call.sent_to) != bool(call.received_from)
         counted = row.one_sided if alone else row.communication
         counted[self._phase].include(call)
+        row.in_turn |= IN_TURN in here.operator
         if self._values or func.namespace != "c10d" or not func._schema.returns:
             for t in tree_leaves(args[0]) if func.overloadpacket in _RECEIVES else ():
                 t.zero_()  # what is in memory may be anything

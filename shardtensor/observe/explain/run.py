@@ -330,6 +330,11 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence
             )
         )
     notes = [*notes, *_far_apart(layers)]
+    if waiting := sorted({row.operator for row in runs[0][0] if row.in_turn}):
+        notes.append(
+            f"In {' and '.join(waiting)} each rank waits for the state that the one before it reaches: one layer in "
+            "one direction takes as long as on one rank. A batch with a sample for each rank is sharded instead."
+        )
     tensors = [*job.model.parameters(), *job.model.buffers()] if isinstance(job.model, nn.Module) else []
     return Explanation(
         mesh=job.mesh,

@@ -41,15 +41,19 @@ class Result(NamedTuple):
         return out if self.stride is None else out.replace(meta=out.tensor_meta._replace(stride=tuple(self.stride)))
 
 
-def _arranged(op: str, specs: Sequence[ShardTensorSpec], names: Sequence[Names]) -> Arrangement:
-    """The layouts that operands need whose dims have these names, see [Note: named dims]."""
+def arranged(op: str, specs: Sequence[ShardTensorSpec], names: Sequence[Names], lost: Names = ()) -> Arrangement:
+    """The layouts that operands need whose dims have these names, see [Note: named dims].
+
+    Args:
+        lost: names of dims that some results do not have: these are Partial where they are sharded.
+    """
     terms: list[tuple[Label, ...]] = []
     whole: set[Label] = set()
     for i, (spec, row) in enumerate(zip(specs, names, strict=True)):
         unnamed = {d for d, name in enumerate(row) if name is None and spec.shape[d] > 1}
         terms.append(tuple((i, d) if d in unnamed else name for d, name in enumerate(row)))
         whole |= {(i, d) for d in unnamed}
-    named = dict.fromkeys(name for row in names for name in row if name is not None)
+    named = dict.fromkeys(name for row in names for name in row if name is not None and name not in lost)
     return arrange(op, Form(tuple(terms), tuple(named), frozenset(whole), by_parts=False), tuple(specs))
 
 
@@ -84,7 +88,7 @@ def plan_by_batch(
         operands: ``{argument: names of its dims}`` of all tensors, in the order of the declaration; a name of None is
             of a dim to be unsharded.
     """
-    how = _arranged(call.name, [call.tensors[name] for name in operands], list(operands.values()))
+    how = arranged(call.name, [call.tensors[name] for name in operands], list(operands.values()))
     outputs = [result.spec(how) for result in results]
 
     def run(*tensors: ShardTensor) -> ShardTensor | tuple[ShardTensor, ...]:
@@ -109,7 +113,7 @@ def by_batch(
     mesh = common_mesh(op, [t for t, _ in operands])
     assert mesh is not None
     tensors = [as_operand(t, mesh) for t, _ in operands]
-    how = _arranged(op, [t._spec for t in tensors], [row for _, row in operands])
+    how = arranged(op, [t._spec for t in tensors], [row for _, row in operands])
     outputs = [Result(shape, row, tensors[0].dtype).spec(how) for shape, row in results]
     return _run(function, how, tensors, outputs, takes_empty)
 

@@ -11,7 +11,7 @@ hashed, so there is no key to keep a plan under. What they are made of has plans
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ...dispatch.copies import mark_copied
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, redistribute_to
-from ...errors import refuse
+from ...dispatch.tensor import ShardTensor
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ...ranks.cuda_graphs import check_not_captured
@@ -185,10 +184,12 @@ def _indices(x: Tensor, tensors: Sequence[tuple[int, Tensor]]) -> list[Tensor | 
 
 @register(Tensor.__setitem__)
 def _setitem(self: Tensor, index: object, value: Any) -> object:
-    if not isinstance(self, ShardTensor) or not self._spec.sharded_dims():
+    given = _items(index)
+    masks = any(map(_is_sharded_mask, given))  # as which an open tensor is laid out
+    if not isinstance(self, ShardTensor) or not (masks or self._spec.sharded_dims()):
         return DECLINED
-    entries = _entries(self, _with_tensors(_items(index), self.device))
-    if entries is None or not _concerns_shards(self, entries):
+    entries = _entries(self, _with_tensors(given, self.device))
+    if entries is None or not (masks or _concerns_shards(self, entries)):
         return DECLINED
     items, chosen = _part(self, entries, numbers_stay=True)
     part: Tensor = self[tuple(items)]
@@ -319,6 +320,13 @@ def _index_put(
 
 # -- entries of a sharded dim, changed in place -------------------------------------------------------------------
 
+# What operators write whose other form is none of the entry alone.
+_WRITTEN: dict[str, Callable[..., Tensor]] = {
+    "copy_": lambda entry, source, *_, **__: source.to(entry.dtype).expand(entry.shape),
+    "fill_": lambda entry, value: _WRITTEN["copy_"](entry, torch.as_tensor(value, device=entry.device)),
+    "zero_": torch.zeros_like,
+}
+
 
 def _register_in_place(name: str) -> None:
     """``x[:, 5] *= 2``: Python changes the entry, then writes it back. But an entry of a sharded dim is a copy.
@@ -326,21 +334,16 @@ def _register_in_place(name: str) -> None:
     So what changes it is computed anew, and written to the tensor as well as to the copy. That depends on the tensor
     that is changed, not on its spec alone; so there is no plan.
     """
-    out_of_place = getattr(Tensor, f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_"))
+    other = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    out_of_place = _WRITTEN.get(name) or getattr(Tensor, other)
 
     @register(getattr(Tensor, name))
     def _(self: Tensor, *args: object, **kwargs: object) -> Tensor:
         source = getattr(self, "_entry_of", None)
         if source is None or not isinstance(self, ShardTensor):
             return DECLINED
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, *args)):
-            raise refuse(
-                name,
-                self,
-                "it is an entry of a sharded dim, a copy that has a gradient of its own",
-                "write the result: x[:, 5] = x[:, 5] * 2 for x[:, 5] *= 2",
-            )
-        value = out_of_place(self, *args, **kwargs)
+        entry = self.clone() if torch.is_grad_enabled() else self  # which may be saved for a gradient
+        value = as_operand(out_of_place(entry, *args, **kwargs), self.device_mesh)
         if value.shape != self.shape or not torch.can_cast(value.dtype, self.dtype):
             raise RuntimeError(
                 f"a result of shape {tuple(value.shape)} and {value.dtype} cannot be written to an entry of shape "
@@ -348,12 +351,14 @@ def _register_in_place(name: str) -> None:
             )
         x, dim, index = source
         torch.narrow(x, dim, index, 1).copy_(value.unsqueeze(dim))
-        self._local_tensor.copy_(redistribute_to(value, self._spec)._local_tensor)
+        self._copied, self._viewed = (), None  # this write is one to the copy
+        _aten.copy_.default(self, value)
         return mark_copied(self, x)
 
 
 for _name in (
-    *("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"),
+    *_WRITTEN,
+    *("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_", "clamp_", "masked_fill_"),
     *("bitwise_and_", "bitwise_or_", "bitwise_xor_", "bitwise_left_shift_", "bitwise_right_shift_"),
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),

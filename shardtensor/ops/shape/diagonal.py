@@ -145,8 +145,8 @@ def _triangle(call: AtenCall) -> AtenPlan:
 
 @operator(Tensor.fill_diagonal_, tensors="input", partial="input")
 def _fill_diagonal(call: Arguments, input: ShardTensorSpec, fill_value: complex, wrap: bool = False) -> Composed:
-    """An assignment to indices. Of a free diagonal torch's own operator does."""
-    if not input.sharded_dims():
+    """An assignment to indices. Of a replicated tensor torch's own operator does."""
+    if input.is_replicate():
         return DECLINED
     call.returned(Tensor.fill_diagonal_, input, fill_value, wrap)
     shape, (rows, columns) = input.shape, (input.shape[0], input.shape[-1])
@@ -159,6 +159,8 @@ def _fill_diagonal(call: Arguments, input: ShardTensorSpec, fill_value: complex,
         else:
             places = [torch.arange(rows, device=x.device)] * len(shape)
         value = torch.full((), fill_value, dtype=x.dtype, device=x.device)
+        if input.partial_mesh_dims():  # see [Note: written to a Partial] in pointwise.py
+            return x.copy_(_aten.index_put.default(x, places, value))
         filled: Tensor = _aten.index_put_.default(x, places, value)
         return filled
 

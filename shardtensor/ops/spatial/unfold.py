@@ -55,6 +55,51 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
     return Composed(lambda x: mark_copied(local_plan.run([redistribute_to(x, spec)]), x))
 
 
+@operator(torch.as_strided, Tensor.as_strided, tensors="input")
+def _as_strided(
+    call: Arguments,
+    input: ShardTensorSpec,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Plan:
+    """Frames: windows of one or several dims, and slices of others. Two dims of the result run along one that has
+    windows. Of what is only slices torch has other operators, and without windows this one is refused.
+    """
+    if not input.sharded_dims() or storage_offset is not None or len(size) != len(stride):
+        return NotImplemented  # type: ignore[no-any-return]
+    shape, strides = input.shape, input.tensor_meta.stride
+    outer_first = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d])
+    runs: dict[int, list[tuple[int, int, int]]] = {d: [] for d in range(len(shape))}  # step, dim of the result, length
+    for k, (n, step) in enumerate(zip(size, stride, strict=True)):
+        if n != 1:
+            d = next((d for d in outer_first if 0 < strides[d] <= step and not step % strides[d]), None)
+            if d is None or not n:
+                return NotImplemented  # type: ignore[no-any-return]
+            runs[d].append((step // strides[d], k, n))
+    lengths = [1 + sum(step * (n - 1) for step, _, n in runs[d]) for d in range(len(shape))]
+    if max(map(len, runs.values())) != 2 or any(n > m for n, m in zip(lengths, shape, strict=True)):
+        return NotImplemented  # type: ignore[no-any-return]
+
+    def parts(x: Tensor) -> Tensor:
+        order, inner = [], []  # of the result's dims: those in place of the tensor's, and those of windows behind them
+        for d, run in enumerate(runs.values()):
+            (step, k, _), *within = sorted(run, reverse=True) or [(1, -1, 1)]
+            x = x.narrow(d, 0, lengths[d])
+            if within:
+                ((every, j, n),) = within
+                x = x.unfold(d, every * (n - 1) + 1, step)[..., ::every]
+                inner.append(j)
+            else:
+                x = x[(slice(None),) * d + (slice(None, None, step),)]
+            order.append(k)
+        kept = [k for k in (*order, *inner) if k >= 0]
+        x = x.reshape([n for n, k in zip(x.shape, (*order, *inner), strict=True) if k >= 0])
+        return x.permute([kept.index(k) for k in sorted(kept)]).reshape(list(size))
+
+    return Composed(parts)
+
+
 @operator(torch.unfold_copy, tensors="input")
 def plan_unfold_copy(call: Arguments, input: ShardTensorSpec, dimension: int, size: int, step: int) -> Plan:
     return Composed(lambda x: x.unfold(dimension, size, step).clone(memory_format=torch.contiguous_format))

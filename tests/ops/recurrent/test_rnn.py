@@ -54,6 +54,14 @@ CUTS = [
     ((5, 7, 4), (2, 2), (None, 1), {1: (6, 1)}),
     ((2, 1, 4), 2, (1,), {0: (1, 0)}),
 ]
+# The batch is too short: the state travels along the sequence.
+RELAYED = [
+    ((1, 7, 4), 2, (1,), {0: (1, 6)}),
+    ((2, 7, 4), 3, (1,), {0: (3, 0, 4)}),
+    ((1, 7, 4), 3, (1,), {0: (0, 7, 0)}),
+    ((1, 7, 4), 2, (2,), {0: (1, 3)}),
+    ((3, 7, 4), (2, 2), (0, 1), {0: (3, 0), 1: (5, 2)}),
+]
 
 
 def check(kind, batch_first, options, shape, mesh_shape, dims, sizes):
@@ -78,9 +86,22 @@ def test_layers(kind, shape, mesh_shape, dims, sizes):
         run_distributed(check, ranks, kind, batch_first, options, shape, mesh_shape, dims, sizes)
 
 
-def check_projections():
-    net = flat(layer("lstm", batch_first=True, proj_size=3))
-    x, h, c = (torch.randn(shape, dtype=torch.float64) for shape in ((5, 7, 4), (1, 5, 3), (1, 5, 6)))
+@pytest.mark.parametrize("shape,mesh_shape,dims,sizes", RELAYED)
+def test_layers_along_the_sequence(shape, mesh_shape, dims, sizes):
+    ranks = math.prod(mesh_shape) if isinstance(mesh_shape, tuple) else mesh_shape
+    for kind, batch_first, options in (
+        ("lstm", True, {}),
+        ("gru", False, {"num_layers": 2, "bidirectional": True, "bias": False}),
+        ("tanh", True, {"num_layers": 3}),
+        ("relu", False, {"bidirectional": True}),
+    ):
+        run_distributed(check, ranks, kind, batch_first, options, shape, mesh_shape, dims, sizes)
+
+
+def check_projections(batch, every, **options):
+    net = flat(layer("lstm", batch_first=True, proj_size=3, **options))
+    cells = len(net.net.all_weights)
+    x, h, c = (torch.randn(n, dtype=torch.float64) for n in ((batch, 7, 4), (cells, batch, 3), (cells, batch, 6)))
 
     class Given(nn.Module):
         def __init__(self):
@@ -90,29 +111,56 @@ def check_projections():
         def forward(self, x, h, c):
             return self.net(x, (h, c))
 
-    for placements in ([[Shard(1)], None, None], [[Shard(0)], [Shard(1)], [Shard(1)]], [None, [Shard(1)], None]):
+    for placements in every:
         assert_matches_unsharded(Given(), x, h, c, placements=placements, mesh_shape=2, shard_sizes={})
 
 
 def test_projections_and_given_states():
-    run_distributed(check_projections, 2)
+    every = ([[Shard(1)], None, None], [[Shard(0)], [Shard(1)], [Shard(1)]], [None, [Shard(1)], None])
+    run_distributed(check_projections, 2, 5, every)
+    relayed = ([[Shard(1)], None, None],)
+    run_distributed(check_projections, 3, 1, relayed, num_layers=2, bidirectional=True)
 
 
-def unbatched():
-    layer("gru")(shard(torch.randn(7, 4, dtype=torch.float64), shared_mesh(2), [Shard(0)]))
+def sharded_state():
+    x, state = torch.randn(7, 1, 4, dtype=torch.float64), torch.randn(1, 1, 6, dtype=torch.float64)
+    layer("gru")(*(shard(t, shared_mesh(2), [Shard(d)]) for t, d in ((x, 0), (state, 2))))
 
 
-def cut_twice():
-    x = torch.randn(5, 7, 4, dtype=torch.float64)
-    layer("lstm", batch_first=True)(shard(x, shared_mesh((2, 2)), [Shard(0), Shard(1)]))
+def twice():
+    x = shard(torch.randn(1, 7, 4, dtype=torch.float64), shared_mesh(2), [Shard(1)]).requires_grad_()
+    out = layer("lstm", batch_first=True)(x)[0]
+    torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum().backward()
 
 
-def test_without_a_free_batch_it_is_refused_on_every_rank():
-    for function, ranks in ((unbatched, 2), (cut_twice, 4)):
-        for error in run_expecting_errors(function, ranks):
-            text = r"unsharded, which mesh dim . shards.*no other dim.*Remedy: .*another dim"
+def test_what_is_refused_on_every_rank():
+    state = r"gru: it needs dim 2 of operand 1 unsharded.*no other dim.*Remedy: redistribute it to Replicate"
+    for function, text in ((sharded_state, state), (twice, "gradient of lstm.*cannot be differentiated twice")):
+        for error in run_expecting_errors(function, 2):
             with pytest.raises(UnsupportedSharding, match=text):
                 raise error
+
+
+def check_half_precision():
+    """Every rank, also one without a part of the sequence, has the dtypes that autocast gives on one device."""
+    net = flat(layer("lstm", batch_first=True, num_layers=2, bidirectional=True)).float()
+    x = torch.randn(1, 7, 4)
+    sharded = shard(x, shared_mesh(3), [Shard(1)], {0: (4, 0, 3)})
+    with torch.autocast(x.device.type, torch.bfloat16):
+        expected, found = net(x), net(sharded)
+        assert [t.dtype for t in found] == [t.dtype for t in expected] == [torch.bfloat16] * 3
+        for ours, one in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), one, rtol=0.02, atol=0.01)
+    sum(t.float().pow(2).sum() for t in found).backward()
+    grads = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    sum(t.float().pow(2).sum() for t in expected).backward()
+    for ours, p in zip(grads, net.parameters(), strict=True):
+        assert (ours - p.grad).norm() < 0.05 * p.grad.norm()
+
+
+def test_half_precision():
+    run_distributed(check_half_precision, 3)
 
 
 def check_cell(cell, dim):
@@ -153,9 +201,30 @@ def messages():
     assert out.to_local().shape[1] == sequence.to_local().shape[1]
 
 
+def relayed():
+    mesh = shared_mesh(3)
+    x = shard(torch.randn(1, 7, 4, dtype=torch.float64), mesh, [Shard(1)], {0: (3, 2, 2)})
+    for net, steps in (
+        (layer("lstm", batch_first=True, num_layers=2), 3),  # both layers at once, and one part behind
+        (layer("lstm", batch_first=True, bidirectional=True), 2),  # both directions at once
+    ):
+        with count_communication() as forward:
+            out = net(x.requires_grad_())[0]
+        neighbours = [r for r in (mesh.get_local_rank() - 1, mesh.get_local_rank() + 1) if 0 <= r < 3]
+        to = [r for r in neighbours if net.bidirectional or r > mesh.get_local_rank()]
+        states = 2 if net.num_layers == 2 else 1
+        assert dict(forward.collectives) == {"all_to_all": steps}, forward
+        assert dict(forward.sent_to) == dict.fromkeys(to, states * 2 * 6 * 8), forward
+        with count_communication() as backward:
+            x_grad = torch.autograd.grad(out.sum(), x)[0]
+        assert dict(backward.collectives) == {"all_to_all": steps}, backward
+        assert x_grad.shard_sizes == {0: (3, 2, 2)}
+
+
 def test_what_travels():
-    """Nothing where the batch is cut; one exchange there and one back where the sequence is."""
+    """Nothing where the batch is cut; one exchange there and one back where the sequence is; or else the states."""
     run_distributed(messages, 2)
+    run_distributed(relayed, 3)
 
 
 def dropped():

@@ -253,10 +253,31 @@ def entries():
         assert torch.equal(row, whole[6]) and torch.equal(x[6].full_tensor(), row)
         with pytest.raises(RuntimeError, match="cannot be written to an entry"):
             x.select(dim, 0).add_(torch.ones(3, 1).double())
-    x = shard(data(7, 6), shared_mesh(2), [Shard(0)], {0: (6, 1)}, requires_grad=True) * 1
-    with pytest.raises(NotImplementedError, match=r"it is an entry of a sharded dim.*write the result"):
+    for dim, sizes in ((0, (6, 1)), (1, (2, 4))):
+        assert_matches_unsharded(
+            changed_entries, data(7, 6), mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes}
+        )
+    x = shard(data(7, 6), shared_mesh(2), [Shard(0)], {0: (6, 1)})
+    with count_communication() as counted:
         x[3] *= 2
+        x[6].zero_()
+    assert not counted.messages
     return True
+
+
+def changed_entries(x):
+    y, z = x * 1, x.new_zeros(7, 6)
+    y[:, 5] *= 2
+    y[2].add_(y[1])
+    y[:, 0].fill_(3)
+    y[4].zero_()
+    y[3].clamp_(-0.5, 0.5)
+    y[5].masked_fill_(torch.arange(6, device=x.device) > 2, 0.25)
+    for i in range(7):
+        z[i].copy_(y[6 - i])
+    row = y[6]
+    row.mul_(x[0])
+    return z**2 + row + y
 
 
 def test_in_place_operators_on_entries():
@@ -271,7 +292,7 @@ WRONG = {
     ),
     "diagonal": (lambda x: x.diagonal(0, 1, 1), RuntimeError, "cannot be identical"),
     "windows": (lambda x: x.unfold(0, 9, 1), RuntimeError, "maximum size for tensor at dimension 0 is 8"),
-    "as_strided": (lambda x: x.as_strided((2, 2), (1, 1)), NotImplementedError, "as_strided.default: no distributed"),
+    "as_strided": (lambda x: x.as_strided((2, 2), (0, 1)), NotImplementedError, "as_strided.default: no distributed"),
     "a layout in place": (lambda x: x.t_(), NotImplementedError, "would change the layout of a tensor in place"),
     "entry": (lambda x: x.select_scatter(torch.ones(1).double(), 0, 8), IndexError, "out of range"),
 }
