@@ -119,6 +119,7 @@ def more():
         yield through_entry(name), (randn(6, 5), randn(6, 5))
     for write in (lambda t: t.fill_(2.0), lambda t: t.zero_(), lambda t: t.masked_fill_(t > 0, 0.5)):
         yield (lambda x, write=write: (t := x.clone(), write(t[1]))[0]), (randn(6, 5),)
+    yield (lambda at: torch.ops.aten._convert_indices_from_coo_to_csr(at, 5)), (classes.sort().values,)
     yield (lambda x: x.as_strided((6, 3, 2), (5, 2, 1))), (randn(6, 5),)
     yield (lambda x: torch.as_strided(x, (3, 2, 5), (10, 5, 1))), (randn(6, 5),)
     yield (lambda x: torch.stack([x[i].exp() for i in range(6)])), (x,)
@@ -374,6 +375,7 @@ def flash_backward(q):
 
 # Compared by tests of their own: the file, and what to look for in it.
 ELSEWHERE = {
+    ("test_flex.py", "varlen_attn"): ["function torch_attn._varlen_attn"],
     ("test_sdpa.py", "inference_mode"): ["operator aten.scaled_dot_product_attention.default"],
     ("test_written.py", ".data = "): ["function getset_descriptor.getset_descriptor.__set__"],
     ("test_dispatch.py", "_assert_async"): [f"rule aten._assert_async.{name}" for name in ("default", "msg")],
@@ -411,7 +413,7 @@ ELSEWHERE = {
     ("test_attention.py", "natten.merge_attentions"): ["function natten.attn_merge.merge_attentions"],
     ("test_fused_optimizers.py", "GradScaler"): ["operator aten._amp_foreach_non_finite_check_and_unscale_.default"],
     ("test_sync_batch_norm.py", "SyncBatchNorm"): ["function torch.nn.modules.batchnorm.SyncBatchNorm.forward"],
-    ("test_flex.py", "flex_attention"): ["function torch._higher_order_ops.flex_attention.flex_attention"],
+    ("test_flex.py", "flex_attention"): ["function torch.ops.higher_order.flex_attention"],
     ("test_neighbors.py", "radius"): [f"function shardtensor.neighbors.nearest.{name}" for name in ("knn", "radius")],
     ("test_pool.py", "max_pool2d_with_indices_backward"): ["operator aten.max_pool2d_with_indices_backward.default"],
     ("test_rnn.py", "nn.LSTMCell"): [

@@ -22,7 +22,7 @@ from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import PlainOperands
-from ..ranks.history import here
+from ..ranks.history import calling, here
 from .conversions import wrap
 from .copies import Back, check_written, note_copies, represents_view, write_back
 from .found import INDICES, note_views, note_written
@@ -99,19 +99,13 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         check_written(func, args[0])
     if not moves and plan.moves:
         raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
-    for path, source, target in plan.inputs:
-        holder: Any = local_kwargs if isinstance(path[0], str) else local_args
-        for step in path[:-1]:
-            holder = holder[step]
-        holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
+    if plan.inputs:
+        _move(plan, local_args, local_kwargs)
     if plan.keeps is not None:
         local_kwargs["keeper"] = operand(args, plan.keeps)
     if plan.label and not here.operator:
-        here.operator = plan.label
-        try:
+        with calling(plan.label):
             result = plan.call(*local_args, **local_kwargs)
-        finally:
-            here.operator = ""
     else:
         result = plan.call(*local_args, **local_kwargs)
     if plan.returns_self:
@@ -132,6 +126,15 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         if plan.noted or represents_view(viewed) or is_open(viewed):
             return _as_views(out, func, args, kwargs, plan)
     return out
+
+
+def _move(plan: AtenPlan, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Redistribute the local tensors that the plan needs in another layout, in their places."""
+    for path, source, target in plan.inputs:
+        holder: Any = kwargs if isinstance(path[0], str) else args
+        for step in path[:-1]:
+            holder = holder[step]
+        holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
 
 
 def _decide_items(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -298,7 +298,9 @@ def label(name: str, outputs: Any, arguments: Mapping[Any, Any]) -> str:
     """
     spec = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
     to = f" to {spec.in_short}" if isinstance(spec, ShardTensorSpec) else ""
-    shown = [f"{k}={_in_short(a)}" if type(k) is str else _in_short(a) for k, a in arguments.items() if a is not None]
+    # Names of process groups are each rank's own.
+    common = [(k, a) for k, a in arguments.items() if a is not None and k != "group"]
+    shown = [f"{k}={_in_short(a)}" if type(k) is str else _in_short(a) for k, a in common]
     return f"{name}{to} of {', '.join(shown)}"
 
 

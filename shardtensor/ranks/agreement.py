@@ -81,10 +81,9 @@ def agree_on_local(
     elif shard_sizes is not None and not isinstance(shard_sizes, str):
         raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
     problem = problem_of(local, mesh)
-    _calls[mesh] += 1
     if shard_sizes is None or debug_enabled():
         asked = described(placements, shard_sizes)
-        looked_at = (_calls[mesh] <= _FIRST or debug_enabled()) and not problem
+        looked_at = _is_early("shards", mesh) and not problem
         sample = digest_of_some(local) if looked_at and isinstance(local, Tensor) and not is_traced(local) else 0
         claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
         spec = _from_claims(claims, local, mesh, placements, shard_sizes)
@@ -109,9 +108,15 @@ def agree_on_local(
 
 def _note_replicated(local: Tensor, spec: ShardTensorSpec) -> None:
     """Have the ranks that hold copies compare them with the next number that is read, in a mesh's first calls."""
-    if _calls[spec.mesh] <= _FIRST or debug_enabled():
-        copies = [m for m, p in enumerate(spec.placements) if p.is_replicate()]
+    copies = [m for m, p in enumerate(spec.placements) if p.is_replicate()]
+    if copies and _is_early("copies", spec.mesh):
         note_copies("the replicated tensor of from_local", local, spec.mesh, copies)
+
+
+def _is_early(what: str, mesh: DeviceMesh) -> bool:
+    """Whether this call is one of a mesh's first, or all are to be looked at."""
+    _calls[mesh, what] += 1
+    return _calls[mesh, what] <= _FIRST or debug_enabled()
 
 
 def record_over_mesh(text: str, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
@@ -395,7 +400,7 @@ def _from_claims(
 
 # Of a mesh's first calls values are looked at; all ranks count the same.
 _FIRST = 16
-_calls: Counter[DeviceMesh] = Counter()
+_calls: Counter[tuple[DeviceMesh, str]] = Counter()
 forgets(_calls.clear)
 
 

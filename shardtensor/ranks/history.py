@@ -233,10 +233,10 @@ def observed(observer: Callable[[str, str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def calling(name: str) -> Iterator[None]:
-    """Inside the block this operator runs, unless another one does that calls it."""
+def calling(name: str, *, whoever_calls: bool = False) -> Iterator[None]:
+    """Inside the block this operator runs, unless another one does that calls it and is not to be known."""
     before = here.operator
-    here.operator = before or name
+    here.operator = name if whoever_calls else before or name
     try:
         yield
     finally:

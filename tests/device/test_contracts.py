@@ -344,9 +344,17 @@ def test_every_kernel_that_the_package_calls_is_on_the_page():
 
 # What f-strings name, by file: the template, and what it stands for.
 FILLED = {
+    "ops/elementwise/optimizers.py": {"{_name}_": [f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")]},
     "ops/pooling/pool.py": {
         "max_pool{n}d_with_indices_backward": [f"max_pool{n}d_with_indices_backward" for n in (2, 3)],
         "avg_pool{n}d_backward": [f"avg_pool{n}d_backward" for n in (2, 3)],
+    },
+    "ops/formulas.py": {
+        "_upsample_lanczos2d_aa{'_backward' if backward else ''}": [
+            "_upsample_lanczos2d_aa",
+            "_upsample_lanczos2d_aa_backward",
+        ],
+        "max_unpool{n}d": [f"max_unpool{n}d" for n in (2, 3)],
     },
     "ops/spatial/interpolate.py": {"{name}_backward": [f"{name}_backward" for name in MODES]},
     "ops/shape/view.py": {"{_name}_copy": []},  # copies of views, which do not call it
@@ -384,7 +392,7 @@ def named(tree, filled):
             yield path[1]
         if isinstance(node, ast.Call) and id(node) not in declared and is_getattr(node):
             yield from filled[template(node.args[1])]
-        if isinstance(node, ast.Constant) and f"aten::{node.value}" in contracts.NAMES:
+        if isinstance(node, ast.Constant) and f"aten::{node.value}" in contracts.NAMES and id(node) not in declared:
             yield node.value
 
 
@@ -401,7 +409,7 @@ def template(text):
 
 
 def declares(call):
-    return isinstance(call.func, ast.Name) and call.func.id in ("operator", "register")
+    return isinstance(call.func, ast.Name) and call.func.id in ("operator", "register", "_spells")
 
 
 def is_getattr(call):

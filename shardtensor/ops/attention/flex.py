@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # defines torch.ops.torch_attn
+import wrapt
 from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.nn.attention.flex_attention import BlockMask
@@ -196,11 +196,16 @@ def _of_none(q: Tensor, v: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
     return [t + nothing.to(t.dtype) for t in (out, rows, rows)]
 
 
-@register(torch.ops.torch_attn._varlen_attn)
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     """What ``varlen_attn`` calls: refused on shards, as its kernel knows no parts of documents."""
     if not is_sharded(query, key, value):
         return DECLINED
     reason = "its kernel takes whole documents, and tokens of one may be on several ranks"
     remedy = "call flex_attention with a block mask of documents, as docs/attention.md shows"
     raise refuse("varlen_attn", [query, key, value], reason, remedy)
+
+
+# The module defines the operator, and imports the compiler: it is left to the program.
+wrapt.register_post_import_hook(
+    lambda _: register(torch.ops.torch_attn._varlen_attn)(_varlen_attention), "torch.nn.attention.varlen"
+)

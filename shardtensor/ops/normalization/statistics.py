@@ -27,6 +27,7 @@ from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, all_reduce, redistribute_local
 from ...dispatch.tensor import redistribute_to
 from ...layout.placements import AxisLayout
+from ...ranks.history import calling
 from ..common.alignment import wide_dtype
 from .geometry import Geometry
 
@@ -107,12 +108,15 @@ class Replicas:
     """The batches of several meshes, as the ranks of a process group have them.
 
     How many elements another mesh has, only its ranks know: the numbers travel with the moments. Where the group has
-    several ranks of a mesh, each of them contributes its part of what they all have.
+    several ranks of a mesh, each of them contributes its part of what they all have. Layouts of the meshes may differ,
+    so what is communicated does not name this one's.
 
     Args:
         ranks: how many ranks of this mesh are in the group.
         count: how many elements of this mesh's tensor share a mean.
     """
+
+    _NAME = "SyncBatchNorm over the meshes of its process group"
 
     def __init__(self, group: dist.ProcessGroup, ranks: int, count: int) -> None:
         self._group, self._ranks, self._count = group, ranks, count
@@ -120,13 +124,15 @@ class Replicas:
     def __call__(self, moments: Moments) -> Moments:
         """Means, variances and numbers of elements of all meshes, from the moments of this one."""
         own = torch.full_like(moments[0], self._count / self._ranks)
-        means, variances, counts = all_gather(torch.stack([*moments, own]), self._group).unbind(1)
+        with calling(self._NAME, whoever_calls=True):
+            means, variances, counts = all_gather(torch.stack([*moments, own]), self._group).unbind(1)
         total = counts.sum(0)
         return [*_merged(means, variances, counts / total), total]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over meshes of a value that the ranks of each have alike."""
-        return all_reduce(value / self._ranks, self._group)
+        with calling(self._NAME, whoever_calls=True):
+            return all_reduce(value / self._ranks, self._group)
 
 
 class RunningStatistics:
