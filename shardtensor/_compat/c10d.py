@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -146,6 +148,22 @@ _NAMED_BY_COUNT = "group_count" in _hash_ranks_to_str.__code__.co_names
 def number_of_groups() -> int:
     """The number of which torch makes the name of the next process group: how many there are, or have been."""
     return _world.group_count if _NAMED_BY_COUNT else len(_world.pg_names)
+
+
+def make_host_group(ranks: Sequence[int], number: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A new process group of gloo. Its ranks call this, and no others, with a number that they have agreed on.
+
+    torch names it after their own numbers, see :func:`number_of_groups`; where these differ, as some ranks are in more
+    groups than others, they would look for each other under different names.
+    """
+    name = hashlib.sha1(f"shardtensor {ranks} {number}".encode(), usedforsecurity=False).hexdigest()
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        group: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = _hash_ranks_to_str
+    made: dist.ProcessGroup = group
+    return made
 
 
 def is_eager() -> bool:

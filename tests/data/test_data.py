@@ -649,6 +649,22 @@ def test_what_fails_on_the_source_is_raised_on_every_rank(case, kind, text):
         assert isinstance(error, kind) and re.search(text, str(error)), error
 
 
+def in_other_groups():
+    """torch names groups by how many the process is in; two loaders of the same ranks are two groups."""
+    mesh = shared_mesh(3, device_type="cpu")
+    if not hasattr(in_other_groups, "more"):
+        in_other_groups.more = dist.new_group([0, 1])  # which the third rank is not in
+    for _ in range(2):
+        batches = [torch.arange(6.0)] if dist.get_rank() == 0 else None
+        (batch,) = ShardLoader(batches, mesh, (Shard(0),))
+        assert batch.to_local().tolist() == [2.0 * dist.get_rank(), 2.0 * dist.get_rank() + 1]
+
+
+@pytest.mark.on_cpu("a loader's group is the host's")
+def test_ranks_in_different_numbers_of_groups():
+    run_distributed(in_other_groups, 3)
+
+
 def bad_source():
     with pytest.raises(ValueError, match="source=2 is no position in a mesh of 2 ranks"):
         ShardLoader([], domain(), source=2)
