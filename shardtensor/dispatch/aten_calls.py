@@ -154,7 +154,7 @@ def _planned(
     made = _make_plan(func, args, kwargs)
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
-        if plan.call is not None:
+        if plan.call is not None and (plan.moves or not returns_view(func)):
             plan.label = label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs})
         plan.call, plan.view = plan.call or kernel(func), returns_view(func)
         plan.noted = plan.view and (plan.moves or plan.may_copy or args[0].dtype in INDICES)
@@ -175,7 +175,8 @@ def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str,
     """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
     viewed = args[0]
     if plan.moves or plan.may_copy or represents_view(viewed):
-        back = _back_of(func, args)
+        is_copy = plan.moves or not isinstance(getattr(viewed, "_copied", ()), tuple)
+        back = _back_of(func, args) if is_copy else None
         out = tree_map(lambda t: note_copies(t, viewed, moved=plan.moves, may_copy=plan.may_copy, back=back), out)
     note_views(out, viewed, func, args, kwargs)
     if is_open(viewed):
