@@ -207,5 +207,5 @@ def refused(which: str) -> None:
     ],
 )
 def test_refusals(which, text):
-    for error in run_expecting_errors(refused, 2, which):
-        assert isinstance(error, RuntimeError) and re.search(text, str(error), re.DOTALL), error
+    for error in run_expecting_errors(refused, 2, which):  # until torch 2.13 the compiler's, which has the text
+        assert re.search(text, str(error), re.DOTALL), error
