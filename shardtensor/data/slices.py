@@ -85,14 +85,7 @@ def read(
     mesh = usable_mesh(mesh)
     chosen = _chosen(array.shape, index)
     shape = [len(c) for c in chosen if isinstance(c, range)]
-    spec = make_spec(
-        mesh,
-        placements,
-        shard_sizes,
-        shape,
-        dtype or _torch_dtype(array),
-        _chunks(getattr(array, "chunks", None), array.shape, chosen),
-    )
+    spec = make_spec(mesh, placements, shard_sizes, shape, dtype or _torch_dtype(array), _chunks(array, chosen))
     local = _load(array, _own(chosen, spec), spec.own_shape, spec.tensor_meta.dtype)
     result: ShardTensor = wrap(local.to(mesh.device_type), spec)
     return result
@@ -128,7 +121,7 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
     mesh, chosen = x.device_mesh, _chosen(array.shape, index)
     shape = tuple(len(c) for c in chosen if isinstance(c, range))
     lengths = getattr(array, "shards", None) or getattr(array, "chunks", None)
-    chunks = _chunks(lengths, array.shape, chosen)
+    chunks = _chunks(array, chosen, lengths)
     check_same("places to write to", [f"{index} of an array {tuple(array.shape)} in chunks {chunks}"], mesh)
     if shape != tuple(x.shape):
         raise ValueError(f"array[{index}] has shape {shape}, and what is to be written {tuple(x.shape)}")
@@ -201,9 +194,7 @@ class SliceDataset(Dataset[Any]):
 
         def slices(array: Array, make: MakeSpec) -> _Slices:
             chosen = _chosen(array.shape, ())
-            spec = make(
-                array.shape, dtype or _torch_dtype(array), _chunks(getattr(array, "chunks", None), array.shape, chosen)
-            )
+            spec = make(array.shape, dtype or _torch_dtype(array), _chunks(array, chosen))
             if 0 in spec.sharded_dims():
                 raise ValueError(f"dim 0 counts the samples and cannot be sharded: {spec}")
             return _Slices(_own(chosen, spec)[1:], spec.own_shape[1:], MeshlessSpec.of(spec))
@@ -347,11 +338,16 @@ def _own(chosen: Chosen, spec: ShardTensorSpec) -> tuple[int | slice, ...]:
     return tuple(key)
 
 
-def _chunks(lengths: Sequence[int] | None, shape: Sequence[int], chosen: Chosen) -> list[int]:
-    """The length of a chunk in each dim of what is chosen; 0 where that is not all of a dim of a chunked array."""
+def _chunks(array: Array, chosen: Chosen, lengths: Sequence[int] | None = None) -> list[int]:
+    """The length of a chunk in each dim of what is chosen; 0 where that is not all of a dim of a chunked array.
+
+    Args:
+        lengths: of what counts as a chunk; default: the array's own.
+    """
+    lengths = lengths or getattr(array, "chunks", None) or [0] * len(chosen)
     return [
         length if entries == range(n) else 0
-        for n, length, entries in zip(shape, lengths or [0] * len(shape), chosen)
+        for n, length, entries in zip(array.shape, lengths, chosen)
         if isinstance(entries, range)
     ]
 

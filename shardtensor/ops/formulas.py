@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._compat import OpOverloadPacket
 from ..dispatch.planning import spec_of
-from ..dispatch.registry import FUNCTIONS, REFUSED, register
+from ..dispatch.registry import FUNCTIONS, RANDOM, REFUSED, register
 from ..dispatch.tensor import ShardTensor, wrap
 from ..layout.geometry import map_boundaries
 from ..layout.placements import wide_dtype
@@ -294,7 +294,7 @@ for _name in ("i0e", "i1", "i1e"):
 # By their names, with the reason and the remedy.
 _REFUSED = {
     "rrelu_with_noise rrelu_with_noise_functional": (
-        "random numbers of shards would not match one device",
+        RANDOM[0],
         "call torch.nn.functional.rrelu",
     ),
     "_grouped_mm _scaled_mm": ("experts and scales are those of all rows", "call it on to_local() of sharded rows"),
