@@ -284,6 +284,12 @@ class ShardTensorSpec(DTensorSpec):
         """The interval that this rank holds of the tensor dim sharded on ``mesh_dim``."""
         return intervals_of(self.sizes_along(mesh_dim))[self.coordinate[mesh_dim]]
 
+    def own_interval(self, dim: int) -> Interval:
+        """The interval that this rank holds of a tensor dim: all of it where no mesh dim shards that."""
+        dim %= len(self.shape)
+        m = self.sharded_dims().get(dim)
+        return (0, self.shape[dim]) if m is None else self.interval(m)
+
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the shard at ``coordinate`` (default: this rank's)."""
         if coordinate is None:

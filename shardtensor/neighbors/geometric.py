@@ -55,9 +55,7 @@ def _numbers(x: Tensor) -> Tensor:
     """The number of each row, where the row is."""
     if not isinstance(x, ShardTensor):
         return torch.arange(len(x), device=x.device)
-    m = x._spec.sharded_dims().get(0)
-    interval = (0, x.shape[0]) if m is None else x._spec.interval(m)
-    local = torch.arange(*interval, device=x.device)
+    local = torch.arange(*x._spec.own_interval(0), device=x.device)
     return wrap(local, spec_like(x._spec, 0, x.shape[:1], None).with_dtype(local.dtype))
 
 
@@ -127,7 +125,7 @@ def _fps(src: Tensor, ptr: Tensor, ratio: float | Tensor = 0.5, random_start: bo
             raise not_finite("fps", (x,))
         samples = (counts.float() * ratio).ceil().long()
         of_clouds: list[int] = samples.tolist()
-        first = 0 if m is None else spec.interval(m)[0]
+        first, _ = spec.own_interval(0)
         chosen = _farthest(points, first, begins, start, max(of_clouds), group).mT
     result = chosen[torch.arange(chosen.shape[1], device=chosen.device) < samples.unsqueeze(1)]
     if m is None:

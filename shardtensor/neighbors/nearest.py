@@ -236,7 +236,7 @@ def _radius(
     with calling("radius"):
         points, queries, given = _operands("radius", points, queries)
         m, local = queries._spec.sharded_dims().get(0), queries._local_tensor.detach().double()
-        first = 0 if m is None else queries._spec.interval(m)[0]
+        first, _ = queries._spec.own_interval(0)
         own = None if loops else torch.arange(first, first + len(local), device=local.device)
         search = Within(local, float(r), max_neighbors, own)
         _search("radius", search, points, queries)

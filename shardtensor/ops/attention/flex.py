@@ -34,7 +34,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride, dense_stride
 from ...operators.declaration import Arguments, Composed, Plan, planned
 from ..common.alignment import is_sharded, refuse_gathering
-from .layout import layout_of, own_interval
+from .layout import layout_of
 from .online_softmax import AttentionWork, work_of
 from .sdpa import gradient_spec
 
@@ -76,12 +76,12 @@ class FlexCall:
 
     def of_part(self, query: ShardTensorSpec) -> tuple[FlexCall, int]:
         """The call for this rank's queries, and how many rows come before these: see [Note: rows of blocks]."""
-        (batch, _), (head, _), (row, stop) = (own_interval(query, d) for d in (-4, -3, -2))
+        (batch, _), (head, _), (row, stop) = (query.own_interval(d) for d in (-4, -3, -2))
         height, width, mask_mod = int(self.mask[-3]), int(self.mask[-2]), self.mask[-1]
         first, last = row // height, -(-stop // height)
         before = row % height if last > first + 1 else 0  # in a single block all rows see the same list
         starts, counts = (batch, head, row - before), self.mask[_BLOCKS.start]
-        own = [own_interval(query, d) for d in range(-1 - counts.ndim, -2)]
+        own = [query.own_interval(d) for d in range(-1 - counts.ndim, -2)]
         index = [slice(*interval) if n > 1 else slice(None) for interval, n in zip(own, counts.shape)]
         index.append(slice(first, last))
         make: Callable[..., BlockMask] = BlockMask.from_kv_blocks

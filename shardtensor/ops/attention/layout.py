@@ -129,10 +129,10 @@ def layout_of(
         targets=targets,
         out=tuple(_axis(dims[0], len(query.shape)) for dims in wanted),
         split=tuple(m for m, dims in enumerate(held) if any(dims)),
-        rows=(own_interval(q, _SEQUENCE),),
-        columns=((own_interval(k, _SEQUENCE),),),
+        rows=(q.own_interval(_SEQUENCE),),
+        columns=((k.own_interval(_SEQUENCE),),),
         squares=query.mesh.device_type == "cpu" or torch.version.hip is not None,
-        mask_start=0 if bias is None else own_interval(bias, -1)[0],
+        mask_start=0 if bias is None else bias.own_interval(-1)[0],
         mesh_dim=mesh_dim,
     )
     if mesh_dim is None or wanted[mesh_dim][0] is None:
@@ -225,13 +225,6 @@ def _sharded_dim(spec: ShardTensorSpec, m: int) -> ShardedDim | None:
 
 def _is_along_keys(mask: ShardTensorSpec | None, m: int) -> bool:
     return mask is not None and mask.sharded_dims().get(len(mask.shape) - 1) == m
-
-
-def own_interval(spec: ShardTensorSpec, dim: int) -> Interval:
-    """What this rank has of a dim that is counted from the end."""
-    at = dim + len(spec.shape)
-    m = spec.sharded_dims().get(at)
-    return (0, spec.shape[at]) if m is None else spec.interval(m)
 
 
 def _axis(sharded: ShardedDim | None, ndim: int) -> AxisLayout:

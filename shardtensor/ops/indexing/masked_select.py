@@ -130,7 +130,7 @@ def _nonzero(x: ShardTensor) -> ShardTensor:
         flat = run(_aten.reshape.default, (x, [-1]), {})
     m = flat._spec.sharded_dims().get(0)
     places, counts = _places(flat._local_tensor, flat._spec, m)
-    start = 0 if m is None else flat._spec.interval(m)[0]
+    start, _ = flat._spec.own_interval(0)
     placements = [Shard(0) if i == m else Replicate() for i in range(x.device_mesh.ndim)]
     sizes = {} if m is None else {m: counts}
     shape = (sum(counts), x.ndim)

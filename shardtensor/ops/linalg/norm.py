@@ -206,8 +206,7 @@ def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Compose
         square = torch.cdist(x, x, p, "donot_use_mm_for_euclid_dist")
         assert isinstance(square, ShardTensor)
         spec = square._spec
-        m = spec.sharded_dims().get(0)
-        first, stop = (0, n) if m is None else spec.interval(m)
+        first, stop = spec.own_interval(0)
         points = torch.arange(n, device=square.device)
         values = square.to_local()[points > points[first:stop, None]]
         meta = spec.tensor_meta._replace(shape=torch.Size([count]), stride=(1,))

@@ -20,7 +20,7 @@ from ...layout.geometry import intersect, map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from .slice import boundary_of_slice, own_interval, record_source, sizes_before_slice, source_of
+from .slice import boundary_of_slice, record_source, sizes_before_slice, source_of
 from .view import wrap_dim
 
 _aten = torch.ops.aten
@@ -59,7 +59,7 @@ def _diagonal(call: AtenCall) -> AtenPlan:
     if any(d in sharded for d in dims):
         part = _taken_from(spec.for_gradient(), out.tensor_meta, offset, dims)
         record_source(("diagonal", offset, *dims), spec, part)
-    a, b = (own_interval(spec, d) for d in dims)
+    a, b = (spec.own_interval(d) for d in dims)
     local_offset = offset + a[0] - b[0]
     if not all(d in sharded for d in dims):
         return AtenPlan(out, call=lambda x, *_, **__: x.diagonal(local_offset, *dims))
@@ -103,7 +103,7 @@ def _embedded(call: AtenCall) -> AtenPlan:
             for d, m in grad.sharded_dims().items()
         }
         out = grad.with_layout([axes.get(m, own) for m, own in enumerate(grad.layout)], meta_of(call.meta))
-    (a, _), (b, _) = (own_interval(out, d) for d in dims)
+    (a, _), (b, _) = (out.own_interval(d) for d in dims)
     local = out.local_shape()
 
     def compute(g: Tensor, *_: int, **__: int) -> Tensor:
@@ -137,7 +137,7 @@ def _block_diag(call: Arguments, *tensors: ShardTensorSpec) -> Composed:
 def _triangle(call: AtenCall) -> AtenPlan:
     """A shard's diagonal is that of the global tensor, counted from where the shard begins."""
     spec, func = call.specs[0], call.func
-    (row, _), (column, _) = (own_interval(spec, d) for d in (len(spec.shape) - 2, len(spec.shape) - 1))
+    (row, _), (column, _) = (spec.own_interval(d) for d in (len(spec.shape) - 2, len(spec.shape) - 1))
     diagonal = argument(call, 1, "diagonal", 0) + row - column
     out = spec.replace(meta=meta_of(call.meta))
     return AtenPlan(out, call=lambda x, *_, **__: func(x, diagonal), returns_self=is_inplace(func))

@@ -141,12 +141,6 @@ def _sliced(spec: ShardTensorSpec, meta: TensorMeta, dim: int, taken: range) -> 
     return spec.with_axes({m: axis}).replace(meta=meta)
 
 
-def own_interval(spec: ShardTensorSpec, dim: int) -> Interval:
-    """What of a dim this rank holds: all of it where it is free."""
-    m = spec.sharded_dims().get(dim)
-    return (0, spec.shape[dim]) if m is None else spec.interval(m)
-
-
 @operator(_aten.slice.Tensor)
 def _slice(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
@@ -156,7 +150,7 @@ def _slice(call: AtenCall) -> AtenPlan:
     out = _sliced(spec, meta_of(call.meta), dim, taken)
     if dim in spec.sharded_dims():
         record_source((dim, taken), spec, out.for_gradient())
-    a, b = _own_bounds(taken, own_interval(spec, dim))
+    a, b = _own_bounds(taken, spec.own_interval(dim))
     if step == 1:  # the quickest way to a slice
         return AtenPlan(out, call=lambda x, *_, **__: x.narrow(dim, a, b - a))
     return AtenPlan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
@@ -174,7 +168,7 @@ def _slice_backward(call: AtenCall) -> AtenPlan:
         source = source_of((dim, taken), shape, grad)
         sizes = sizes_before_slice(taken, shape[dim], grad.sizes_along(m)) if source is None else source.sizes_along(m)
         out = out.with_axes({m: grad.layout[m]._replace(sizes=sizes)})
-    a, b = _own_bounds(taken, own_interval(out, dim))
+    a, b = _own_bounds(taken, out.own_interval(dim))
     local = list(out.local_shape())
     target = _sliced(out, grad.tensor_meta, dim, taken)
     return call.plan(out, {(0,): target}, call=lambda g, *_: _aten.slice_backward.default(g, local, dim, a, b, step))
@@ -189,7 +183,7 @@ def _slice_backward(call: AtenCall) -> AtenPlan:
 def _split(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 2, "dim", 0), len(spec.shape))
-    own = own_interval(spec, dim)
+    own = spec.own_interval(dim)
     outputs, bounds, at = [], [], 0
     for meta in call.meta:
         taken = range(at, at + meta.shape[dim])

@@ -41,8 +41,8 @@ def _line_spec(
 
 def _begins(x: Tensor, spec: ShardTensorSpec, dim: int) -> Tensor:
     """For each own slice along ``dim`` whether it begins a run. A rank asks the one before for one slice."""
-    m, length = spec.sharded_dims().get(dim), spec.shape[dim]
-    start, stop = (0, length) if m is None else spec.interval(m)
+    m = spec.sharded_dims().get(dim)
+    start, stop = spec.own_interval(dim)
     seen = x
     if m is not None:
         own = intervals_of(spec.sizes_along(m))
@@ -61,7 +61,7 @@ def _runs(x: Tensor, spec: ShardTensorSpec, dim: int) -> tuple[ShardTensor, Shar
     All ranks tell each other how many runs begin with them and where.
     """
     m, length = spec.sharded_dims().get(dim), spec.shape[dim]
-    start = 0 if m is None else spec.interval(m)[0]
+    start, _ = spec.own_interval(dim)
     begins = _begins(x, spec, dim)
     at = begins.nonzero().squeeze(1)
     here, ranks = 0, [[len(at), start + int(at[0]) if len(at) else length]]
