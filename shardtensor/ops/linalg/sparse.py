@@ -5,8 +5,8 @@ The matrix is plain, and the same on every rank. No plans are kept of these: a p
 [Note: rows of matrices] Where rows of the other operand are sharded, the dim that is summed over, a rank computes the
 rows of the result that are as its rows of the operand, or an even part where the matrix is not square. It needs the
 rows that its part of the matrix reads: a halo, as that of an index ([Note: row halos] in communication/rows.py). Each
-rank finds it by itself and keeps it with the matrix, as it does where its entries are; values are taken anew in each
-call. What the backward pass multiplies by the transposed part goes back to the owners. Where a matrix reads more rows
+rank finds it by itself, after ranks have compared their indices, and keeps it with the matrix, as it does where its
+entries are; values are taken anew in each call. What the backward pass multiplies by the transposed part goes back to the owners. Where a matrix reads more rows
 than resharding the operand would move, it is resharded, as for any matrix.
 
 Where other dims are sharded, and in graphs, the layout is worked out as for a dense matrix (common/named_dims.py); a
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import AutogradFunction, TensorMeta, is_traced, sparse_parts, untraced
 from ..._compat.c10d import group_along
-from ...communication.rows import RowHalo, check_same
+from ...communication.rows import RowHalo, check_same, check_same_on_ranks
 from ...dispatch.found import found, is_kept
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
@@ -190,7 +190,12 @@ def _by_rows(
     key = (group.group_name, sizes, ends, entries is matrix)
     if is_capturing(x.device) and not is_kept(matrix, key):
         return None
-    rows = found(matrix, key, lambda: MatrixRows(entries.layout, indices, ends, sizes, spec.coordinate[m], group))
+
+    def find() -> MatrixRows:
+        check_same_on_ranks(name, indices, group)
+        return MatrixRows(entries.layout, indices, ends, sizes, spec.coordinate[m], group)
+
+    rows = found(matrix, key, find)
     rows.check(indices)
     if other is not None and not graded:
         # An exchange that shards columns, or contributions to all rows, which whoever needs them sums.

@@ -357,11 +357,13 @@ def test_plain_indices_exchange_rows():
     for rank, found in enumerate(run_distributed(whole, 2)):
         # 0..29 read rows 37, 38, 39, 0..26, the others 27..36: each lacks three rows.
         three = (0, 3 * row, 1)
-        assert found["first"] == found["another row"] == (2, *three[1:])
+        # An index that is looked at first is compared.
+        looked = (2, 3 * row, 2)
+        assert found["first"] == found["another row"] == looked
         assert found["again, another view"] == three
         four = (3, 4)[rank] * row
-        assert found["written"] == (2, four, 1) and found["written, again"] == (0, four, 1)
-        assert found["added to"] == (2, *three[1:])  # both rows are views of what was written to
+        assert found["written"] == (2, four, 2) and found["written, again"] == (0, four, 1)
+        assert found["added to"] == looked  # both rows are views of what was written to
 
 
 def whole_written():
@@ -378,17 +380,30 @@ def test_plain_indices_changed_unseen_raise():
             raise error
 
 
-def different():
-    """A plain index that is another one on each rank, where ranks compare what they do."""
+def different(how, debug):
+    """An index that is another one on each rank, although it counts as the same."""
     mesh, rank = shared_mesh(2), torch.distributed.get_rank()
-    a = shard(torch.arange(10.0), mesh, [Shard(0)])
-    with mock.patch.dict("os.environ", SHARDTENSOR_DEBUG="1"):
-        a[torch.arange(10).roll(1 + rank)].full_tensor()
+    a, index = shard(torch.randn(10, 2, generator=seeded(0)), mesh, [Shard(0)]), torch.arange(10)
+    a[index], a[shard(index, mesh, [Replicate()])], a * 2  # nothing that follows is communicated for the first time
+    other = index.roll(1 + rank) if how != "beyond" else index + 20 * rank
+    with mock.patch.dict("os.environ", SHARDTENSOR_DEBUG=str(int(debug))):
+        if how == "replicated":
+            other = ShardTensor.from_local(other, mesh, [Replicate()], shard_sizes={})
+        if how == "added":
+            a.index_add(0, other, a * 2)
+        elif how in ("coo", "csr"):
+            s = torch.sparse_coo_tensor(torch.stack([index, other]), torch.ones(10), (10, 10))
+            (s.to_sparse_csr() if how == "csr" else s) @ a
+        else:
+            a[other]
 
 
-def test_plain_indices_that_differ_raise_under_debug():
-    for error in run_expecting_errors(different, 2):
-        with pytest.raises(RuntimeError, match="differ"):
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("how", ["plain", "replicated", "added", "beyond", "coo", "csr"])
+def test_indices_that_differ_between_ranks_raise_on_all(how, debug):
+    text = "differ" if debug else r"whole, has other values on rank 1 than on rank 0.*broadcast"
+    for error in run_expecting_errors(different, 2, how, debug):
+        with pytest.raises(shardtensor.RanksDiffer if not debug else RuntimeError, match=text):
             raise error
 
 
