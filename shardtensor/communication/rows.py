@@ -3,9 +3,10 @@
 [Note: row halos] An index that is sharded reads rows of other ranks, in a graph most of them many times. Each rank
 looks at its own part of the index and asks every owner for the rows that it lacks, each once: an exchange of counts,
 which all ranks see, and one of positions. Where every rank holds the index whole, each finds out all of that by itself,
-once all know that they hold the same one (:func:`check_same_on_ranks`). After that rows travel without another look at the index, in one exchange, and are put behind the shard;
-:attr:`RowHalo.places` says for each entry of the index where in the two its row is. In the other direction a rank first
-adds up, in the same places, what it has for rows of others, and sends each once.
+once all know that they hold the same one (:func:`check_same_on_ranks`). After that rows travel without another look at
+the index, in one exchange, and are put behind the shard; :attr:`RowHalo.places` says for each entry of the index where
+in the two its row is. In the other direction a rank first adds up, in the same places, what it has for rows of others,
+and sends each once.
 
 Looking at an index takes the host; what was found is therefore kept with the index, see [Note: found] in
 dispatch/found.py.
@@ -115,12 +116,13 @@ def check_same_on_ranks(name: object, indices: Sequence[Tensor], group: dist.Pro
     if device_of(group) is None:
         return
     rows = gather_rows([digest(index) for index in indices], group, indices[0].device)
-    others = [rank for r, rank in enumerate(dist.get_process_group_ranks(group)) if rows[r] != rows[0]]
+    ranks = dist.get_process_group_ranks(group)
+    others = ", ".join(str(rank) for r, rank in enumerate(ranks) if rows[r] != rows[0])
     if others:
         which = "the index" if len(indices) == 1 else "the indices of the sparse matrix"
         raise RanksDiffer(
-            f"{name}: {which}, which every rank holds whole, has other values on {'rank' if len(others) == 1 else 'ranks'} "
-            f"{', '.join(map(str, others))} than on rank {dist.get_process_group_ranks(group)[0]}. {SAME_VALUES}."
+            f"{name}: {which}, which every rank holds whole, has other values on rank {others} than on rank "
+            f"{ranks[0]}. {SAME_VALUES}."
         )
 
 

@@ -189,6 +189,56 @@ def test_awkward_sizes(ranks, plain):
     run_distributed(values_of, ranks, ranks, plain, timeout=300)
 
 
+class Messages(nn.Module):
+    """Two layers, of which the second finds what the first one has found about the edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(3), Layer(3)
+
+    def forward(self, x, edges):
+        return self.second(self.first(x, edges), edges)
+
+
+GRAPHS = {
+    "edges twice": [[0, 0, 4, 4, 8, 0], [4, 4, 0, 0, 0, 8]],
+    "loops": [[0, 4, 8, 8], [0, 4, 8, 8]],
+    "isolated nodes": [[1, 7], [7, 1]],
+    "all edges of one node": [[8] * 7, [0] * 7],
+    "edges of one rank": [[0, 1], [1, 0]],
+    "no edges": [[], []],
+}
+
+
+def unusual(ranks, plain):
+    """Steps with and without gradients, and after a change in place that all ranks make."""
+    mesh, x = shared_mesh(ranks), torch.randn(9, 3, dtype=torch.float64, generator=seeded(0))
+    torch.manual_seed(0)
+    model = Messages().double()
+    for label, edges in GRAPHS.items():
+        edges = torch.tensor(edges, dtype=torch.int64)
+        nodes = {0: (5, 4, *[0] * (ranks - 2))}
+        n = edges.shape[1]
+        theirs, whole = x.clone().requires_grad_(), edges.clone()
+        ours = shard(x, mesh, [Shard(0)], nodes, requires_grad=True)
+        index = edges.clone() if plain else shard(edges, mesh, [Shard(1)], {0: (*[0] * (ranks - 1), n)})
+        for step in range(4):
+            if step == 3:
+                index.copy_(index.flip(0)), whole.copy_(whole.flip(0))
+            with torch.set_grad_enabled(step != 1):
+                got, expected = model(ours, index), model(theirs, whole)
+            assert torch.allclose(got.full_tensor(), expected, rtol=1e-10), (label, step)
+            if step != 1:
+                (mine,) = torch.autograd.grad(got.square().sum(), ours)
+                (true,) = torch.autograd.grad(expected.square().sum(), theirs)
+                assert torch.allclose(mine.full_tensor(), true, rtol=1e-10), (label, step)
+
+
+@pytest.mark.parametrize(("ranks", "plain"), [(2, False), (3, False), (2, True), (3, True)])
+def test_unusual_graphs(ranks, plain):
+    run_distributed(unusual, ranks, ranks, plain, timeout=200)
+
+
 def two_axes():
     """Batches on one mesh dim, nodes and edges on the other; each batch has an index of its own."""
     g = seeded(0)

@@ -535,3 +535,34 @@ def check_sharded_edges():
 
 def test_matrices_of_sharded_edges_are_refused():
     run_distributed(check_sharded_edges, 2)
+
+
+def check_constructors():
+    """A matrix of what every rank holds whole is plain, and values keep their history."""
+    mesh, places = shared_mesh(2), band(9, 9, 1)
+    values, starts = data(places.shape[1]), torch.searchsorted(places[0].contiguous(), torch.arange(10))
+
+    def whole(t):
+        return shard(t, mesh, [Replicate()])
+
+    for label, make in {
+        "coo": lambda v, whole: torch.sparse_coo_tensor(whole(places), v, (9, 9)),
+        "csr": lambda v, whole: torch.sparse_csr_tensor(whole(starts), whole(places[1]), v, (9, 9)),
+        "csc": lambda v, whole: torch.sparse_csc_tensor(whole(starts), whole(places[1]), v, (9, 9)),
+    }.items():
+        theirs, x = values.clone().requires_grad_(), data(9, 3).requires_grad_()
+        (make(theirs * 2, lambda t: t) @ x).pow(2).sum().backward()
+        ours = whole(values).requires_grad_()
+        rows = shard(data(9, 3), mesh, [Shard(0)], {0: (6, 3)}, requires_grad=True)
+        s = make(ours * 2, whole)
+        assert type(s) is torch.Tensor
+        (s @ rows).pow(2).sum().backward()
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=label)
+        torch.testing.assert_close(rows.grad.full_tensor(), x.grad, msg=label)
+    sums = shard(values, mesh, [Partial()])
+    with pytest.raises(UnsupportedSharding, match="no rank has all"):
+        torch.sparse_coo_tensor(places, sums, (9, 9))
+
+
+def test_matrices_of_replicated_edges_are_plain():
+    run_distributed(check_constructors, 2)
