@@ -56,12 +56,12 @@ def on_mesh(layout, weights, x, dim):
 
 
 def call(module, weights, x):
-    """With sharded weights gathered before, as the error says of those that cannot stay sharded."""
-    whole = {
-        k: w.redistribute(placements=[Replicate()]) if isinstance(w, DTensor) else w
-        for k, w in weights.items()
-    }
-    return functional_call(module, whole, (x,))
+    """A sharded weight of a convolution is gathered before, as the error says."""
+    if isinstance(module, nn.Conv1d):
+        weights = {
+            k: w.redistribute(placements=[Replicate()]) if isinstance(w, DTensor) else w for k, w in weights.items()
+        }
+    return functional_call(module, weights, (x,))
 
 
 def derivatives(module, weights, x):

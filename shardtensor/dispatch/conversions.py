@@ -93,16 +93,22 @@ def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     return made
 
 
-def to_part(tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
+def to_part(
+    tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None, *, may_be_absent: bool = False
+) -> Tensor:
     """The local tensor of a ShardTensor as it is held, or in ``dtype``.
 
     Differentiable; ``grad_spec`` is the layout in which its gradient arrives.
+
+    Args:
+        may_be_absent: every rank has a gradient, or none has. Otherwise an absent one becomes zero: some kernels of
+            torch give none on a rank without elements, and the others would wait for that rank.
     """
     if tensor._viewed is not None:
         check_current("to_local", tensor)
     local: Tensor = tensor._local_tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        local = _ToLocal.apply(tensor, grad_spec, dtype)
+        local = _ToLocal.apply(tensor, grad_spec, dtype, may_be_absent)
     elif dtype is not None:
         local = local.to(dtype)
     return local
@@ -242,19 +248,22 @@ def _twice(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]
 
 class _ToLocal(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None) -> Tensor:
-        # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
-        # would wait for that rank.
+    def forward(
+        ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None, may_be_absent: bool
+    ) -> Tensor:
+        ctx.set_materialize_grads(not may_be_absent)
         ctx.spec, ctx.grad_spec = tensor._spec, grad_spec
         local: Tensor = tensor._local_tensor
         return alias(local) if dtype is None or local.dtype is dtype else local.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return from_part(grad, ctx.grad_spec), None, None
-        twice = ctx.grad_spec.replace(placements=_twice(ctx.spec, ctx.grad_spec))
-        return _FromLocal.apply(grad, ctx.grad_spec, twice), None, None
+        if grad is not None and torch.is_grad_enabled():
+            twice = ctx.grad_spec.replace(placements=_twice(ctx.spec, ctx.grad_spec))
+            grad = _FromLocal.apply(grad, ctx.grad_spec, twice)
+        elif grad is not None:
+            grad = from_part(grad, ctx.grad_spec)
+        return grad, None, None, None
 
 
 class _Redistribute(AutogradFunction):
