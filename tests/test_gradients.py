@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -212,26 +212,37 @@ def check_absent_second_derivatives():
         "batch_norm, eval": (lambda x, w, b: F.batch_norm(x, scale[0], scale[1].exp(), w, b), image, tuple(scale), 2),
     }
 
-    def absent(function, x, parameters, wanted):
-        """Whether there is no gradient of the weight's and the bias's, after a penalty on one of the gradients."""
+    def absent(function, x, parameters, wanted, alone):
+        """Whether there is no gradient of the weight's and the bias's, after a penalty on one of the gradients, which
+        is computed alone or with the others.
+        """
         x, parameters = x.detach().requires_grad_(), [p.clone().requires_grad_() for p in parameters]
         y = function(x.tanh(), *parameters).sum()
-        (grad,) = torch.autograd.grad(y, [x, *parameters][wanted], create_graph=True)
+        tensors = [x, *parameters]
+        if alone:
+            (grad,) = torch.autograd.grad(y, tensors[wanted], create_graph=True)
+        else:
+            grad = torch.autograd.grad(y, tensors, create_graph=True)[wanted]
         grad.square().sum().backward()
         return [p.grad is None for p in parameters], parameters
+
+    def replicated(p):
+        return distribute_tensor(p, shared_mesh(2), [Replicate()])
 
     failures = []
     for name, (function, x, parameters, dim) in cases.items():
         for sizes in ((4, 2), (6, 0)):
             sharded = shard(x, shared_mesh(2), [Shard(dim)], {0: sizes})
-            for wanted in (0, 1):  # of a bias nothing depends on anything
-                expected, one = absent(function, x, parameters, wanted)
-                found, ours = absent(function, sharded, parameters, wanted)
+            ways = [(0, True, False), (1, True, False), (0, False, True), (1, False, False), (1, False, True)]
+            for wanted, alone, distributed in ways:  # of a bias nothing depends on anything
+                expected, one = absent(function, x, parameters, wanted, alone)
+                given = map(replicated, parameters) if distributed else parameters
+                found, ours = absent(function, sharded, given, wanted, alone)
                 if found != expected:
-                    failures.append(f"{name} {sizes} {wanted}: {found} instead of {expected}")
+                    failures.append(f"{name} {sizes} {wanted} {distributed}: {found} instead of {expected}")
                 for p, q in zip(one, ours):
-                    if p.grad is not None:
-                        torch.testing.assert_close(q.grad, p.grad)
+                    if p.grad is not None and q.grad is not None:
+                        torch.testing.assert_close(q.grad.full_tensor() if distributed else q.grad, p.grad)
     assert not failures, "\n".join(failures)
 
 

@@ -362,12 +362,6 @@ def of_torch_without_a_second_derivative():
     jvp(F.hardsigmoid, (x,), (x.cos(),))
 
 
-def tangents_of_dtensors():
-    x, _ = on_shards(2)
-    weight = distribute_tensor(torch.ones(3, 4).double(), x.device_mesh, [Replicate()])
-    jvp(lambda w: F.linear(x, w), (weight,), (weight,))
-
-
 def without_a_second_derivative():
     x, _ = on_shards(2)
     jvp(lambda t: t.cumprod(0), (x,), (x.cos(),))
@@ -389,7 +383,6 @@ REFUSED = {
     running_statistics: "batch_norm: it would write running statistics once for each row.*Remedy: .*eval",
     without_a_second_derivative: "jvp: .*the gradient of cumprod on a ShardTensor cannot be differentiated twice.*vjp",
     of_torch_without_a_second_derivative: "jvp: .*hardsigmoid_backward is not implemented.*use grad, vjp or jacrev",
-    tangents_of_dtensors: "jvp: a tangent is given to a DTensor.*ShardTensor.from_dtensor",
     attention: "scaled_dot_product_attention: it cannot be differentiated twice.*write the attention out",
     level_that_is_not_ours: r"sin: a ShardTensor is met inside a transform of torch's \(grad\).*create_graph=True",
 }

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import (
     AutogradFunction,
+    DTensorSpec,
     TensorMeta,
     alias,
     new_wide_wrapper,
@@ -28,6 +29,7 @@ from .._compat import (
 )
 from ..communication.redistribute import redistribute_local, rounded
 from ..layout.spec import ShardTensorSpec
+from ..layout.strides import dense_stride
 from .copies import check_current
 from .levels import InsideLevels
 from .planning import has_owner, meta_of, reduced_by_dtensor, replicated_spec, spec_of
@@ -87,20 +89,26 @@ def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """A local tensor of the caller's as this rank's part of a ShardTensor, which shares its memory."""
-    made: ShardTensor = _FromLocal.apply(local, spec, None)
+    made: ShardTensor = _FromLocal.apply(local, spec)
     return made
 
 
-def to_part(tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None) -> Tensor:
+def to_part(
+    tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None, *, may_be_absent: bool = False
+) -> Tensor:
     """The local tensor of a ShardTensor as it is held, or in ``dtype``.
 
     Differentiable; ``grad_spec`` is the layout in which its gradient arrives.
+
+    Args:
+        may_be_absent: every rank has a gradient, or none has. Otherwise an absent one becomes zero: some kernels of
+            torch give none on a rank without elements, and the others would wait for that rank.
     """
     if tensor._viewed is not None:
         check_current("to_local", tensor)
     local: Tensor = tensor._local_tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        local = _ToLocal.apply(tensor, grad_spec, dtype)
+        local = _ToLocal.apply(tensor, grad_spec, dtype, may_be_absent)
     elif dtype is not None:
         local = local.to(dtype)
     return local
@@ -113,10 +121,7 @@ def from_dtensor(dtensor: DTensor) -> ShardTensor:
     if not isinstance(dtensor, DTensor):
         raise TypeError(f"from_dtensor takes a DTensor, not {type(dtensor).__name__}; use from_local")
     dtensor = reduced_by_dtensor(dtensor)
-    spec = spec_of(dtensor)
-    grad_spec = spec.for_contributions()
-    local = dtensor.to_local(grad_placements=grad_spec.placements)
-    made: ShardTensor = _FromLocal.apply(local, spec, grad_spec)
+    made: ShardTensor = _FromDTensor.apply(dtensor, spec_of(dtensor))
     return made
 
 
@@ -139,7 +144,7 @@ def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
     if tensor.device.type != mesh.device_type:
         raise ValueError(f"a plain tensor on {tensor.device} meets a ShardTensor on a mesh of {mesh.device_type}")
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    made: ShardTensor = _FromLocal.apply(without_zero_tensor(tensor), replicated_spec(mesh, meta), None)
+    made: ShardTensor = _FromLocal.apply(without_zero_tensor(tensor), replicated_spec(mesh, meta))
     return made
 
 
@@ -168,15 +173,52 @@ def _with_strides_of(local: Tensor, spec: ShardTensorSpec) -> ShardTensorSpec:
     return spec.replace(meta=meta_of(local)) if spec.is_replicate() else spec
 
 
+def _wrap_detached(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    return wrap(local.detach(), spec if local.stride() == spec.tensor_meta.stride else _with_strides_of(local, spec))
+
+
+class _FromDTensor(AutogradFunction):
+    """A DTensor as a ShardTensor. Both are the same global value, and so are their gradients, of every order.
+
+    torch's ``to_local`` and ``from_local`` lead over local tensors, whose gradients are in a placement that depends on
+    the order. Here each class is converted by the other's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, spec: ShardTensorSpec) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.grad_spec = spec.for_contributions()
+        return _wrap_detached(dtensor._local_tensor, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None if grad is None else _ToDTensor.apply(_laid_out(grad, ctx.grad_spec)), None
+
+
+class _ToDTensor(AutogradFunction):
+    """A ShardTensor of torch.chunk's shards as a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        spec, local = tensor._spec, tensor.to_local()
+        ctx.mesh = spec.mesh
+        meta = TensorMeta(spec.shape, dense_stride(spec.shape, local.stride()), local.dtype)
+        made: Any = new_wrapper
+        return made(DTensor, local.detach(), DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad if grad is None else promote(grad, ctx.mesh)
+
+
 class _FromLocal(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None) -> Any:
+    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None = None) -> Any:
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
-        return wrap(
-            local.detach(), spec if local.stride() == spec.tensor_meta.stride else _with_strides_of(local, spec)
-        )
+        return _wrap_detached(local, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -206,19 +248,22 @@ def _twice(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]
 
 class _ToLocal(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None) -> Tensor:
-        # An absent gradient becomes zero: some kernels of torch give none on a rank without elements, and the others
-        # would wait for that rank.
+    def forward(
+        ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None, may_be_absent: bool
+    ) -> Tensor:
+        ctx.set_materialize_grads(not may_be_absent)
         ctx.spec, ctx.grad_spec = tensor._spec, grad_spec
         local: Tensor = tensor._local_tensor
         return alias(local) if dtype is None or local.dtype is dtype else local.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return from_part(grad, ctx.grad_spec), None, None
-        twice = ctx.grad_spec.replace(placements=_twice(ctx.spec, ctx.grad_spec))
-        return _FromLocal.apply(grad, ctx.grad_spec, twice), None, None
+        if grad is not None and torch.is_grad_enabled():
+            twice = ctx.grad_spec.replace(placements=_twice(ctx.spec, ctx.grad_spec))
+            grad = _FromLocal.apply(grad, ctx.grad_spec, twice)
+        elif grad is not None:
+            grad = from_part(grad, ctx.grad_spec)
+        return grad, None, None, None
 
 
 class _Redistribute(AutogradFunction):

@@ -329,10 +329,12 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
 
 
 def reduced_by_dtensor(dtensor: DTensor) -> DTensor:
-    """A DTensor, reduced where it is a norm, for one: only DTensor knows what its contributions stand for."""
-    if not any(isinstance(p, Partial) and type(p) is not Partial for p in dtensor.placements):
+    """A DTensor, reduced where it is a mean or a norm: only DTensor knows what its contributions stand for."""
+    if not any(isinstance(p, Partial) and (type(p) is not Partial or p.reduce_op == "avg") for p in dtensor.placements):
         return dtensor
-    return dtensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in dtensor.placements])
+    whole = [Replicate() if p.is_partial() else p for p in dtensor.placements]
+    # The second time for the gradient: torch takes it sharded or whole for a mean or a norm, but not as contributions.
+    return dtensor.redistribute(placements=whole).redistribute(placements=whole)
 
 
 def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> ShardTensorSpec:

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
 from ..dispatch.planning import converted, disowned, flat, keep_plan, label, look_up, meta_of, spec_of
 from ..dispatch.registry import declare, declare_rule
-from ..dispatch.tensor import ShardTensor, redistribute_to
+from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
 from ..errors import UnsupportedSharding, refuse
 from ..layout.placements import wide_dtype
 from ..ranks.first_use import PlainOperands
@@ -279,6 +280,7 @@ def _keeps_contributions(plan: Plan, parameter: Tensor, dtype: torch.dtype) -> b
     return wide_dtype(dtype) != dtype and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
 
 
-def _to_local(placements: Any, parameter: Any) -> Tensor:
+def _to_local(placements: Sequence[Placement], parameter: Any) -> Tensor:
     t = ShardTensor.from_dtensor(parameter)
-    return redistribute_to(t, t._spec.for_gradient()).to_local(grad_placements=placements)
+    t = redistribute_to(t, t._spec.for_gradient())
+    return to_part(t, t._spec.replace(placements=placements), may_be_absent=True)

@@ -282,15 +282,17 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
         result = plan.again(*completed)
     results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
     pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
-    wanted = [t for t, need in zip(locals_, needed, strict=True) if need]
+    wanted = list(compress(completed, needed))
     found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
-    sources = [*locals_, *completed, *(g for _, g in pairs)]
-    places = [*range(len(locals_)), *range(len(completed))]
+    sources = [*completed, *(g for _, g in pairs)]
+    places = range(len(completed))
     gradients = iter(found)
     complete: list[Any] = [None] * len(needed)
-    for i in (i for i, need in enumerate(needed) if need):
+    for i in compress(places, needed):
         depends = plan.depends.get(i, places)
         complete[i] = _FunctionOf.apply(next(gradients), [j in depends for j in places], *sources)
+    if total is not None:  # of what is in the graph on every rank, also on one without elements
+        complete = total.start(complete)()
     return [g if g is None or s is None else from_part(g, s) for g, s in zip(complete, ctx.specs, strict=True)]
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -311,14 +311,12 @@ def push_forward(
 
     None for results that do not depend on ``leaves``.
     """
-    if any(isinstance(t, DTensor) and not is_shard_tensor(t) for t in leaves):
-        reason = "a tangent is given to a DTensor, of whose gradients torch gives wrong derivatives"
-        raise refuse("jvp", leaves, reason, "give ShardTensor.from_dtensor() of it to the transform")
     found: list[Tensor | None] = [None] * len(results)
     ones = [i for i, y in enumerate(results) if y.requires_grad]
     cotangents = [_cotangent(results[i]) for i in ones]
     back = gradients([results[i] for i in ones], leaves, cotangents, True, True)
-    pairs = [(g, v) for g, v in zip(back, tangents, strict=True) if g is not None and g.requires_grad]
+    given = map(_tangent, leaves, tangents)
+    pairs = [(g, v) for g, v in zip(back, given, strict=True) if g is not None and g.requires_grad]
     if not pairs:
         return found
     try:
@@ -332,6 +330,13 @@ def push_forward(
     for i, u, g in zip(ones, cotangents, forward, strict=True):
         found[i] = g if g is None else _of(u, g)
     return found
+
+
+def _tangent(leaf: Any, tangent: Any) -> Any:
+    """The tangent; a plain one of a DTensor as a DTensor, which torch's own nodes need."""
+    if is_shard_tensor(leaf) or not isinstance(leaf, DTensor) or isinstance(tangent, DTensor):
+        return tangent
+    return DTensor.from_local(tangent, leaf.device_mesh, [Replicate()] * leaf.device_mesh.ndim, run_check=False)
 
 
 def _cotangent(result: Any) -> Any:
@@ -348,7 +353,7 @@ def _declare(transforms: Iterable[Function], limits: str) -> None:
 
 _WRITES = "writes to an argument that is differentiated by"
 _declare([grad, grad_and_value, vjp, jacrev], _WRITES)
-_declare([jvp, jacfwd, hessian], f"operators without second derivatives; DTensors that are given tangents; {_WRITES}")
+_declare([jvp, jacfwd, hessian], f"operators without second derivatives; {_WRITES}")
 _declare([vmap], "randomness='different' where random numbers are drawn, and running statistics")
 TRANSFORMS[linearize] = Support(False, "refused", __name__, "call torch.func.jvp with each tangent")
 

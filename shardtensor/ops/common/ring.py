@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
 from ...communication.exchange import Exchange, Pending
-from ...dispatch.gradients import once_differentiable
 from ...layout.caches import cached
 from ...layout.geometry import Interval, resized
 from ...layout.strides import as_bytes
@@ -212,6 +212,9 @@ trip = cached(maxsize=1024)(Trip)
 # [Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go
 # round once more, and what was computed with each is computed again. Nothing of what came by is saved.
 #
+# So a gradient is again a function of what travels (the shards, and gradients of what came home) and of what stays, and
+# its results come home or stay. Derivatives of every order are such rounds.
+#
 # What is added up over the parts is computed in float32, and rounded once: see [Note: rounded once] in
 # redistribute.py.
 
@@ -235,75 +238,113 @@ class Tour:
 
 
 def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
-    """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable once.
+    """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable.
 
     Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
     """
-    result: Tensor = _PartByPart.apply(function, tour, part, *others)
-    return result
+
+    def work(owner: int, *tensors: Tensor) -> Sequence[Tensor]:
+        return (function(owner, *(tensors if tour.into is not None else widened(*tensors))),)
+
+    kind = part.device.type
+    autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    (result,) = _Round.apply(_Work(work, 1, 0, tour.into, autocast), tour, part, *others)
+    summed: Tensor = result
+    return summed.to(part.dtype) if tour.into is None and summed.dtype == wide_dtype(part.dtype) else summed
 
 
-class _PartByPart(AutogradFunction):
-    """See [Note: part by part]."""
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is computed with each part that comes by.
+
+    Attributes:
+        function: of the owner's index, of what comes by and of what stays; gives results for the owner, and others for
+            this rank.
+        travelling, returning: how many tensors come by, and how many results are the owner's.
+        into: of this rank's one result, the dim along which the parts' stand side by side; otherwise they are summed.
+        autocast: device, dtype, and whether it is on.
+    """
+
+    function: Callable[..., Sequence[Tensor]]
+    travelling: int
+    returning: int
+    into: int | None
+    autocast: tuple[str, torch.dtype, bool]
+
+    def gradient(self, needs: Sequence[bool], intervals: Sequence[Interval]) -> _Work:
+        """The work of the gradients by the tensors that are needed, of which those that came by go home.
+
+        The gradients of what has come home come by with the tensors.
+        """
+        first, last = self.travelling + self.returning, len(needs) + self.returning
+
+        def function(owner: int, *tensors: Tensor) -> Sequence[Tensor]:
+            again = torch.is_grad_enabled()
+            grads = [*tensors[self.travelling : first], *tensors[last:]]
+            with torch.enable_grad():
+                if self.into is not None:
+                    a, b = intervals[owner]
+                    grads = [g.narrow(self.into, a, b - a) for g in grads]
+                operands = widened(*tensors[: self.travelling], *tensors[first:last])
+                for i, need in enumerate(needs):
+                    if not (again and operands[i].requires_grad):
+                        operands[i] = operands[i].detach().requires_grad_(need)
+                results = self.function(owner, *operands)
+                pairs = [(y, g.to(y.dtype)) for y, g in zip(results, grads, strict=True) if y.requires_grad]
+            wanted = list(compress(operands, needs))
+            if not pairs:
+                return [torch.zeros_like(t) for t in wanted]
+            ys, gs = zip(*pairs, strict=True)
+            found: Sequence[Tensor] = torch.autograd.grad(ys, wanted, gs, create_graph=again, materialize_grads=True)
+            return found
+
+        return _Work(function, first, sum(needs[: self.travelling]), None, self.autocast)
+
+
+class _Round(AutogradFunction):
+    """See [Note: part by part]. Gives what has come home, and what stays."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
-        ctx.function, ctx.tour = function, tour
-        kind = part.device.type
-        ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        ctx.save_for_backward(part, *others)
-        results: dict[int, Tensor] = {}
-        total: Tensor | None = None
-        dtype = part.dtype
-        for owner, (block,) in _trip(tour, part).travel([_plain(part)]):
-            if tour.into is not None:
-                results[owner] = function(owner, block, *others)
-                continue
-            result = function(owner, *widened(block, *others))
-            total = result if total is None else total + result
-        if total is not None:
-            return total.to(dtype) if total.dtype == wide_dtype(dtype) else total
-        return torch.cat([results[owner] for owner in sorted(results)], dim=tour.into or 0)
+    def forward(ctx: Any, work: _Work, tour: Tour, *tensors: Tensor) -> Any:
+        ctx.work, ctx.tour = work, tour
+        ctx.save_for_backward(*tensors)
+        own, others = list(map(_plain, tensors[: work.travelling])), tensors[work.travelling :]
+        parts: dict[int, Tensor] = {}
+        sums: list[Tensor] = []
+
+        def compute(owner: int, blocks: Sequence[Tensor]) -> list[Tensor]:
+            kind, dtype, enabled = work.autocast
+            with torch.autocast(kind, dtype, enabled=enabled):
+                results = work.function(owner, *blocks, *others)
+            mine = results[work.returning :]
+            if work.into is not None:
+                (parts[owner],) = mine
+            else:
+                sums[:] = [a + b for a, b in zip(sums, mine, strict=True)] if sums else mine
+            return [_plain(t).clone() for t in results[: work.returning]]
+
+        trip = _trip(tour, own, work.returning)
+        if work.returning:
+            return *trip.travel_and_return(own, compute), *sums
+        for owner, blocks in trip.travel(own):
+            compute(owner, blocks)
+        return tuple(sums) if work.into is None else (torch.cat([parts[i] for i in sorted(parts)], dim=work.into),)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        part, *others = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        tour: Tour = ctx.tour
-        kind, enabled, dtype = ctx.autocast
-        sums: list[Tensor | None] = [None] * len(others)
-
-        def contribute(owner: int, blocks: Sequence[Tensor]) -> list[Tensor]:
-            a, b = tour.intervals[owner]
-            mine = grad if tour.into is None else grad.narrow(tour.into, a, b - a)
-            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
-                given = (t.detach() for t in widened(*blocks, *others))
-                leaves = [t.requires_grad_(n) for t, n in zip(given, needs, strict=True)]
-                result = ctx.function(owner, *leaves)
-                mine = mine.to(result.dtype)
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = dict(zip(map(id, wanted), torch.autograd.grad(result, wanted, mine, materialize_grads=True)))
-            for i, leaf in enumerate(leaves[1:]):
-                if leaf.requires_grad:
-                    before = sums[i]
-                    sums[i] = found[id(leaf)] if before is None else before + found[id(leaf)]
-            return [_plain(found[id(leaves[0])]).clone()] if needs[0] else []
-
-        home: Tensor | None = None
-        if needs[0]:
-            (home,) = _trip(tour, part).travel_and_return([_plain(part)], contribute)
-        else:
-            for owner, blocks in _trip(tour, part).travel([_plain(part)]):
-                contribute(owner, blocks)
-        return None, None, home, *sums
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        work, tensors, needs = ctx.work, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        n, home = work.travelling, work.returning
+        gradient = work.gradient(needs, ctx.tour.intervals)
+        found = iter(_Round.apply(gradient, ctx.tour, *tensors[:n], *grads[:home], *tensors[n:], *grads[home:]))
+        return None, None, *(next(found) if need else None for need in needs)
 
 
-def _trip(tour: Tour, part: Tensor) -> Trip:
-    """The way of the parts around the ring."""
+def _trip(tour: Tour, own: Sequence[Tensor], returning: int) -> Trip:
+    """The way of the parts around the ring; what comes home are gradients of such parts."""
     ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
-    shapes = [tuple(resized(part.shape, tour.dim, b - a)) for a, b in tour.intervals]
-    forms, gradients = (tuple(((shape, dtype),) for shape in shapes) for dtype in (part.dtype, wide_dtype(part.dtype)))
+    shapes = [tuple(resized(own[0].shape, tour.dim, b - a)) for a, b in tour.intervals]
+    forms = tuple(tuple((shape, t.dtype) for t in own) for shape in shapes)
+    gradients = tuple(((shape, wide_dtype(own[0].dtype)),) * returning for shape in shapes)
     return trip(ring, forms, gradients, group_along(tour.mesh, tour.mesh_dim))
 
 
