@@ -143,7 +143,6 @@ TESTED_WITH = {
     "reduction/test_reductions.py": "common/reduce linalg/norm",
     "shape/test_rearranging.py": "shape/diagonal shape/repeat spatial/unfold",
     "shape/test_view.py": "shape/cat shape/flip shape/slice spatial/pixel_shuffle",
-    "../networks/test_torch_harmonics.py": "neighborhood/sphere",
     "../test_dispatch.py": "elementwise/pointwise",
 }
 
