@@ -402,10 +402,14 @@ def foreign():
     return torch.frombuffer(bytearray(128), dtype=torch.float32).view(8, 4)
 
 
+def large(x):
+    return x.repeat(1, 20000)
+
+
 REFUSED = {
-    "svd": (lambda x: torch.linalg.svd(x), "it needs dim 0 of operand 0 unsharded"),
-    "qr": (lambda x: torch.linalg.qr(x), "there is no other dim to shard instead"),
-    "inverse": (lambda x: torch.linalg.pinv(x), "Remedy"),
+    "svd": (lambda x: torch.linalg.svd(large(x)), "it needs dim 0 of operand 0 unsharded"),
+    "qr": (lambda x: torch.linalg.qr(large(x)), "there is no other dim to shard instead"),
+    "inverse": (lambda x: torch.linalg.pinv(large(x)), "Remedy"),
     "out, plain": (lambda x: torch.add(x, 1, out=foreign()), "cannot be written into a plain tensor"),
     "in place, plain": (lambda x: foreign().mul_(x), "cannot be written into a plain tensor"),
     "strides": (lambda x: x.as_strided((2, 2), (1, 4)), "as_strided.default: no distributed form is known"),
@@ -485,8 +489,8 @@ def gathers():
     whole = numbers(8, 4)
     x = shard(whole, shared_mesh(2), [Shard(0)], {0: (7, 1)})
     for f in (
-        torch.linalg.svdvals,
-        lambda x: torch.linalg.qr(x).R,
+        lambda x: torch.linalg.svdvals(large(x)),
+        lambda x: torch.linalg.qr(large(x)).Q,
         lambda x: x.as_strided((2, 2), (1, 4)),
     ):
         with pytest.raises(UnsupportedSharding):

@@ -247,12 +247,17 @@ def acceptable_placements(
 
 @contextmanager
 def above_autograd() -> Iterator[None]:
-    """Inside an aten call, where torch functions and autograd are switched off, what is called goes through both."""
+    """Inside an aten call, where torch functions and autograd are switched off, what is called goes through both.
+
+    So is the pending conjugation of views, which most kernels do not look at.
+    """
     without, keys = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
     with (
         torch._C._EnableTorchFunction(),
         without(keys.AutogradFunctionality, False),
         without(keys.ADInplaceOrView, False),
+        without(keys.Conjugate, False),
+        without(keys.Negative, False),
     ):
         yield
 

@@ -7,7 +7,8 @@ communicates nothing, and gives the same plan each time: a rank may forget plans
 
 [Note: no silent gather] A plan may slice what is replicated, reduce what is Partial, reshard by an exchange. It may
 not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`, but for operands that are smaller than
-what a rank holds of the result, see [Note: small operands] in ops/elementwise/pointwise.py.
+what a rank holds of the result, see [Note: small operands] in ops/elementwise/pointwise.py, and for matrices that are
+little, see [Note: small matrices] in ops/linalg/decomposition.py.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
-from networks.oracle import Network, check, cut, names
-from shardtensor import UnsupportedSharding
-from shardtensor.testing import count_communication, run_distributed
+from networks.oracle import Network, check, names
+from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 PACKAGE = "torch_harmonics"
 pytest.importorskip(PACKAGE)
@@ -61,6 +61,17 @@ def transposed(dim: int) -> Network:
     )
 
 
+def neighborhood(dim: int, grid: tuple[int, int], to: tuple[int, int], resized: Any, **options: Any) -> Network:
+    """On grids of a few points: the reference is a loop over points and neighbours. It computes in float32."""
+    return layer(
+        lambda p: p.NeighborhoodAttentionS2(4, grid, to, num_heads=2, **options),
+        dim,
+        (2, 4, *grid),
+        call=lambda network, x: network(resized(x), x, x.flip(1)),
+        tolerance=SINGLE,
+    )
+
+
 def model(name: str, in_single: bool = False, **options: Any) -> Any:
     given = {"img_size": (16, 32), "in_chans": 3, "out_chans": 2, **options}
     return lambda dim: layer(
@@ -102,6 +113,13 @@ LOCAL = both(
         "AttentionS2": lambda dim: layer(
             lambda p: p.AttentionS2(4, 2, GRID, GRID), dim, (2, 4, *GRID)
         ),
+        "NeighborhoodAttentionS2": lambda dim: neighborhood(
+            dim, (5, 6), (5, 6), lambda x: x.cos(), use_qknorm=True
+        ),
+        "NeighborhoodAttentionS2 coarser": lambda dim: neighborhood(dim, (5, 6), (3, 3), lambda x: x[..., ::2, ::2]),
+        "NeighborhoodAttentionS2 finer": lambda dim: neighborhood(
+            dim, (3, 3), (5, 6), lambda x: x.repeat_interleave(2, -2)[..., :5, :].repeat_interleave(2, -1)
+        ),
     }
 )
 MODELS = both(
@@ -129,21 +147,55 @@ MODELS = both(
 NETWORKS = {**TRANSFORMS, **LOCAL, **MODELS}
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("RealSHT rows", "DISCO rows")))
+@pytest.mark.parametrize("name", names(NETWORKS, always=("RealSHT rows", "DISCO rows", "NeighborhoodAttentionS2 rows")))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)
 
 
-def check_neighborhood_attention():
-    """An operator of the package's own, without a sharding strategy."""
-    attention = importlib.import_module(PACKAGE).NeighborhoodAttentionS2(4, GRID, GRID, num_heads=2).double()
-    for dim in (2, 3):
-        sharded = cut(torch.randn(1, 4, *GRID, dtype=torch.float64), dim)
-        with count_communication() as counted, pytest.raises(UnsupportedSharding, match="no distributed form is known"):
-            attention(sharded)
-        assert not counted.collectives
+def attention(grid: tuple[int, int], to: tuple[int, int]) -> Any:
+    """By the package's kernels, where it has such."""
+    torch.manual_seed(0)
+    made = importlib.import_module(PACKAGE).NeighborhoodAttentionS2(4, grid, to, num_heads=2).requires_grad_(False)
+    kernels = getattr(torch.ops.attention_kernels, "_neighborhood_s2_attention_optimized", None)
+    made.attention_handle = kernels or made.attention_handle
+    return lambda *tensors: made(*tensors)  # the operator cannot be copied
+
+
+def check_neighborhoods() -> None:
+    """Where operands lie differently, and shards are empty, or smaller than the neighborhood."""
+    coarse, fine = (3, 3), (5, 6)
+    batch, rows, columns, whole = ([p] for p in (Shard(0), Shard(2), Shard(3), Replicate()))
+    places = [[rows, rows, rows], [whole, rows, rows], [rows, whole, whole]]
+    places += [[rows, columns, batch], [batch, rows, whole]]
+    for grid, to in ((fine, fine), (fine, coarse), (coarse, fine)):
+        call, given = attention(grid, to), [torch.randn(3, 4, *n) for n in (to, grid, grid)]
+        for placements in places:
+            assert_matches_unsharded(call, *given, mesh_shape=3, placements=placements)
+    for sizes in ((0, 1, 4), (1, 0, 4), (5, 0, 0)):
+        assert_matches_unsharded(
+            attention(fine, fine), given[0], mesh_shape=3, placements=[Shard(2)], shard_sizes={0: sizes}
+        )
 
 
 @pytest.mark.slow
-def test_neighborhood_attention_is_refused():
-    run_distributed(check_neighborhood_attention, 2, timeout=300.0)
+def test_neighborhood_attention_in_any_layout():
+    run_distributed(check_neighborhoods, 3, timeout=500.0)
+
+
+def halo() -> list[tuple[int, int]]:
+    call, counts = attention((9, 6), (9, 6)), []
+    x = shard(torch.randn(1, 4, 9, 6), shared_mesh(2), [Shard(2)], {0: (5, 4)}, requires_grad=True)
+    with count_communication() as forward:
+        y = call(x)
+    with count_communication() as backward:
+        y.sum().backward()
+    for counted in (forward, backward):
+        assert not counted.collective_bytes
+        counts.append((counted.messages, counted.bytes_sent))
+    return counts
+
+
+def test_neighborhood_attention_sends_its_halo():
+    """One latitude of keys and values, and back their gradient: one message to the neighbour each."""
+    latitude = 6 * (4 + 4) * 4
+    assert run_distributed(halo, 2, timeout=300.0) == [[(1, latitude)] * 2] * 2

@@ -30,6 +30,7 @@ from ...layout.caches import cached
 from ...layout.geometry import Interval, chunk_sizes, intervals_of, length
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
+from ..common.alignment import cost_of_exchange
 from ..common.ring import Ring, ring_of
 from ..shape.view import whole_blocks
 from .blockwise import pieces
@@ -343,13 +344,13 @@ def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> 
 # value; of the result) stand before and after the computation, which is even but for the rounding of heads to ranks. In
 # a balanced ring they stand there, too, next to the transfers of its steps.
 # The rates are those of a core with the loopback network, and of a current GPU with links to its neighbours.
-_RATES = {"cpu": (50.0, 1 << 18)}
-_OTHER_RATES = (1000.0, 1 << 22)
+_RATES = {"cpu": 50.0}
+_OTHER_RATES = 1000.0
 
 
 def _is_small(layout: AttentionLayout) -> bool:
     _, k, v, _ = layout.targets
-    _, constant = _RATES.get(k.mesh.device_type, _OTHER_RATES)
+    constant = cost_of_exchange(k.mesh.device_type)
     sequence, held = len(k.shape) + _SEQUENCE, k.sharded_dims()
     # By the largest shard of the other dims, so that ranks with others decide alike.
     lead = [max(k.sizes_along(held[d])) if d in held and d != sequence else n for d, n in enumerate(k.shape[:-1])]
@@ -360,7 +361,7 @@ def _time_of_ring(layout: AttentionLayout, m: int, shift: int | None, balance: B
     q = layout.targets[0]
     rows, columns, _ = _shards(layout, m) if balance is None else balance.parts
     ranks = len(rows)
-    _, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
+    constant = cost_of_exchange(q.mesh.device_type)
     per_query, per_key, per_score = _costs(layout)
     transfer = max(sum(map(length, parts)) for parts in columns) * per_key + constant
     time = 0.0
@@ -381,7 +382,7 @@ def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> boo
     ranks = len(rows)
     if largest_share * ranks >= 2:
         return False  # some rank would hold twice its share of the keys, or more
-    _, constant = _RATES.get(q.mesh.device_type, _OTHER_RATES)
+    constant = cost_of_exchange(q.mesh.device_type)
     per_query, per_key, per_score = _costs(layout)
     largest = [max(length(own) for (own,) in shards) for shards in (rows, columns)]
     sent = (largest[0] * per_query + largest[1] * per_key) * (ranks - 1) / ranks
@@ -393,7 +394,7 @@ def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> boo
 def _costs(layout: AttentionLayout) -> tuple[float, float, float]:
     """Of a query and its result, of a key and its value, and of a score."""
     q, k, v, _ = layout.targets
-    rate, _ = _RATES.get(q.mesh.device_type, _OTHER_RATES)
+    rate = _RATES.get(q.mesh.device_type, _OTHER_RATES)
     itemsize, lead = q.tensor_meta.dtype.itemsize, math.prod(q.shape[:-2])
     widths = [math.prod(s.shape[:-2]) * s.shape[-1] * itemsize for s in (q, k, v)]
     per_query = widths[0] + lead * v.shape[-1] * itemsize

@@ -31,14 +31,20 @@ from ...ranks.history import here
 
 _MUCH_LESS = 0.8
 
+# What an exchange takes besides its bytes, in bytes: with the loopback network, and between current GPUs.
+_EXCHANGE = {"cpu": 1 << 18}
+_EXCHANGE_ELSEWHERE = 1 << 22
+
 __all__ = [
     "as_operand",
     "broadcast_shape",
     "common_layout",
+    "cost_of_exchange",
     "fit",
     "fitted_parts",
     "flattening",
     "free_dims",
+    "is_little",
     "is_sharded",
     "local_part",
     "plain_operands",
@@ -103,6 +109,16 @@ def _can_have(spec: ShardTensorSpec, m: int, dim: int, shape: torch.Size) -> boo
     """Whether an operand that is sharded on mesh dim ``m`` can be so along the dim ``dim`` of ``shape``."""
     own = dim - (len(shape) - len(spec.shape))
     return _dim_on(spec, m, shape) is None or (own >= 0 and spec.shape[own] == shape[dim])
+
+
+def cost_of_exchange(device: str) -> int:
+    """How many bytes take as long to send as an exchange takes that sends nothing."""
+    return _EXCHANGE.get(device, _EXCHANGE_ELSEWHERE)
+
+
+def is_little(spec: ShardTensorSpec, elements: int) -> bool:
+    """Whether a rank may hold so many elements of other ranks in passing: they take no longer than an exchange."""
+    return elements * spec.tensor_meta.dtype.itemsize <= cost_of_exchange(spec.mesh.device_type)
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:

@@ -3,7 +3,11 @@
 Batch dims, and the columns of a right-hand side, may be sharded in any way: every rank computes its own, forward and
 backward, and nothing is sent. A sharded matrix dim is resharded to the longest free batch dim, if that has at least as
 many elements as there are ranks (one all-to-all in which every rank keeps as much as it had); results of the operand's
-shape get the operand's layout, the others stay sharded along the batch. A single matrix that is sharded is refused.
+shape get the operand's layout, the others stay sharded along the batch.
+
+[Note: small matrices] Where there are fewer matrices than ranks, what is sharded of them is gathered if it is little:
+no more than a rank's largest shard of an operand, or than is sent in the time of an exchange. Every rank then computes
+all of them. Of a tall matrix less is gathered, see [Note: tall matrices] in tall.py. The rest is refused.
 
 [Note: left out] Results that are not asked for torch returns as empty vectors. On a rank without matrices a result of
 one number for each is an empty vector, too, so such a rank asks torch what it would return for all matrices. Whether
@@ -13,20 +17,25 @@ one number for each is an empty vector, too, so such a rank asks torch what it w
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate
 
 from ..._compat import decomposes
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to
+from ...errors import UnsupportedSharding, refuse
+from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.alignment import broadcast_shape
+from ..common.alignment import broadcast_shape, cost_of_exchange, is_little
 from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import rank_reduction
+from .tall import plan_tall
 
 # The dims behind the batch dims, of the operands and of the results: a capital letter is a dim that may be sharded.
 # Operands that are not named, such as tolerances, are one number for each matrix, and so are such results.
@@ -63,19 +72,27 @@ def plan_by_matrix(
         whole=frozenset(c for c in "".join(cores) if c.islower()),
         by_parts=False,
     )
-    name = call.name.removeprefix("linalg_")
-    how = arrange(name, form, tuple(specs))
+    name = call.name.lstrip("_").removeprefix("linalg_")
+
+    def call_with(tensors: Sequence[Tensor], **chosen: Any) -> Any:
+        local_args, local_kwargs = list(args), {**named, **chosen}
+        for i, t in zip(places, tensors):
+            local_args[i] = t
+        return function(*local_args, **local_kwargs | dict(zip(keys, tensors[len(places) :])))
+
+    try:
+        how = arrange(name, form, tuple(specs))
+    except UnsupportedSharding:
+        tall = plan_tall(function, specs, named, call_with)
+        if tall is not None:
+            return tall
+        how = arrange(name, form, _gathered(name, form, specs))
     first = specs[0]
     back = None if first.placements == how.targets[0].placements else first
 
     def run(*tensors: Tensor | None) -> Any:
         locals_ = [how.local(i, t) for i, t in enumerate(t for t in tensors if t is not None)]
-        local_args, local_kwargs = list(args), dict(named)
-        for i, local in zip(places, locals_):
-            local_args[i] = local
-        for key, local in zip(keys, locals_[len(places) :]):
-            local_kwargs[key] = local
-        found = function(*local_args, **local_kwargs)
+        found = call_with(locals_)
         results = list(found) if isinstance(found, (tuple, list)) else [found]
         left_out = _left_out(name, results, how, lead, lambda: call.returned(function, *args, **named))
         outputs = []
@@ -88,6 +105,41 @@ def plan_by_matrix(
         return tuple(outputs) if type(found) is tuple else type(found)(outputs)
 
     return Composed(run)
+
+
+def _gathered(name: str, form: Form, specs: Sequence[ShardTensorSpec]) -> tuple[ShardTensorSpec, ...]:
+    """The layouts of operands whose matrices are whole.
+
+    Raises:
+        UnsupportedSharding: a rank would hold more than its largest shard, and than is sent in the time of an exchange.
+    """
+    gathered = tuple(
+        spec.with_axes({m: AxisLayout(Replicate()) for d, m in spec.sharded_dims().items() if term[d] in form.whole})
+        for spec, term in zip(specs, form.terms, strict=True)
+    )
+    moved = [i for i, (spec, whole) in enumerate(zip(specs, gathered, strict=True)) if not spec.lies_like(whole)]
+    elements = sum(_most(gathered[i]) for i in moved)
+    if elements <= max(map(_most, specs)) or is_little(specs[0], elements):
+        return gathered
+    i = moved[0]
+    d, m = next((d, m) for d, m in specs[i].sharded_dims().items() if form.terms[i][d] in form.whole)
+    size = specs[0].tensor_meta.dtype.itemsize
+    raise refuse(
+        name,
+        list(specs),
+        f"it needs dim {d} of operand {i} unsharded, which mesh dim {m} shards, and there is no other dim to shard "
+        f"instead: one that is free and has at least as many elements as the {specs[i].mesh.size(m)} ranks. Whole, its "
+        f"matrices have {elements * size} bytes, more than is gathered unasked: {max(map(_most, specs)) * size}, a "
+        f"rank's largest shard, or {cost_of_exchange(specs[0].mesh.device_type)}",
+        f"redistribute it to Replicate() on mesh dim {m}, call inside shardtensor.allow_gather(), or shard another "
+        "dim. Where only rows of a tall matrix are sharded, qr, svd with full_matrices=False, pinv and lstsq need less",
+    )
+
+
+def _most(spec: ShardTensorSpec) -> int:
+    """How many elements the rank with the largest shards has."""
+    held = spec.sharded_dims()
+    return math.prod(max(spec.sizes_along(held[d])) if d in held else n for d, n in enumerate(spec.shape))
 
 
 def _left_out(

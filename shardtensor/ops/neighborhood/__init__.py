@@ -1,3 +1,3 @@
-"""Neighborhood attention, natten's: every token attends to a window around it."""
+"""Neighborhood attention: natten's, where every token attends to a window around it, and torch-harmonics'."""
 
-from . import attention  # noqa: F401
+from . import attention, sphere  # noqa: F401
