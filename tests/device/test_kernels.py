@@ -20,7 +20,7 @@ COUNTED = {
     "large conv2d 3x3": (5, 3),
     "large conv3d 3x3x3": (5, 3),
     "large transposed conv2d": (3, 3),
-    "large conv2d 3x3, bfloat16": (21, 3),
+    "large conv2d 3x3, bfloat16": (13, 3),
     "group norm": (7, 2),
     "instance norm": (3, 2),
     "batch norm, training": (6, 2),
@@ -33,7 +33,7 @@ COUNTED = {
     "attention, fetch": (6, 2),
     "attention, heads": (10, 4),
     "attention, ring": (12, 3),
-    "attention, causal fetch": (6, 2),
+    "attention, causal fetch": (5, 2),
     "attention, causal ring": (11, 3),
     "step of the globe U-Net": (180, 61),
 }
