@@ -27,7 +27,7 @@ COUNTED = {
     "layer norm over a sharded dim": (9, 2),
     "softmax over shards": (7, 3),
     "var over shards": (8, 3),
-    "bilinear x 2": (6, 2),
+    "bilinear x 2": (5, 2),
     "max pool 3x3, stride 2": (3, 2),
     "rfft2, product, irfft2": (11, 4),
     "attention, fetch": (6, 2),
