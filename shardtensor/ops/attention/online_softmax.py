@@ -27,7 +27,7 @@ from ...layout.geometry import intersect, intervals_of, length, resized
 from ..common.alignment import cast, wide_dtype
 from ..common.ring import Form, Trip
 from .blockwise import RunningSoftmax, pieces
-from .kernels import Dropout, Explicit, Kernel, finite, fused_kernel, has_fused_kernels
+from .kernels import Block, Dropout, Explicit, Kernel, finite, fused_kernel, has_fused_kernels
 from .layout import NAME, AttentionLayout, Parts
 
 _DIMS = 4  # that torch's kernels take
@@ -64,6 +64,11 @@ class BlockPart:
         if mask.shape[-2] > 1:
             mask = self.of_rows(mask)
         return mask.narrow(-1, *self.mask_columns) if mask.shape[-1] > 1 else mask
+
+    def of(self, q: Tensor, keys_and_values: Sequence[Tensor], mask: Tensor | None) -> Block:
+        """This part of the block."""
+        k, v = map(self.of_columns, keys_and_values)
+        return Block(self.of_rows(q), k, v, self.of_mask(mask), self.causal, self.at)
 
 
 class AttentionWork:
@@ -321,9 +326,8 @@ def forward(
         held = work.held(k, v)
         parts = work.parts_for(0, q)
         if work.alone and parts:
-            part, own = parts[0], cast(q, wide_dtype(q.dtype)) if kernel.wide else q
-            keys, values = map(part.of_columns, work.split(held))
-            out, lse = kernel.attend(own, keys, values, part.of_mask(mask), part.causal, part.at, alone=True)
+            own = cast(q, wide_dtype(q.dtype)) if kernel.wide else q
+            out, lse = kernel.attend(parts[0].of(own, work.split(held), mask), alone=True)
             lse = lse if kernel.fused else finite(lse)
         else:
             out, lse = _by_blocks(work, kernel, q, held, v.shape[-1], mask)
@@ -345,8 +349,7 @@ def _by_blocks(
         of_block = work.mask_of(block)
         of_block = mask if of_block is None else of_block
         for part in work.parts_for(index, q):
-            keys, values = map(part.of_columns, work.split(block))
-            out, lse = kernel.attend(part.of_rows(q), keys, values, part.of_mask(of_block), part.causal, part.at)
+            out, lse = kernel.attend(part.of(q, work.split(block), of_block))
             running.add(0 if part.rows is None else part.rows[0], out, lse)
     out, lse = running.result()
     if work.exchanges and work.layout.ring is None:
@@ -464,17 +467,11 @@ class _Gradients:
     def _differentiate(
         self, part: BlockPart, block: Sequence[Tensor], mask: Tensor | None, of_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = map(part.of_columns, self.work.split(block))
         return self.kernel.attend_backward(
             part.of_rows(self.grad),
-            part.of_rows(self.q),
-            keys,
-            values,
-            part.of_mask(mask),
+            part.of(self.q, self.work.split(block), mask),
             part.of_rows(self.out),
             part.of_rows(self.lse, -1),
-            part.causal,
-            part.at,
             part.of_mask(of_mask),
         )
 
