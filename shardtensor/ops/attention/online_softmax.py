@@ -286,11 +286,10 @@ class _Attention(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         needed = ctx.needs_input_grad
-        q, k, v, mask, *kept = ctx.saved_tensors
         with torch.no_grad(), _no_autocast(grad.device.type):
-            grads = backward(ctx.work, ctx.kernel, needed, grad, q, k, v, mask, *kept)
+            grads = backward(ctx.work, ctx.kernel, needed, grad, *ctx.saved_tensors)
         if torch.is_grad_enabled():
-            grads = _Once.apply(ctx.work, *grads, grad, q, k, v, mask)
+            grads = _Once.apply(ctx.work, *grads, grad, *ctx.saved_tensors[:4])
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
 
 
@@ -368,24 +367,15 @@ def _over_ranks(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> tu
 
 
 def backward(
-    work: AttentionWork,
-    kernel: Kernel,
-    needed: Sequence[bool],
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *fetched: Tensor,
+    work: AttentionWork, kernel: Kernel, needed: Sequence[bool], grad: Tensor, *saved: Any
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and mask; those that are not ``needed`` may be left out.
 
     Args:
         grad: of the result.
-        out, lse, fetched: what :func:`forward` returned.
+        saved: the operands, and what :func:`forward` returned besides the result.
     """
+    q, k, v, mask, out, lse, *fetched = saved
     held = fetched or work.held(k, v)
     wide = wide_dtype(q.dtype)
     keys_needed, mask_needed = needed[1] or needed[2], mask is not None and needed[3]

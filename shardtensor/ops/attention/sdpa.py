@@ -324,13 +324,13 @@ def _flash_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> Any:
-    plan, (q, k, v, mask) = _planned(query, key, value, attn_mask, is_causal, scale)
+    plan, local = _planned(query, key, value, attn_mask, is_causal, scale)
     work = plan.work
     results = [
         redistributed(NAME, as_operand(t, work.query.mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
     needed = True, True, True, False
-    grads = backward(work, work.kernel(), needed, results[0], q, k, v, mask, *results[1:])
+    grads = backward(work, work.kernel(), needed, results[0], *local, *results[1:])
     layouts = [gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
     return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]
