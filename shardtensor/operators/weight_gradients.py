@@ -93,18 +93,11 @@ class GradientSum:
         Args:
             overwrite: the gradients are new tensors, which nothing else refers to.
         """
-        result = list(grads)
-        mine = [i for i, needed in enumerate(self.needed) if needed and grads[i] is not None]
-        if not self.mesh_dims or not mine:
-            return lambda: result
-        finish = start_sum([grads[i] for i in mine], self.mesh, self.mesh_dims, overwrite=overwrite)
-
-        def wait() -> list[Tensor | None]:
-            for i, total in zip(mine, finish(), strict=True):
-                result[i] = total
-            return result
-
-        return wait
+        if not self.mesh_dims:
+            return lambda: list(grads)
+        mine = [g if needed else None for g, needed in zip(grads, self.needed, strict=True)]
+        finish = start_sum(mine, self.mesh, self.mesh_dims, overwrite=overwrite)
+        return lambda: [g if total is None else total for g, total in zip(grads, finish(), strict=True)]
 
 
 # What becomes of gradients on their way back.
@@ -346,10 +339,8 @@ class Contribution:
         if torch.is_grad_enabled():
             self.note_summed()
             return start_sum(grads, self._mesh, self._mesh_dims)()
-        own = []
-        for g in grads:
-            row_major = torch.contiguous_format
-            own.append(g if g is None else g.to(wide_dtype(g.dtype), copy=True, memory_format=row_major))
+        row_major = torch.contiguous_format
+        own = [g if g is None else g.to(wide_dtype(g.dtype), copy=True, memory_format=row_major) for g in grads]
         self.add(own)
         return own
 
