@@ -62,21 +62,13 @@ def c10d_all_reduce_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGr
 
 
 def c10d_messages(
-    recvs: Sequence[tuple[int, torch.Tensor]],
-    sends: Sequence[tuple[int, torch.Tensor]],
-    group: dist.ProcessGroup,
-    *,
-    together: bool = True,
+    recvs: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``.
-
-    Args:
-        together: all ranks of the group are connected. NCCL connects the two ranks of each message otherwise.
-    """
+    """``dist.batch_isend_irecv`` of ``(rank of the group, contiguous tensor)``. The group's ranks are connected."""
     if not recvs and not sends:
         return []
     # Backends of the CPU have nothing to coalesce.
-    if not together or (recvs or sends)[0][1].device.type == "cpu":
+    if (recvs or sends)[0][1].device.type == "cpu":
         return [group.recv([t], peer, 0) for peer, t in recvs] + [group.send([t], peer, 0) for peer, t in sends]
     ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in recvs]
     ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
@@ -140,50 +132,35 @@ def explain_what_is_gone(error: RuntimeError) -> None:
         ) from error
 
 
-# Since 2.15 torch names a group that is made by its ranks alone after how many groups have been made; before, after how
-# many the process is in.
-_NAMED_BY_COUNT = "group_count" in _hash_ranks_to_str.__code__.co_names
-
-
-def number_of_groups() -> int:
-    """The number of which torch makes the name of the next process group: how many there are, or have been."""
-    return _world.group_count if _NAMED_BY_COUNT else len(_world.pg_names)
-
-
-def make_host_group(ranks: Sequence[int], number: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A new process group of gloo. Its ranks call this, and no others, with a number that they have agreed on.
-
-    torch names it after their own numbers, see :func:`number_of_groups`; where these differ, as some ranks are in more
-    groups than others, they would look for each other under different names.
-    """
-    name = hashlib.sha1(f"shardtensor {ranks} {number}".encode(), usedforsecurity=False).hexdigest()
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        group: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
-    finally:
-        distributed_c10d._hash_ranks_to_str = _hash_ranks_to_str
-    made: dist.ProcessGroup = group
-    return made
-
-
 def is_eager() -> bool:
     """Whether the default process group was made for a device, so that its ranks are connected from the start."""
     return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
 
-def make_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, name: str) -> dist.ProcessGroup:
-    """A new process group for tensors on ``device``, with the backend of ``like``. Its ranks call this, and no others.
+def make_group(
+    ranks: Sequence[int], number: int, device: torch.device, purpose: str, like: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
+    """A new process group for tensors on ``device``. Its ranks call this, and no others.
 
     Where torch connects ranks from the start it splits ``like``, which must have the same ranks then.
+
+    Args:
+        number: what the ranks have agreed on, for the group's name: see [Note: own groups].
+        like: its backend is taken; otherwise gloo.
     """
-    options: dict[str, Any] = {"timeout": program_timeout(), "group_desc": name}
+    name = hashlib.sha1(f"shardtensor {list(ranks)} {number}".encode(), usedforsecurity=False).hexdigest()
+    options: dict[str, Any] = {"timeout": program_timeout(), "group_desc": f"shardtensor {purpose}"}
     made: Any
-    if is_eager() and like._get_backend(device).supports_splitting:
-        made = dist.split_group(like, [list(range(like.size()))], **options)
-    else:
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(like).split(","))
-        backend = f"{device.type}:{backends[device.type]}"
-        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        if like is not None and is_eager() and like._get_backend(device).supports_splitting:
+            made = dist.split_group(like, [list(range(like.size()))], **options)
+        else:
+            backends = dict(pair.split(":") for pair in dist.get_backend_config(like).split(",")) if like else {}
+            backend = f"{device.type}:{backends.get(device.type, 'gloo')}"
+            made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
+    finally:
+        distributed_c10d._hash_ranks_to_str = _hash_ranks_to_str
     group: dist.ProcessGroup = made
     return group
 

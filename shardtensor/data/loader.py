@@ -35,7 +35,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_convert
 
 from .._compat import PyTree, tree_leaves, tree_map
-from .._compat.c10d import make_host_group, number_of_groups, program_timeout
 from ..dispatch.scatter import part_at
 from ..dispatch.tensor import ShardTensor, wrap
 from ..layout.placements import check_order, rank_at
@@ -43,6 +42,7 @@ from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import gather_over_mesh, usable_mesh
 from ..ranks.failures import communicating
+from ..ranks.groups import new_group, number_of_groups
 from ..ranks.history import calling
 from ..ranks.rows import gather_rows, gather_texts
 from ..ranks.streams import wait_for_streams
@@ -174,11 +174,11 @@ class ShardLoader(Generic[Batch]):
         self._iteration: object = None
         self._buffer: Tensor | None = None
         # A group of its own: the thread must not interfere with the model's collectives. Data is sent from CPU to CPU.
-        timeout = program_timeout()
         assert dist.group.WORLD is not None
         with calling("ShardLoader"), communicating(dist.group.WORLD):
             numbers = gather_over_mesh([number_of_groups()], self.mesh).values()
-            self._group = make_host_group(ranks, max(number for [number] in numbers), timeout)
+            number = max(number for [number] in numbers)
+            self._group = new_group("loader", ranks, number, torch.device("cpu"))
         given = {rank: bool(flag) for rank, [flag] in gather_rows([pickled], self._group, "cpu").items()}
         if len(set(given.values())) > 1:
             raise ValueError(f"ranks of the mesh pass different values for pickled: {given}; pass the same on all")

@@ -80,8 +80,12 @@ def local_size_error(
     """
     specs = [spec for t in tensors if isinstance(spec := getattr(t, "_spec", None), ShardTensorSpec)]
     whole = [t for t in tensors if not isinstance(t, DTensor) or all(p.is_replicate() for p in t.placements)]
+    # The likeliest first: one whose shape the text names, and neither a DTensor nor a parameter.
     found = [
-        (*_unlikely(plain, said), min(m.distance for m in matches), i, plain, spec, matches)
+        (
+            *(not _names(said, plain.shape), isinstance(plain, DTensor), isinstance(plain, torch.nn.Parameter)),
+            *(min(m.distance for m in matches), i, plain, spec, matches),
+        )
         for i, plain in enumerate(whole)
         for spec in specs
         if (matches := _matches(plain.shape, spec)) and _tells(said, plain.shape, spec, matches)
@@ -151,11 +155,6 @@ def _tells(said: str, shape: Sequence[int], spec: ShardTensorSpec, matches: Sequ
 def _names(said: str, shape: Sequence[int]) -> bool:
     """Whether a text has this shape."""
     return re.search(rf"[\[(]{', '.join(map(str, shape))},?[\])]", said) is not None
-
-
-def _unlikely(plain: Tensor, said: str) -> tuple[bool, bool, bool]:
-    """How unlikely it is that a text means this tensor, to compare; one whose shape it names is likely."""
-    return not _names(said, plain.shape), isinstance(plain, DTensor), isinstance(plain, torch.nn.Parameter)
 
 
 def _products(shape: Sequence[int], dim: int) -> set[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import SupportsIndex
 
@@ -98,10 +97,10 @@ def scatter_tensor(
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
     record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh, dtype)
-    link = _link(mesh)
-    with communicating(link.group):
+    group = _group_of(mesh)
+    with communicating(group):
         given = None if problem else tensor
-        local = _send_shards(given, spec, link) if is_src else _receive_shard(spec, global_src, link)
+        local = _send_shards(given, spec, group) if is_src else _receive_shard(spec, global_src, group)
     if problem:
         raise say(problem, f"scatter_tensor: source rank {global_src} is this one, and its tensor", mesh)
     if local is None:
@@ -141,23 +140,23 @@ def gather_tensor(x: DTensor, global_dst: int = 0) -> Tensor | None:
     x = redistribute_to(x, x._spec.for_gradient())
     spec, local = x._spec, x.to_local().resolve_conj().resolve_neg().contiguous()
     record_over_mesh(f"gather_tensor to rank {global_dst} of {spec.in_short}", mesh)
-    link = _link(mesh)
+    group = _group_of(mesh)
     to = next(at for at in product(*map(range, mesh.shape)) if rank_at(mesh, at) == global_dst)
     # Where copies are on several ranks, those send that are the destination's peers.
     sharded = spec.sharded_dims().values()
     peers = list(product(*(range(n) if m in sharded else (to[m],) for m, n in enumerate(mesh.shape))))
     if spec.coordinate != to:
         if spec.coordinate in peers and local.numel():
-            with communicating(link.group):
-                link.exchange((), [(global_dst, local)])
+            with communicating(group):
+                _exchange((), [(global_dst, local)], group)
         return None
     whole = local.new_empty(spec.shape)
     part_at(whole, spec, to).copy_(local)
     for at in peers:
         if at != to and 0 not in spec.local_shape(at):
             shard = local.new_empty(spec.local_shape(at))
-            with communicating(link.group):
-                link.exchange([(rank_at(mesh, at), shard)], ())
+            with communicating(group):
+                _exchange([(rank_at(mesh, at), shard)], (), group)
             part_at(whole, spec, at).copy_(shard)
     return whole
 
@@ -185,42 +184,32 @@ def _problem(tensor: object, mesh: DeviceMesh, shape: Sequence[int] | None, dtyp
     return OTHER_META if other else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """How the source reaches the other ranks.
+def _exchange(
+    recvs: Sequence[tuple[int, Tensor]], sends: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup
+) -> None:
+    """Messages from and to global ranks, and wait for them."""
+    from_, to = ([(dist.get_group_rank(group, r), as_bytes(t)) for r, t in some] for some in (recvs, sends))
+    for work in c10d_messages(from_, to, group):
+        wait_for(work, None, group)
 
-    Attributes:
-        group: all of them are in it.
-        together: whether they are connected in it. If not, messages connect the two ranks that they are between.
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One in which the mesh's ranks are connected. Collective over the mesh.
+
+    No process group has its ranks where it has several dims, but is not the world.
     """
-
-    group: dist.ProcessGroup
-    together: bool = True
-
-    def exchange(self, recvs: Sequence[tuple[int, Tensor]], sends: Sequence[tuple[int, Tensor]]) -> None:
-        """Messages from and to global ranks, and wait for them."""
-        from_, to = ([(dist.get_group_rank(self.group, r), as_bytes(t)) for r, t in some] for some in (recvs, sends))
-        for work in c10d_messages(from_, to, self.group, together=self.together):
-            wait_for(work, None, self.group)
-
-
-def _link(mesh: DeviceMesh) -> _Link:
-    """Collective over the mesh. No process group has its ranks where it has several dims, but is not the world."""
     device = torch.empty(0, device=mesh.device_type).device
     groups = [group_along(mesh, m) for m in range(mesh.ndim)]
     group = groups[0] if mesh.ndim == 1 else dist.group.WORLD
     assert group is not None
     if mesh.size() < group.size() and device.type != "cpu" and not is_eager():
-        own = own_group("scatter", mesh.mesh.flatten().sort().values.tolist(), groups, device)
-        if own is None:
-            return _Link(group, together=False)
-        group = own
+        group = own_group("scatter", mesh.mesh.flatten().sort().values.tolist(), groups, device)
     if mesh.size() == group.size():
         connect(group, device)
-    return _Link(group)
+    return group
 
 
-def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, link: _Link) -> Tensor | None:
+def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, group: dist.ProcessGroup) -> Tensor | None:
     """Send every other rank its shard, and return this rank's. Without a tensor, send that there is a problem.
 
     The last element of a message says whether it holds a shard: an error must reach every rank, which wait for one
@@ -237,9 +226,9 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, link: _Link) -> T
                 continue
             packed.append((rank_at(spec.mesh, at), _packed(tensor, spec, at)))
             if sum(payload.nbytes for _, payload in packed) >= _TOGETHER:
-                link.exchange((), packed)
+                _exchange((), packed, group)
                 packed.clear()
-    link.exchange((), packed)
+    _exchange((), packed, group)
     return mine
 
 
@@ -253,10 +242,10 @@ def _packed(tensor: Tensor | None, spec: ShardTensorSpec, at: Sequence[int]) -> 
     return torch.cat([shard.reshape(-1), shard.new_zeros(1)])
 
 
-def _receive_shard(spec: ShardTensorSpec, src: int, link: _Link) -> Tensor | None:
+def _receive_shard(spec: ShardTensorSpec, src: int, group: dist.ProcessGroup) -> Tensor | None:
     """This rank's shard, or None where the source has a problem."""
     payload = _payload(spec, spec.coordinate)
-    link.exchange([(src, payload)], ())
+    _exchange([(src, payload)], (), group)
     return None if bool(payload[-1] != 0) else payload[:-1].view(spec.own_shape)
 
 

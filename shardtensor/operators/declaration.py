@@ -143,7 +143,9 @@ class Operator:
             to_plain = name in declared.parameters and not (name in declared.sharded and _is_sharded(value))
             if isinstance(value, DTensor) and to_plain:
                 dtype = call.casts.get(name) if wanted else value.dtype
-                if contributes and dtype and _keeps_contributions(plan, value, dtype):
+                half = dtype is not None and wide_dtype(dtype) != dtype
+                # It stays a DTensor until the run, so that a contribution is not rounded on each rank.
+                if contributes and half and type(plan).run is Plan.run and spec_of(value).is_replicate():
                     plan.contributed = {**plan.contributed, i: placements}
                     wanted = [ShardTensor.from_dtensor, *wanted]
                 else:
@@ -269,15 +271,6 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
         shown = [spec_of(t) if isinstance(t, DTensor) else t for t in (*others, parameter)]
         raise refuse(name, shown, "the parameter is sharded", "redistribute it to Replicate() before the call")
     return spec.tensor_meta
-
-
-def _keeps_contributions(plan: Plan, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a replicated DTensor stays one until the plan's run: so a contribution is not rounded on each rank.
-
-    Args:
-        dtype: that it has in the run.
-    """
-    return wide_dtype(dtype) != dtype and type(plan).run is Plan.run and spec_of(parameter).is_replicate()
 
 
 def _to_local(placements: Sequence[Placement], parameter: Any) -> Tensor:

@@ -189,7 +189,7 @@ class _Run(AutogradFunction):
         what depends on saved tensors has gradients of its own, which are in no bucket.
         """
         held, specs = [], []
-        for t in tensors:
+        for t in given:
             is_sharded = type(t) is ShardTensor
             held.append(t._local_tensor if is_sharded else t)
             specs.append(t._spec if is_sharded else None)
@@ -198,7 +198,7 @@ class _Run(AutogradFunction):
         ctx.plan, ctx.contribution, ctx.specs = plan, contribution, specs
         ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
         for i, placements in plan.contributed.items():
-            specs[i] = tensors[i]._spec.replace(placements=placements)
+            specs[i] = given[i]._spec.replace(placements=placements)
         if plan.twice:
             ctx.others = [None] * len(given) if plan.linear else list(given)
             for i in plan.saves:

@@ -74,7 +74,7 @@ class GradientSum:
         return _through(self.needed, tensors, _summing(self.mesh, self.mesh_dims))
 
     def defer(self, tensors: Sequence[Any]) -> tuple[list[Any], Contribution]:
-        """The same, but the sum is made in a bucket: see [Note: buckets].
+        """The same, but the sum is made in a bucket: see [Note: buckets]. The parameters are without values.
 
         Also returned is what takes those gradients as soon as they are known.
         """
@@ -85,7 +85,7 @@ class GradientSum:
     def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
         """The same for what autograd differentiates, by a node that takes the gradients."""
         result, contribution = self.defer(tensors)
-        return _through(self.needed, result, contribution.add_copies)
+        return _through(self.needed, result, contribution.add_copies, values=tensors)
 
     def start(self, grads: Sequence[Tensor | None], *, overwrite: bool = False) -> Callable[[], list[Tensor | None]]:
         """Start it for the parameters' gradients; the function that is returned waits for it and gives all of them.
@@ -93,32 +93,32 @@ class GradientSum:
         Args:
             overwrite: the gradients are new tensors, which nothing else refers to.
         """
-        result = list(grads)
-        mine = [i for i, needed in enumerate(self.needed) if needed and grads[i] is not None]
-        if not self.mesh_dims or not mine:
-            return lambda: result
-        finish = start_sum([grads[i] for i in mine], self.mesh, self.mesh_dims, overwrite=overwrite)
-
-        def wait() -> list[Tensor | None]:
-            for i, total in zip(mine, finish(), strict=True):
-                result[i] = total
-            return result
-
-        return wait
+        if not self.mesh_dims:
+            return lambda: list(grads)
+        mine = [g if needed else None for g, needed in zip(grads, self.needed, strict=True)]
+        finish = start_sum(mine, self.mesh, self.mesh_dims, overwrite=overwrite)
+        return lambda: [g if total is None else total for g, total in zip(grads, finish(), strict=True)]
 
 
 # What becomes of gradients on their way back.
 Back = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def _through(needed: Sequence[bool], tensors: Sequence[Any], back: Back, *, last: bool = False) -> list[Any]:
-    """The tensors, of which those that are ``needed`` and get gradients have gone through a node of the graph."""
-    result, chosen = list(tensors), []
+def _through(
+    needed: Sequence[bool], tensors: Sequence[Any], back: Back, values: Sequence[Any] | None = None, last: bool = False
+) -> list[Any]:
+    """The tensors, of which those that are ``needed`` and get gradients have gone through a node of the graph.
+
+    Args:
+        values: theirs in the result, which are those of ``tensors`` otherwise, or none of a node that is ``last``.
+    """
+    result, chosen = list(tensors if values is None else values), []
     for i, t in enumerate(tensors):
         if needed[i] and t is not None and t.requires_grad:
             chosen.append(i)
     if chosen:
-        for i, t in zip(chosen, _Node.apply(back, last, *map(tensors.__getitem__, chosen)), strict=True):
+        made = _Node.apply(back, last, [result[i] for i in chosen], *map(tensors.__getitem__, chosen))
+        for i, t in zip(chosen, made, strict=True):
             result[i] = t
     return result
 
@@ -127,17 +127,24 @@ class _Node(AutogradFunction):
     """Identity with ``back`` for its backward, which is ``last`` among those that are ready."""
 
     @staticmethod
-    def forward(ctx: Any, back: Back, last: bool, *tensors: Tensor) -> Any:
-        if last:
-            run_last(ctx)
+    def forward(ctx: Any, back: Back, last: bool, values: Sequence[Tensor], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.back = back
-        # As alias() makes them, for which torch would also note that they are views.
-        return tuple([t.detach() for t in tensors])
+        if not last:
+            # As alias() makes them, for which torch would also note that they are views.
+            return tuple([t.detach() for t in values])
+        run_last(ctx)
+        return tuple([_without_values(t) for t in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, None, *ctx.back(grads))
+        return (None, None, None, *ctx.back(grads))
+
+
+def _without_values(t: Tensor) -> Tensor:
+    """What stands for a tensor in the graph. Autograd casts gradients to its dtype, which is not to be narrow yet."""
+    dtype = wide_dtype(t.dtype)
+    return t.detach() if dtype is t.dtype else t.new_empty((), dtype=dtype).expand(t.shape)
 
 
 def _summing(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Back:
@@ -332,7 +339,8 @@ class Contribution:
         if torch.is_grad_enabled():
             self.note_summed()
             return start_sum(grads, self._mesh, self._mesh_dims)()
-        own = [g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads]
+        row_major = torch.contiguous_format
+        own = [g if g is None else g.to(wide_dtype(g.dtype), copy=True, memory_format=row_major) for g in grads]
         self.add(own)
         return own
 

@@ -460,8 +460,10 @@ class _Ring:
         transform, dim, length = self.along.transform, self.along.dim, self.along.length
         start, stop = self.intervals[owner]
         part = part.narrow(dim, 0, max(0, min(stop, self.along.used) - start)).movedim(dim, -1)
-        half = _doubled(part, start, length) if transform.from_half else part
-        y = _chirp(half, start, self.mine, transform.sign, length)
+        if transform.from_half:  # what has a mirror image counts twice
+            j = torch.arange(start, start + part.shape[-1], device=part.device)
+            part = part * torch.where((j == 0) | (2 * j == length), 1, 2)
+        y = _chirp(part, start, self.mine, transform.sign, length)
         return (y.real if transform.from_half else y).movedim(-1, dim) * self.scale
 
     def again(self, x: Tensor) -> Tensor:
@@ -474,12 +476,6 @@ class _Ring:
 
     def adjoint(self, grad: Tensor, ours: bool) -> Tensor:
         raise NotImplementedError
-
-
-def _doubled(part: Tensor, start: int, length: int) -> Tensor:
-    """Half of a Hermitian sequence: what has a mirror image counts twice."""
-    j = torch.arange(start, start + part.shape[-1], device=part.device)
-    return part * torch.where((j == 0) | (2 * j == length), 1, 2)
 
 
 def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> Tensor:

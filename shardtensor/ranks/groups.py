@@ -1,8 +1,8 @@
 """Process groups of this package's own, made when they are first needed, by their ranks alone.
 
 [Note: own groups] torch names such a group after its ranks and a number of groups of the process. Ranks whose
-numbers differ would look for each other under different names until the timeout. So they compare these numbers first,
-and where they differ, all ranks do without the group.
+numbers differ, as some are in more groups than others, would look for each other under different names until the
+timeout. So these groups are counted here, and named after a number that their ranks agree on: the largest of theirs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .._compat.c10d import c10d_all_reduce, make_group, number_of_groups, process_group
+from .._compat.c10d import c10d_all_reduce, make_group, process_group
 
 _world: dist.ProcessGroup | None = None  # to which these belong
 _connected: set[tuple[str, torch.device]] = set()
-_made: dict[tuple[str, tuple[int, ...]], str | None] = {}
+_made: dict[tuple[str, tuple[int, ...]], str] = {}
+_number = 0
 
 
 def forget_groups() -> None:
@@ -53,8 +54,8 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def own_group(
     purpose: str, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device
-) -> dist.ProcessGroup | None:
-    """The group of these ranks that is used for ``purpose`` and nothing else; on all of them, which call this, or none.
+) -> dist.ProcessGroup:
+    """The group of these ranks that is used for ``purpose`` and nothing else. All of them call this.
 
     Args:
         ranks: global ranks, in ascending order.
@@ -64,12 +65,22 @@ def own_group(
     _check_world()
     key = purpose, tuple(ranks)
     if key not in _made:
-        number = number_of_groups()
-        extremes = torch.tensor([number, -number], device=device)
+        most = torch.tensor([number_of_groups()], device=device)
         for group in groups:
-            c10d_all_reduce(extremes, dist.ReduceOp.MAX, group).wait()
-        most, least = extremes.tolist()
-        made = make_group(key[1], groups[0], device, f"shardtensor {purpose}") if most == -least else None
-        _made[key] = made.group_name if made is not None else None
-    name = _made[key]
-    return None if name is None else process_group(name)
+            c10d_all_reduce(most, dist.ReduceOp.MAX, group).wait()
+        _made[key] = new_group(purpose, ranks, int(most), device, groups[0]).group_name
+    return process_group(_made[key])
+
+
+def number_of_groups() -> int:
+    """How many of these groups this rank has made, or the number after the last one's."""
+    return _number
+
+
+def new_group(
+    purpose: str, ranks: Sequence[int], number: int, device: torch.device, like: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
+    """As :func:`make_group`, with the largest of the ranks' :func:`number_of_groups`."""
+    global _number
+    _number = number + 1
+    return make_group(ranks, number, device, purpose, like)

@@ -709,7 +709,7 @@ static at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_block
   { std::lock_guard<std::mutex> guard(order_mutex); tick = launch(stream); }
   touch(src, stream, tick, false, "copy_");
   touch(self, stream, tick, true, "copy_");
-  if (counting) moved_bytes += 2 * static_cast<int64_t>(self.nbytes());
+  if (counting) moved_bytes += static_cast<int64_t>(self.nbytes() + src.nbytes());
   if (capturing) {
     capturing->nodes.push_back([self, src, non_blocking]() mutable { copy_(self, src, non_blocking); });
     return self;

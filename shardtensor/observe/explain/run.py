@@ -204,7 +204,8 @@ def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanatio
                 "which takes the memory and the time of one rank. What it would receive from other ranks is zero here: "
                 "where messages depend on received values, the numbers may be others in a real run."
             )
-    if runs is not None and values is None and _reads_by_index(runs) and _has_values(job):
+    by_index = any(row.row_bytes for rows, _ in runs or () for row in rows)
+    if runs is not None and values is None and by_index and _has_values(job):
         runs = None
         notes.append(
             "Which rows an index reads of other ranks is in its values, so the model was run with values, which takes "
@@ -378,10 +379,6 @@ def _completed(rows: Mapping[int, Row], rank: int, phase: int) -> Communication:
             total.bytes_received += there.sent_to[rank]
             total.received_from[peer] += there.sent_to[rank]
     return total
-
-
-def _reads_by_index(runs: Sequence[Run]) -> bool:
-    return any(row.row_bytes for rows, _ in runs for row in rows)
 
 
 def _has_values(job: Job) -> bool:

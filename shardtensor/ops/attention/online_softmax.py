@@ -27,7 +27,7 @@ from ...layout.geometry import intersect, intervals_of, length, resized
 from ..common.alignment import cast, wide_dtype
 from ..common.ring import Form, Trip
 from .blockwise import RunningSoftmax, pieces
-from .kernels import Dropout, Explicit, Kernel, finite, fused_kernel, has_fused_kernels
+from .kernels import Block, Dropout, Explicit, Kernel, finite, fused_kernel, has_fused_kernels
 from .layout import NAME, AttentionLayout, Parts
 
 _DIMS = 4  # that torch's kernels take
@@ -64,6 +64,11 @@ class BlockPart:
         if mask.shape[-2] > 1:
             mask = self.of_rows(mask)
         return mask.narrow(-1, *self.mask_columns) if mask.shape[-1] > 1 else mask
+
+    def of(self, q: Tensor, keys_and_values: Sequence[Tensor], mask: Tensor | None) -> Block:
+        """This part of the block."""
+        k, v = map(self.of_columns, keys_and_values)
+        return Block(self.of_rows(q), k, v, self.of_mask(mask), self.causal, self.at)
 
 
 class AttentionWork:
@@ -281,11 +286,10 @@ class _Attention(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         needed = ctx.needs_input_grad
-        q, k, v, mask, *kept = ctx.saved_tensors
         with torch.no_grad(), _no_autocast(grad.device.type):
-            grads = backward(ctx.work, ctx.kernel, needed, grad, q, k, v, mask, *kept)
+            grads = backward(ctx.work, ctx.kernel, needed, grad, *ctx.saved_tensors)
         if torch.is_grad_enabled():
-            grads = _Once.apply(ctx.work, *grads, grad, q, k, v, mask)
+            grads = _Once.apply(ctx.work, *grads, grad, *ctx.saved_tensors[:4])
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
 
 
@@ -321,9 +325,8 @@ def forward(
         held = work.held(k, v)
         parts = work.parts_for(0, q)
         if work.alone and parts:
-            part, own = parts[0], cast(q, wide_dtype(q.dtype)) if kernel.wide else q
-            keys, values = map(part.of_columns, work.split(held))
-            out, lse = kernel.attend(own, keys, values, part.of_mask(mask), part.causal, part.at, alone=True)
+            own = cast(q, wide_dtype(q.dtype)) if kernel.wide else q
+            out, lse = kernel.attend(parts[0].of(own, work.split(held), mask), alone=True)
             lse = lse if kernel.fused else finite(lse)
         else:
             out, lse = _by_blocks(work, kernel, q, held, v.shape[-1], mask)
@@ -345,8 +348,7 @@ def _by_blocks(
         of_block = work.mask_of(block)
         of_block = mask if of_block is None else of_block
         for part in work.parts_for(index, q):
-            keys, values = map(part.of_columns, work.split(block))
-            out, lse = kernel.attend(part.of_rows(q), keys, values, part.of_mask(of_block), part.causal, part.at)
+            out, lse = kernel.attend(part.of(q, work.split(block), of_block))
             running.add(0 if part.rows is None else part.rows[0], out, lse)
     out, lse = running.result()
     if work.exchanges and work.layout.ring is None:
@@ -365,24 +367,15 @@ def _over_ranks(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> tu
 
 
 def backward(
-    work: AttentionWork,
-    kernel: Kernel,
-    needed: Sequence[bool],
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *fetched: Tensor,
+    work: AttentionWork, kernel: Kernel, needed: Sequence[bool], grad: Tensor, *saved: Any
 ) -> list[Tensor | None]:
     """Gradients of q, k, v and mask; those that are not ``needed`` may be left out.
 
     Args:
         grad: of the result.
-        out, lse, fetched: what :func:`forward` returned.
+        saved: the operands, and what :func:`forward` returned besides the result.
     """
+    q, k, v, mask, out, lse, *fetched = saved
     held = fetched or work.held(k, v)
     wide = wide_dtype(q.dtype)
     keys_needed, mask_needed = needed[1] or needed[2], mask is not None and needed[3]
@@ -464,17 +457,11 @@ class _Gradients:
     def _differentiate(
         self, part: BlockPart, block: Sequence[Tensor], mask: Tensor | None, of_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = map(part.of_columns, self.work.split(block))
         return self.kernel.attend_backward(
             part.of_rows(self.grad),
-            part.of_rows(self.q),
-            keys,
-            values,
-            part.of_mask(mask),
+            part.of(self.q, self.work.split(block), mask),
             part.of_rows(self.out),
             part.of_rows(self.lse, -1),
-            part.causal,
-            part.at,
             part.of_mask(of_mask),
         )
 

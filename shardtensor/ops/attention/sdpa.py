@@ -177,9 +177,11 @@ def _attention(
     for name, spec in list(call.tensors.items()):
         dtype = spec.tensor_meta.dtype
         call.cast(call.autocast() if dtype.is_floating_point and dtype != torch.float64 else None, name)
-    batch = _common_batch([query, key, value], enable_gqa)
+    tail = 3 if enable_gqa else 2  # with grouped queries, keys and values keep heads of their own
+    shapes = {spec.shape[:-tail] for spec in (query, key, value)}
+    batch = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else None  # type: ignore[no-untyped-call]
     if batch is not None or (attn_mask is not None and len(attn_mask.shape) < 2):
-        return Composed(partial(_in_common_shapes, batch, 3 if enable_gqa else 2, (*options.values(), shift)))
+        return Composed(partial(_in_common_shapes, batch, tail, (*options.values(), shift)))
     if attn_mask is not None:
         call.tensors["attn_mask"] = _unsharded_where_single(call.tensors["attn_mask"])
     q, k, v, mask = *list(call.tensors.values())[:3], call.tensors.get("attn_mask")
@@ -228,13 +230,6 @@ def _shift_of(bias: CausalBias, query: Tensor, key: Tensor, is_causal: bool) -> 
     if lengths != wanted:
         raise ValueError(f"a causal bias for (queries, keys) {lengths}, but there are {wanted}")
     return 0 if bias.variant.name == "UPPER_LEFT" else wanted[1] - wanted[0]
-
-
-def _common_batch(specs: Sequence[ShardTensorSpec], grouped: bool) -> torch.Size | None:
-    """The batch dims that the operands are to have; None if they have them all."""
-    tail = 3 if grouped else 2  # with grouped queries, keys and values keep heads of their own
-    shapes = [spec.shape[:-tail] for spec in specs]
-    return None if shapes.count(shapes[0]) == len(shapes) else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
 
 
 def _in_common_shapes(
@@ -329,13 +324,13 @@ def _flash_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> Any:
-    plan, (q, k, v, mask) = _planned(query, key, value, attn_mask, is_causal, scale)
+    plan, local = _planned(query, key, value, attn_mask, is_causal, scale)
     work = plan.work
     results = [
         redistributed(NAME, as_operand(t, work.query.mesh), _result_spec(work, t.shape, t.dtype))._local_tensor
         for t in (grad_out, out, logsumexp)
     ]
     needed = True, True, True, False
-    grads = backward(work, work.kernel(), needed, results[0], q, k, v, mask, *results[1:])
+    grads = backward(work, work.kernel(), needed, results[0], *local, *results[1:])
     layouts = [gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
     return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]

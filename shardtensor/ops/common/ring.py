@@ -173,7 +173,9 @@ class Trip:
     def _start(self, step: _Step, ready: dict[str, Sequence[Tensor]], like: Tensor) -> Pending | None:
         if step.exchange is None:
             return None
-        pieces = [_as_bytes(t) for name in step.sends for t in ready[name]]
+        tensors = [t for name in step.sends for t in ready[name]]
+        # In their own memory if the last dim lies together: packing copies them once more.
+        pieces = [t.view(torch.uint8) if t.ndim and t.stride(-1) == 1 else as_bytes(t) for t in tensors]
         return step.exchange.start(pieces, pieces[0] if pieces else like.new_empty(0, dtype=torch.uint8))
 
     def _wait(self, step: _Step, pending: Pending | None) -> dict[str, Sequence[Tensor]]:
@@ -189,11 +191,6 @@ class Trip:
 def _bytes(messages: Sequence[tuple[int, str, Sequence[Form]]]) -> list[tuple[int, Sequence[int]]]:
     """Receivers or senders, and how many bytes: tensors of any dtypes travel in one message."""
     return [(peer, (math.prod(shape) * dtype.itemsize,)) for peer, _, forms in messages for shape, dtype in forms]
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    """The numbers as bytes, in the tensor's own memory if the last dim lies together: packing copies them once more."""
-    return t.view(torch.uint8) if t.ndim and t.stride(-1) == 1 else as_bytes(t)
 
 
 def _from_bytes(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -94,10 +94,12 @@ def taken(function: Differentiated, wanted: Mapping[int, Wanted], ndim: int) -> 
     unwanted = [n for d in reversed(range(ndim)) for n in around.get(d, (0, 0))]
 
     def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        result, kept = function.forward(t)
+        found, kept = function.forward(t)
+        result = found
         for place in places:
             result = result.narrow(*place)
-        return result.clone(), kept  # dense, in its memory format, and without the rest
+        # Without the rest where that is much; where it is what a halo gives, a copy of the result costs more.
+        return result if 4 * result.numel() > 3 * found.numel() else result.clone(), kept
 
     def backward(grad: Tensor, *others: Tensor) -> Tensor:
         return function.backward(padded(grad, unwanted), *others)

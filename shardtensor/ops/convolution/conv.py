@@ -87,7 +87,7 @@ def plan_convolution(
             continue
         sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].boundary)
         outputs, rank = intervals_of(sizes[d]), spec.coordinate[m]
-        needs[d] = [_within(windows[d].reads(out), shape[d]) for out in outputs]
+        needs[d] = [intersect(windows[d].reads(out), (0, shape[d])) for out in outputs]
         held[d], outs[d] = needs[d][rank], outputs[rank]
     out_spec = output_spec(spec, (shape[0], weight[0], *(w.outputs for w in windows.values())), sizes)
     half = wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype
@@ -111,11 +111,6 @@ def plan_convolution(
             lambda part, out: local.alone(d, part, out, held, outs),
         )
     return ConvolutionPlan(out_spec, fetch, convolve, split)
-
-
-def _within(read: Interval, size: int) -> Interval:
-    a, b = intersect(read, (0, size))
-    return (a, b) if b > a else (0, 0)
 
 
 def output_spec(spec: ShardTensorSpec, shape: Sequence[int], sizes: Mapping[int, tuple[int, ...]]) -> ShardTensorSpec:

@@ -174,10 +174,12 @@ class SplitGradient:
     ) -> Gradients:
         """Those of shard, weight and bias, see :meth:`ConvolutionPlan.backward`."""
         need_x, need_w, need_b = needed
+        # All at once where all of it is needed so, as for the weight's gradient; otherwise a few rows are.
+        wide = widened(grad, x, weight) if need_w or need_b else [grad, x, weight]
         pieces: list[Tensor] = []
         parts: list[tuple[Narrow | None, Tensor]] = []
         for strip, rows in zip(self.halo, fetch.received(halo), strict=True):
-            of_rows, of_weight, _ = strip.gradients((need_x, need_w, False), grad, rows, weight)
+            of_rows, of_weight, _ = strip.gradients((need_x, need_w, False), wide[0], rows, wide[2])
             pieces += [] if of_rows is None else [of_rows]
             parts += [] if of_weight is None else [(strip.taps, of_weight)]
 
@@ -188,13 +190,17 @@ class SplitGradient:
         # Only some ranks may compute in two: where there is a sum, all of them start it before they return the halo's.
         if need_x and total is None:
             returning = start()
-            weight = returning.meanwhile(weight)
+            wide[2] = returning.meanwhile(wide[2])
         # One call of the kernel for all is faster; but a sum is to travel meanwhile, and half precision is wide here.
         together = need_x and total is None and not is_half(x)
-        grad_x, grad_w, grad_b = self.shard.gradients((together, need_w, need_b), *widened(grad, x, weight))
+        grad_x, grad_w, grad_b = self.shard.gradients((together, need_w, need_b), *wide)
         for taps, part in parts:
             assert grad_w is not None
             (grad_w if taps is None else grad_w.narrow(*taps)).add_(part)
+        edges = []
+        for place, strip in self.edges if need_x else ():
+            edges.append(strip.gradients(ONLY_INPUT, wide[0], wide[1].narrow(*place), wide[2])[0])
+        del wide
         # The kernel has made the parameters' gradients for this call alone.
         finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
         if need_x:
@@ -202,13 +208,12 @@ class SplitGradient:
             if not together:
                 grad_x, _, _ = self.shard.gradients(ONLY_INPUT, grad, x, weight)
             assert grad_x is not None
-            if not self.edges:
+            if not edges:
                 grad_x = fetch.add_returned(grad_x, returning)
             else:
-                wide = [strip.gradients(ONLY_INPUT, grad, x.narrow(*place), weight)[0] for place, strip in self.edges]
-                for (place, _), own, piece in zip(self.edges, wide, returning.wait(grad_x), strict=True):
+                for (place, _), own, piece in zip(self.edges, edges, returning.wait(grad_x), strict=True):
                     assert own is not None
-                    grad_x.narrow(*place).copy_(own.add_(piece))
+                    torch.add(own, piece, out=grad_x.narrow(*place))
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b

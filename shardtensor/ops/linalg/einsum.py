@@ -31,7 +31,7 @@ def plan_einsum(call: Arguments, equation: str, *operands: ShardTensorSpec) -> P
     terms, out = letters(equation, tuple(len(spec.shape) for spec in specs))
     spelled = ",".join(terms) + "->" + out
     if any(len(set(term)) < len(term) for term in terms):
-        once = ",".join(map(_letters_once, terms)) + "->" + out
+        once = ",".join("".join(dict.fromkeys(reversed(term)))[::-1] for term in terms) + "->" + out
         return Composed(lambda operands: torch.einsum(once, *map(_diagonal, operands, terms)))
     try:
         how = arrange("einsum", _einsum_form(terms, out, [spec.shape for spec in specs]), specs)
@@ -66,11 +66,6 @@ def letters(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[str, ...], str
         once = sorted(c for c in set(given) - set(".,") if given.count(c) == 1)
         result = "..." * ("..." in given) + "".join(once)
     return spelled_terms, result.replace("...", dots)
-
-
-def _letters_once(term: str) -> str:
-    """The dims of :func:`_diagonal`."""
-    return "".join(dict.fromkeys(reversed(term)))[::-1]
 
 
 def _diagonal(x: Tensor, term: str) -> Tensor:

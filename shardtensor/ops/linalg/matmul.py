@@ -112,10 +112,6 @@ def plan_outer(call: Arguments, input: ShardTensorSpec, vec2: ShardTensorSpec) -
 Number = int | float | complex | bool
 
 
-def _sum_of_products(batch1: Tensor, batch2: Tensor) -> Tensor:
-    return torch.einsum("bik,bkj->ij", batch1, batch2)
-
-
 def _scaled(result: Tensor, dtype: torch.dtype, beta: Number, alpha: Number) -> tuple[Tensor, Number]:
     """``(alpha * result, beta)``, the factors as numbers of the result's kind, which torch makes of them."""
     result = result.to(dtype)
@@ -200,7 +196,7 @@ _PRODUCTS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "addmv": (torch.mv, "input mat vec"),
     "addr": (torch.outer, "input vec1 vec2"),
     "baddbmm": (torch.bmm, "input batch1 batch2"),
-    "addbmm": (_sum_of_products, "input batch1 batch2"),
+    "addbmm": (partial(torch.einsum, "bik,bkj->ij"), "input batch1 batch2"),
 }
 for _name, (_product, _tensors) in _PRODUCTS.items():
     _register_added(_name, _product, _tensors)

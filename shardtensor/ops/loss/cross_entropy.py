@@ -111,7 +111,9 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
     meta = call.returned(function, **given, reduction="none")
     soft = input.shape == target.shape and function is F.cross_entropy
     classes = min(1, len(input.shape) - 1)
-    _check_rows(input.shape, target.shape, classes, soft)
+    rows_shape = [*input.shape[:classes], *input.shape[classes + 1 :]]
+    if len(input.shape) > 2 and not soft and [*target.shape] != rows_shape:  # torch does not see it without data
+        raise RuntimeError(f"size mismatch (got input: {list(input.shape)}, target: {list(target.shape)})")
     targets = target if soft else _with_dim(target, classes, input)
     common = common_layout([input, targets], input.tensor_meta)
     refuse_gathering(call.name, [input], [common])
@@ -137,13 +139,6 @@ def _plan_likelihood(function: Callable[..., Tensor], call: Arguments, given: di
         return _of_logs[function](logs, target, weight, meta.dtype, soft, smoothing, ignore_index, reduction)
 
     return Composed(compute_logs)
-
-
-def _check_rows(input: torch.Size, target: torch.Size, classes: int, soft: bool) -> None:
-    """Raise where there is not one target per row; of images, torch does not see that on tensors without data."""
-    rows = torch.Size([*input[:classes], *input[classes + 1 :]])
-    if len(input) > 2 and not soft and target != rows:
-        raise RuntimeError(f"size mismatch (got input: {list(input)}, target: {list(target)})")
 
 
 def _loss_of_rows(
