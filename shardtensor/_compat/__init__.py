@@ -565,3 +565,14 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that autograd has a tensor for a view of, or itself."""
     with DisableTorchFunction():
         return tensor if tensor._base is None else tensor._base
+
+
+# What C++ calls, in the midst of a call of an ``autograd.Function``, for a tensor that this has written to.
+sets_hooks: Any = vars(torch._C.TensorBase)["_backward_hooks"].__set__
+
+
+def made_without_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view that was taken where autograd is off: it never has a history."""
+    autograd: Any = torch._C._autograd
+    with DisableTorchFunction():
+        return tensor._is_view() and autograd._get_creation_meta(tensor) == autograd.CreationMeta.NO_GRAD_MODE

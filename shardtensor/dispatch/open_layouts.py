@@ -187,9 +187,9 @@ def _indexed_axis(
         return None
     dim = max(dims, key=lambda d: first.shape[d])
     n, sizes = first.shape[dim], first_sharded.sizes_along(m)
-    if n < first.mesh.size(m):
+    if n < first.mesh.size(m) or not any(sizes):
         return None
-    return dim, map_boundaries(sizes, lambda b: b * n // max(1, sum(sizes)))
+    return dim, map_boundaries(sizes, lambda b: b * n // sum(sizes))
 
 
 # -- a sum over an index -----------------------------------------------------------------------------------------------

@@ -398,11 +398,12 @@ def converted(
     convert: Callable[[Any], Any], args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, each of them converted; of lists and tuples, their items."""
+    return tuple(_each(convert, a) for a in args), {name: _each(convert, value) for name, value in kwargs.items()}
 
-    def of(value: Any) -> Any:
-        return type(value)(map(of, value)) if type(value) in (list, tuple) else convert(value)
 
-    return tuple(map(of, args)), {name: of(value) for name, value in kwargs.items()}
+def _each(convert: Callable[[Any], Any], value: Any) -> Any:
+    # No closure that calls itself: it would keep tensors until garbage is collected.
+    return type(value)(_each(convert, v) for v in value) if type(value) in (list, tuple) else convert(value)
 
 
 def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, ShardTensorSpec]]:

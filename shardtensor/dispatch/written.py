@@ -18,15 +18,26 @@ that are not taken by an index and an order of dims.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from .._compat import AutogradFunction, FakeTensor, exchange_memory, tensors_with_memory_of, tracing, whole_of
+from .._compat import (
+    AutogradFunction,
+    DisableTorchFunction,
+    FakeTensor,
+    exchange_memory,
+    made_without_grad,
+    sets_hooks,
+    tensors_with_memory_of,
+    tracing,
+    whole_of,
+)
 from .conversions import is_shard_tensor, promote
 from .open_layouts import Take, leave_open
 from .plain_tensors import writes
@@ -38,8 +49,8 @@ if TYPE_CHECKING:
 # Classes of plain tensors, but for parameters; previews have tensors without data.
 PLAIN = frozenset({Tensor, FakeTensor})
 
-
 _Family: TypeAlias = "WeakValueDictionary[int, WrittenTensor]"
+_History: TypeAlias = "tuple[Any, bool]"  # grad_fn and requires_grad
 
 
 class WrittenTensor(Tensor):
@@ -48,20 +59,27 @@ class WrittenTensor(Tensor):
     Attributes:
         sharded: the ShardTensor. Its attributes and methods are this tensor's, too.
         family: the written tensors that share its memory, this one included, by their ids.
+        histories: what autograd knew of this tensor, and of the ShardTensor, when it began to stand for it.
+        former: what an ``autograd.Function`` may have saved in place of this tensor, since the last write.
     """
 
     sharded: ShardTensor
     family: _Family
+    histories: tuple[_History, _History]
+    former: list[Tensor]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == sets_hooks:
+            with DisableTorchFunction():
+                return func(*args)
         return call_on_sharded(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        return call_on_sharded(func, args, kwargs or {})
+        return _called(func, args, kwargs or {})  # autograd is done with the call
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sharded"], name)
@@ -79,6 +97,13 @@ def call_on_sharded(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
     One that returns its first operand does so, and views of it are written tensors, too.
     """
+    for a in flat(args, kwargs):
+        if type(a) is WrittenTensor and _history(a)[0] is not a.histories[0][0]:
+            _take_history(a)
+    return _called(func, args, kwargs)
+
+
+def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args and type(args[0]) is WrittenTensor else None
     args, kwargs = converted(lambda a: a.sharded if type(a) is WrittenTensor else a, args, kwargs)
     name = func.__name__
@@ -91,9 +116,8 @@ def call_on_sharded(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         result = (getattr(type(args[0]), name) if is_method else func)(*args, **kwargs)
     if first is None:
         return result
-    if name == "__set__" or writes(func):  # what autograd knows of these has changed
-        for written in first.family.values():
-            exchange_memory(written, _Standing.apply(written.sharded))
+    if name == "__set__" or writes(func):
+        _note_write(list(first.family.values()), always=name == "__set__")
     (result,), _ = converted(lambda r: _standing_for(r, first), (result,), {})
     return result
 
@@ -110,8 +134,47 @@ def _standing_for(result: Any, first: WrittenTensor) -> Any:
 
 
 def _stand(written: Any, sharded: ShardTensor, family: _Family) -> None:
-    written.__dict__.update(sharded=sharded, family=family)
+    histories = _history(written), _history(sharded)
+    written.__dict__.update(sharded=sharded, family=family, histories=histories, former=[])
     family[id(written)] = written
+
+
+def _note_write(family: Sequence[WrittenTensor], *, always: bool) -> None:
+    with DisableTorchFunction():
+        saved = [t for written in family for t in (written, *written.former) if not t.is_inference()]
+    increment_version(saved)
+    _stand_anew(family, always=always)
+    for written in family:
+        written.former.clear()
+
+
+def _stand_anew(family: Iterable[WrittenTensor], *, always: bool = False) -> None:
+    """Have tensors stand for ShardTensors of which autograd knows something else than it did.
+
+    The others stay the tensors that an ``autograd.Function`` knows as its inputs.
+    """
+    for written in family:
+        sharded = written.sharded
+        if always or (not made_without_grad(sharded) and _history(sharded) != written.histories[1]):
+            former = _Standing.apply(sharded)
+            exchange_memory(written, former)
+            written.former.append(former)
+            written.__dict__["histories"] = _history(written), _history(sharded)
+
+
+def _history(tensor: Tensor) -> _History:
+    with DisableTorchFunction():
+        return tensor.grad_fn, tensor.requires_grad
+
+
+def _take_history(written: WrittenTensor) -> None:
+    """An ``autograd.Function`` has returned this tensor, or written to it: so it has with its ShardTensor."""
+    sharded, whole = written.sharded, whole_of(written.sharded)
+    # Of a view that it has returned, nobody has the whole, which has no history.
+    is_part = whole is not sharded and all(other.sharded is not whole for other in written.family.values())
+    with torch.enable_grad():
+        written.__dict__["sharded"] = _Taking.apply(sharded, written, not is_part)
+        _stand_anew(list(written.family.values()))
 
 
 def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -214,3 +277,18 @@ class _Standing(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return grad
+
+
+class _Taking(AutogradFunction):
+    """A ShardTensor with the history of the written tensor that stands for it, which has its values already."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: ShardTensor, written: Any, in_place: bool) -> Any:
+        ctx.set_materialize_grads(False)
+        if in_place:
+            ctx.mark_dirty(sharded)
+        return sharded
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None, grad, None

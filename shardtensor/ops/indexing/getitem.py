@@ -242,23 +242,23 @@ def masked(x: Tensor, dim: int, mask: Tensor, values: Tensor, accumulate: bool) 
     check_mask(x, dim, mask)
     mask = mask.bool()
     after = x.ndim - dim - mask.ndim  # dims of x behind those of the mask
-    many = values.ndim > after and values.shape[values.ndim - 1 - after] != 1
-    if many:
-        count, n = int(mask.sum()), values.shape[values.ndim - 1 - after]
+    lead = values.ndim - 1 - after
+    n = values.shape[lead] if lead >= 0 else 1
+    if n != 1:
+        count = int(mask.sum())
         if n != count:
             raise IndexError(f"shape mismatch: {n} values for the {count} entries that the mask selects")
-        if not n:
-            return x
+    if n > 1:
         place = (flat_cumsum(mask.long()) - 1).clamp(min=0)
-        lead = values.ndim - 1 - after
         values = gathered(values, [None] * lead + [place])
-    elif values.ndim > after:
-        for _ in range(mask.ndim - 1):
-            values = values.unsqueeze(values.ndim - 1 - after)
+    elif lead >= 0:  # one value for all entries, or none for none, which is where gradients go
+        values = values.select(lead, 0) if n else values.sum(lead)
+        for _ in range(mask.ndim):
+            values = values.unsqueeze(lead)
     wide = mask
     for _ in range(after):
         wide = wide.unsqueeze(-1)
-    if values.ndim == x.ndim:
+    if values.shape == x.shape:
         values = same_layout(values, x)
     return torch.where(wide, x + values if accumulate else values, x)
 
@@ -289,7 +289,7 @@ def _masked_scatter(
         if needed > values.numel():
             raise RuntimeError("Number of elements of source < number of ones in mask")
         if not needed:
-            return x.clone()
+            return torch.where(where, values.sum(), x)  # where no value goes, and gradients do
         found = gathered(values.reshape(-1), [(place - 1).clamp(min=0)])
         return torch.where(where, same_layout(found, x), x)
 

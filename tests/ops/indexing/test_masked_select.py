@@ -107,6 +107,55 @@ def test_of_tensors_cut_otherwise():
     run_distributed(check_different_cuts, 2)
 
 
+def selected_rows(r, v, mask):
+    r = r * 1
+    r[mask] = v[mask]
+    return r
+
+
+def into_a_constant(r, v, mask):
+    out = torch.ones(7, 4, dtype=torch.float64)
+    out[mask] = v[mask] * r.detach()[mask]
+    return out
+
+
+def by_index(r, v, mask):
+    out, rows = torch.ones(7, 4, dtype=torch.float64), mask.nonzero()[:, 0]
+    out[rows] = v[rows]
+    return out
+
+
+MASKED = {
+    "rows": selected_rows,
+    "a constant": into_a_constant,
+    "by index": by_index,
+    "index_put": lambda r, v, mask: r.index_put((mask,), v[mask]),
+    "index_put, added": lambda r, v, mask: r.index_put((mask,), v[mask].exp(), accumulate=True),
+    "masked_scatter": lambda r, v, mask: r.masked_scatter(mask.unsqueeze(1), v[mask]),
+    "elements": lambda r, v, mask: selected_rows(r, v, mask.unsqueeze(1) & (v.detach() > 0)),
+}
+
+
+def check_masked(sizes):
+    r, v = values()[:, :, 0], values()[:, :, 1]
+    places = [[Shard(0)]] * 3
+    for rows in ([], [0], [6], [1, 4], [0, 3, 6]):
+        mask = torch.isin(torch.arange(7), torch.tensor(rows))
+        for name, function in MASKED.items():
+            try:
+                assert_matches_unsharded(
+                    function, r, v, mask, placements=places, mesh_shape=2, shard_sizes={0: sizes}
+                )
+            except Exception as error:
+                raise AssertionError(f"{name} of {rows}: {error}") from error
+
+
+@pytest.mark.parametrize("sizes", [(5, 2), (0, 7)])
+def test_what_a_mask_chooses_is_written_where_it_chooses(sizes):
+    """Nothing, one row, rows of one rank, of all: values, and whether there is a gradient."""
+    run_distributed(check_masked, 2, sizes)
+
+
 def whole_mask():
     """Of a plain tensor, by a mask that every rank has."""
     x = values()
