@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -77,6 +79,15 @@ def c10d_operators() -> list[str]:
     """The names of c10d's operators that communicate."""
     names = (name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
     return [name for name in names if name != "check_for_nan"]
+
+
+def without_graphs() -> AbstractContextManager[Any]:
+    """Run compiled functions eagerly: where a mode sees operators torch does so, but raises where it wants one graph.
+
+    Eager ``flex_attention`` does. The compiler is not imported for this.
+    """
+    compiling = {"torch._dynamo", "torch.nn.attention.flex_attention"} & sys.modules.keys()
+    return torch.compiler.set_stance("force_eager") if compiling else nullcontext()
 
 
 def put_in_front(names: Iterable[str], make: Callable[[str, Kernel, bool], Kernel]) -> Callable[[], None]:

@@ -25,6 +25,7 @@ from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
 from ...layout.geometry import chunk_sizes
 from ...layout.spec import ShardTensorSpec
+from .._compat import without_graphs
 from ..counting import Communication
 from ..simulate import simulate_ranks, without_groups
 from .recording import Recorder, Row
@@ -255,7 +256,7 @@ def _run(job: Job, values: Callable[[], AbstractContextManager[Any]]) -> Run:
         kwargs = _each_tensor(given, job.kwargs)
         plain = all(layout is None for layout in job.layouts)
         recorder = Recorder(model, values=mode is None, plain=plain)
-        with nullcontext() if mode is None else mode:
+        with nullcontext() if mode is None else mode, without_graphs():
             try:
                 _passes(job, recorder, model, inputs, kwargs)
             except UnsupportedSharding as error:  # not in an operator that the model calls
