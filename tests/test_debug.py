@@ -58,7 +58,11 @@ def disagree(how):
         ("operators", r"rank 0: exchange of float32 in convolution, .*; rank 1: exchange of float32 in pooling, "),
         ("construction", r"rank 0: comparison of ranks, at .*test_debug.py:\d+; rank 1: item in interop"),
         ("even", r"shard_sizes \(4, 4\) of mesh dim 0 do not match the local tensors, which have sizes \(5, 3\)"),
-        ("sizes", "exchange of float32: rank 0 would send 2 elements to rank 1, which expects 1"),
+        (
+            "sizes",
+            r"exchange of float32: rank 0 would send 2 elements to rank 1, which expects 1. The ranks do not agree on "
+            r"the operator: rank 0: conv1d to .*weight=\(1, 1, 5\).*; rank 1: conv1d to .*weight=\(1, 1, 3\).*. Every",
+        ),
         ("transports", r"rank 0: exchange of .*; rank 1: exchange by messages of .*over the same transport"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
@@ -145,3 +146,31 @@ def test_repr_says_what_the_rank_holds():
     assert texts[0].endswith("as (S(0)[3, 1], S(1)[2, 4]), rank (1, 1) holds [3:4, 2:6]")
     assert texts[1].endswith("rank (1, 1) holds a contribution")
     assert texts[2].endswith("rank (1, 1) holds all of it")
+
+
+def tables():
+    mesh = init_device_mesh("cpu", (2, 20), mesh_dim_names=("<h>", "w"))
+    sizes = {0: (0, 4), 1: tuple(range(20))}
+    local = torch.zeros(sizes[0][mesh.get_local_rank(0)], mesh.get_local_rank(1))
+    x = shardtensor.ShardTensor.from_local(local, mesh, [Shard(0), Shard(1)], shard_sizes=sizes)
+    summed = x.sum(0)
+    with count_communication() as counted:
+        texts = [t._repr_html_() for t in (x, summed, shardtensor.visualize(x))]
+    assert counted == type(counted)()
+    return texts
+
+
+def cells_of(row):
+    return "".join(f"<td>{cell}</td>" for cell in row)
+
+
+def test_notebooks_show_the_sizes_of_shards():
+    tiles, summed, drawn = simulate_ranks(tables, 40, ranks=[23])[0]
+    assert drawn.startswith("<pre>ShardTensor(4, 190) float32 on mesh (2, 20)") and drawn.endswith("</pre>")
+    caption = "ShardTensor (4, 190) float32 on mesh (2, 20) of cpu, rank (1, 3) holds [0:4, 3:6]"
+    assert f"<caption>{caption}</caption>" in tiles
+    assert tiles.count("<tr>") == 2
+    assert cells_of(["mesh dim 0 &#x27;&lt;h&gt;&#x27;", "Shard(dim=0)", 0, "<b>4</b>"]) in tiles
+    ends = [0, 1, 2, "<b>3</b>", 4, 5, 6, 7, "...", *range(12, 20)]
+    assert cells_of(["mesh dim 1 &#x27;w&#x27;", "Shard(dim=1)", *ends]) in tiles
+    assert f"<tr>{cells_of(['mesh dim 0 &#x27;&lt;h&gt;&#x27;', 'Partial(sum)'])}</tr>" in summed

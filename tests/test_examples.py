@@ -160,17 +160,17 @@ def test_options_of_the_brain_that_do_not_fit_are_refused(module, monkeypatch, c
 
 def test_dice_is_the_overlap(module):
     pytest.importorskip("tqdm")
-    truth = torch.tensor([0, 1, 1, 1, 2, 2, 3, 3])
-    found = torch.tensor([1, 1, 1, 0, 2, 2, 2, 0])
+    truth = torch.tensor([0, 1, 1, 1, 2, 2, 0])
+    found = torch.tensor([1, 1, 1, 0, 0, 0, 2])
     scores = module("brain", "segment").dice(found, truth)
-    assert list(scores.values()) == pytest.approx([2 / 3, 4 / 5, 0.0])
+    assert list(scores.values()) == pytest.approx([2 / 3, 0.0])
 
 
 def test_errors_of_pictures_are_logarithms(module):
     np = pytest.importorskip("numpy")
     pytest.importorskip("matplotlib")
     canvas = module("vae", "canvas")
-    found = canvas.magnitude(np.array([[[1e-3, -1e-2], [0.0, 0.0]]]))
+    found = canvas.magnitude(np.array([[-1e-2, 0.0]]))
     assert found[0, 0] == -2 and np.isnan(found[0, 1])
     video = torch.arange(5.0)[None, None, :, None, None].expand(1, 3, 5, 2, 4)
     assert canvas.pixels(video).shape == (2, 4, 3) and (canvas.pixels(video) == 2).all()

@@ -391,10 +391,11 @@ def serve():
 
 
 class Server:
-    """Runs kinds of faults, one after the other."""
+    """Runs kinds of faults, one after the other; with ``debug`` under ``SHARDTENSOR_DEBUG=1``."""
 
-    def __init__(self):
+    def __init__(self, debug=False):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment["SHARDTENSOR_DEBUG"] = str(int(debug))
         environment["PYTHONPATH"] = str(Path(shardtensor.__file__).parents[1])
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -440,6 +441,19 @@ def server():
 def test_how_a_fault_ends(server, kind):
     outcomes = server.run(kind)
     assert end_of(kind, outcomes) == ENDS.get(kind, "told"), "\n".join(output for _, output in outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_debug_mode_tells_what_aborts():
+    """Before anything is sent, so that the transport ends no process."""
+    server = Server(debug=True)
+    try:
+        for kind in (kind for kind, end in ENDS.items() if end == "abort"):
+            outcomes = server.run(kind)
+            assert end_of(kind, outcomes) == "told", f"{kind}\n" + "\n".join(output for _, output in outcomes)
+    finally:
+        server.close()
 
 
 if __name__ == "__main__":

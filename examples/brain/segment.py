@@ -70,10 +70,19 @@ def train(args: argparse.Namespace, image: Tensor, tissue: Tensor, label: str) -
 
 
 @torch.no_grad()
-def predict(model: nn.Module, image: Tensor) -> Tensor:
-    """The most likely tissue of every voxel, uint8."""
-    dtype = next(model.parameters()).dtype
-    return model(image.to(dtype)).argmax(1, keepdim=True).to(torch.uint8)
+def predict(model: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
+    """The score of each tissue in every voxel, and the most likely tissue, uint8."""
+    scores = model(image.to(next(model.parameters()).dtype))
+    return scores, scores.argmax(1, keepdim=True).to(torch.uint8)
+
+
+def difference(args: argparse.Namespace, model: nn.Module, image: Tensor, scores: Tensor) -> Tensor:
+    """By voxel, how far scores are from those that a network of the same weights gives in plain PyTorch, of the largest
+    one."""
+    twin, _ = prepare(args, image, image)
+    twin.load_state_dict(model.state_dict())
+    expected, _ = predict(twin, image)
+    return (scores - expected).abs().amax(1, keepdim=True) / expected.abs().max()
 
 
 def dice(prediction: Tensor, truth: Tensor) -> dict[str, float]:
@@ -165,15 +174,16 @@ def main() -> None:
                 passed = same_weights(model, twin, args.dtype) and passed
         dist.barrier()
     else:
-        prediction = predict(model, mine[0])
-        scores = dice(prediction, mine[1])
+        scores, prediction = predict(model, mine[0])
+        overlaps = dice(prediction, mine[1])
         if args.sharded:
-            prediction = prediction.full_tensor()
+            scores, prediction = scores.full_tensor(), prediction.full_tensor()
         if first:
             import slices
 
-            print("Dice: " + ", ".join(f"{tissue} {score:.4f}" for tissue, score in scores.items()))
-            slices.draw(args.output, image, tissue, prediction, layout, scores)
+            print("Dice: " + ", ".join(f"{name} {overlap:.4f}" for name, overlap in overlaps.items()))
+            errors = difference(args, model, image, scores) if args.compare else None
+            slices.draw(args.output, image, tissue, prediction, errors, layout, overlaps)
             print(f"see {args.output}")
     running.leave(args, passed)
 

@@ -11,10 +11,10 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
-from drawing import BORDER, INK, PAPER, RIGHT_WRONG, draw_borders, save, subplots
+from drawing import BORDER, INK, PAPER, RIGHT_WRONG, draw_borders, magnitude, save, subplots
 from layout import Layout
 
-COLOURS = ListedColormap([PAPER, "#3d5a80", "#98c1d9", "#f4f1de"])  # of the tissues
+COLOURS = ListedColormap([PAPER, "#5b8db8", "#f4f1de"])  # of the tissues
 
 
 def panel(plane: int) -> tuple[int, int]:
@@ -38,15 +38,22 @@ def borders(layout: Layout, plane: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def draw(
-    file: str, image: Tensor, truth: Tensor, prediction: Tensor, layout: Layout, dice: Mapping[str, float]
+    file: str,
+    image: Tensor,
+    truth: Tensor,
+    prediction: Tensor,
+    errors: Tensor | None,
+    layout: Layout,
+    dice: Mapping[str, float],
 ) -> None:
-    """Write the PNG of the first of some volumes (N, 1, X, Y, Z)."""
+    """Write the PNG of the first of some volumes (N, 1, X, Y, Z); with the errors beside one process where given."""
     image, truth, prediction = (each[0, 0].cpu().numpy() for each in (image, truth, prediction))
-    image = np.where(truth > 0, image, image.min())  # black outside
+    image = np.where(image != 0, image, image.min())  # black outside
     ranks = len(layout.boxes())
     scores = ", ".join(f"{tissue} {value:.3f}" for tissue, value in dice.items())
-    figure, axes = subplots(3, 4, (17, 13), f"Tissues of a brain on {ranks} rank{'s' * (ranks > 1)}, Dice: {scores}")
-    tissues = {"cmap": COLOURS, "vmin": 0, "vmax": 3}
+    title = f"Tissues of a brain on {ranks} rank{'s' * (ranks > 1)}, Dice: {scores}"
+    figure, axes = subplots(3, 4 if errors is None else 5, (17 if errors is None else 21, 13), title)
+    tissues = {"cmap": COLOURS, "vmin": 0, "vmax": 2}
     for plane, (name, row) in enumerate(zip(layout.sizes, axes)):
         index = image.shape[plane] * 9 // 20  # next to the gap between the hemispheres
         pictures = [
@@ -55,13 +62,18 @@ def draw(
             ("Prediction", prediction, tissues),
             ("Wrong", prediction != truth, {"cmap": RIGHT_WRONG, "vmin": 0, "vmax": 1}),
         ]
+        if errors is not None:
+            digits = magnitude(errors[0, 0].cpu().numpy())
+            pictures.append(("log10 of the difference from one process", digits, {"cmap": "magma"}))
         for axis, (title, volume, colours) in zip(row, pictures):
             picture = upright(volume, plane, index)
             height, width = picture.shape
-            axis.imshow(picture, extent=(0, width, height, 0), interpolation="nearest", **colours)
+            shown = axis.imshow(picture, extent=(0, width, height, 0), interpolation="nearest", **colours)
             axis.set_title(title, color=INK, fontsize=13, loc="left")
             axis.axis("off")
             draw_borders(axis, *borders(layout, plane), names=False)
+        if errors is not None:
+            figure.colorbar(shown, ax=row[-1], shrink=0.8).ax.tick_params(colors=INK)
     colours = {tissue: COLOURS(i) for i, tissue in enumerate(dice, 1)} | {"wrong": RIGHT_WRONG(1)}
     patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     patches.append(Line2D([], [], color=BORDER, label="border between ranks"))

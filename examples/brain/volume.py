@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TISSUES = ("outside", "fluid and rest", "grey matter", "white matter")
+TISSUES = ("neither", "grey matter", "white matter")
 DIMS = ("sagittal planes", "coronal planes", "axial planes")  # what the indices of each dim count
 NOISE = 0.3  # of the second scan, of the standard deviation inside of the brain
 MULTIPLE = 8  # the product of the networks' strides: what they halve three times has to be a multiple of it
@@ -29,9 +29,9 @@ def load(resolution: int) -> tuple[Tensor, Tensor]:
     half = {"resolution": resolution, "threshold": 0.5, "n_iter": 1}
     t1 = read(datasets.load_mni152_template(resolution=resolution)).astype(np.float32)
     brain = read(datasets.load_mni152_brain_mask(resolution=resolution)) > 0
-    tissue = brain.astype(np.uint8)
-    tissue[brain & (read(datasets.load_mni152_gm_mask(**half)) > 0)] = 2
-    tissue[brain & (read(datasets.load_mni152_wm_mask(**half)) > 0)] = 3
+    tissue = np.zeros(brain.shape, np.uint8)
+    for index, load_mask in enumerate((datasets.load_mni152_gm_mask, datasets.load_mni152_wm_mask), start=1):
+        tissue[brain & (read(load_mask(**half)) > 0)] = index
     t1 = np.where(brain, (t1 - t1[brain].mean()) / t1[brain].std(), 0).astype(np.float32)
     noise = np.random.default_rng(0).normal(0, NOISE, t1.shape)
     scans = [t1, np.where(brain, t1 + noise, 0).astype(np.float32)]

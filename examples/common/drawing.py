@@ -25,6 +25,12 @@ def subplots(rows: int, columns: int, size: tuple[float, float], title: str) -> 
     return figure, axes
 
 
+def magnitude(error: np.ndarray) -> np.ndarray:
+    """The decimal logarithm of errors; nan where there is none, which is not drawn."""
+    size = np.abs(error)
+    return np.log10(np.where(size > 0, size, np.nan))
+
+
 def save(figure: Figure, file: str) -> None:
     figure.savefig(file, dpi=130, facecolor=PAPER)
     plt.close(figure)

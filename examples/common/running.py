@@ -195,7 +195,9 @@ def compare_times(args: argparse.Namespace, sharded: Callable[[], object], plain
     if args.rank == 0:
         for kind, taken in seconds.items():
             print(f"{kind}: {min(taken):.3f} s per step at best, {statistics.median(taken):.3f} s in the median")
-        print(f"{args.world_size} ranks take {best[0] / best[1]:.2f} times as long as one process")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        shared = f"; they share {cores} cores" if dist.get_backend() == "gloo" and args.world_size > cores else ""
+        print(f"{args.world_size} ranks take {best[0] / best[1]:.2f} times as long as one process{shared}")
     return best[0] / best[1]
 
 

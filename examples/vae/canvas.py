@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
-from drawing import INK, draw_borders, save, subplots
+from drawing import INK, draw_borders, magnitude, save, subplots
 from layout import Layout
 
 
@@ -24,33 +24,32 @@ def stretched(picture: np.ndarray) -> np.ndarray:
     return (picture - low) / np.where(high > low, high - low, 1)
 
 
-def magnitude(error: np.ndarray) -> np.ndarray:
-    """The decimal logarithm of each pixel's largest error; nan where there is none, which is not drawn."""
-    largest = np.abs(error).max(axis=-1)
-    return np.log10(np.where(largest > 0, largest, np.nan))
-
-
-def draw(file: str, results: Mapping[str, tuple[Tensor, Tensor]], layout: Layout) -> None:
-    """Write the PNG: a row for each job, of one process's result and the ranks'. The layout is the code's."""
+def draw(file: str, results: Mapping[str, tuple[Tensor | None, Tensor, Tensor]], layout: Layout) -> None:
+    """Write the PNG: a row for each job, of what was encoded, if anything, and of one process's result and the ranks'.
+    The layout is the code's."""
     ranks = len(layout.boxes())
-    figure, axes = subplots(len(results), 3, (17, 6 * len(results) + 1), "Decoded by one process and by several ranks")
-    for (job, (expected, found)), row in zip(results.items(), axes):
+    figure, axes = subplots(len(results), 4, (22, 6 * len(results) + 1), "Decoded by one process and by several ranks")
+    for (job, (given, expected, found)), row in zip(results.items(), axes):
         one, several = pixels(expected), pixels(found)
+        look = stretched if given is None else lambda picture: picture.clip(0, 1)
         panels = {
-            f"{job}, one process": stretched(one),
-            f"{job}, {ranks} ranks": stretched(several),
-            "log10 of the difference": magnitude(several - one),
+            f"{job}, one process": look(one),
+            f"{job}, {ranks} ranks": look(several),
+            "log10 of the difference": magnitude(np.abs(several - one).max(axis=-1)),
         }
+        if given is not None:
+            panels = {"what was encoded": pixels(given), **panels}
+        for axis in row:
+            axis.axis("off")
         height, width = one.shape[:2]
-        for axis, (title, picture) in zip(row, panels.items()):
+        for axis, (title, picture) in zip(row[-len(panels) :], panels.items()):
             shown = axis.imshow(picture, extent=(0, width, height, 0), interpolation="nearest", cmap="magma")
             axis.set_title(title, color=INK, fontsize=14, loc="left")
-            axis.axis("off")
         rows, columns = (
             tuple(size * length // sum(sizes) for size in sizes)
             for length, sizes in zip((height, width), layout.sizes.values())
         )
-        for axis in row[1:]:
-            draw_borders(axis, rows, columns, names=axis is row[1])
-        figure.colorbar(shown, ax=row[2], shrink=0.8).ax.tick_params(colors=INK)
+        for axis in row[-2:]:
+            draw_borders(axis, rows, columns, names=axis is row[-2])
+        figure.colorbar(shown, ax=row[-1], shrink=0.8).ax.tick_params(colors=INK)
     save(figure, file)

@@ -1,14 +1,17 @@
 """Pipelines of diffusers with random weights: an image by DiTPipeline and AutoencoderKL, a video by WanPipeline and
 AutoencoderKLWan. The autoencoders have the usual strides, a quarter to a sixth of the usual channels, and fewer blocks;
-the networks in front of them, which make the code, are tiny.
+the networks in front of them, which make the code, are tiny. `learn` teaches an autoencoder one photograph.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from autoencoders import there_and_back
 from torch import Tensor
+from tqdm import tqdm
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,27 @@ def video(size: int, dtype: torch.dtype, device: torch.device, frames: int = 5) 
 
     code = torch.randn(2, 16, (frames - 1) // 4 + 1, size // 8, size // 8, dtype=dtype)
     return Job(pipeline, run, code.to(device), 3, 8)
+
+
+def photograph(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The portrait of Grace Hopper that matplotlib comes with, (1, 3, size, size) of values from 0 to 1."""
+    from matplotlib.cbook import get_sample_data
+    from PIL import Image
+
+    picture = Image.open(get_sample_data("grace_hopper.jpg", asfileobj=False)).convert("RGB")
+    side = min(picture.size)
+    pixels = np.asarray(picture.resize((size, size), box=(0, 0, side, side)))
+    return torch.tensor(pixels).permute(2, 0, 1)[None].to(device, dtype) / 255
+
+
+@torch.enable_grad()
+def learn(vae: torch.nn.Module, picture: Tensor, steps: int, quiet: bool) -> None:
+    """Train an autoencoder until it decodes a picture's code to something like the picture."""
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3)
+    for _ in tqdm(range(steps), desc="learning a photograph", unit="step", disable=quiet):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(there_and_back(vae, 2 * picture - 1), 2 * picture - 1).backward()
+        optimizer.step()
 
 
 JOBS = {"image": image, "video": video}

@@ -6,6 +6,7 @@ layout, mesh and world size and read with another. Source: ``torch.distributed.c
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
+
+_ENDS = 8  # so many shard sizes are shown of the first ranks of a mesh dim, and of the last
 
 if TYPE_CHECKING:  # importing them takes long, and most programs save no checkpoint
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -72,3 +75,22 @@ def described(spec: ShardTensorSpec) -> str:
         return "a contribution"
     held = {d: "{}:{}".format(*spec.interval(m)) for d, m in spec.sharded_dims().items()}
     return f"[{', '.join(held.get(d, ':') for d in range(len(spec.shape)))}]" if held else "all of it"
+
+
+def as_html(spec: ShardTensorSpec) -> str:
+    """Shape, dtype and mesh, and a row for each mesh dim: its placement and shard sizes, this rank's in bold."""
+    mesh, dtype = spec.mesh, str(spec.tensor_meta.dtype).removeprefix("torch.")
+    rows = []
+    for m, (placement, sizes) in enumerate(spec.layout):
+        name = f" {mesh.mesh_dim_names[m]!r}" if mesh.mesh_dim_names else ""
+        cells = [f"mesh dim {m}{name}", repr(placement), *(sizes if placement.is_shard() and sizes else ())]
+        cells = [escape(str(cell)) for cell in cells]
+        if len(cells) > 2:
+            own = 2 + spec.coordinate[m]
+            cells[own] = f"<b>{cells[own]}</b>"
+        if len(cells) > 2 * _ENDS + 2:
+            cells[_ENDS + 2 : -_ENDS] = ["..."]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    title = f"ShardTensor {tuple(spec.shape)} {dtype} on mesh {tuple(mesh.shape)} of {mesh.device_type}"
+    caption = escape(f"{title}, rank {spec.coordinate} holds {described(spec)}")
+    return f"<table><caption>{caption}</caption>{''.join(rows)}</table>"

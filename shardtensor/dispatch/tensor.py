@@ -290,6 +290,10 @@ class ShardTensor(DTensor):
         where = f"{self._spec}, rank {self._spec.coordinate} holds {chunks.described(self._spec)}"
         return f"{where}\n{self._local_tensor}"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the layout, which every rank knows."""
+        return chunks.as_html(self._spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork as FakeWork  # to be waited for, at once
+from torch._C._distributed_c10d import _unregister_all_process_groups
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from .._compat import OpOverload, tree_leaves
@@ -28,6 +32,27 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def hide_process_groups() -> None:
+    """Make a forked process one in which no process group runs.
+
+    None is destroyed: it would wait for threads that a forked process does not have.
+    """
+    world = distributed_c10d._world
+    tables: list[dict[Any, Any]] = [
+        *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config),
+        *(world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state),
+    ]
+    _hidden.extend([world.default_pg, *(dict(table) for table in tables)])
+    for table in tables:
+        table.clear()
+    distributed_c10d._update_default_pg(None)
+    world.group_count = 0
+    _unregister_all_process_groups()
+
+
+_hidden: list[Any] = []
 
 
 def clear_dtensor_caches() -> None:
@@ -54,6 +79,15 @@ def c10d_operators() -> list[str]:
     """The names of c10d's operators that communicate."""
     names = (name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
     return [name for name in names if name != "check_for_nan"]
+
+
+def without_graphs() -> AbstractContextManager[Any]:
+    """Run compiled functions eagerly: where a mode sees operators torch does so, but raises where it wants one graph.
+
+    Eager ``flex_attention`` does. The compiler is not imported for this.
+    """
+    compiling = {"torch._dynamo", "torch.nn.attention.flex_attention"} & sys.modules.keys()
+    return torch.compiler.set_stance("force_eager") if compiling else nullcontext()
 
 
 def put_in_front(names: Iterable[str], make: Callable[[str, Kernel, bool], Kernel]) -> Callable[[], None]:

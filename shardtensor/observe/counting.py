@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._compat import OpOverload, TorchDispatchMode
-from ._compat import group_of
+from ._compat import group_of, without_graphs
 
 # What c10d and its functional operators call differently: names that contain one of these, with or without "_".
 _KINDS = ("all_gather", "all_reduce", "barrier", "reduce_scatter")
@@ -122,7 +122,7 @@ def count_communication() -> Iterator[Communication]:
     """Count this rank's messages, bytes and collectives inside the block, in forward and backward.
 
     Collectives of ``torch.distributed`` and functional ones are counted, including those of DTensor and ShardTensor.
-    Empty messages and those of a rank to itself are not counted.
+    Empty messages and those of a rank to itself are not counted. Compiled functions run eagerly inside the block.
 
     >>> def halo_bytes(conv, x):
     ...     with count_communication() as counted:
@@ -135,7 +135,7 @@ def count_communication() -> Iterator[Communication]:
         counted.add(func, args, kwargs)
         return func(*args, **kwargs)
 
-    with LocalCalls(count):
+    with LocalCalls(count), without_graphs():
         yield counted
 
 

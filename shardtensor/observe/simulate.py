@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..layout.caches import forget
-from ._compat import FakeWork, clear_dtensor_caches, init_fake_process_group, put_in_front
+from ._compat import FakeWork, clear_dtensor_caches, hide_process_groups, init_fake_process_group, put_in_front
+
+T = TypeVar("T")
 
 
 def simulate_ranks(
@@ -65,3 +73,55 @@ def _forget_the_last_rank() -> None:
     """Clear the caches whose entries are valid for one rank only: the meshes of two simulated ranks are equal."""
     clear_dtensor_caches()
     forget()
+
+
+# -- beside running groups --------------------------------------------------------------------------------------------
+
+
+def without_groups(function: Callable[..., T], *args: Any) -> T:
+    """``function(*args)`` where no process group runs: here, or else in a forked copy of this process.
+
+    The copy has this process's objects, and leaves its groups, caches and histories as they are. Only the result, or
+    the error, is pickled. Devices other than the CPU cannot be used in it.
+    """
+    if not dist.is_initialized():
+        return function(*args)
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(sending, function, args))
+    with warnings.catch_warnings():
+        # Python warns of forks where there are threads, as of gloo: nothing in the copy waits for them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    sending.close()
+    try:
+        result, error, shown = pickle.loads(receiving.recv_bytes())
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"the copy of this process that looks at the model ended with exit code {process.exitcode}. There is one "
+            "because a process group runs: make the call before init_process_group, or in a program of its own"
+        ) from None
+    finally:
+        receiving.close()
+    process.join()
+    if error is not None:
+        raise error from RuntimeError(f"in a copy of this process, as a process group runs in it:\n{shown}")
+    return result  # type: ignore[no-any-return]
+
+
+def _report(sending: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Send what the function returns, or raises, with the traceback."""
+    torch.set_num_threads(1)  # OpenMP's threads are not copied
+    hide_process_groups()
+    forget()
+    try:
+        message = pickle.dumps((function(*args), None, ""))
+    except Exception as error:
+        shown = traceback.format_exc()
+        try:
+            message = pickle.dumps((None, error, shown))
+            pickle.loads(message)
+        except Exception:  # not every error can be sent
+            message = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), shown))
+    sending.send_bytes(message)

@@ -21,6 +21,7 @@ from .._compat import OpOverload, backward_pass
 from ..dispatch.tensor import ShardTensor
 from ..ranks import history, waiting
 from ..ranks.failures import communicating
+from ._compat import without_graphs
 from .counting import Communication, LocalCalls
 
 _recording = False
@@ -36,8 +37,8 @@ def timeline(path: str | Path, *, group: dist.ProcessGroup | None = None) -> Ite
     are gathered and the first rank writes the file. Times are the host's: kernels of an accelerator run later than the
     operators that start them. Clocks of several hosts are taken as they are.
 
-    Recording takes a few tens of microseconds per operator. In compiled functions nothing is recorded. Where a rank
-    raises inside the block, the others wait for it in the end as in any collective.
+    Recording takes a few tens of microseconds per operator. Compiled functions run eagerly. Where a rank raises
+    inside the block, the others wait for it in the end as in any collective.
 
     Args:
         path: of the JSON file that the group's first rank writes.
@@ -61,6 +62,7 @@ def timeline(path: str | Path, *, group: dist.ProcessGroup | None = None) -> Ite
             stack.enter_context(history.observed(record.note_operator))
             stack.enter_context(waiting.observed(record.waits))
             stack.enter_context(record)
+            stack.enter_context(without_graphs())
             yield
     finally:
         _recording = False

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .callers import called_from
-from .history import record
+from .history import here, record
 from .rows import gather_rows, gather_texts
 
 # The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
@@ -50,18 +50,24 @@ def check_call(what: str, group: dist.ProcessGroup, device: torch.device | str) 
     rows = gather_rows(checksums, group, device)
     if all(row == checksums for row in rows.values()):
         return
-    texts = gather_texts(f"{what}, at {where}", lambda row: gather_rows(row, group, device))
-    named = [f"rank {rank}: {text}" for rank, text in zip(dist.get_process_group_ranks(group), texts.values())]
+    named = _named(f"{what}, at {where}", group, device)
     if len({kind for kind, _ in rows.values()}) > 1:
         raise RuntimeError(
-            f"ranks do not agree on the next communication: {'; '.join(named)}. Every rank must call the same "
-            "operators in the same order, over the same transport"
+            f"ranks do not agree on the next communication: {named}. Every rank must call the same operators in the "
+            "same order, over the same transport"
         )
     warnings.warn(
-        f"ranks start the same communication from different lines of code: {'; '.join(named)}. This is right where "
-        "these lines do the same, and otherwise mixes up numbers",
+        f"ranks start the same communication from different lines of code: {named}. This is right where these lines do "
+        "the same, and otherwise mixes up numbers",
         stacklevel=2,
     )
+
+
+def _named(text: str, group: dist.ProcessGroup, device: torch.device | str) -> str:
+    """The texts of all ranks, which all of them ask for."""
+    texts = gather_texts(text, lambda row: gather_rows(row, group, device))
+    ranks = dist.get_process_group_ranks(group)
+    return "; ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, texts.values()))
 
 
 def begin(
@@ -94,7 +100,9 @@ def begin(
         for r in range(n):
             sent, expected = rows[s][r], rows[r][n + s]
             if sent != expected:
+                named = _named(here.operator or "a redistribution", group, like.device)
                 raise RuntimeError(
-                    f"{kind}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects "
-                    f"{expected}; the ranks' ShardTensors differ in shape or sizes"
+                    f"{kind}: rank {ranks[s]} would send {sent} elements to rank {ranks[r]}, which expects {expected}. "
+                    f"The ranks do not agree on the operator: {named}. Every rank must call it with the same "
+                    "arguments, on ShardTensors of the same shape and sizes"
                 )

@@ -47,6 +47,9 @@ def explain(
     other, on tensors without values; what is communicated is counted and not sent. A refused operator is replaced by
     a result of the right shape, and the run goes on.
 
+    Where a process group runs, one rank may call it alone: the model then runs in a forked copy of the process, on the
+    CPU. After a backward pass on a GPU, torch refuses another one in a copy: call it before, or without ``backward``.
+
     The model is copied and stays as it is. It may be on the meta device, and larger than memory. Where it reads values
     (``x.item()``, ``if x.sum() > 0``), it is run with values instead, which takes the memory of one rank.
 
@@ -68,7 +71,8 @@ def explain(
         kwargs: keyword arguments of the model; tensors among them stay plain.
 
     Raises:
-        RuntimeError: a process group runs in this process; ranks would not call the same operators.
+        RuntimeError: ranks would not call the same operators; values are needed that are on a device, and a process
+            group runs.
         ValueError, TypeError: no tensor has the dims to be sharded; sizes, ranks or dims that do not fit.
 
     Example:

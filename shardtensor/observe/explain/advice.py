@@ -185,7 +185,7 @@ def advise(
 
     Raises:
         ValueError: there is no dim to try, or fewer than two ranks.
-        RuntimeError: a process group runs in this process.
+        RuntimeError: as for :func:`shardtensor.explain`.
 
     Example:
         >>> import torch, shardtensor

@@ -6,12 +6,13 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -24,8 +25,9 @@ from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
 from ...layout.geometry import chunk_sizes
 from ...layout.spec import ShardTensorSpec
+from .._compat import without_graphs
 from ..counting import Communication
-from ..simulate import simulate_ranks
+from ..simulate import simulate_ranks, without_groups
 from .recording import Recorder, Row
 from .report import Explanation, Layer, Share
 
@@ -66,6 +68,16 @@ class Job:
     @property
     def world_size(self) -> int:
         return math.prod(self.mesh)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [t for t in tree_leaves((self.inputs, dict(self.kwargs))) if isinstance(t, Tensor)]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()] if isinstance(self.model, nn.Module) else []
 
     def held(self, rank: int) -> int:
         """How many bytes of the inputs a rank holds."""
@@ -191,6 +203,12 @@ Run = tuple[list[Row], str]  # what one rank has recorded, and why it has stoppe
 
 def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanation:
     """Run the job as these ranks, and put what they recorded next to each other."""
+    if dist.is_initialized():
+        job = replace(job, device="cpu")  # a copy of this process can use no other
+    return without_groups(_explained, job, ranks, values)
+
+
+def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanation:
     notes = []
     runs: list[Run] | None = None
     if not values:
@@ -212,6 +230,11 @@ def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanatio
             "the memory and the time of one rank. What it would receive from other ranks is zero here."
         )
     if runs is None:
+        if away := {t.device.type for t in [*job.given, *job.weights]} - {"meta", job.device}:
+            raise RuntimeError(
+                f"this preview reads values, and the model or its inputs are on {away.pop()!r}, which cannot be read "
+                "while a process group runs: move them to the CPU, or call explain before init_process_group"
+            )
         runs = simulate_ranks(_run, job.world_size, job, nullcontext, ranks=ranks)
     if len(ranks) < job.world_size:
         notes.append(f"Only the ranks {list(ranks)} of {job.world_size} were run; the balance is theirs.")
@@ -234,7 +257,7 @@ def _run(job: Job, values: Callable[[], AbstractContextManager[Any]]) -> Run:
         kwargs = _each_tensor(given, job.kwargs)
         plain = all(layout is None for layout in job.layouts)
         recorder = Recorder(model, values=mode is None, plain=plain)
-        with nullcontext() if mode is None else mode:
+        with nullcontext() if mode is None else mode, without_graphs():
             try:
                 _passes(job, recorder, model, inputs, kwargs)
             except UnsupportedSharding as error:  # not in an operator that the model calls
@@ -272,7 +295,7 @@ def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def _bare(mode: Any, device: str, t: Tensor) -> Tensor:
     """A tensor like ``t`` without values."""
-    on = device if t.device.type == "meta" else t.device
+    on = t.device if t.device.type == device else device
     with mode:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on, requires_grad=t.requires_grad)
 
@@ -336,14 +359,13 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence
             f"In {' and '.join(waiting)} each rank waits for the state that the one before it reaches: one layer in "
             "one direction takes as long as on one rank. A batch with a sample for each rank is sharded instead."
         )
-    tensors = [*job.model.parameters(), *job.model.buffers()] if isinstance(job.model, nn.Module) else []
     return Explanation(
         mesh=job.mesh,
         inputs=tuple(map(_described, tree_leaves(job.inputs), job.layouts, job.sizes)),
         ranks=tuple(ranks),
         layers=tuple(layers),
         modules=classes,
-        weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        weight_bytes=sum(t.numel() * t.element_size() for t in job.weights),
         input_bytes={rank: job.held(rank) for rank in ranks},
         differentiated=bool(job.backward),
         stopped=next((stopped for _, stopped in runs if stopped), ""),
@@ -383,11 +405,8 @@ def _completed(rows: Mapping[int, Row], rank: int, phase: int) -> Communication:
 
 def _has_values(job: Job) -> bool:
     """Whether weights and all inputs that may be indices have values."""
-    given = [t for t in tree_leaves((job.inputs, dict(job.kwargs))) if isinstance(t, Tensor)]
-    tensors = [t for t in given if not (t.is_floating_point() or t.is_complex())]
-    if isinstance(job.model, nn.Module):
-        tensors += [*job.model.parameters(), *job.model.buffers()]
-    return not any(t.is_meta for t in tensors)
+    indices = [t for t in job.given if not (t.is_floating_point() or t.is_complex())]
+    return not any(t.is_meta for t in [*indices, *job.weights])
 
 
 def _far_apart(layers: Sequence[Layer]) -> list[str]:

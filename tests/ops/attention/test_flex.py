@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch.nn.attention import flex_attention as functions
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from shardtensor import explain, timeline
 from shardtensor._compat import flex_attention_operator
 from shardtensor.ops.attention.flex import FlexCall
 from shardtensor.testing import (
@@ -176,6 +178,45 @@ def test_function(compiled):
 def check_function_with_gradients(compiled: bool) -> None:
     with mock.patch.object(functions, "_validate_device", lambda *operands: None):
         check_function(compiled)
+
+
+def of_distances(x):
+    return flex_attention(x, x, x, lambda score, b, h, i, j: score - 0.1 * (i - j).abs())
+
+
+def seen_function(path: str) -> dict[str, int]:
+    """The function's messages. Results and gradients are those that it has where nothing counts or records."""
+    x = shard(torch.randn(1, 2, 33, 4, dtype=torch.float64), shared_mesh(2), ROWS, {0: (20, 13)})
+
+    def both():
+        given = x.detach().requires_grad_()
+        (out := of_distances(given)).square().sum().backward()
+        return out.full_tensor(), given.grad.full_tensor()
+
+    with mock.patch.object(functions, "_validate_device", lambda *operands: None):
+        expected = both()
+        with count_communication() as counted:
+            given = x.detach().requires_grad_()
+            of_distances(given).square().sum().backward()
+        torch.testing.assert_close(given.grad.full_tensor(), expected[1], rtol=1e-12, atol=1e-12)
+        with timeline(path):
+            recorded = both()
+        torch.testing.assert_close(recorded, expected, rtol=1e-12, atol=1e-12)
+    return {"messages": counted.messages, "bytes_sent": counted.bytes_sent}
+
+
+def test_function_is_seen(tmp_path):
+    """torch compiles what it calls as a whole, also in eager mode, which it cannot where a mode sees operators."""
+    path = tmp_path / "trace.json"
+    counted = run_distributed(seen_function, 2, str(path))
+    assert counted[0]["messages"] == 2
+    x = torch.empty(1, 2, 33, 4, dtype=torch.float64, requires_grad=True)
+    with mock.patch.object(functions, "_validate_device", lambda *operands: None):
+        sizes = {0: (20, 13)}
+        found = explain(of_distances, x, mesh=2, shard=2, shard_sizes=sizes, backward=lambda y: y.square().sum())
+    assert [{name: found.total(rank, name) for name in counted[rank]} for rank in (0, 1)] == counted
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["name"].partition(" of ")[0] for event in events} >= {"flex_attention", "all_to_all"}
 
 
 def refused(which: str) -> None:

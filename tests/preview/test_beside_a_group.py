@@ -1,0 +1,109 @@
+"""Previews in programs whose process groups run: one rank asks, and the groups know nothing of it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import shardtensor
+from shardtensor.testing import run_distributed, shard, shared_mesh
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU())
+
+
+IMAGE = torch.empty(1, 3, 130, 270)
+LAYOUT = {"mesh": 4, "shard": 2, "shard_sizes": {0: (100, 0, 13, 17)}, "backward": True}
+
+
+def step(model):
+    model.zero_grad()
+    model(shard(torch.ones(1, 3, 9, 8), shared_mesh(2), [Shard(2)], {0: (7, 2)})).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def explain_on_rank_0():
+    """Between two steps, whose groups, caches and histories it must leave as they are."""
+    model = made()
+    before = step(model)
+    found = shardtensor.explain(model, IMAGE, **LAYOUT).to_dict() if dist.get_rank() == 0 else None
+    assert dist.get_world_size() == 2
+    torch.testing.assert_close(step(model), before, rtol=0, atol=0)
+    return found
+
+
+def test_explain_says_what_it_says_without_a_group():
+    found, nothing = run_distributed(explain_on_rank_0, 2)
+    assert found == shardtensor.explain(made(), IMAGE, **LAYOUT).to_dict() and nothing is None
+
+
+def advise_on_all():
+    step(model := made())
+    tried = []
+    found = shardtensor.advise(model, IMAGE, ranks=2, machine="cpu", tried=lambda choice, left: tried.append(left))
+    step(model)
+    return str(found), tried
+
+
+def test_advise_says_what_it_says_without_a_group():
+    expected = str(shardtensor.advise(made(), IMAGE, ranks=2, machine="cpu"))
+    for text, tried in run_distributed(advise_on_all, 2):
+        assert text == expected
+        assert tried == [1, 0]
+
+
+def read_values():
+    found = shardtensor.explain(lambda x: x * x.sum().item(), torch.ones(4, 6), mesh=2, shard=0)
+    return found.notes
+
+
+def test_values_are_read():
+    for notes in run_distributed(read_values, 2):
+        assert "reads values of tensors" in notes[0]
+
+
+class Unsendable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def divide(x):
+    return 1 / 0
+
+
+def raise_unsendable(x):
+    raise Unsendable("this", "that")
+
+
+def leave(x):
+    os._exit(3)
+
+
+def errors_of(model):
+    try:
+        shardtensor.explain(model, torch.ones(4, 6), mesh=2, shard=0)
+    except Exception as error:
+        return type(error), str(error), str(error.__cause__)
+
+
+@pytest.mark.parametrize(
+    "model, kind, text",
+    [
+        (divide, ZeroDivisionError, "division by zero"),
+        (raise_unsendable, RuntimeError, "Unsendable: this and that"),
+        (leave, RuntimeError, "ended with exit code 3.*make the call before init_process_group"),
+    ],
+    ids=["divide", "unsendable", "leave"],
+)
+def test_errors_come_back(model, kind, text):
+    for found, message, cause in run_distributed(errors_of, 2, model):
+        assert found is kind and re.search(text, message)
+        assert model is leave or f"in {model.__name__}" in cause
