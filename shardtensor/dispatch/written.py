@@ -26,7 +26,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .._compat import AutogradFunction, FakeTensor, exchange_memory, tensors_with_memory_of, tracing, whole_of
+from .._compat import (
+    AutogradFunction,
+    FakeTensor,
+    breaking_graph,
+    exchange_memory,
+    tensors_with_memory_of,
+    tracing,
+    whole_of,
+)
+from ..errors import refuse
 from .conversions import is_shard_tensor, promote
 from .open_layouts import Take, leave_open
 from .plain_tensors import writes
@@ -62,6 +71,12 @@ class WrittenTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         return call_on_sharded(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> Any:
+        reason = "an input was a plain tensor until a sharded value was written to it, and a graph has no such tensors"
+        raise breaking_graph(
+            refuse("torch.compile", [self.sharded], reason, "pass its clone(), which is a ShardTensor")
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sharded"], name)
