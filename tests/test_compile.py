@@ -326,6 +326,13 @@ def check_views():
     assert torch.equal(double(copied.clone()).full_tensor(), copied.full_tensor() * 2)
     refused = text_of(double, copied, again=True)
     assert "represents a view but is a copy" in refused and "Remedy: pass its clone()" in refused
+    # A plain tensor that a sharded value was written to is in no graph.
+    made = torch.zeros_like(x)
+    made[:, :2] = rows(x, UNEVEN)[:, :2]
+    refused = text_of(torch.sin, made)
+    assert "was a plain tensor until a sharded value was written to it" in refused and "pass its clone()" in refused
+    for function, given in ((compiled(torch.sin), made.clone()), (torch.compile(torch.sin, backend="aot_eager"), made)):
+        assert torch.equal(function(given).full_tensor(), made.full_tensor().sin())
 
 
 def test_inputs_that_are_views():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache, partial
 
 import pytest
@@ -394,6 +395,41 @@ def test_what_is_refused_says_which_transform_and_what_to_do(function):
         assert isinstance(error, UnsupportedSharding if function is not random_numbers else RuntimeError)
         with pytest.raises(RuntimeError, match=REFUSED[function]):
             raise error
+
+
+# -- half precision --------------------------------------------------------------------------------------------------
+
+HALVES = {
+    "grad": lambda m, x: grad(lambda t: call(m, weights_of(m), t).square().sum())(x),
+    "grad by weights": lambda m, x: grad(lambda p: call(m, p, x).square().sum())(weights_of(m)),
+    "vmap": lambda m, x: vmap(m)(x),
+    "vmap, another dim": lambda m, x: vmap(lambda r: r.sin() / r.exp().sum(), in_dims=1, out_dims=1)(x),
+    "gradients of each sample": lambda m, x: vmap(grad(lambda p, r: call(m, p, r).square().sum()), in_dims=(None, 0))(
+        weights_of(m), x
+    ),
+    "jvp": lambda m, x: jvp(m, (x,), (x.cos(),)),
+    "jvp by weights": lambda m, x: jvp(lambda p: call(m, p, x).sum(0), (weights_of(m),), (weights_of(m),)),
+    "jvp of grad": lambda m, x: jvp(grad(lambda t: m(t).square().sum()), (x,), (x,)),
+}
+
+
+def half_precision():
+    x = torch.randn(64, 32, generator=seeded(2)).bfloat16()
+    layers = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 8)).bfloat16()
+    for p in layers.parameters():
+        nn.init.normal_(p, std=0.2, generator=seeded(3))
+    exact = copy.deepcopy(layers).double()
+    cut = shard(x, shared_mesh(2), [Shard(0)], {0: (40, 24)})
+    for name, transform in HALVES.items():
+        expected, one = tree_leaves(transform(exact, x.double())), tree_leaves(transform(layers, x))
+        for e, a, b in zip(expected, one, tree_leaves(plain(transform(layers, cut))), strict=True):
+            assert a.dtype == b.dtype, name
+            ours, theirs = (b - e).norm(), (a - e).norm()
+            assert ours <= 2 * theirs, f"{name}: an error of {ours:.3g}, and {theirs:.3g} on one device"
+
+
+def test_half_precision_is_about_as_exact_as_on_one_device():
+    run_distributed(half_precision, 2)
 
 
 # -- programs without ShardTensors ----------------------------------------------------------------------------------

@@ -440,6 +440,13 @@ def not_in_graphs(reason: str) -> Callable[[Function], Function]:
     return decorate
 
 
+def breaking_graph(error: Exception) -> Exception:
+    """The error as one at which torch.compile breaks the graph; with ``fullgraph=True`` it is raised."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported(str(error))
+
+
 @cache
 def has_kernels_of_sync_batch_norm(device_type: str) -> bool:
     """Whether a device has the kernels that ``nn.SyncBatchNorm`` calls, which is found out by calling one."""

@@ -31,6 +31,7 @@ from .._compat import (
     AutogradFunction,
     DisableTorchFunction,
     FakeTensor,
+    breaking_graph,
     exchange_memory,
     made_without_grad,
     sets_hooks,
@@ -38,6 +39,7 @@ from .._compat import (
     tracing,
     whole_of,
 )
+from ..errors import refuse
 from .conversions import is_shard_tensor, promote
 from .open_layouts import Take, leave_open
 from .plain_tensors import writes
@@ -80,6 +82,12 @@ class WrittenTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         return _called(func, args, kwargs or {})  # autograd is done with the call
+
+    def __tensor_flatten__(self) -> Any:
+        reason = "an input was a plain tensor until a sharded value was written to it, and a graph has no such tensors"
+        raise breaking_graph(
+            refuse("torch.compile", [self.sharded], reason, "pass its clone(), which is a ShardTensor")
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sharded"], name)
