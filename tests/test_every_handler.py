@@ -409,6 +409,7 @@ ELSEWHERE = {
     ("test_gather.py", "searchsorted"): ["operator aten.searchsorted.Scalar"],
     ("test_multihead.py", "padding"): ["operator aten._nested_tensor_from_mask_left_aligned.default"],
     ("test_attention.py", "natten.na2d"): ["function natten.functional.neighborhood_attention_generic"],
+    ("test_sphere.py", "attend = "): ["function attention_kernels._neighborhood_s2_attention_torch"],
     ("test_attention.py", "natten.attention"): ["function natten.functional.attention"],
     ("test_attention.py", "natten.merge_attentions"): ["function natten.attn_merge.merge_attentions"],
     ("test_fused_optimizers.py", "GradScaler"): ["operator aten._amp_foreach_non_finite_check_and_unscale_.default"],

@@ -67,7 +67,7 @@ def plan_sphere_attention(
         if rows is not None:
             if goes_into_graph(sparse[0]):
                 reason = "which latitudes it reads is in the values of a tensor, which a graph does not have"
-                raise refuse(_NAME, [qw, kw, vw], reason, "leave it out of the graph by torch.compiler.disable")
+                raise refuse(_NAME, [qw, kw, vw], reason, "compile it without fullgraph=True")
             key = both, rows, nlon_in, nlon_out
             reach = found(sparse[0], key, lambda: _Reach(rows, both, sparse, nlon_in, nlon_out))
             k, v = (t.contiguous() for t in reach.fetch(torch.cat([k, v], -1)).split_with_sizes(channels, -1))
