@@ -117,7 +117,7 @@ def _through(
         if needed[i] and t is not None and t.requires_grad:
             chosen.append(i)
     if chosen:
-        made = _Node.apply(back, last, [result[i] for i in chosen], *map(tensors.__getitem__, chosen))
+        made = _Node.apply(back, last, list(map(result.__getitem__, chosen)), *map(tensors.__getitem__, chosen))
         for i, t in zip(chosen, made, strict=True):
             result[i] = t
     return result
@@ -130,21 +130,22 @@ class _Node(AutogradFunction):
     def forward(ctx: Any, back: Back, last: bool, values: Sequence[Tensor], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.back = back
-        if not last:
-            # As alias() makes them, for which torch would also note that they are views.
-            return tuple([t.detach() for t in values])
-        run_last(ctx)
-        return tuple([_without_values(t) for t in tensors])
+        if last:
+            run_last(ctx)
+        made = []
+        for t in tensors if last else values:
+            dtype = wide_dtype(t.dtype)
+            if last and dtype is not t.dtype:
+                # Autograd casts gradients to the dtype of what stands for a tensor in the graph: not to a narrow one.
+                made.append(t.new_empty((), dtype=dtype).expand(t.shape))
+            else:
+                # As alias() makes them, for which torch would also note that they are views.
+                made.append(t.detach())
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None, None, None, *ctx.back(grads))
-
-
-def _without_values(t: Tensor) -> Tensor:
-    """What stands for a tensor in the graph. Autograd casts gradients to its dtype, which is not to be narrow yet."""
-    dtype = wide_dtype(t.dtype)
-    return t.detach() if dtype is t.dtype else t.new_empty((), dtype=dtype).expand(t.shape)
 
 
 def _summing(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Back:
