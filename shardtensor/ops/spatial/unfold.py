@@ -52,6 +52,7 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
         return local.narrow(dim, 0, 0).unsqueeze(-1).expand(*[-1] * ndim, size)
 
     local_plan = LocalPlan(windows, resized(spec, meta, spec.tensor_meta.dtype, {dim: sizes}))
+    local_plan.view = True
     return Composed(lambda x: mark_copied(local_plan.run([redistribute_to(x, spec)]), x))
 
 
