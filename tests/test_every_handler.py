@@ -122,6 +122,8 @@ def more():
     yield (lambda at: torch.ops.aten._convert_indices_from_coo_to_csr(at, 5)), (classes.sort().values,)
     yield (lambda x: x.as_strided((6, 3, 2), (5, 2, 1))), (randn(6, 5),)
     yield (lambda x: torch.as_strided(x, (3, 2, 5), (10, 5, 1))), (randn(6, 5),)
+    yield (lambda x: torch.as_strided(x, (), ()) + x.as_strided((1, 1), (7, 7))), (randn(6, 5),)
+    yield (lambda x: x.as_strided((6, 1, 5), (5, 3, 1)) * x[1:].as_strided((), ())), (randn(6, 5),)
     yield (lambda x: torch.stack([x[i].exp() for i in range(6)])), (x,)
     for name in ("bitwise_and_", "bitwise_or_", "bitwise_xor_", "bitwise_left_shift_", "bitwise_right_shift_"):
         yield through_entry(name), (whole, shifts)

@@ -21,6 +21,7 @@ from ..communication.redistribute import redistribute_local
 from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
+from ..layout.strides import apart
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import calling, here
 from .conversions import wrap
@@ -111,21 +112,27 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     if plan.returns_self:
         write_back(args[0])
         return args[0]
-    out: Any
-    if type(plan.outputs) is ShardTensorSpec:
-        out = wrap(result, plan.outputs)
-        if plan.opens and not tracing():
-            leave_open(out)
-    elif plan.outputs is None:
+    if plan.outputs is None:
         note_written(func, args)
         return result
-    else:
-        out = type(result)([r if s is None else wrap(r, s) for r, s in zip(result, plan.outputs, strict=True)])
+    out = _wrapped(plan, result, tensors)
     if plan.view:
         viewed = args[0]
         if plan.noted or represents_view(viewed) or is_open(viewed):
             return _as_views(out, func, args, kwargs, plan)
     return out
+
+
+def _wrapped(plan: AtenPlan, result: Any, tensors: Sequence[Tensor]) -> Any:
+    """Local results as ShardTensors, which share no memory with the operands if they are no views."""
+    held = [t._local_tensor for t in tensors if isinstance(t, DTensor)] if plan.apart else ()
+    if type(plan.outputs) is ShardTensorSpec:
+        out = wrap(apart(result, held) if plan.apart else result, plan.outputs)
+        if plan.opens and not tracing():
+            leave_open(out)
+        return out
+    pairs = zip(result, plan.outputs, strict=True)
+    return type(result)([r if s is None else wrap(apart(r, held) if plan.apart else r, s) for r, s in pairs])
 
 
 def _move(plan: AtenPlan, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -156,7 +163,9 @@ def _planned(
     if plan is not None:
         if plan.call is not None and (plan.moves or not returns_view(func)):
             plan.label = label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs})
-        plan.call, plan.view = plan.call or kernel(func), returns_view(func)
+        plan.view = returns_view(func)
+        plan.apart = plan.call is not None and not (plan.view or plan.opens or func in RESHAPES)
+        plan.call = plan.call or kernel(func)
         plan.noted = plan.view and (plan.moves or plan.may_copy or args[0].dtype in INDICES)
         mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
         plan.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))

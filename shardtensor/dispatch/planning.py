@@ -61,6 +61,7 @@ class AtenPlan:
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
         view: the result represents a view of the first argument (``dispatch.run`` fills this in).
+        apart: the result gets memory of its own where ``call`` returns a part of an operand (so is this).
         noted: something has to be known of all its views, see ``_as_views`` (so is this).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
@@ -76,6 +77,7 @@ class AtenPlan:
     call: Any = None
     returns_self: bool = False
     view: bool = False
+    apart: bool = False
     noted: bool = False
     may_copy: bool = False
     call_moves: bool = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from .._compat import same_memory
 
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -62,6 +64,20 @@ def is_dense(t: Tensor) -> bool:
     for length, stride in zip(t.shape, t.stride(), strict=True):
         last += (length - 1) * stride
     return n == 0 or last == n - 1
+
+
+def apart(result: Tensor, operands: Iterable[Tensor]) -> Tensor:
+    """An operator's result in memory of its own, as torch returns it: what is written to it is written to nothing else.
+
+    It is copied where it shares its memory with an operand, or where elements of it share theirs.
+
+    Example:
+        >>> x = torch.ones(4, 3)
+        >>> apart(x[1:], [x]).is_set_to(x[1:]), apart(x[:1].expand(4, 3), []).stride()
+        (False, (3, 1))
+    """
+    shares = (0 in result.stride() and not is_dense(result)) or any(same_memory(t, result) for t in operands)
+    return result.clone() if shares else result
 
 
 def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int]) -> Tensor:

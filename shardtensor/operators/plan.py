@@ -19,6 +19,7 @@ from ..dispatch.gradients import not_twice
 from ..dispatch.tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
 from ..errors import UnsupportedSharding
 from ..layout.spec import ShardTensorSpec
+from ..layout.strides import apart
 from ..ranks.failures import note_raised
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
@@ -45,6 +46,7 @@ class Plan:
         then: the layout that the result is redistributed to.
         twice: whether autograd can differentiate :meth:`again`, for second derivatives.
         linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
+        view: whether the result represents a view, which may have memory of the tensors.
         depends: by position, which tensors the gradient of a tensor depends on; all where it is left out. Second
             derivatives by other tensors are None, as on one device.
     """
@@ -58,6 +60,7 @@ class Plan:
     defers: bool = True
     twice: ClassVar[bool] = False
     linear: ClassVar[bool] = False
+    view: bool = False
     depends: Mapping[int, Sequence[int]] = {}
     # Filled in by the operator that has the plan made.
     name: str = ""
@@ -98,7 +101,7 @@ class Plan:
                 return _Run.apply(self, None, tensors, *tensors)
             deferring, contribution = self.deferred.defer(tensors)
             return _Run.apply(self, contribution, tensors, *deferring)
-        return self.wrapped(self.forward(*_held(tensors))[0])
+        return self.wrapped(_apart(self.forward(*_held(tensors))[0], tensors))
 
     def wrapped(self, result: Any) -> Any:
         """Local results as ShardTensors, not differentiable."""
@@ -162,6 +165,8 @@ class LocalPlan(Plan):
             elif self.total is not None:
                 locals_ = self.total.complete(locals_)
         result = self.function(*locals_)
+        if not self.view:
+            result = _apart(result, tensors)
         if isinstance(self.outputs, tuple):
             return tuple(map(from_part, result, self.outputs))
         return from_part(result, self.outputs)
@@ -194,6 +199,7 @@ class _Run(AutogradFunction):
             held.append(t._local_tensor if is_sharded else t)
             specs.append(t._spec if is_sharded else None)
         result, kept = plan.forward(*held)
+        result = _apart(result, tensors)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.contribution, ctx.specs = plan, contribution, specs
         ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
@@ -254,6 +260,12 @@ def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any
         raise
     finally:
         here.operator = caller
+
+
+def _apart(result: Any, tensors: Sequence[Any]) -> Any:
+    """Local results in memory of their own: what a plan returns is no view of the ShardTensors among its tensors."""
+    operands = [t._local_tensor for t in tensors if type(t) is ShardTensor]
+    return tuple(apart(r, operands) for r in result) if type(result) is tuple else apart(result, operands)
 
 
 def _held(tensors: Iterable[Any]) -> list[Any]:

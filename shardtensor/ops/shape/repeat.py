@@ -55,7 +55,8 @@ def _each_repeated(x: Tensor, d: int, repeats: int) -> Tensor:
     """Every entry along a dim, so many times."""
     if repeats < 0:
         raise RuntimeError("repeats has to be non-negative")
-    return x.unsqueeze(d + 1).expand(*x.shape[: d + 1], repeats, *x.shape[d + 1 :]).flatten(d, d + 1)
+    wide = x.unsqueeze(d + 1).expand(*x.shape[: d + 1], repeats, *x.shape[d + 1 :])
+    return wide.clone().flatten(d, d + 1)  # in memory of its own where there is one of each, too
 
 
 def _counts(values: Sequence[int | Sequence[int]], given: Sequence[int] | None) -> list[int] | None:

@@ -52,6 +52,7 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
         return local.narrow(dim, 0, 0).unsqueeze(-1).expand(*[-1] * ndim, size)
 
     local_plan = LocalPlan(windows, resized(spec, meta, spec.tensor_meta.dtype, {dim: sizes}))
+    local_plan.view = True
     return Composed(lambda x: mark_copied(local_plan.run([redistribute_to(x, spec)]), x))
 
 
@@ -64,11 +65,17 @@ def _as_strided(
     storage_offset: int | None = None,
 ) -> Plan:
     """Frames: windows of one or several dims, and slices of others. Two dims of the result run along one that has
-    windows. Of what is only slices torch has other operators, and without windows this one is refused.
+    windows. The whole tensor, and its first element. Of what is only slices torch has other operators, and without
+    windows this one is refused.
     """
     if not input.sharded_dims() or storage_offset is not None or len(size) != len(stride):
         return NotImplemented  # type: ignore[no-any-return]
     shape, strides = input.shape, input.tensor_meta.stride
+    geometry = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1]
+    if geometry == [(n, step) for n, step in zip(shape, strides, strict=True) if n != 1]:
+        return Composed(lambda x: x.view(size))
+    if not geometry and shape.numel():
+        return Composed(lambda x: x[(0,) * len(shape)].reshape(size))
     outer_first = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d])
     runs: dict[int, list[tuple[int, int, int]]] = {d: [] for d in range(len(shape))}  # step, dim of the result, length
     for k, (n, step) in enumerate(zip(size, stride, strict=True)):
