@@ -2,10 +2,11 @@
 
 [Note: row halos] An index that is sharded reads rows of other ranks, in a graph most of them many times. Each rank
 looks at its own part of the index and asks every owner for the rows that it lacks, each once: an exchange of counts,
-which all ranks see, and one of positions. Where every rank holds the index whole, each finds out all of that by itself.
-After that rows travel without another look at the index, in one exchange, and are put behind the shard;
-:attr:`RowHalo.places` says for each entry of the index where in the two its row is. In the other direction a rank first
-adds up, in the same places, what it has for rows of others, and sends each once.
+which all ranks see, and one of positions. Where every rank holds the index whole, each finds out all of that by itself,
+once all know that they hold the same one (:func:`check_same_on_ranks`). After that rows travel without another look at
+the index, in one exchange, and are put behind the shard; :attr:`RowHalo.places` says for each entry of the index where
+in the two its row is. In the other direction a rank first adds up, in the same places, what it has for rows of others,
+and sends each once.
 
 Looking at an index takes the host; what was found is therefore kept with the index, see [Note: found] in
 dispatch/found.py.
@@ -23,7 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import AutogradFunction
+from .._compat.c10d import device_of
+from ..errors import RanksDiffer
 from ..layout.geometry import boundaries_of
+from ..ranks.history import SAME_VALUES
+from ..ranks.rows import gather_rows
+from ..ranks.summaries import digest
 from .exchange import Exchange
 from .redistribute import all_gather, reduced
 
@@ -95,13 +101,38 @@ def check_same(now: Tensor, before: Tensor, text: str = _PLAIN_WRITTEN) -> None:
         raise RuntimeError(text)
 
 
+def check_same_on_ranks(name: object, indices: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Check that all ranks of ``group`` hold the same indices, which are not sharded; one all-gather of an integer.
+
+    Ranks with other indices would wait for other rows than are sent. Nothing is compared where nothing travels, as in
+    a simulation.
+
+    Args:
+        name: of the operator.
+
+    Raises:
+        RanksDiffer: on all ranks of the group.
+    """
+    if device_of(group) is None:
+        return
+    rows = gather_rows([digest(index) for index in indices], group, indices[0].device)
+    ranks = dist.get_process_group_ranks(group)
+    others = ", ".join(str(rank) for r, rank in enumerate(ranks) if rows[r] != rows[0])
+    if others:
+        which = "the index" if len(indices) == 1 else "the indices of the sparse matrix"
+        raise RanksDiffer(
+            f"{name}: {which}, which every rank holds whole, has other values on rank {others} than on rank "
+            f"{ranks[0]}. {SAME_VALUES}."
+        )
+
+
 class RowHalo:
     """The exchange of the rows that an index reads, and its adjoint. Collective on ``group``, as what is called on it.
 
     Args:
         index, sizes, rank: as those of :func:`wanted`; ``rank`` is that of ``group``.
-        split: ``index`` is the whole one, on every rank; along which dim it is divided, and the ranks' lengths. Making
-            it communicates nothing then.
+        split: ``index`` is the whole one, the same on every rank; along which dim it is divided, and the ranks'
+            lengths. Making it communicates nothing then.
 
     Attributes:
         places, positions: as those of :class:`Wanted`.

@@ -17,9 +17,8 @@ A rank that writes to its local tensor (``to_local()``, or what it has given to 
 others cannot know; all may have done so, or this one. So whoever uses what was found compares it with the values that
 are there, and raises.
 
-What is found about a *plain* tensor every rank finds by itself, without communication, as it holds the same one. So it
-is nobody else's business whether a rank still has it: it is kept as long as the tensor lives, and for views with the
-tensor that torch says they are views of.
+What is found about a *plain* tensor every rank finds by itself, after all have compared whether it is the same one. It
+is kept as long as the tensor lives, and for views with the tensor that torch says they are views of.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ def found(tensor: Any, key: Hashable, find: Callable[[], T]) -> T:
     """What ``find()`` returned for these values of the tensor and this key, which is called if nothing is kept.
 
     Args:
-        tensor: a ShardTensor; a plain tensor, for which ``find`` must not communicate; or another DTensor, with which
-            nothing is kept.
-        key: the same on all ranks, of a ShardTensor.
+        tensor: a ShardTensor or a plain tensor; or another DTensor, with which nothing is kept.
+        key: the same on all ranks.
     """
     if _forgets(tensor):
         return find()

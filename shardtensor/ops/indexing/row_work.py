@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._compat.c10d import group_along
-from ...communication.rows import RowHalo
+from ...communication.rows import RowHalo, check_same_on_ranks
 from ...communication.tracing import is_traced
 from ...dispatch.found import found, is_kept
 from ...dispatch.planning import Path, operand
@@ -102,7 +102,7 @@ class RowWork(BlockWork):
         for path, d, a, b in self._narrowings:
             put(values, path, operand(values, path).narrow(d, a, b - a))
         index = operand(values, self._index)
-        rows = found(keeper, self._key, lambda: RowHalo(index, self._sizes, self._rank, self._group, self._split))
+        rows = found(keeper, self._key, lambda: self._find(index))
         rows.check(index.narrow(*self._own) if self._own else index)
         if rows.beyond or (rows.negative and not self.wraps):
             n = sum(self._sizes)
@@ -111,6 +111,11 @@ class RowWork(BlockWork):
             return super().__call__(*args, **kwargs)
         put(values, self._index, rows.places)
         return self._written_by_rows(values, kwargs, rows) if self.writes else self._read_by_rows(values, kwargs, rows)
+
+    def _find(self, index: Tensor) -> RowHalo:
+        if self._split:
+            check_same_on_ranks(self.func, [index], self._group)
+        return RowHalo(index, self._sizes, self._rank, self._group, self._split)
 
     def _read_by_rows(self, values: list[Any], kwargs: dict[str, Any], rows: RowHalo) -> Tensor:
         put(values, self.first, rows.fetch(operand(values, self.first), self._dim))

@@ -5,9 +5,9 @@ The matrix is plain, and the same on every rank. No plans are kept of these: a p
 [Note: rows of matrices] Where rows of the other operand are sharded, the dim that is summed over, a rank computes the
 rows of the result that are as its rows of the operand, or an even part where the matrix is not square. It needs the
 rows that its part of the matrix reads: a halo, as that of an index ([Note: row halos] in communication/rows.py). Each
-rank finds it by itself and keeps it with the matrix, as it does where its entries are; values are taken anew in each
-call. What the backward pass multiplies by the transposed part goes back to the owners. Where a matrix reads more rows
-than resharding the operand would move, it is resharded, as for any matrix.
+rank finds it by itself, after ranks have compared their indices, and keeps it with the matrix, as it does where its
+entries are; values are taken anew in each call. What the backward pass multiplies by the transposed part goes back to
+the owners. Where a matrix reads more rows than resharding the operand would move, it is resharded, as for any matrix.
 
 Where other dims are sharded, and in graphs, the layout is worked out as for a dense matrix (common/named_dims.py); a
 rank takes of the matrix what belongs to its shard.
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..._compat import AutogradFunction, TensorMeta, is_traced, sparse_parts, untraced
+from ..._compat import AutogradFunction, OpOverload, TensorMeta, is_traced, sparse_parts, tree_map, untraced
 from ..._compat.c10d import group_along
-from ...communication.rows import RowHalo, check_same
+from ...communication.rows import RowHalo, check_same, check_same_on_ranks
 from ...dispatch.found import found, is_kept
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
@@ -40,7 +40,7 @@ from ...layout.strides import contiguous_stride
 from ...operators.arguments import common_mesh
 from ...ranks.cuda_graphs import is_capturing
 from ...ranks.first_use import note_operand
-from ..common.alignment import as_operand, is_sharded
+from ..common.alignment import as_operand
 from ..common.named_dims import Form, arrange
 
 MATRIX = Form(("ik", "kj"), "ij")
@@ -150,17 +150,29 @@ def _is_sparse(t: Tensor) -> bool:
     return not isinstance(t, DTensor) and t.layout is not torch.strided
 
 
-def _made_of_shards(*args: Any, **kwargs: Any) -> Any:
-    parts = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    if not any(map(is_sharded, parts)):
-        return DECLINED
-    reason = "a sparse matrix is the same on every rank, and no rank has all of this one's entries"
-    remedy = "make it of plain tensors (an edge_index before it is sharded); it may multiply sharded rows"
-    raise refuse("a sparse tensor's constructor", parts, reason, remedy)
+def _held(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
-register(_aten._sparse_coo_tensor_with_dims_and_tensors.default)(_made_of_shards)
-register(_aten.sparse_compressed_tensor.comp_plain_value_size)(_made_of_shards)
+def _constructed(func: OpOverload) -> Callable[..., Any]:
+    """A constructor of sparse tensors. Of what every rank holds whole it makes a plain one."""
+
+    def construct(*args: Any, **kwargs: Any) -> Any:
+        parts = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if not all(p.is_replicate() for t in parts if isinstance(t, DTensor) for p in t.placements):
+            reason = "a sparse matrix is the same on every rank, and no rank has all of this one's entries"
+            remedy = "make it of plain tensors (an edge_index before it is sharded); it may multiply sharded rows"
+            raise refuse("a sparse tensor's constructor", parts, reason, remedy)
+        return func(*tree_map(_held, args), **tree_map(_held, kwargs))
+
+    return construct
+
+
+for _func in (
+    _aten._sparse_coo_tensor_with_dims_and_tensors.default,
+    _aten.sparse_compressed_tensor.comp_plain_value_size,
+):
+    register(_func)(_constructed(_func))
 
 
 # -- by rows -------------------------------------------------------------------------------------------------------
@@ -190,7 +202,12 @@ def _by_rows(
     key = (group.group_name, sizes, ends, entries is matrix)
     if is_capturing(x.device) and not is_kept(matrix, key):
         return None
-    rows = found(matrix, key, lambda: MatrixRows(entries.layout, indices, ends, sizes, spec.coordinate[m], group))
+
+    def find() -> MatrixRows:
+        check_same_on_ranks(name, indices, group)
+        return MatrixRows(entries.layout, indices, ends, sizes, spec.coordinate[m], group)
+
+    rows = found(matrix, key, find)
     rows.check(indices)
     if other is not None and not graded:
         # An exchange that shards columns, or contributions to all rows, which whoever needs them sums.

@@ -272,12 +272,13 @@ def test_what_travels():
         assert found["few rows"] == ((Partial(),), {}, 0, 0, 0, 0)
         for label in ("scatter", "index_add", "index_fill", "masked_fill"):
             assert found[label] == ((Shard(0),), cut, 0, 0, 0, 0), label
-        # Rank 0 has the first five entries and lacks row 6, rank 1 the last two and lacks row 4: both know that alone.
-        assert found["as many rows"] == ((Shard(0),), cut, 1, row, 1, row)
+        # Rank 0 has the first five entries and lacks row 6, rank 1 the last two and lacks row 4: both know that alone,
+        # once they have compared the index.
+        assert found["as many rows"] == ((Shard(0),), cut, 2, row, 1, row)
         # Rank 0 asks for row 6, rank 1 for rows 3 and 4: counts, positions, and then rows; backward rows only.
         asks, gives = (1, 2)[rank], (2, 1)[rank]
         assert found["a sharded index"] == ((Shard(0),), {0: (4, 3)}, 3, asks * 8 + gives * row, 1, asks * row)
-        assert found["gather"][1:4] == ({0: (3, 2)}, 1, (2, 1)[rank] * row)
+        assert found["gather"][1:4] == ({0: (3, 2)}, 2, (2, 1)[rank] * row)
         # A row of the source, which is sharded otherwise than the index; then contributions to the other's rows.
         assert found["index_add of a sharded source"][2:4] == (2, (1 + 1, 2)[rank] * row)
 
@@ -323,7 +324,7 @@ def values():
     ):
         with count_communication() as counted, pytest.raises(IndexError, match="out of range for dimension 0 with"):
             wrong(t.detach())
-        assert not counted.collectives
+        assert counted.collectives in ({}, {"all_gather": 1})  # that of the comparison of an index
     with pytest.raises(RuntimeError, match=r"dtypes match|same dtype"):
         t.detach()[i] = torch.ones(3)
     with pytest.raises(IndexError, match="2 values for the"):

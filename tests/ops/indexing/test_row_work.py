@@ -189,6 +189,56 @@ def test_awkward_sizes(ranks, plain):
     run_distributed(values_of, ranks, ranks, plain, timeout=300)
 
 
+class Messages(nn.Module):
+    """Two layers, of which the second finds what the first one has found about the edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(3), Layer(3)
+
+    def forward(self, x, edges):
+        return self.second(self.first(x, edges), edges)
+
+
+GRAPHS = {
+    "edges twice": [[0, 0, 4, 4, 8, 0], [4, 4, 0, 0, 0, 8]],
+    "loops": [[0, 4, 8, 8], [0, 4, 8, 8]],
+    "isolated nodes": [[1, 7], [7, 1]],
+    "all edges of one node": [[8] * 7, [0] * 7],
+    "edges of one rank": [[0, 1], [1, 0]],
+    "no edges": [[], []],
+}
+
+
+def unusual(ranks, plain):
+    """Steps with and without gradients, and after a change in place that all ranks make."""
+    mesh, x = shared_mesh(ranks), torch.randn(9, 3, dtype=torch.float64, generator=seeded(0))
+    torch.manual_seed(0)
+    model = Messages().double()
+    for label, edges in GRAPHS.items():
+        edges = torch.tensor(edges, dtype=torch.int64)
+        nodes = {0: (5, 4, *[0] * (ranks - 2))}
+        n = edges.shape[1]
+        theirs, whole = x.clone().requires_grad_(), edges.clone()
+        ours = shard(x, mesh, [Shard(0)], nodes, requires_grad=True)
+        index = edges.clone() if plain else shard(edges, mesh, [Shard(1)], {0: (*[0] * (ranks - 1), n)})
+        for step in range(4):
+            if step == 3:
+                index.copy_(index.flip(0)), whole.copy_(whole.flip(0))
+            with torch.set_grad_enabled(step != 1):
+                got, expected = model(ours, index), model(theirs, whole)
+            assert torch.allclose(got.full_tensor(), expected, rtol=1e-10), (label, step)
+            if step != 1:
+                (mine,) = torch.autograd.grad(got.square().sum(), ours)
+                (true,) = torch.autograd.grad(expected.square().sum(), theirs)
+                assert torch.allclose(mine.full_tensor(), true, rtol=1e-10), (label, step)
+
+
+@pytest.mark.parametrize(("ranks", "plain"), [(2, False), (3, False), (2, True), (3, True)])
+def test_unusual_graphs(ranks, plain):
+    run_distributed(unusual, ranks, ranks, plain, timeout=200)
+
+
 def two_axes():
     """Batches on one mesh dim, nodes and edges on the other; each batch has an index of its own."""
     g = seeded(0)
@@ -357,11 +407,13 @@ def test_plain_indices_exchange_rows():
     for rank, found in enumerate(run_distributed(whole, 2)):
         # 0..29 read rows 37, 38, 39, 0..26, the others 27..36: each lacks three rows.
         three = (0, 3 * row, 1)
-        assert found["first"] == found["another row"] == (2, *three[1:])
+        # An index that is looked at first is compared.
+        looked = (2, 3 * row, 2)
+        assert found["first"] == found["another row"] == looked
         assert found["again, another view"] == three
         four = (3, 4)[rank] * row
-        assert found["written"] == (2, four, 1) and found["written, again"] == (0, four, 1)
-        assert found["added to"] == (2, *three[1:])  # both rows are views of what was written to
+        assert found["written"] == (2, four, 2) and found["written, again"] == (0, four, 1)
+        assert found["added to"] == looked  # both rows are views of what was written to
 
 
 def whole_written():
@@ -378,17 +430,30 @@ def test_plain_indices_changed_unseen_raise():
             raise error
 
 
-def different():
-    """A plain index that is another one on each rank, where ranks compare what they do."""
+def different(how, debug):
+    """An index that is another one on each rank, although it counts as the same."""
     mesh, rank = shared_mesh(2), torch.distributed.get_rank()
-    a = shard(torch.arange(10.0), mesh, [Shard(0)])
-    with mock.patch.dict("os.environ", SHARDTENSOR_DEBUG="1"):
-        a[torch.arange(10).roll(1 + rank)].full_tensor()
+    a, index = shard(torch.randn(10, 2, generator=seeded(0)), mesh, [Shard(0)]), torch.arange(10)
+    a[index], a[shard(index, mesh, [Replicate()])], a * 2  # nothing that follows is communicated for the first time
+    other = index.roll(1 + rank) if how != "beyond" else index + 20 * rank
+    with mock.patch.dict("os.environ", SHARDTENSOR_DEBUG=str(int(debug))):
+        if how == "replicated":
+            other = ShardTensor.from_local(other, mesh, [Replicate()], shard_sizes={})
+        if how == "added":
+            a.index_add(0, other, a * 2)
+        elif how in ("coo", "csr"):
+            s = torch.sparse_coo_tensor(torch.stack([index, other]), torch.ones(10), (10, 10))
+            (s.to_sparse_csr() if how == "csr" else s) @ a
+        else:
+            a[other]
 
 
-def test_plain_indices_that_differ_raise_under_debug():
-    for error in run_expecting_errors(different, 2):
-        with pytest.raises(RuntimeError, match="differ"):
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("how", ["plain", "replicated", "added", "beyond", "coo", "csr"])
+def test_indices_that_differ_between_ranks_raise_on_all(how, debug):
+    text = "differ" if debug else r"whole, has other values on rank 1 than on rank 0.*broadcast"
+    for error in run_expecting_errors(different, 2, how, debug):
+        with pytest.raises(shardtensor.RanksDiffer if not debug else RuntimeError, match=text):
             raise error
 
 
