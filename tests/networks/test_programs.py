@@ -77,7 +77,7 @@ def solved(x: Tensor, field: nn.Module, method: str, adjoint: bool) -> Tensor:
 
 
 def laplacian(x: Tensor, network: nn.Module) -> Tensor:
-    x = x.detach().requires_grad_()
+    x = x * 1
     (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
     second = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(x.shape[1])]
     return torch.stack(second).sum(0)
@@ -120,20 +120,9 @@ def compared(x: Tensor, module: str, name: str, **options: Any) -> Tensor:
     return getattr(load(module), name)(image, image.detach() * 0.7 + 0.1, **options)
 
 
-def correlated(x: Tensor, name: str) -> Tensor:
-    other = x.detach() * 0.7 + 0.1 * torch.sin(3 * x.detach())
-    return getattr(load("torchmetrics.functional"), name)(x, other)
-
-
 def transported(x: Tensor, kind: str) -> Tensor:
     loss = load("geomloss").SamplesLoss(kind, backend="tensorized")
     return loss(x, torch.ones(1, 9, 3, dtype=x.dtype)).sum()
-
-
-def dice(x: Tensor) -> Tensor:
-    a, b = x.detach().argmax(1), torch.sin(x.detach() * 9).argmax(1)
-    score = load("torchmetrics.functional.segmentation").dice_score
-    return score(a, b, num_classes=3, input_format="index").mean() + 0 * x.sum()
 
 
 def contrasted(x: Tensor, name: str) -> Tensor:
@@ -163,22 +152,6 @@ LOSSES = {
         1,
         tolerance=1e-7,
     ),
-    **{
-        f"torchmetrics, {name}": of(
-            partial(compared, module="torchmetrics.functional.image", name=name, **options), PAIRS, 2
-        )
-        for name, options in {
-            "structural_similarity_index_measure": {"data_range": 1.0},
-            "peak_signal_noise_ratio": {"data_range": 1.0},
-            "spectral_angle_mapper": {},
-            "universal_image_quality_index": {},
-        }.items()
-    },
-    **{
-        f"torchmetrics, {name}": of(partial(correlated, name=name), (97,), 0)
-        for name in ("mean_squared_error", "r2_score", "explained_variance", "pearson_corrcoef", "spearman_corrcoef")
-    },
-    "torchmetrics, Dice": of(dice, IMAGE, 2),
     **{
         f"lightly, {name}": of(partial(contrasted, name=name), (32, 16), 0)
         for name in ("NTXentLoss", "BarlowTwinsLoss", "VICRegLoss", "NegativeCosineSimilarity", "DCLLoss", "TiCoLoss")
@@ -311,9 +284,7 @@ SEQUENCES = {
     "vector_quantize_pytorch, cosine": quantized("VectorQuantize", dim=16, codebook_size=9, use_cosine_sim=True),
     "vector_quantize_pytorch, residual": quantized("ResidualVQ", dim=16, codebook_size=9, num_quantizers=3),
     "vector_quantize_pytorch, finite scalars": quantized("FSQ", levels=[8, 5, 5, 5]),
-    "chronos, residual": layer(
-        lambda: load("chronos.chronos_bolt").ResidualBlock(16, 24, 16, "relu", 0.0), TOKENS, 1
-    ),
+    "chronos, residual": layer(lambda: load("chronos.chronos_bolt").ResidualBlock(16, 24, 16, "relu", 0.0), TOKENS, 1),
     "chronos, patches": layer(lambda: load("chronos.chronos_bolt").Patch(8, 8), (3, 48), 0),
 }
 
