@@ -56,7 +56,8 @@ def _each_repeated(x: Tensor, d: int, repeats: int) -> Tensor:
     if repeats < 0:
         raise RuntimeError("repeats has to be non-negative")
     wide = x.unsqueeze(d + 1).expand(*x.shape[: d + 1], repeats, *x.shape[d + 1 :])
-    return wide.clone().flatten(d, d + 1)  # in memory of its own where there is one of each, too
+    flat = wide.flatten(d, d + 1)
+    return flat.clone() if repeats == 1 else flat  # in memory of its own
 
 
 def _counts(values: Sequence[int | Sequence[int]], given: Sequence[int] | None) -> list[int] | None:
