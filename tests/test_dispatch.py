@@ -459,23 +459,50 @@ def out_of_date():
     row = x[2]
     assert torch.equal(row.full_tensor(), whole[2])
     x.add_(1)
-    for read in (row.full_tensor, row.to_local, row.sum, lambda: row * 2, lambda: x + row):
+    with pytest.raises(UnsupportedSharding, match="the viewed tensor has been written to since"):
+        row.to_local()  # which one rank may call alone
+    assert torch.equal((row * 2).full_tensor(), 2 * (whole[2] + 1)) and torch.equal(x[2].full_tensor(), whole[2] + 1)
+    # What has moved to other ranks is taken again, once after each write.
+    frames, turned = x.unfold(0, 3, 2), x.reshape(4, 8)
+    for _ in range(2):
+        x[3:5] *= 2
+        now = x.full_tensor()
+        for view, expected in ((frames, now.unfold(0, 3, 2)), (turned, now.reshape(4, 8)), (row, now[2])):
+            assert torch.equal((view * 1).full_tensor(), expected)
+            with count_communication() as counted:
+                view * 1
+            assert counted.messages == 0 and not counted.collectives
+    # A graph that has saved what was taken again says so, as with a view on one device.
+    leaf = shard(whole, shared_mesh(2), [Shard(0)], {0: (7, 1)}).requires_grad_()
+    base = leaf * 1
+    saved = base[2]
+    product = saved * saved
+    with torch.no_grad():
+        base.detach()[2:3] += 1
+    saved.detach() * 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    parts = x.reshape(4, 8).split(4, 1)
+    with shardtensor.allow_gather():
+        gathered = x.as_strided((2, 2), (1, 4))
+    x.add_(1)
+    assert torch.equal(parts[1].full_tensor(), x.full_tensor().reshape(4, 8)[:, 4:])
+    for read in (gathered.full_tensor, gathered.sum, lambda: gathered * 2):
         with pytest.raises(UnsupportedSharding, match="the viewed tensor has been written to since"):
             read()
-    assert torch.equal(x[2].full_tensor(), whole[2] + 1)
     # A shard with other strides than its neighbour's is copied by a reshape where the other is not.
     local = x.to_local().t().contiguous().t()
     y = ShardTensor.from_local(local, shared_mesh(2), [Shard(0)], shard_sizes={0: (7, 1)})
-    flat = y.view(32)
+    flat, now = y.view(32), y.full_tensor()
     y.mul_(2)
-    assert torch.equal(flat.full_tensor(), 2 * (whole + 1).flatten())
+    assert torch.equal(flat.full_tensor(), 2 * now.flatten())
     flat.sub_(1)
     y[0] = 7
     assert torch.equal(flat.full_tensor(), y.full_tensor().flatten())
     # An entry that is written through stays up to date.
-    entry = x[1]
+    entry, now = x[1], x[1].full_tensor()
     entry *= 3
-    assert torch.equal(entry.full_tensor(), 3 * (whole[1] + 1)) and torch.equal(x[1].full_tensor(), entry.full_tensor())
+    assert torch.equal(entry.full_tensor(), 3 * now) and torch.equal(x[1].full_tensor(), entry.full_tensor())
 
 
 def test_views_that_are_copies_do_not_go_out_of_date():

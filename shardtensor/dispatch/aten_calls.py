@@ -25,7 +25,7 @@ from ..layout.strides import apart
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import calling, here
 from .conversions import wrap
-from .copies import Back, check_written, note_copies, represents_view, write_back
+from .copies import Back, Moved, check_written, note_copies, represents_view, write_back
 from .found import INDICES, note_views, note_written
 from .gathering import gathered
 from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
@@ -184,9 +184,11 @@ def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str,
     """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
     viewed = args[0]
     if plan.moves or plan.may_copy or represents_view(viewed):
-        is_copy = plan.moves or not isinstance(getattr(viewed, "_copied", ()), tuple)
-        back = _back_of(func, args) if is_copy else None
-        out = tree_map(lambda t: note_copies(t, viewed, moved=plan.moves, may_copy=plan.may_copy, back=back), out)
+        how = Moved()
+        if plan.moves or isinstance(getattr(viewed, "_copied", ()), Moved):
+            again = None if isinstance(out, (list, tuple)) else lambda t: run(func, (t, *args[1:]), kwargs)
+            how = Moved(_back_of(func, args), again)
+        out = tree_map(lambda t: note_copies(t, viewed, moved=plan.moves, may_copy=plan.may_copy, how=how), out)
     note_views(out, viewed, func, args, kwargs)
     if is_open(viewed):
         note_open_views(out, viewed, lambda t: run(func, (t, *args[1:]), kwargs, moves=False))

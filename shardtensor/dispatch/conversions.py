@@ -105,7 +105,7 @@ def to_part(
             torch give none on a rank without elements, and the others would wait for that rank.
     """
     if tensor._viewed is not None:
-        check_current("to_local", tensor)
+        check_current("to_local", tensor, communicates=False)
     local: Tensor = tensor._local_tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
         local = _ToLocal.apply(tensor, grad_spec, dtype, may_be_absent)

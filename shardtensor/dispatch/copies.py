@@ -4,22 +4,23 @@
 had to be redistributed), what is written to a reshape is redistributed back, and writing to any other view is refused:
 the viewed tensor would not change. A reshape of a shard copies or not depending on the shard's strides, on one rank and
 not on another; so every rank may write, and one with a copy writes it back. In the other direction, a copy is out of
-date once the viewed tensor has been written to. The version counter shows this on every rank alike: reading the copy is
-then refused, or, where the shard has all of the new values, the copy is updated.
+date once the viewed tensor has been written to. The version counter shows this on every rank alike: before the copy is
+read it gets the new values, from the shard or by taking the view again, or reading it is refused.
 
 Two attributes of a ShardTensor hold this. ``_viewed`` is the tensor that it is a view of, with its version at the time,
-or None. ``_copied`` has the copies that this rank made, or, where the view is a copy on all ranks, the function that
-writes it back, None where there is none.
+or None. ``_copied`` has the copies that this rank made, or, where the view is a copy on all ranks, how it is written
+back and taken again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from .._compat import OpOverload, not_for_graphs, same_memory
+from .._compat import OpOverload, is_traced, not_for_graphs, same_memory, whole_of
 from ..errors import refuse
 
 View = TypeVar("View", bound=Tensor)
@@ -29,7 +30,22 @@ Copies = tuple[tuple[Tensor, Tensor], ...]
 Back = Callable[[Any, Any], None]
 
 
-def mark_copied(view: View, viewed: Tensor, copies: Copies | Back | None = None) -> View:
+class Moved(NamedTuple):
+    """How a view that is a copy on all ranks is kept up to date.
+
+    Attributes:
+        back: writes the view back; None where that is refused.
+        again: takes the view of the viewed tensor again; None where reading it is refused once that was written to.
+    """
+
+    back: Back | None = None
+    again: Callable[[Any], Any] | None = None
+
+
+_OUT_OF_DATE = Moved()  # once the viewed tensor is written to
+
+
+def mark_copied(view: View, viewed: Tensor, copies: Copies | Moved = _OUT_OF_DATE) -> View:
     """Record that ``view`` represents a view of ``viewed`` but is a copy: on all ranks, or this one made ``copies``."""
     noted: Any = view  # these attributes are ShardTensor's, which is defined on top of this module
     noted._copied, noted._viewed = copies, (viewed, _version(viewed))
@@ -37,34 +53,33 @@ def mark_copied(view: View, viewed: Tensor, copies: Copies | Back | None = None)
     return view
 
 
-def note_copies(view: View, viewed: Tensor, *, moved: bool, may_copy: bool, back: Back | None) -> View:
+def note_copies(view: View, viewed: Tensor, *, moved: bool, may_copy: bool, how: Moved) -> View:
     """Record with a view the copies through which it was made, so that what is written to it can be written back.
 
     Args:
         moved: the viewed tensor was redistributed before.
         may_copy: this rank may have had to copy its part.
-        back: writes the view back where it is a copy, if there is such a function.
+        how: the view is kept up to date where it is a copy on all ranks.
     """
-    copies: Copies | Back | None = getattr(viewed, "_copied", ())
-    if copies is None:
-        return mark_copied(view, viewed)
-    if moved or not isinstance(copies, tuple):
-        return mark_copied(view, viewed, back if moved or may_copy else _of_a_copy)
+    copies: Copies | Moved = getattr(viewed, "_copied", ())
+    if isinstance(copies, Moved) and copies.back is None:
+        return mark_copied(view, viewed, Moved(None, how.again))
+    if moved or isinstance(copies, Moved):
+        return mark_copied(view, viewed, how if moved or may_copy else _OF_A_COPY)
     copy, original = _local(view), _local(viewed)
     if may_copy and not same_memory(copy, original):
         copies = (*copies, (copy, original))
     return mark_copied(view, viewed, copies) if copies else view
 
 
-def _of_a_copy(view: Any, viewed: Any) -> None:
-    """Write back a view that has the memory of the viewed tensor, which is a copy itself."""
-    write_back(viewed)
+# Of a view that has the memory of the viewed tensor, which is a copy itself.
+_OF_A_COPY = Moved(lambda view, viewed: write_back(viewed))
 
 
 def lose(view: Tensor, viewed: Tensor) -> None:
     """Record that ``view`` does not show what ``viewed`` holds any longer, and cannot: reading it is refused."""
     lost: Any = view
-    lost._copied, lost._viewed = None, (viewed, -1)
+    lost._copied, lost._viewed = _OUT_OF_DATE, (viewed, -1)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -81,37 +96,56 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version counter
 
 
-def check_current(op: object, tensor: Tensor) -> None:
+def check_current(op: object, tensor: Tensor, *, communicates: bool = True) -> None:
     """Bring a tensor that represents a view up to date before it is read.
 
+    Args:
+        communicates: whether all ranks call ``op``, so that the view can be taken again from other ranks.
+
     Raises:
-        UnsupportedSharding: the viewed tensor was written to, and the new values are on other ranks.
+        UnsupportedSharding: the viewed tensor was written to, and the view cannot be taken again.
     """
     recorded: Any = tensor
     viewed, version = recorded._viewed
     if represents_view(viewed):
-        check_current(op, viewed)
+        check_current(op, viewed, communicates=communicates)
     now = _version(viewed)
     if now == version:
         return
-    if recorded._copied is _of_a_copy:  # of one that is current, so whatever was written went through it
-        recorded._viewed = viewed, now
-        return
-    if not isinstance(recorded._copied, tuple):
-        raise refuse(
-            op,
-            tensor,
-            "it represents a view but is a copy on shards, and the viewed tensor has been written to since",
-            "take the view again after the write, or clone() it before",
-        )
-    for copy, original in recorded._copied:
-        copy.copy_(original.reshape(copy.shape))
+    copies: Copies | Moved = recorded._copied
+    if isinstance(copies, Moved):
+        # Where the viewed tensor is current, whatever was written went through it.
+        if copies is not _OF_A_COPY and not (communicates and _taken_again(recorded, viewed, copies)):
+            raise refuse(
+                op,
+                tensor,
+                "it represents a view but is a copy on shards, and the viewed tensor has been written to since",
+                "take the view again after the write, or clone() it before",
+            )
+    else:
+        for copy, original in copies:
+            copy.copy_(original.reshape(copy.shape))
     recorded._viewed = viewed, now
+
+
+def _taken_again(recorded: Any, viewed: Any, how: Moved) -> bool:
+    """Whether a copy has got the values that the view has now; decided by what all ranks know."""
+    if how.again is None or is_traced(_local(recorded)):
+        return False
+    with torch.no_grad():
+        fresh = how.again(viewed)
+        if fresh._spec != recorded._spec:
+            return False
+        _local(recorded).copy_(_local(fresh))
+        if whole_of(recorded) is not whole_of(viewed) and not recorded.is_inference():
+            torch.autograd.graph.increment_version(recorded)  # a graph that has saved it notices, as with a view
+    return True
 
 
 def check_written(func: OpOverload, written: Tensor) -> None:
     """UnsupportedSharding where the tensor to be written to represents a view but is a copy that stays one."""
-    if getattr(written, "_copied", ()) is None:
+    copies = getattr(written, "_copied", ())
+    if isinstance(copies, Moved) and copies.back is None:
         raise refuse(
             func,
             written,
@@ -122,11 +156,12 @@ def check_written(func: OpOverload, written: Tensor) -> None:
 
 def write_back(written: Tensor) -> None:
     """Copy what was written to a copy back to the tensor that it represents a view of."""
-    copies: Copies | Back = getattr(written, "_copied", ())
-    if not isinstance(copies, tuple):
+    copies: Copies | Moved = getattr(written, "_copied", ())
+    if isinstance(copies, Moved):
         recorded: Any = written
         viewed, _ = recorded._viewed
-        copies(written, viewed)
+        assert copies.back is not None  # see check_written
+        copies.back(written, viewed)
         if not viewed.is_inference():
             recorded._viewed = viewed, _version(viewed) + 1  # which it has when torch is done with the write
         return

@@ -351,9 +351,9 @@ def _register_in_place(name: str) -> None:
             )
         x, dim, index = source
         torch.narrow(x, dim, index, 1).copy_(value.unsqueeze(dim))
-        self._copied, self._viewed = (), None  # this write is one to the copy
+        how, self._copied, self._viewed = self._copied, (), None  # this write is one to the copy
         _aten.copy_.default(self, value)
-        return mark_copied(self, x)
+        return mark_copied(self, x, how)
 
 
 for _name in (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta
-from ...dispatch.copies import mark_copied
+from ...dispatch.copies import Moved, mark_copied
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
@@ -250,7 +250,7 @@ def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, in
 
     def entry(x: Tensor) -> Tensor:
         part = redistribute_to(torch.narrow(x, d, at, 1), target)
-        result = mark_copied(part.squeeze(d), x)
+        result = mark_copied(part.squeeze(d), x, Moved(again=entry))
         result._entry_of = x, d, at  # type: ignore[attr-defined]  # for writing there, see getitem.py
         return result
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...communication.halo import Fetch
 from ...dispatch import planning
-from ...dispatch.copies import mark_copied
+from ...dispatch.copies import Moved, mark_copied
 from ...dispatch.tensor import redistribute_to
 from ...layout.geometry import Window, intervals_of, map_boundaries
 from ...layout.spec import ShardTensorSpec
@@ -53,7 +53,11 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
 
     local_plan = LocalPlan(windows, resized(spec, meta, spec.tensor_meta.dtype, {dim: sizes}))
     local_plan.view = True
-    return Composed(lambda x: mark_copied(local_plan.run([redistribute_to(x, spec)]), x))
+
+    def frames(x: Any) -> Any:
+        return mark_copied(local_plan.run([redistribute_to(x, spec)]), x, Moved(again=frames))
+
+    return Composed(frames)
 
 
 @operator(torch.as_strided, Tensor.as_strided, tensors="input")
