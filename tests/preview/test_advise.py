@@ -97,7 +97,7 @@ def test_memory_is_that_of_the_preview():
 
 
 def refused(x):
-    return torch.as_strided(x, x.shape, x.stride())
+    return torch.as_strided(x, x.shape, (*x.stride()[:2], 1, x.shape[2]))
 
 
 def test_everything_refused():

@@ -329,7 +329,7 @@ def test_the_model_without_shards():
 
 
 class Refuses(nn.Module):
-    """as_strided has no distributed form."""
+    """as_strided has no distributed form where it takes elements in another order."""
 
     def __init__(self):
         super().__init__()
@@ -337,7 +337,7 @@ class Refuses(nn.Module):
 
     def forward(self, x):
         x = self.before(x)
-        return self.after(torch.as_strided(x, x.shape, (4 * 16 * 8, 16 * 8, 8, 1)))
+        return self.after(torch.as_strided(x, x.shape, (4 * 16 * 8, 16 * 8, 1, 16)))
 
 
 def refusing():
