@@ -95,8 +95,17 @@ def check(layout, name):
             torch.testing.assert_close(whole(g).detach(), e.detach(), rtol=1e-9, atol=1e-10, msg=said)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODULES)
+ALWAYS = (("replicated on 2", "mlp"), ("sharded on 3", "linear"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(layout, name, marks=() if (layout, name) in ALWAYS else pytest.mark.slow)
+        for layout in LAYOUTS
+        for name in MODULES
+    ],
+)
 def test_derivatives_of_four_orders(layout, name):
     run_distributed(check, LAYOUTS[layout][0], layout, name)
 
@@ -128,6 +137,6 @@ def check_transforms(layout):
             torch.testing.assert_close(whole(g), e, rtol=1e-10, atol=1e-12, msg=partial(said_of, name))
 
 
-@pytest.mark.parametrize("layout", ["replicated on 2", "sharded on 3"])
+@pytest.mark.parametrize("layout", ["replicated on 2", pytest.param("sharded on 3", marks=pytest.mark.slow)])
 def test_transforms_by_weights(layout):
     run_distributed(check_transforms, LAYOUTS[layout][0], layout)

@@ -234,7 +234,10 @@ def unusual(ranks, plain):
                 assert torch.allclose(mine.full_tensor(), true, rtol=1e-10), (label, step)
 
 
-@pytest.mark.parametrize(("ranks", "plain"), [(2, False), (3, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("ranks", "plain"),
+    [(3, False), (2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (3, True)))],
+)
 def test_unusual_graphs(ranks, plain):
     run_distributed(unusual, ranks, ranks, plain, timeout=200)
 

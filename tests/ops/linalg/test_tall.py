@@ -69,16 +69,16 @@ def check_tall(names, ranks, sizes, columns, dtype):
     ("sizes", "columns"),
     [
         ((11, 6), 3),
-        ((20, 0), 3),
+        pytest.param(*((20, 0), 3), marks=pytest.mark.slow),
         ((0, 17), 3),
         ((20, 1), 4),
-        ((9, 9), 1),
-        ((7, 4), 5),
-        ((8, 7, 9), 3),
+        pytest.param(*((9, 9), 1), marks=pytest.mark.slow),
+        pytest.param(*((7, 4), 5), marks=pytest.mark.slow),
+        pytest.param(*((8, 7, 9), 3), marks=pytest.mark.slow),
         ((1, 2, 15), 4),
-        ((12, 0, 2), 3),
+        pytest.param(*((12, 0, 2), 3), marks=pytest.mark.slow),
         ((1, 13, 7), 2),
-        ((6, 0, 5), 6),
+        pytest.param(*((6, 0, 5), 6), marks=pytest.mark.slow),
     ],
 )
 def test_tall_matrices(sizes, columns):

@@ -106,7 +106,7 @@ def check(grid, to, ranks):
         assert_matches_unsharded(call, *given, mesh_shape=ranks, placements=[ROWS, ROWS, ROWS], shard_sizes=sizes)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("grid", "to"), [(FINE, FINE), (FINE, COARSE), (COARSE, FINE)])
 def test_attention_on_the_sphere(grid, to, ranks):
     run_distributed(check, ranks, grid, to, ranks)
