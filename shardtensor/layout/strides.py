@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,17 +67,25 @@ def is_dense(t: Tensor) -> bool:
     return n == 0 or last == n - 1
 
 
-def apart(result: Tensor, operands: Iterable[Tensor]) -> Tensor:
+def apart(result: Any, operands: Iterable[Any]) -> Any:
     """An operator's result in memory of its own, as torch returns it: what is written to it is written to nothing else.
 
     It is copied where it shares its memory with an operand, or where elements of it share theirs.
 
+    Args:
+        result: a tensor, or a tuple of them.
+        operands: what is no tensor among them is left out.
+
     Example:
         >>> x = torch.ones(4, 3)
-        >>> apart(x[1:], [x]).is_set_to(x[1:]), apart(x[:1].expand(4, 3), []).stride()
+        >>> apart(x[1:], [x, None]).is_set_to(x[1:]), apart(x[:1].expand(4, 3), []).stride()
         (False, (3, 1))
     """
-    shares = (0 in result.stride() and not is_dense(result)) or any(same_memory(t, result) for t in operands)
+    if type(result) is tuple:
+        return tuple([apart(r, operands) for r in result])
+    shares = 0 in result.stride() and not is_dense(result)
+    for t in operands:  # a loop, as a generator would take longer than what it looks at
+        shares = shares or (isinstance(t, Tensor) and same_memory(t, result))
     return result.clone() if shares else result
 
 

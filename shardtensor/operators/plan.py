@@ -101,7 +101,8 @@ class Plan:
                 return _Run.apply(self, None, tensors, *tensors)
             deferring, contribution = self.deferred.defer(tensors)
             return _Run.apply(self, contribution, tensors, *deferring)
-        return self.wrapped(_apart(self.forward(*_held(tensors))[0], tensors))
+        held = _held(tensors)
+        return self.wrapped(apart(self.forward(*held)[0], held))
 
     def wrapped(self, result: Any) -> Any:
         """Local results as ShardTensors, not differentiable."""
@@ -166,7 +167,7 @@ class LocalPlan(Plan):
                 locals_ = self.total.complete(locals_)
         result = self.function(*locals_)
         if not self.view:
-            result = _apart(result, tensors)
+            result = apart(result, locals_)
         if isinstance(self.outputs, tuple):
             return tuple(map(from_part, result, self.outputs))
         return from_part(result, self.outputs)
@@ -199,7 +200,7 @@ class _Run(AutogradFunction):
             held.append(t._local_tensor if is_sharded else t)
             specs.append(t._spec if is_sharded else None)
         result, kept = plan.forward(*held)
-        result = _apart(result, tensors)
+        result = apart(result, held)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.contribution, ctx.specs = plan, contribution, specs
         ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
@@ -260,12 +261,6 @@ def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any
         raise
     finally:
         here.operator = caller
-
-
-def _apart(result: Any, tensors: Sequence[Any]) -> Any:
-    """Local results in memory of their own: what a plan returns is no view of the ShardTensors among its tensors."""
-    operands = [t._local_tensor for t in tensors if type(t) is ShardTensor]
-    return tuple(apart(r, operands) for r in result) if type(result) is tuple else apart(result, operands)
 
 
 def _held(tensors: Iterable[Any]) -> list[Any]:
