@@ -262,6 +262,21 @@ def above_autograd() -> Iterator[None]:
         yield
 
 
+def counting_writes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, which writes to its tensors or returns views of them, so that their version counters show it.
+
+    Inside an aten call torch leaves both out: what is written there is not counted, and views have counters of their
+    own. Autograd, which has saved such a tensor in a graph of local operators, would not notice that it has changed.
+    """
+    without, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with without(key, False):
+            return call(*args, **kwargs)
+
+    return counted
+
+
 def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """What calling the operator calls, without the call to Python in between."""
     return func._op
