@@ -373,7 +373,7 @@ def serve():
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
                 return rank_of(kind)  # and end as any program does
-        codes, end = {}, time.monotonic() + 8 * TIMEOUT
+        codes, end = {}, time.monotonic() + 20 * TIMEOUT
         while len(codes) < world - ("freezes" in kind) and time.monotonic() < end:
             time.sleep(0.05)
             for pid in set(ranks) - set(codes):
