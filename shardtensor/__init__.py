@@ -3,6 +3,10 @@
 >>> from shardtensor import ShardTensor, scatter_tensor
 """
 
+from .observe.command_line import answer_help
+
+answer_help()  # before torch is imported, see [Note: help]
+
 from . import debug, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
 from .context import allow_gather

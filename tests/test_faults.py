@@ -373,7 +373,7 @@ def serve():
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
                 return rank_of(kind)  # and end as any program does
-        codes, end = {}, time.monotonic() + 8 * TIMEOUT
+        codes, end = {}, time.monotonic() + 20 * TIMEOUT
         while len(codes) < world - ("freezes" in kind) and time.monotonic() < end:
             time.sleep(0.05)
             for pid in set(ranks) - set(codes):
@@ -394,7 +394,7 @@ class Server:
     """Runs kinds of faults, one after the other; with ``debug`` under ``SHARDTENSOR_DEBUG=1``."""
 
     def __init__(self, debug=False):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         environment["SHARDTENSOR_DEBUG"] = str(int(debug))
         environment["PYTHONPATH"] = str(Path(shardtensor.__file__).parents[1])
         self._process = subprocess.Popen(
@@ -440,7 +440,11 @@ def server():
 @pytest.mark.parametrize("kind", KINDS)
 def test_how_a_fault_ends(server, kind):
     outcomes = server.run(kind)
-    assert end_of(kind, outcomes) == ENDS.get(kind, "told"), "\n".join(output for _, output in outcomes)
+    end = end_of(kind, outcomes)
+    assert end == ENDS.get(kind, "told"), "\n".join(output for _, output in outcomes)
+    if end == "abort":  # PYTHONFAULTHANDLER=1 says where
+        (output,) = (output for code, output in outcomes if code == -signal.SIGABRT)
+        assert re.search(r"most recent call first.*test_faults\.py\", line \d+ in (conv|<lambda>)", output, re.DOTALL)
 
 
 @pytest.mark.slow

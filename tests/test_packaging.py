@@ -171,3 +171,15 @@ def test_help_shows_our_methods_first():
     assert all(name in before for name in ours)
     inherited = text.index("inherited from torch.distributed.tensor.DTensor")
     assert all(0 < text.index(f" |  {name}", len(before)) < inherited for name in ours)
+
+
+@pytest.mark.parametrize("command", [["-m", "shardtensor"], ["shardtensor"]])
+def test_the_command_line_tells_its_arguments_without_torch(command, tmp_path):
+    """Torch takes seconds to import."""
+    (tmp_path / "shardtensor").write_text("import sys, shardtensor.__main__ as m; sys.exit(m.main())")
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    where = {"cwd": tmp_path, "PYTHONPATH": str(ROOT)}
+    assert "--shard SHARD" in run_python(*command, "explain", "--help", **where).stdout
+    (tmp_path / "program.py").write_text("import shardtensor")
+    with pytest.raises(AssertionError, match="ImportError"):
+        run_python("program.py", "shardtensor", "--help", **where)

@@ -42,18 +42,21 @@ def test_code_runs_as_printed(page, tmp_path):
         assert len(kinds) == 1, f"{where}: {kinds}"
 
 
-def test_quickstart_by_torchrun(tmp_path):
-    """As a reader runs it: the block in a file, torchrun, and what the page shows."""
-    page = Page("docs/quickstart.md")
-    (program,) = (block for block in page.blocks if block.language == "python")
-    (shown,) = (block for block in page.blocks if block.language == "text")
-    (tmp_path / "quickstart.py").write_text(program.text)
+@pytest.mark.parametrize("name, times", [("quickstart", 1), pytest.param("tutorial", 2, marks=pytest.mark.slow)])
+def test_programs_by_torchrun(name, times, tmp_path):
+    """As a reader runs them, and runs them again: the blocks in a file, torchrun, and what the page shows."""
+    page = Page(f"docs/{name}.md")
+    program, shown = (
+        [block.text for block in page.blocks if block.language == language] for language in ("python", "text")
+    )
+    (tmp_path / f"{name}.py").write_text("\n".join(program))
     (command,) = (line for block in page.blocks for line in block.text.splitlines() if line.startswith("torchrun "))
     torchrun = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == shown.text
+    for _ in range(times):
+        done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "".join(shown)
 
 
 @pytest.mark.on_cpu("the notebook says that it runs on CPUs")

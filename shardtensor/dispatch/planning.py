@@ -332,7 +332,7 @@ def spec_of(tensor: Tensor) -> ShardTensorSpec:
 
 
 def reduced_by_dtensor(dtensor: DTensor) -> DTensor:
-    """A DTensor, reduced where it is a mean or a norm: only DTensor knows what its contributions stand for."""
+    """A DTensor, reduced where it is a mean or a norm: only DTensor knows what its contributions mean."""
     if not any(isinstance(p, Partial) and (type(p) is not Partial or p.reduce_op == "avg") for p in dtensor.placements):
         return dtensor
     whole = [Replicate() if p.is_partial() else p for p in dtensor.placements]

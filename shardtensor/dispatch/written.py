@@ -5,7 +5,7 @@ counters. So nothing happens before a sharded value is written to one. Then it b
 with an open layout, to which the value is written ([Note: open layouts]); as a plain tensor it counted as that before.
 
 The object stays, since the program holds it. It cannot get the class ShardTensor, which has slots; it becomes a
-:class:`WrittenTensor`, which has no memory of its own, and gives each call to the ShardTensor that it stands for.
+:class:`WrittenTensor`, which has no memory of its own, and gives each call to the ShardTensor that it represents.
 
 All tensors with the same memory have to see the write, so they become written tensors, too: the tensor that is written
 to, the one that it is a view of, and the other views of that. Python's garbage collector knows those that a program
@@ -61,7 +61,7 @@ class WrittenTensor(Tensor):
     Attributes:
         sharded: the ShardTensor. Its attributes and methods are this tensor's, too.
         family: the written tensors that share its memory, this one included, by their ids.
-        histories: what autograd knew of this tensor, and of the ShardTensor, when it began to stand for it.
+        histories: what autograd knew of this tensor, and of the ShardTensor, when it began to represent it.
         former: what an ``autograd.Function`` may have saved in place of this tensor, since the last write.
     """
 
@@ -157,7 +157,7 @@ def _note_write(family: Sequence[WrittenTensor], *, always: bool) -> None:
 
 
 def _stand_anew(family: Iterable[WrittenTensor], *, always: bool = False) -> None:
-    """Have tensors stand for ShardTensors of which autograd knows something else than it did.
+    """Have tensors represent ShardTensors of which autograd knows something else than it did.
 
     The others stay the tensors that an ``autograd.Function`` knows as its inputs.
     """
@@ -273,7 +273,7 @@ def _taken(whole: Tensor, view: Tensor) -> Take | None:
 
 
 class _Standing(AutogradFunction):
-    """A written tensor without the ShardTensor that it stands for, to whose graph it leads."""
+    """A written tensor without the ShardTensor that it represents, to whose graph it leads."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardTensor) -> Any:
@@ -288,7 +288,7 @@ class _Standing(AutogradFunction):
 
 
 class _Taking(AutogradFunction):
-    """A ShardTensor with the history of the written tensor that stands for it, which has its values already."""
+    """A ShardTensor with the history of the written tensor that represents it, which has its values already."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardTensor, written: Any, in_place: bool) -> Any:

@@ -75,7 +75,7 @@ def _forget_the_last_rank() -> None:
     forget()
 
 
-# -- beside running groups --------------------------------------------------------------------------------------------
+# -- next to running groups -------------------------------------------------------------------------------------------
 
 
 def without_groups(function: Callable[..., T], *args: Any) -> T:

@@ -4,7 +4,7 @@ makes of these (``jacrev``, ``jacfwd``, ``hessian``, ``grad_and_value``).
 [Note: transforms] torch carries them out by levels, which hide what tensors are (see [Note: levels]). Here they are
 made of what every operator of ShardTensors has in any case, its gradient by autograd:
 
-- ``grad`` and ``vjp`` differentiate by leaves of their own, which stand for the function's arguments. So nothing else
+- ``grad`` and ``vjp`` differentiate by leaves of their own, which represent the function's arguments. So nothing else
   that the function uses counts as these arguments, as with levels. Where results may be differentiated further, by
   what surrounds the transform, there is a graph of the gradients.
 - ``jvp``: the vector-Jacobian product is linear in the vector, so its own vector-Jacobian product is the
@@ -90,7 +90,7 @@ class _Alias(AutogradFunction):
 
 
 def _leaf(tensor: Any, surrounded: bool) -> Any:
-    """What stands for an argument; it is in the graph around the transform if there is one (``surrounded``)."""
+    """What represents an argument; it is in the graph around the transform if there is one (``surrounded``)."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"expected Tensors to differentiate by, got {type(tensor)}")
     if surrounded and tensor.requires_grad:

@@ -136,7 +136,7 @@ class _Node(AutogradFunction):
         for t in tensors if last else values:
             dtype = wide_dtype(t.dtype)
             if last and dtype is not t.dtype:
-                # Autograd casts gradients to the dtype of what stands for a tensor in the graph: not to a narrow one.
+                # Autograd casts gradients to the dtype of what represents a tensor in the graph: not to a narrow one.
                 made.append(t.new_empty((), dtype=dtype).expand(t.shape))
             else:
                 # As alias() makes them, for which torch would also note that they are views.

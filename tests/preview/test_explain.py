@@ -518,6 +518,15 @@ def test_the_command_fails_where_something_is_refused(capsys):
     assert [bool(layer["refused"]) for layer in layers] == [False, True, False]
 
 
+def reads_values():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), Reading())
+
+
+class Reading(nn.Module):
+    def forward(self, x):
+        return 2 * x if x.sum().item() > 0 else x
+
+
 def returns_nothing():
     pass
 
@@ -543,6 +552,7 @@ READY = nn.Conv2d(3, 4, 3)
         (f"{__name__}:READY", "--sizes 9+8", "2 sizes that add up to 33"),
         (f"{__name__}:READY", "--ranks 7", "the ranks of the mesh"),
         (f"{__name__}:READY", f"--html {Path(__file__).parent}", "--html: "),
+        (f"{__name__}:reads_values", "--meta", "reads values of tensors (aten._local_scalar_dense.default)"),
     ],
 )
 def test_arguments_of_the_command_that_do_not_fit(model, options, text, capsys):

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .advice import MACHINES, Advice, Choice, Machine, advise
+from ..machines import MACHINES, Machine
+from .advice import Advice, Choice, advise
 from .report import Explanation, Layer, Share
 from .run import UnfitArguments, explained, prepared, sample_of
 

@@ -209,7 +209,7 @@ def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanatio
 
 
 def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanation:
-    notes = []
+    notes, reads = [], "values=True"
     runs: list[Run] | None = None
     if not values:
         try:
@@ -217,8 +217,9 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanati
         except NEEDS_VALUES as error:
             if values is not None:
                 raise
+            reads = str(error) or type(error).__name__
             notes.append(
-                f"The model reads values of tensors ({str(error) or type(error).__name__}), so it was run with values, "
+                f"The model reads values of tensors ({reads}), so it was run with values, "
                 "which takes the memory and the time of one rank. What it would receive from other ranks is zero here: "
                 "where messages depend on received values, the numbers may be others in a real run."
             )
@@ -230,6 +231,11 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanati
             "the memory and the time of one rank. What it would receive from other ranks is zero here."
         )
     if runs is None:
+        if any(t.is_meta for t in job.weights):
+            raise UnfitArguments(
+                f"this preview reads values of tensors ({reads}), and the model's weights are on the meta device, "
+                "where there are none: make the model on the CPU (on the command line without --meta)"
+            )
         if away := {t.device.type for t in [*job.given, *job.weights]} - {"meta", job.device}:
             raise RuntimeError(
                 f"this preview reads values, and the model or its inputs are on {away.pop()!r}, which cannot be read "
