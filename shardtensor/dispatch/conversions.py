@@ -131,6 +131,12 @@ def from_dtensor(dtensor: DTensor) -> ShardTensor:
     return made
 
 
+def to_dtensor(grad: Any, spec: ShardTensorSpec) -> DTensor:
+    """A gradient as a DTensor, in this layout, that of torch.chunk's shards."""
+    made: DTensor = _ToDTensor.apply(_laid_out(grad, spec))
+    return made
+
+
 def redistribute_to(tensor: Any, target: ShardTensorSpec) -> ShardTensor:
     """``tensor``, a ShardTensor, in the layout of ``target``, differentiably; itself where it has that already."""
     if tensor._viewed is not None:
@@ -198,7 +204,7 @@ class _FromDTensor(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else _ToDTensor.apply(_laid_out(grad, ctx.grad_spec)), None
+        return None if grad is None else to_dtensor(grad, ctx.grad_spec), None
 
 
 class _ToDTensor(AutogradFunction):
