@@ -172,6 +172,9 @@ class Pool:
                 raise TooFewDevices(
                     f"{world_size} ranks need as many devices of type {device_type}; there are {devices}"
                 )
+        name = os.environ.get(PROCESS_GROUP, "gloo")
+        if name not in ("gloo", "late"):
+            raise ValueError(f"{PROCESS_GROUP}={name}: choose 'gloo' or 'late'")
         self.folder = Path(tempfile.mkdtemp(prefix="shardtensor-pool-"))
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -204,9 +207,6 @@ class Pool:
             outcomes = self.collect(START_TIMEOUT, GRACE)
             if any(outcome.kind != "ready" for outcome in outcomes):
                 raise failure(f"the start of a pool of {world_size}", outcomes, START_TIMEOUT)
-            name = os.environ.get(PROCESS_GROUP, "gloo")
-            if name not in ("gloo", "late"):
-                raise ValueError(f"{PROCESS_GROUP}={name}: choose 'gloo' or 'late'")
             if name == "late":
                 outcomes = self.run(("call", list(sys.path), pickle.dumps((stay_late, (), {}))), START_TIMEOUT, GRACE)
                 if any(outcome.kind != "returned" for outcome in outcomes):

@@ -355,7 +355,7 @@ def fresh_pools():
     shutdown_pools()
 
 
-@pytest.mark.parametrize("choice, late", [("late", True), ("gloo", False)])
+@pytest.mark.parametrize("choice, late", [("late", True), pytest.param("gloo", False, marks=pytest.mark.slow)])
 def test_an_environment_variable_chooses_for_all_workers(fresh_pools, monkeypatch, choice, late):
     monkeypatch.setenv("SHARDTENSOR_TEST_PROCESS_GROUP", choice)
     assert run_distributed(reads_at_once, 2) == [(late, [2.0, 2.0])] * 2

@@ -180,8 +180,10 @@ def test_a_hang_is_no_expected_error():
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("exit", "exit code 3"), ("abort", f"killed by signal {signal.SIGABRT:d}")],
-    ids=["exit", "abort"],
+    [
+        pytest.param("exit", "exit code 3", marks=pytest.mark.slow, id="exit"),
+        pytest.param("abort", f"killed by signal {signal.SIGABRT:d}", id="abort"),
+    ],
 )
 def test_a_crash_is_reported_and_the_next_call_works(how, reason):
     with pytest.raises(DistributedFailure) as caught:
@@ -194,7 +196,7 @@ def test_a_crash_is_reported_and_the_next_call_works(how, reason):
     assert run_distributed(fail_on, 2, []) == ["fine", "fine"]
 
 
-@pytest.mark.parametrize("fn", [lonely_send, lonely_send_in_mesh])
+@pytest.mark.parametrize("fn", [pytest.param(lonely_send, marks=pytest.mark.slow), lonely_send_in_mesh])
 def test_a_pool_whose_ranks_are_out_of_step_is_replaced(fn):
     pids = run_distributed(process_id, 2)
     assert isinstance(run_expecting_errors(fn, 2)[0], ValueError)
