@@ -12,7 +12,7 @@ import device
 import hypothesis
 import pytest
 import torch
-from device.build import NotAvailable
+from device.build import NotAvailable, begin
 
 torch.set_num_threads(1)
 
@@ -52,6 +52,17 @@ def pytest_collection_modifyitems(config, items):
         for name, skips in (("on_cpu", on != "cpu"), ("not_emulated", on == "emulated")):
             if skips and (marker := item.get_closest_marker(name)):
                 item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+
+def needs_emulated(item):
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return "emulated" in item.fixturenames or parameters.get("device_of_ranks") == "emulated"
+
+
+def pytest_collection_finish(session):
+    """Compile the emulated device, if tests need it, while the first tests run."""
+    if not session.config.option.collectonly and any(map(needs_emulated, session.items)):
+        begin()
 
 
 def on_device_or_skip(name):

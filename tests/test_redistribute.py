@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from halves import half_of, in_halves
 from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -57,20 +58,20 @@ def check_move(mesh, whole, source, target):
     torch.testing.assert_close(x.grad.full_tensor(), cotangent, rtol=1e-12, atol=1e-12, msg=what)
 
 
-def every_pair_on_one_dim(ranks):
+def every_pair_on_one_dim(ranks, half):
     mesh = shared_mesh(ranks)
     whole = torch.randn(7, 5, dtype=torch.float64, generator=seeded(0))
     layouts = layouts_of(ranks, whole.shape)
-    for (old, old_sizes), (new, new_sizes) in itertools.product(layouts, layouts):
+    for (old, old_sizes), (new, new_sizes) in half_of(itertools.product(layouts, layouts), half):
         check_move(mesh, whole, ([old], [old_sizes]), ([new], [new_sizes]))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_pair_of_layouts(ranks):
-    run_distributed(every_pair_on_one_dim, ranks, ranks)
+@pytest.mark.parametrize(("ranks", "half"), in_halves([2, 3, 4]))
+def test_every_pair_of_layouts(ranks, half):
+    run_distributed(every_pair_on_one_dim, ranks, ranks, half)
 
 
-def every_pair_on_two_dims(mesh_shape):
+def every_pair_on_two_dims(mesh_shape, half):
     mesh = shared_mesh(mesh_shape)
     whole = torch.randn(6, 5, dtype=torch.float64, generator=seeded(0))
     per_dim = []
@@ -84,14 +85,14 @@ def every_pair_on_two_dims(mesh_shape):
         for a, b in itertools.product(*per_dim)
         if not (isinstance(a[0], Shard) and a[0] == b[0])
     ]
-    for source, target in itertools.product(layouts, layouts):
+    for source, target in half_of(itertools.product(layouts, layouts), half):
         check_move(mesh, whole, source, target)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 3), (4, 1)])
-def test_every_pair_of_layouts_on_two_mesh_dims(mesh_shape):
+@pytest.mark.parametrize(("mesh_shape", "half"), in_halves([((2, 2),), ((1, 3),), ((4, 1),)]), ids=str)
+def test_every_pair_of_layouts_on_two_mesh_dims(mesh_shape, half):
     """Mesh dims that trade their tensor dims are among the pairs."""
-    run_distributed(every_pair_on_two_dims, mesh_shape[0] * mesh_shape[1], mesh_shape)
+    run_distributed(every_pair_on_two_dims, mesh_shape[0] * mesh_shape[1], mesh_shape, half)
 
 
 def on_sub_meshes():

@@ -23,6 +23,9 @@ FUNCTIONS = {
     "replicate": lambda x: F.pad(x, (0, 0, 0, 2), mode="replicate"),
     "circular": lambda x: F.pad(x, (0, 0, 0, 0), mode="circular"),
     "repeat_interleave": lambda x: x.repeat_interleave(1, 2),
+    "repeat_interleave an entry": lambda x: x[:, :, :1].repeat_interleave(2, 2),
+    "repeat_interleave along another dim": lambda x: x[:1].repeat_interleave(2, 0),
+    "repeat_interleave each": lambda x: x[..., :3, :].repeat_interleave(2, 2),
     "repeat_interleave by counts": lambda x: x.repeat_interleave(torch.ones(8, dtype=torch.int64), 2),
     "repeat": lambda x: x.repeat(1, 1, 1, 1),
     "tile": lambda x: x.tile((1, 1)),
@@ -97,7 +100,7 @@ def write(sizes, dim, requires_grad):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize(("sizes", "dim"), [((6, 2), 2), ((0, 2), 0)])
+@pytest.mark.parametrize(("sizes", "dim"), [((6, 2), 2), ((7, 1), 2), ((0, 2), 0)])
 def test_results_are_copies(sizes, dim, requires_grad):
     assert sum(not shares(function) for function in FUNCTIONS.values()) > 45
     run_distributed(write, 2, sizes, dim, requires_grad)

@@ -85,6 +85,53 @@ class Added(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad[:, :4], grad
 
 
+class Both(torch.autograd.Function):
+    """``a += x``, then ``b = (b + a) * 2``"""
+
+    @staticmethod
+    def forward(ctx, a, b, x):
+        a += x
+        b += a
+        b *= 2
+        ctx.mark_dirty(a, b)
+        return a, b
+
+    @staticmethod
+    def backward(ctx, grad_a, grad_b):
+        grad = grad_a + 2 * grad_b
+        return grad, 2 * grad_b, grad
+
+
+class Scaled(torch.autograd.Function):
+    """``out *= x``"""
+
+    @staticmethod
+    def forward(ctx, out, x):
+        ctx.save_for_backward(out.clone(), x)
+        out *= x
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out, x = ctx.saved_tensors
+        return grad * x, grad * out
+
+
+class Unwatched(torch.autograd.Function):
+    """``out[index] = x``, which autograd is not told of."""
+
+    @staticmethod
+    def forward(ctx, out, x, index):
+        ctx.index = index
+        out.data[index] = x
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.index], None
+
+
 def read(x, make):
     y = Made.apply(x * 2, make)
     return y, y.sin() * x, torch.cat([y, x]), y[1:4], F.linear(y, torch.ones(3, 4, dtype=x.dtype)), y.detach() + x
@@ -137,11 +184,55 @@ def added(x, make):
     return out.sin(), v * 2, y
 
 
+def plain_made_dirty(x, make):
+    """Tensors to which the function is the first to write a sharded value, and views of them."""
+    a, b = torch.zeros(7, 4, dtype=x.dtype), torch.ones(7, 4, dtype=x.dtype)
+    rows, columns = a[1:], b.t()
+    c, d = Both.apply(a, b, x * x)
+    assert c is a and d is b
+    b.mul_(x)
+    c, d = Both.apply(a, b, x.sin())
+    return a.sin(), rows * 2, columns.cos(), d
+
+
+def plain_view_made_dirty(x, make):
+    out = torch.ones(8, 4, dtype=x.dtype)
+    y = Scaled.apply(out[1:], x * x)
+    return out.sin(), y * x
+
+
+def unwatched(x, make):
+    """As the methods of torchdiffeq with a step of their own choice keep what they need."""
+    out = torch.empty(7, 4, 3, dtype=x.dtype)
+    out = Unwatched.apply(out, x, (..., 0))
+    for i in (1, 2):
+        y = x + (out[..., :i] * 0.5).sum(-1)
+        out = Unwatched.apply(out, y.sin(), (..., i))
+    return out.sum(-1) * x, out[..., 1]
+
+
+def written_before(x, make):
+    """A first write that autograd does not see, to a tensor with a view and to one with a history."""
+    out = torch.zeros(7, 4, dtype=x.dtype)
+    v = out[1:]
+    with torch.no_grad():
+        out[...] = x
+    out.mul_(x)
+    other = x[:, 0].detach().full_tensor() if hasattr(x, "full_tensor") else x[:, 0].detach()
+    history = other.clone().requires_grad_()
+    z = history * 3
+    with torch.no_grad():
+        z[:2] = x[:2, 1]
+    (gradient,) = torch.autograd.grad(z.sin().sum(), history)
+    return out.sin(), v * 2, gradient * x[:, 0]
+
+
 def compare(ranks, sizes):
     torch.manual_seed(0)
     x = torch.randn(7, 4, dtype=torch.float64)
     makers = itertools.cycle((squares, copied, by_columns))
     programs = [(read, part_of_it), *zip((read, again, apart, twice, hooked, written_later, added), makers)]
+    programs += [(f, None) for f in (plain_made_dirty, plain_view_made_dirty, unwatched, written_before)]
     for program, make in programs:
         assert_matches_unsharded(program, x, make, mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes})
 

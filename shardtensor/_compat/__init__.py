@@ -262,6 +262,21 @@ def above_autograd() -> Iterator[None]:
         yield
 
 
+def counting_writes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, which writes to its tensors or returns views of them, so that their version counters show it.
+
+    Inside an aten call torch leaves both out: what is written there is not counted, and views have counters of their
+    own. Autograd, which has saved such a tensor in a graph of local operators, would not notice that it has changed.
+    """
+    without, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with without(key, False):
+            return call(*args, **kwargs)
+
+    return counted
+
+
 def kernel(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """What calling the operator calls, without the call to Python in between."""
     return func._op
@@ -562,8 +577,8 @@ def tensors_with_memory_of(tensor: torch.Tensor, classes: Collection[type]) -> l
             objects = gc.get_objects(generation)
             found.update((id(t), t) for t in objects if type(t) in classes and same_memory(t, tensor))
     tensors = list(found.values())
-    # A tensor counts its views, and the graphs that have saved it.
-    counts = [1 + sum(view._base is t for view in tensors) for t in tensors]
+    # A tensor counts its views, the graphs that have saved it, and the functions that are called with it.
+    counts = [1 + sum(view._base is t for view in tensors) + _REFERENCES_OF_CALL * called_with(t) for t in tensors]
     known = [t._use_count() for t in tensors]  # type: ignore[attr-defined]
     return tensors if len(tensors) == count and known == counts else None
 
@@ -572,6 +587,43 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that autograd has a tensor for a view of, or itself."""
     with DisableTorchFunction():
         return tensor if tensor._base is None else tensor._base
+
+
+# The arguments of each call of a program's own ``autograd.Function`` that is under way, in any thread.
+_calls: dict[object, tuple[Any, ...]] = {}
+
+
+def wrap_functions(call: Callable[..., Any]) -> None:
+    """Have ``call(apply, cls, args)`` called in place of ``apply(*args)``, what C++ does when a program calls
+    an ``autograd.Function`` of its own. ``Function.apply`` stays torch's.
+    """
+    single: Any = torch.autograd.function._SingleLevelFunction
+
+    def apply(cls: Any, *args: Any) -> Any:
+        number = object()
+        _calls[number] = args
+        try:
+            return call(super(single, cls).apply, cls, args)
+        finally:
+            del _calls[number]
+
+    single.apply = classmethod(apply)
+
+
+class _Counted(torch.autograd.Function):
+    """How many references to a tensor there are while C++ calls ``forward`` with it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return torch.tensor(tensor._use_count())
+
+
+_REFERENCES_OF_CALL = int(_Counted.apply(torch.empty(()))) - 1  # type: ignore[no-untyped-call]
+
+
+def called_with(tensor: torch.Tensor) -> int:
+    """How often a tensor is an argument of a program's own ``autograd.Function`` that is being called."""
+    return sum(a is tensor for args in _calls.values() for a in args)
 
 
 # What C++ calls, in the midst of a call of an ``autograd.Function``, for a tensor that this has written to.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, above_autograd, kernel, tracing, tree_map
+from .._compat import OpOverload, above_autograd, counting_writes, kernel, tracing, tree_map
 from ..communication.redistribute import redistribute_local
 from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
@@ -166,6 +166,8 @@ def _planned(
         plan.view = returns_view(func)
         plan.apart = plan.call is not None and not (plan.view or plan.opens or func in RESHAPES)
         plan.call = plan.call or kernel(func)
+        if plan.view or func._schema.is_mutable:
+            plan.call = counting_writes(plan.call)
         plan.noted = plan.view and (plan.moves or plan.may_copy or args[0].dtype in INDICES)
         mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
         plan.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
@@ -282,7 +284,9 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     whole_args, whole_kwargs = tree_map(
         lambda a: a._local_tensor if isinstance(a, DTensor) else a, (tuple(args), kwargs)
     )
-    result = func(*whole_args, **whole_kwargs)
+    call = counting_writes(func) if func._schema.is_mutable or returns_view(func) else func
+    result = call(*whole_args, **whole_kwargs)
+    note_written(func, args)
     returns_self = is_inplace(func)
 
     def spec(value: Any) -> Any:

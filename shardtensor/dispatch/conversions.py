@@ -94,7 +94,12 @@ def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 
 def to_part(
-    tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None = None, *, may_be_absent: bool = False
+    tensor: Any,
+    grad_spec: ShardTensorSpec,
+    dtype: torch.dtype | None = None,
+    *,
+    may_be_absent: bool = False,
+    guarded: bool = False,
 ) -> Tensor:
     """The local tensor of a ShardTensor as it is held, or in ``dtype``.
 
@@ -103,12 +108,13 @@ def to_part(
     Args:
         may_be_absent: every rank has a gradient, or none has. Otherwise an absent one becomes zero: some kernels of
             torch give none on a rank without elements, and the others would wait for that rank.
+        guarded: torch refuses what writes to the result, of which the ShardTensor would not know.
     """
     if tensor._viewed is not None:
         check_current("to_local", tensor, communicates=False)
     local: Tensor = tensor._local_tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        local = _ToLocal.apply(tensor, grad_spec, dtype, may_be_absent)
+        local = _ToLocal.apply(tensor, grad_spec, dtype, may_be_absent, guarded)
     elif dtype is not None:
         local = local.to(dtype)
     return local
@@ -122,6 +128,12 @@ def from_dtensor(dtensor: DTensor) -> ShardTensor:
         raise TypeError(f"from_dtensor takes a DTensor, not {type(dtensor).__name__}; use from_local")
     dtensor = reduced_by_dtensor(dtensor)
     made: ShardTensor = _FromDTensor.apply(dtensor, spec_of(dtensor))
+    return made
+
+
+def to_dtensor(grad: Any, spec: ShardTensorSpec) -> DTensor:
+    """A gradient as a DTensor, in this layout, that of torch.chunk's shards."""
+    made: DTensor = _ToDTensor.apply(_laid_out(grad, spec))
     return made
 
 
@@ -192,7 +204,7 @@ class _FromDTensor(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else _ToDTensor.apply(_laid_out(grad, ctx.grad_spec)), None
+        return None if grad is None else to_dtensor(grad, ctx.grad_spec), None
 
 
 class _ToDTensor(AutogradFunction):
@@ -249,12 +261,19 @@ def _twice(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]
 class _ToLocal(AutogradFunction):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Any, grad_spec: ShardTensorSpec, dtype: torch.dtype | None, may_be_absent: bool
+        ctx: Any,
+        tensor: Any,
+        grad_spec: ShardTensorSpec,
+        dtype: torch.dtype | None,
+        may_be_absent: bool,
+        guarded: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(not may_be_absent)
         ctx.spec, ctx.grad_spec = tensor._spec, grad_spec
         local: Tensor = tensor._local_tensor
-        return alias(local) if dtype is None or local.dtype is dtype else local.to(dtype)
+        if dtype is not None and local.dtype is not dtype:
+            return local.to(dtype)
+        return alias(local) if guarded else local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -263,7 +282,7 @@ class _ToLocal(AutogradFunction):
             grad = _FromLocal.apply(grad, ctx.grad_spec, twice)
         elif grad is not None:
             grad = from_part(grad, ctx.grad_spec)
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 class _Redistribute(AutogradFunction):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat import OpOverload, is_traced, not_for_graphs, same_memory, whole_of
+from .._compat import OpOverload, counting_writes, is_traced, not_for_graphs, same_memory, whole_of
 from ..errors import refuse
 
 View = TypeVar("View", bound=Tensor)
@@ -42,6 +42,7 @@ class Moved(NamedTuple):
     again: Callable[[Any], Any] | None = None
 
 
+_copy = counting_writes(Tensor.copy_)
 _OUT_OF_DATE = Moved()  # once the viewed tensor is written to
 
 
@@ -124,7 +125,7 @@ def check_current(op: object, tensor: Tensor, *, communicates: bool = True) -> N
             )
     else:
         for copy, original in copies:
-            copy.copy_(original.reshape(copy.shape))
+            _copy(copy, original.reshape(copy.shape))
     recorded._viewed = viewed, now
 
 
@@ -132,12 +133,15 @@ def _taken_again(recorded: Any, viewed: Any, how: Moved) -> bool:
     """Whether a copy has got the values that the view has now; decided by what all ranks know."""
     if how.again is None or is_traced(_local(recorded)):
         return False
+    known = whole_of(recorded) is whole_of(viewed)
+    if not known and torch.is_grad_enabled() and (recorded.requires_grad or viewed.requires_grad):
+        return False  # its values would be new, but not its place in the graph, which autograd gives its own views
     with torch.no_grad():
         fresh = how.again(viewed)
         if fresh._spec != recorded._spec:
             return False
-        _local(recorded).copy_(_local(fresh))
-        if whole_of(recorded) is not whole_of(viewed) and not recorded.is_inference():
+        _copy(_local(recorded), _local(fresh))
+        if not known and not recorded.is_inference():
             torch.autograd.graph.increment_version(recorded)  # a graph that has saved it notices, as with a view
     return True
 
@@ -166,4 +170,4 @@ def write_back(written: Tensor) -> None:
             recorded._viewed = viewed, _version(viewed) + 1  # which it has when torch is done with the write
         return
     for copy, original in reversed(copies):
-        original.copy_(copy.view(original.shape))
+        _copy(original, copy.view(original.shape))

@@ -27,7 +27,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -136,4 +135,4 @@ def _hashable(values: Any) -> Hashable:
 def note_written(func: OpOverload, args: Sequence[Any]) -> None:
     """Raise the versions of what an operator on lists has written to, which torch does for plain tensors only."""
     if is_inplace(func) and isinstance(args[0], (list, tuple)):
-        torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, Tensor) and t.dtype in INDICES])
+        torch.autograd.graph.increment_version(t for t in args[0] if isinstance(t, DTensor) and not t.is_inference())

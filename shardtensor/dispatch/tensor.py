@@ -18,6 +18,7 @@ from .._compat import (
     OpOverload,
     TensorMeta,
     claim_dispatch,
+    counting_writes,
     is_traced,
     keep_static,
     new_wide_wrapper,
@@ -166,7 +167,7 @@ class ShardTensor(DTensor):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
             spec = spec.replace(placements=grad_placements)
         wide = self._spec.is_wide(self._local_tensor)  # see [Note: rounded once] in redistribute.py
-        return to_part(self, spec, self.dtype if wide else None)
+        return to_part(self, spec, self.dtype if wide else None, guarded=True)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The global tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
@@ -434,7 +435,10 @@ def _detach(self: Any) -> Any:
     """The most frequent view: autograd makes it of results that it keeps."""
     if type(self) is not ShardTensor or self._viewed is not None or self._open is not None or self.dtype in INDICES:
         return NotImplemented
-    return wrap(self._local_tensor.detach(), self._spec)
+    return wrap(_detached(self._local_tensor), self._spec)
+
+
+_detached = counting_writes(Tensor.detach)
 
 
 def import_shardtensor_first(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, parameter: bool) -> ShardTensor:

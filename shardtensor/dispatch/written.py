@@ -11,13 +11,15 @@ All tensors with the same memory have to see the write, so they become written t
 to, the one that it is a view of, and the other views of that. Python's garbage collector knows those that a program
 holds, and torch's count of them tells whether these are all; both are the same on all ranks of a program that does the
 same on all, once what waits for being collected is. Others have that memory where a graph has saved the tensor; memory
-that came from elsewhere, such as an array's, is not counted. These are refused, and leaves that require grad, and views
+that came from elsewhere, such as an array's, is not counted. C++ has references to the arguments of an
+``autograd.Function`` that is being called; these are known. Others are refused, and leaves that require grad, and views
 that are not taken by an index and an order of dims.
 """
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,6 +34,7 @@ from .._compat import (
     DisableTorchFunction,
     FakeTensor,
     breaking_graph,
+    called_with,
     exchange_memory,
     made_without_grad,
     sets_hooks,
@@ -204,9 +207,11 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if held is None:
         return NotImplemented
     whole, views = held
-    sharded = promote(whole, mesh)
+    with torch.enable_grad():
+        sharded = promote(whole, mesh)
     leave_open(sharded)
-    pairs: list[tuple[Any, Any]] = [(whole, sharded), *((view, take(sharded)) for view, take in views)]
+    pairs: list[tuple[Any, Any]] = [(whole, sharded)]
+    pairs += [(view, _taken_anew(view, take, sharded)) for view, take in views]
     target = next(new for plain, new in pairs if plain is written)
     result = func(target, *args[1:], **kwargs)  # where it is refused, the tensors stay what they are
     family: _Family = WeakValueDictionary()
@@ -214,6 +219,8 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         exchange_memory(plain, _Standing.apply(new))
         plain.__class__ = WrittenTensor
         _stand(plain, new, family)
+    if called_with(whole):  # C++ goes on with what was the argument
+        warnings.filterwarnings("ignore", r"ctx\.mark_dirty\(\) received a tensor that was not an input")
     return written if result is target else result
 
 
@@ -235,6 +242,12 @@ def _whole_and_views(written: Any) -> tuple[Any, list[tuple[Any, Take]]] | None:
                 return None
             views.append((t, take if t._base is whole else partial(_detached, take)))
     return whole, views
+
+
+def _taken_anew(view: Tensor, take: Take, sharded: ShardTensor) -> Any:
+    """A view of the ShardTensor that gets a history where the plain one would, and not as the write does."""
+    with torch.set_grad_enabled(not made_without_grad(view)):
+        return take(sharded)
 
 
 def _detached(take: Take, whole: Any) -> Any:
@@ -300,3 +313,8 @@ class _Taking(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return None, grad, None
+
+
+def is_of_written(node: Any) -> bool:
+    """Whether a node of a graph is that of a written tensor, or of the ShardTensor that it stands for."""
+    return isinstance(node, (_Standing._backward_cls, _Taking._backward_cls))

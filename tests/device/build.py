@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +25,17 @@ _OPTIONS = (
 )
 
 
+_compiling: list[subprocess.Popen] = []
+
+
 class NotAvailable(RuntimeError):
     """There is no C++ compiler on this machine, or torch has kernels of its own for CUDA."""
+
+
+def begin() -> None:
+    """Let another process compile; :func:`library` waits for it, and says what is wrong if it has failed."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    _compiling.append(subprocess.Popen([sys.executable, __file__], **quiet))
 
 
 def library() -> Path:
@@ -37,6 +47,8 @@ def library() -> Path:
         NotAvailable: no C++ compiler, named by ``CXX`` or found as ``c++``; or a torch that is built for CUDA.
         RuntimeError: the compiler failed; with what it said.
     """
+    while _compiling:
+        _compiling.pop().wait()
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise NotAvailable("the emulated CUDA device needs a C++ compiler (set CXX, or install g++)")

@@ -76,6 +76,16 @@ def solved(x: Tensor, field: nn.Module, method: str, adjoint: bool) -> Tensor:
     return package.odeint(lambda t, y: field(y), x, times, method=method)
 
 
+def fitted(x: Tensor, field: nn.Module) -> Tensor:
+    """Steps of an optimizer with gradients of the adjoint method."""
+    optimizer = torch.optim.SGD(field.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        solved(x.detach(), field, "rk4", True)[-1].square().mean().backward()
+        optimizer.step()
+    return solved(x, field, "rk4", True)
+
+
 def laplacian(x: Tensor, network: nn.Module) -> Tensor:
     x = x * 1
     (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
@@ -97,6 +107,9 @@ EQUATIONS = {
         f"torchdiffeq, {method}": of(partial(solved, method=method, adjoint=False), TOKENS, 1, mlp)
         for method in ("rk4", "euler", "midpoint", "explicit_adams")
     },
+    "torchdiffeq, dopri5": of(partial(solved, method="dopri5", adjoint=False), TOKENS, 1, mlp),
+    "torchdiffeq, adjoint": of(partial(solved, method="midpoint", adjoint=True), TOKENS, 1, mlp, reduced=300.0),
+    "torchdiffeq, adjoint and SGD": of(fitted, TOKENS, 1, mlp, reduced=300.0),
     "torchcde, splines": of(lambda x: load("torchcde").natural_cubic_coeffs(x), (3, 21, 3), 0),
     "torchcde, backward differences": of(
         lambda x: load("torchcde").hermite_cubic_coefficients_with_backward_differences(x), (2, 21, 3), 0

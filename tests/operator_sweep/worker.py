@@ -352,7 +352,8 @@ class Expected:
         try:
             with Randomness() as randomness:
                 self.values = self.run(self.arguments(sample))
-            if options.autocast:  # which leaves tensors without elements as they are inside a mode
+            if options.autocast or options.transform:
+                # Inside a mode autocast leaves tensors without elements as they are, and linalg.eig's values unchecked.
                 self.values = self.run(self.arguments(sample))
             if options.memory == "expanded" and name in WRONG_IF_EXPANDED:
                 self.values = self.run(tree_map(row_major, copied_sample(sample)))

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..._compat import OpOverload
+from ..._compat import OpOverload, counting_writes
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce, redistribute_local
+from ...dispatch.found import note_written
 from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of, on_meta, spec_of
 from ...dispatch.registry import default_rule, register, rule_of
 from ...dispatch.tensor import wrap
@@ -179,8 +180,13 @@ def _register_step(op: OpOverload) -> None:
     def step(*args: Any, **kwargs: Any) -> None:
         for i, parameter in enumerate(args[0]):
             _check_alike(op, parameter, [item[i] for item in args[1:] if isinstance(item, (list, tuple)) and item])
-        local, copied = _in_one_order([_local(a) for a in args])
-        op(*local, **{name: _local(value) for name, value in kwargs.items()})
+        on_shards(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
+        note_written(op, args)
+
+    @counting_writes
+    def on_shards(*args: Any, **kwargs: Any) -> None:
+        local, copied = _in_one_order(list(args))
+        op(*local, **kwargs)
         for t, copy in copied:
             t.copy_(copy)
 

@@ -56,8 +56,8 @@ def _each_repeated(x: Tensor, d: int, repeats: int) -> Tensor:
     if repeats < 0:
         raise RuntimeError("repeats has to be non-negative")
     wide = x.unsqueeze(d + 1).expand(*x.shape[: d + 1], repeats, *x.shape[d + 1 :])
-    flat = wide.flatten(d, d + 1)
-    return flat.clone() if repeats == 1 else flat  # in memory of its own
+    # A copy in any case: where the dim has one entry, on any rank, the flattened one would be a view.
+    return wide.clone(memory_format=torch.contiguous_format).flatten(d, d + 1)
 
 
 def _counts(values: Sequence[int | Sequence[int]], given: Sequence[int] | None) -> list[int] | None:

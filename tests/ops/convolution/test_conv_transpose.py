@@ -107,7 +107,18 @@ def grid(world):
     return cases
 
 
-@pytest.mark.parametrize(("world", "way"), [(1, "at once"), *itertools.product([2, 3, 4], ["at once", "in two"])])
+@pytest.mark.parametrize(
+    ("world", "way"),
+    [
+        (2, "at once"),
+        (3, "in two"),
+        pytest.param(1, "at once", marks=pytest.mark.slow),
+        pytest.param(2, "in two", marks=pytest.mark.slow),
+        pytest.param(3, "at once", marks=pytest.mark.slow),
+        pytest.param(4, "at once", marks=pytest.mark.slow),
+        pytest.param(4, "in two", marks=pytest.mark.slow),
+    ],
+)
 def test_grid(world, way):
     cases = grid(world)
     assert len(cases) > 50
