@@ -34,6 +34,7 @@ import shardtensor
 from shardtensor import ShardTensor, attention_method, scatter_tensor, set_transport
 from shardtensor.data import ShardLoader
 from shardtensor.debug import check
+from shardtensor.neighbors import knn
 from shardtensor.parallel import DomainParallel, synchronize
 
 TIMEOUT = 6.0
@@ -105,6 +106,7 @@ OTHERWISE = {
     "left out": lambda x, h, odd: x if odd else conv(x),
     "sum for convolution": lambda x, h, odd: x.sum().full_tensor() if odd else conv(x),
     "roll": lambda x, h, odd: x.roll(5 if odd else 1, 2),
+    "neighbours": lambda x, h, odd: knn(x[0, :3, :, 0].T, x[0, :3, :, 1].T, 5 if odd else 3),
     "cumsum or flip": lambda x, h, odd: x.cumsum(2) if odd else x.flip(2),
     "eps": lambda x, h, odd: F.group_norm(x, 2, eps=1.0 if odd else 1e-5),
     "groups": lambda x, h, odd: F.group_norm(x, 4 if odd else 2),

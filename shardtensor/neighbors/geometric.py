@@ -105,7 +105,7 @@ def _fps(src: Tensor, ptr: Tensor, ratio: float | Tensor = 0.5, random_start: bo
     check_not_captured("fps", src.device)
     mesh = common_mesh("fps", (src, ptr))
     assert mesh is not None
-    with calling("fps"):
+    with calling(f"fps(ratio={'...' if isinstance(ratio, Tensor) else ratio}, random_start={random_start})"):
         x, ends = as_operand(src.detach(), mesh), as_operand(ptr, mesh)
         begins = redistribute_to(ends, ends._spec.replicated())._local_tensor
         spec, counts = x._spec, begins.diff()

@@ -219,7 +219,7 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 @register(knn)
 def _knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    with calling("knn"):
+    with calling(f"knn(k={k})"):
         points, queries, given = _operands("knn", points, queries)
         search = Nearest(queries._local_tensor.detach().double(), k)
         _search("knn", search, points, queries)
@@ -233,7 +233,7 @@ def _knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _radius(
     points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None, loops: bool = True
 ) -> tuple[Tensor, Tensor]:
-    with calling("radius"):
+    with calling(f"radius(r={r}, max_neighbors={max_neighbors}, loops={loops})"):
         points, queries, given = _operands("radius", points, queries)
         m, local = queries._spec.sharded_dims().get(0), queries._local_tensor.detach().double()
         first, _ = queries._spec.own_interval(0)
