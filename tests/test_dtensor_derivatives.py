@@ -1,5 +1,6 @@
 """Derivatives of every order by weights that are DTensors, as one device has them."""
 
+import math
 from functools import partial
 
 import pytest
@@ -30,13 +31,20 @@ MODULES = {
     "mlp": (MLP, (7, 4), 0),
 }
 CUTS = {2: {7: (5, 2), 12: (8, 4)}, 3: {7: (4, 0, 3), 12: (4, 6, 2)}}
-# Ranks, and how weights of several dims lie; the others are replicated.
+# The mesh, and how weights of several dims lie; the others are replicated.
 LAYOUTS = {
-    "replicated on 2": (2, Replicate()),
-    "replicated on 3": (3, Replicate()),
-    "sharded on 2": (2, Shard(0)),
-    "sharded on 3": (3, Shard(0)),
+    "replicated on 2": ((2,), (Replicate(),)),
+    "replicated on 3": ((3,), (Replicate(),)),
+    "replicated on 2x2": ((2, 2), (Replicate(), Replicate())),
+    "sharded on 2": ((2,), (Shard(0),)),
+    "sharded on 3": ((3,), (Shard(0),)),
+    "sharded on 2x2, like the batch": ((2, 2), (Shard(0), Replicate())),
+    "sharded on 2x2, like the input": ((2, 2), (Replicate(), Shard(0))),
 }
+
+
+def ranks(layout):
+    return math.prod(LAYOUTS[layout][0])
 
 
 def made(name):
@@ -49,17 +57,25 @@ def made(name):
 
 def on_mesh(layout, weights, x, dim):
     """The weights as DTensors, and the input as a ShardTensor."""
-    world, placement = LAYOUTS[layout]
-    mesh = shared_mesh(world)
-    found = {k: distribute_tensor(w, mesh, [placement if w.ndim > 1 else Replicate()]) for k, w in weights.items()}
-    return found, shard(x, mesh, [Shard(dim)], {0: CUTS[world][x.shape[dim]]})
+    shape, placements = LAYOUTS[layout]
+    mesh = shared_mesh(shape if len(shape) > 1 else shape[0])
+    found = {}
+    for k, w in weights.items():
+        found[k] = distribute_tensor(w, mesh, placements if w.ndim > 1 else [Replicate()] * mesh.ndim)
+    cuts = {mesh.ndim - 1: CUTS[shape[-1]][x.shape[dim]]}
+    # On a second axis, the batch: of one sample, a rank has none.
+    batch = [Shard(0) if dim else Replicate()] * (mesh.ndim - 1)
+    if dim and batch:
+        cuts[0] = (1, x.shape[0] - 1)
+    return found, shard(x, mesh, [*batch, Shard(dim)], cuts)
 
 
 def call(module, weights, x):
     """A sharded weight of a convolution is gathered before, as the error says."""
     if isinstance(module, nn.Conv1d):
         weights = {
-            k: w.redistribute(placements=[Replicate()]) if isinstance(w, DTensor) else w for k, w in weights.items()
+            k: w.redistribute(placements=[Replicate()] * w.device_mesh.ndim) if isinstance(w, DTensor) else w
+            for k, w in weights.items()
         }
     return functional_call(module, weights, (x,))
 
@@ -95,7 +111,7 @@ def check(layout, name):
             torch.testing.assert_close(whole(g).detach(), e.detach(), rtol=1e-9, atol=1e-10, msg=said)
 
 
-ALWAYS = (("replicated on 2", "mlp"), ("sharded on 3", "linear"))
+ALWAYS = (("replicated on 2", "mlp"), ("sharded on 3", "linear"), ("sharded on 2x2, like the batch", "linear"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +123,10 @@ ALWAYS = (("replicated on 2", "mlp"), ("sharded on 3", "linear"))
     ],
 )
 def test_derivatives_of_four_orders(layout, name):
-    run_distributed(check, LAYOUTS[layout][0], layout, name)
+    run_distributed(check, ranks(layout), layout, name)
+
+
+ON_2X2 = [n for n in LAYOUTS if "2x2" in n]
 
 
 def squares(module, x):
@@ -137,6 +156,9 @@ def check_transforms(layout):
             torch.testing.assert_close(whole(g), e, rtol=1e-10, atol=1e-12, msg=partial(said_of, name))
 
 
-@pytest.mark.parametrize("layout", ["replicated on 2", pytest.param("sharded on 3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    ["replicated on 2", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n in ("sharded on 3", *ON_2X2))],
+)
 def test_transforms_by_weights(layout):
-    run_distributed(check_transforms, LAYOUTS[layout][0], layout)
+    run_distributed(check_transforms, ranks(layout), layout)

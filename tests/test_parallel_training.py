@@ -35,7 +35,7 @@ from test_parallel import (
     whole,
 )
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -263,6 +263,46 @@ def no_wrapper(optimizer, foreach):
 @pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["SGD", "AdamW"])
 def test_dtensor_weights_in_no_wrapper(optimizer, foreach):
     equal_on_all_ranks(run_distributed(no_wrapper, 2, optimizer, foreach))
+
+
+# -- gradients of gradients --------------------------------------------------------------------------------------------
+
+
+def penalized(model, x, y):
+    """Steps with a penalty on the gradient by the input, until which FSDP2 has to keep the weights."""
+    opt = sgd(model)
+    for _ in range(2):
+        opt.zero_grad()
+        x = x.detach().requires_grad_()
+        out = model(x)
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_backward(False)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_backward(True)
+        (F.mse_loss(out, y) + slope.square().mean()).backward()
+        opt.step()
+
+
+def penalty(names, spmd):
+    mesh = shared_mesh((2, 2), AXES)
+    alone, x, y = problem()
+    alone = copy.deepcopy(alone)
+    penalized(alone, x, y)
+    for name in names:
+        model = (SPMD if spmd else PLAIN)[name](copy.deepcopy(problem()[0]), mesh)
+        penalized(model, *inputs(mesh, spmd))
+        weights = check(model, dict(alone.named_parameters()))
+    return weights
+
+
+@both_ways
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_gradient_penalties(spmd, several):
+    table = SPMD if spmd else PLAIN
+    fit = [n for n in table if "FSDP1" not in n and n != "by hand, without hooks"]
+    names = fit if several else [n for n in fit if n in ("FSDP2 over dp", "parallelize, sharded over all")]
+    equal_on_all_ranks(run_distributed(penalty, 4, names, spmd))
 
 
 # -- tensor parallel ---------------------------------------------------------------------------------------------------

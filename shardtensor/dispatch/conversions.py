@@ -221,7 +221,18 @@ class _ToDTensor(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return grad if grad is None else promote(grad, ctx.mesh)
+        return grad if grad is None else promote(_on_one_axis_each(grad), ctx.mesh)
+
+
+def _on_one_axis_each(grad: Any) -> Any:
+    """A gradient that DTensor's own operators sharded along one dim on several mesh dims, on the first of these."""
+    if is_shard_tensor(grad) or not isinstance(grad, DTensor):
+        return grad
+    placements = list(grad.placements)
+    for m, p in enumerate(placements):
+        if p.is_shard() and p in placements[:m]:
+            placements[m] = Replicate()
+    return grad if placements == list(grad.placements) else grad.redistribute(placements=placements)
 
 
 class _FromLocal(AutogradFunction):
