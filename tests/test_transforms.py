@@ -173,6 +173,15 @@ CASES = {
     "ensemble": lambda x, i: vmap(lambda p: call(made(UNET), p, i))(
         {k: torch.stack([v, 2 * v, v.cos()]) for k, v in weights_of(made(UNET)).items()}
     ),
+    "ensemble and samples": lambda x, i: vmap(
+        vmap(grad(lambda p, r: call(made(MLP), p, r).sin().mean()), in_dims=(None, 0)), in_dims=(0, None)
+    )({k: torch.stack([v, 2 * v, v.cos()]) for k, v in weights_of(made(MLP)).items()}, x),
+    "jacobians of each sample": lambda x, i: vmap(jacrev(lambda p, r: call(made(MLP), p, r)), in_dims=(None, 0))(
+        weights_of(made(MLP)), x
+    ),
+    "grad of vmap with a shared sum": lambda x, i: grad(
+        lambda t: vmap(lambda a, b: (a * b).sum().sin(), in_dims=(0, None))(t, t.sum(0)).square().sum()
+    )(x),
     "the same random numbers": lambda x, i: vmap(lambda r: F.dropout(r, 0.5), randomness="same")(x),
     "chunks": lambda x, i: vmap(made(MLP), chunk_size=2)(x),
     # differential equations, with the gradients of the weights
