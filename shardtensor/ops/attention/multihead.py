@@ -1,8 +1,8 @@
 """``nn.MultiheadAttention`` and what is made of it: the transformer layers.
 
 torch's function merges batch, heads and sequence into one dim and back, which only some shardings survive. Here they
-stay apart: (batch, heads, sequence, features). The same steps serve ShardTensors, for whatever torch's function takes,
-and in usual calls the local tensors, in one plan; self-attention has a gradient of its own there.
+stay apart: (batch, heads, sequence, features). These steps serve whatever torch's function takes. Usual self-attention
+is one plan on local tensors, with a gradient of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...dispatch.registry import register
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
-from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
+from ...operators.declaration import Arguments, Composed, Plan, planned
 from ..common.alignment import cast
 from ..linalg.matmul import gradients_of_weights
 from .kernels import DTYPES
@@ -57,7 +57,7 @@ def _plan(call: Arguments, *args: Any) -> Plan:
     options["dropout_p"] = given["dropout_p"] if given["training"] else 0.0
     attention = None
     if not any(isinstance(given[name], ShardTensorSpec) for name in _TENSORS[3:]) and _is_usual(given):
-        attention = _local_attention(call, [query, key, value], options)
+        attention = _local_attention(call, query, options)
     if attention is None:
         return Composed(partial(_of_tensors, options, None))
     shape = (*query.shape[:2], given["out_proj_weight"].shape[0])
@@ -67,10 +67,11 @@ def _plan(call: Arguments, *args: Any) -> Plan:
 
 
 def _is_usual(given: Mapping[str, Any]) -> bool:
-    """Whether neither weights are returned nor anything but ``is_causal`` hides or adds keys."""
+    """Self-attention of packed weights; none are returned, and nothing but ``is_causal`` hides or adds keys."""
     masked = given["attn_mask"] is not None and not given["is_causal"]
     unusual = masked or given["need_weights"] or given["add_zero_attn"] or len(given["query"].shape) != 3
-    return not unusual and all(given[name] is None for name in _UNUSUAL)
+    unusual = unusual or given["use_separate_proj_weight"]
+    return not unusual and all(given[name] is None for name in ("key", "value", *_UNUSUAL))
 
 
 _plan.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
@@ -85,29 +86,22 @@ _attention = planned(
 )(_plan)
 
 
-def _local_attention(
-    call: Arguments, given: Sequence[ShardTensorSpec], options: Mapping[str, Any]
-) -> AttentionPlan | None:
-    """The plan of the attention by heads, if all projections are local and their weights' gradients are sums.
+def _local_attention(call: Arguments, query: ShardTensorSpec, options: Mapping[str, Any]) -> AttentionPlan | None:
+    """The plan of the attention by heads, if it is one step and the projections are local.
 
-    So it is where query, key and value are sharded over the same mesh dims, along batch or sequence.
+    So these are where the query is sharded along batch or sequence; their weights' gradients are sums.
     """
-    if any(2 in spec.sharded_dims() or spec.partial_mesh_dims() for spec in given):
+    dtype, held = call.autocast(), query.tensor_meta.dtype
+    if 2 in query.sharded_dims() or query.partial_mesh_dims() or held not in DTYPES:
         return None
-    if given[0].tensor_meta.dtype not in DTYPES:
+    if dtype is not None and held == torch.float64:
         return None
-    dtype = call.autocast()
-    if dtype is not None and given[0].tensor_meta.dtype == torch.float64:
-        return None
-    by_heads = [_spec_by_heads(spec, given[0].shape[2], options["num_heads"], dtype) for spec in given]
-    q, k, v = by_heads
-    plan = plan_attention(
-        q, k, v, None, 0 if options["is_causal"] else None, AttentionOptions(options["dropout_p"], None, False)
-    )
+    by_heads = _spec_by_heads(query, query.shape[2], options["num_heads"], dtype)
+    causal = 0 if options["is_causal"] else None
+    plan = plan_attention(*[by_heads] * 3, None, causal, AttentionOptions(options["dropout_p"], None, False))
     layout = plan.work.layout
-    lie = all(spec.lies_like(target) for spec, target in zip(by_heads, layout.targets[:3], strict=True))
-    alike = all(set(spec.sharded_dims().values()) == set(layout.split) for spec in by_heads)
-    return plan if lie and alike else None
+    lies = all(by_heads.lies_like(target) for target in layout.targets[:3])
+    return plan if plan.is_one_step() and lies and set(by_heads.sharded_dims().values()) == set(layout.split) else None
 
 
 def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torch.dtype | None) -> ShardTensorSpec:
@@ -119,11 +113,8 @@ def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torc
     return spec.with_layout(axes, meta)
 
 
-class MultiheadPlan(LocalPlan):
-    """Projections, attention by heads and the output's projection, all on local tensors.
-
-    Self-attention is one step with a gradient of its own where the attention in it is; all else is local work that
-    autograd differentiates.
+class MultiheadPlan(Plan):
+    """Self-attention: projections, attention by heads and the output's projection, all on local tensors.
 
     Args:
         attention: of the projected tensors, ``(batch, heads, sequence, features)``.
@@ -139,25 +130,15 @@ class MultiheadPlan(LocalPlan):
     def __init__(
         self, attention: AttentionPlan, options: Mapping[str, Any], given: Mapping[str, Any], outputs: ShardTensorSpec
     ) -> None:
-        super().__init__(self.attend, outputs)
-        self.attention, self.options = attention, options
+        self.attention, self.options, self.outputs = attention, options, outputs
         self.biases = given["in_proj_bias"], given["out_proj_bias"]
-        of_itself = given["key"] is None and given["value"] is None
         self.packed = 3, options["num_heads"], outputs.shape[-1] // options["num_heads"]
-        self.one_step = of_itself and not given["use_separate_proj_weight"] and attention.is_one_step()
 
-    def attend(self, *tensors: Any) -> Tensor:
-        """``(sequence, batch, features)`` of this rank's queries."""
-        attended: Tensor = _of_tensors(self.options, self.attention.attend, *tensors)[0]
-        return attended
-
-    def run(self, tensors: Sequence[Any]) -> Any:
-        return Plan.run(self, tensors) if self.one_step else super().run(tensors)
+    def again(self, *tensors: Any) -> Tensor:
+        return _of_tensors(self.options, self.attention.attend, *tensors)[0]
 
     def forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Of the tensors that :meth:`attend` gets."""
-        if torch.is_grad_enabled():  # to be differentiated twice
-            return self.attend(*tensors), ()
+        """``(sequence, batch, features)`` of this rank's queries."""
         query, _, _, in_weight, in_bias, _, _, out_weight, out_bias, *_ = tensors
         projected = F.linear(query, in_weight, in_bias).view(*query.shape[:2], *self.packed)
         q, k, v = projected.permute(2, 1, 3, 0, 4).unbind()

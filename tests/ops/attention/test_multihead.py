@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+import shardtensor
 from shardtensor import ShardTensor
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -223,3 +226,41 @@ def test_torch_checks_the_arguments():
     for error in run_expecting_errors(call_with_a_wrong_mask, 2):
         assert isinstance(error, RuntimeError)
         assert "The shape of the 2D attn_mask is" in str(error)
+
+
+# -- half precision ----------------------------------------------------------------------------------------------------
+
+
+def gradients_in(dtype, module, x, grad, others):
+    """The parameters' gradients in float64, of a copy of the module and operands in ``dtype``."""
+    module = copy.deepcopy(module).to(dtype)
+    y, _ = module(x, *others(x), need_weights=False)
+    y.backward(grad)
+    return {name: p.grad.double() for name, p in module.named_parameters()}
+
+
+OTHERS = {"self": lambda x: (x, x), "cross": lambda x: [x * 1] * 2, "key and value": lambda x: (x * 1, x * 2)}
+
+
+def check_cancelling(name, ring):
+    """The ranks' contributions to the gradients of weights are opposite, but for a hundredth."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(16, 4, batch_first=True).bfloat16()
+    half, grad = torch.randn(2, 2, 24, 16).unbind()
+    x = torch.cat([half, half + torch.randn(half.shape) / 100], 1).bfloat16()
+    grad = torch.cat([grad, torch.randn(grad.shape) / 100 - grad], 1).bfloat16()
+    exact = gradients_in(torch.float64, module, x.double(), grad.double(), OTHERS[name])
+    one = gradients_in(torch.bfloat16, module, x, grad, OTHERS[name])
+    with shardtensor.attention_method("ring" if ring else "fetch"):
+        shards = [shard(t, shared_mesh(2), [Shard(1)]) for t in (x, grad)]
+        found = gradients_in(torch.bfloat16, module, *shards, OTHERS[name])
+    for p in exact:
+        error, of_one = ((g[p] - exact[p]).abs().max() for g in (found, one))
+        unit = torch.finfo(torch.bfloat16).eps * exact[p].abs().max()
+        assert error <= 2 * torch.maximum(of_one, unit / 2), f"{p}: off by {error}, one device by {of_one}"
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_of_weights_in_half_precision(name, ring):
+    run_distributed(check_cancelling, 2, name, ring)
