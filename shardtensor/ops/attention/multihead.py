@@ -96,12 +96,12 @@ def _local_attention(call: Arguments, query: ShardTensorSpec, options: Mapping[s
         return None
     if dtype is not None and held == torch.float64:
         return None
-    by_heads = _spec_by_heads(query, query.shape[2], options["num_heads"], dtype)
+    q = _spec_by_heads(query, query.shape[2], options["num_heads"], dtype)
     causal = 0 if options["is_causal"] else None
-    plan = plan_attention(*[by_heads] * 3, None, causal, AttentionOptions(options["dropout_p"], None, False))
+    plan = plan_attention(q, q, q, None, causal, AttentionOptions(options["dropout_p"], None, False))
     layout = plan.work.layout
-    lies = all(by_heads.lies_like(target) for target in layout.targets[:3])
-    return plan if plan.is_one_step() and lies and set(by_heads.sharded_dims().values()) == set(layout.split) else None
+    lies = all(q.lies_like(target) for target in layout.targets[:3])
+    return plan if plan.is_one_step() and lies and set(q.sharded_dims().values()) == set(layout.split) else None
 
 
 def _spec_by_heads(spec: ShardTensorSpec, features: int, heads: int, dtype: torch.dtype | None) -> ShardTensorSpec:
