@@ -594,20 +594,23 @@ _calls: dict[object, tuple[Any, ...]] = {}
 
 
 def wrap_functions(call: Callable[..., Any]) -> None:
-    """Have ``call(apply, cls, args)`` called in place of ``apply(*args)``, what C++ does when a program calls
-    an ``autograd.Function`` of its own. ``Function.apply`` stays torch's.
+    """Have ``call(apply, cls, args, kwargs)`` called in place of ``apply(*args, **kwargs)``, what C++ does when a
+    program calls an ``autograd.Function`` of its own.
     """
-    single: Any = torch.autograd.function._SingleLevelFunction
+    function: Any = torch.autograd.Function
+    in_cpp: Any = vars(torch._C._FunctionBase)["apply"]
 
-    def apply(cls: Any, *args: Any) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         number = object()
         _calls[number] = args
         try:
-            return call(super(single, cls).apply, cls, args)
+            return call(in_cpp.__get__(None, cls), cls, args, kwargs)
         finally:
             del _calls[number]
 
-    single.apply = classmethod(apply)
+    # Before torch 2.14 ``Function.apply`` is Python's, and calls that of the class below.
+    owner = function if vars(function)["apply"] is in_cpp else function.__base__
+    owner.apply = classmethod(apply)
 
 
 class _Counted(torch.autograd.Function):

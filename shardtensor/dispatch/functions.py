@@ -27,8 +27,8 @@ _SHARDED = frozenset({ShardTensor, WrittenTensor})
 _Completion = Callable[[Any], Any]
 
 
-def _called(apply: Callable[..., Any], cls: Any, args: Sequence[Any]) -> Any:
-    results = apply(*args)
+def _called(apply: Callable[..., Any], cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    results = apply(*args, **kwargs)
     outputs = results if isinstance(results, tuple) else (results,)
     if _SHARDED.isdisjoint(map(type, args)) and _SHARDED.isdisjoint(map(type, outputs)):
         return results
