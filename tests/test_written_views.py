@@ -267,6 +267,12 @@ def reshaped_perm(x, d):
     return v + x.sum()
 
 
+def reshaped_data(x, d):
+    v = x.reshape(x.shape[0], -1)
+    x.data.mul_(3)
+    return v + 1
+
+
 def split_sizes(x, d):
     x.split([3, x.shape[d] - 3], d)[1].zero_()
     return x
@@ -366,6 +372,7 @@ PROGRAMS = [
     permuted,
     reshaped,
     reshaped_perm,
+    reshaped_data,
     split_sizes,
     out_add,
     foreach,

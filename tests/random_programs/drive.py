@@ -60,10 +60,11 @@ def run_programs(
     length: int | None = None,
     *,
     setup: Setup | None = None,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """The programs of the seeds on a mesh. A rank that says nothing for ``timeout`` seconds hangs."""
+    """The programs of the seeds on a mesh. They hang where they take longer than ``timeout`` seconds,
+    together, or half of it, alone."""
     report, left = Report(), list(seeds)
     while left:
         some, left = left[:TOGETHER], left[TOGETHER:]
@@ -74,7 +75,7 @@ def run_programs(
         except DistributedFailure as failure:
             if len(some) > 1:  # which one is it?
                 for seed in some:
-                    again = run_programs([seed], mesh, length, setup=setup, timeout=timeout / 3, progress=progress)
+                    again = run_programs([seed], mesh, length, setup=setup, timeout=timeout / 2, progress=progress)
                     report.outcomes += again.outcomes
                 continue
             found = [Outcome(some[0], "hang", where(str(failure)), program=programs[some[0]].listed())]

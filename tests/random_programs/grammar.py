@@ -98,7 +98,6 @@ WRITES = [
     "{x}.index_put_(({vector},), torch.tensor({number}).double(), accumulate=True)",
     "{x}.detach()[{part}] = {number}",
     "{x}.detach().mul_({number})",
-    "{x}.data.add_({number})",
     "with torch.no_grad(): {leaf}[{part}] = {number}",
     "with torch.no_grad(): {leaf}[{entry}].mul_(.5)",
     "with torch.no_grad(): {leaf}.add_({like})",
