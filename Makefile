@@ -4,6 +4,7 @@
 # make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
+# make programs SEEDS=0:1000     random programs of tensor operations on shards, against one device
 # make endurance                 10,000 training steps with changing shard sizes; writes benchmarks/results/endurance.json
 # make globe                     the example, on two processes and compared with one; writes globe.png
 # make globe ARGS=--uneven       the same with bands of different heights
@@ -26,7 +27,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep endurance globe brain mesh wind vae bench docs lint clean
+.PHONY: test test-torch networks sweep programs endurance globe brain mesh wind vae bench docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -39,6 +40,9 @@ networks: $(NETWORKS)/.installed
 sweep: $(VENV)/.installed-test
 	@test -n "$(OP)" || { echo "usage: make sweep OP=softmax [ARGS=...]"; exit 2; }
 	cd tests && ../$(VENV)/bin/python -m operator_sweep $(OP) --dtypes float --refused $(ARGS)
+
+programs: $(VENV)/.installed-test
+	cd tests && ../$(VENV)/bin/python -m random_programs --seeds $(or $(SEEDS),0:100) $(ARGS)
 
 endurance: $(VENV)/.installed-test
 	cd tests && ../$(VENV)/bin/python -m endurance $(or $(ARGS),--write)

@@ -267,6 +267,12 @@ def reshaped_perm(x, d):
     return v + x.sum()
 
 
+def reshaped_data(x, d):
+    v = x.reshape(x.shape[0], -1)
+    x.data.mul_(3)
+    return v + 1
+
+
 def split_sizes(x, d):
     x.split([3, x.shape[d] - 3], d)[1].zero_()
     return x
@@ -281,6 +287,12 @@ def out_add(x, d):
 def foreach(x, d):
     ps = list(x.chunk(2, d))
     torch._foreach_mul_(ps, 2.0)
+    return x
+
+
+def foreach_of_copies(x, d):
+    a, b = x.flatten().split([3, x.numel() - 3])
+    torch._foreach_add_([b, a, x.transpose(0, 1).flatten()[:2]], 0.75)
     return x
 
 
@@ -366,9 +378,11 @@ PROGRAMS = [
     permuted,
     reshaped,
     reshaped_perm,
+    reshaped_data,
     split_sizes,
     out_add,
     foreach,
+    foreach_of_copies,
     setitem_entry,
     chained,
     stale_unflattened,

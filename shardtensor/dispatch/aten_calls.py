@@ -96,8 +96,8 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         plan = made
     if plan.plain is not None and plan.plain.note(tensors):
         plan.plain = None
-    if plan.returns_self:
-        check_written(func, args[0])
+    if plan.returns_self or plan.outputs is None:
+        _check_written(func, args)
     if not moves and plan.moves:
         raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
     if plan.inputs:
@@ -113,7 +113,7 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         write_back(args[0])
         return args[0]
     if plan.outputs is None:
-        note_written(func, args)
+        _write_items_back(func, args)
         return result
     out = _wrapped(plan, result, tensors)
     if plan.view:
@@ -152,12 +152,25 @@ def _decide_items(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
             decide(func, [[a[i]] if isinstance(a, list) else a for a in args], kwargs)
 
 
+def _check_written(func: OpOverload, args: Sequence[Any]) -> None:
+    if is_inplace(func):
+        for written in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+            check_written(func, written)
+
+
+def _write_items_back(func: OpOverload, args: Sequence[Any]) -> None:
+    """What :func:`write_back` does, after an operator on lists. Each may be a view of what another is a view of."""
+    if is_inplace(func) and isinstance(args[0], (list, tuple)):
+        for written in args[0]:
+            write_back(written)
+            note_written(func, [[written]])
+
+
 def _planned(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any], tensors: Sequence[Tensor]
 ) -> AtenPlan | _Done:
     """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
-    if is_inplace(func):
-        check_written(func, args[0])
+    _check_written(func, args)
     made = _make_plan(func, args, kwargs)
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:

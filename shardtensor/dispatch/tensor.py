@@ -406,6 +406,12 @@ register(Tensor.share_memory_)(
 )
 
 
+@register(Tensor.data.__get__)  # type: ignore[attr-defined]
+def _data(self: Any, *_: Any) -> Any:
+    """What is written to it raises the tensor's version, unlike in torch: copies that views are must get it, too."""
+    return self.detach() if type(self) is ShardTensor else NotImplemented
+
+
 @register(Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(self: ShardTensor, value: Tensor) -> None:
     """``x.data = value``: x gets the value, in its own layout, and where that is the value's too, its memory."""

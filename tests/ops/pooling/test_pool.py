@@ -340,6 +340,24 @@ def test_second_derivatives(world):
     run_distributed(second_derivatives, world)
 
 
+def second_derivatives_of_empty_shards():
+    """All ranks have a gradient: a rank without, next to one with zeros, would go on while others communicate."""
+    for pool in (F.avg_pool1d, F.max_pool1d):
+        x = shard(torch.randn(2, 4, 7).double(), shared_mesh(2), [Shard(2)], {0: (0, 7)}).requires_grad_()
+        (grad,) = torch.autograd.grad(pool(x, 2).square().sum(), [x], create_graph=True)
+        plain = x.detach().full_tensor().requires_grad_()
+        (expected,) = torch.autograd.grad(pool(plain, 2).square().sum(), [plain], create_graph=True)
+        for of, to in ((pool(x, 2).sum(), x), (pool(plain, 2).sum(), plain)):
+            (linear,) = torch.autograd.grad(of, [to], create_graph=True)
+            linear.square().sum().backward()
+        torch.testing.assert_close(grad.full_tensor(), expected)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def test_second_derivatives_of_empty_shards():
+    run_distributed(second_derivatives_of_empty_shards, 2)
+
+
 def gradient_by_name():
     torch.manual_seed(0)
 
