@@ -83,7 +83,8 @@ def call(module, weights, x):
 def derivatives(module, weights, x):
     x, weights = x.detach().requires_grad_(), {k: w.detach().requires_grad_() for k, w in weights.items()}
     tensors = [x, *weights.values()]
-    size = sum(w.mean() + w.norm() for w in weights.values())  # means and norms of shards are not sums
+    # Means and norms of shards are not sums; DTensor of torch 2.11 does not add one to the other.
+    size = sum(w.mean() for w in weights.values()) * sum(w.norm() for w in weights.values())
     total = call(module, weights, x).pow(3).mean() * size
     found = []
     for _ in range(ORDERS):

@@ -203,7 +203,7 @@ def _batch_norm(
     "aten::native_batch_norm_backward",
     source=_NORMALIZATION,
     demands="A gradient of the input's dtype; a weight where its gradient or the bias's is asked for; saved "
-    "statistics in the dtype of sums, of which empty ones stand for the running ones. They may be undefined "
+    "statistics in the dtype of sums, where empty ones mean the running ones. They may be undefined "
     "in evaluation only where the gradients of a row-major input and of a parameter are asked for together.",
 )
 def _batch_norm_backward(
