@@ -316,5 +316,5 @@ class _Taking(AutogradFunction):
 
 
 def is_of_written(node: Any) -> bool:
-    """Whether a node of a graph is that of a written tensor, or of the ShardTensor that it stands for."""
+    """Whether a node of a graph is that of a written tensor, or of the ShardTensor that it represents."""
     return isinstance(node, (_Standing._backward_cls, _Taking._backward_cls))

@@ -122,7 +122,7 @@ def compared(seed: int, program: Program, mesh: DeviceMesh) -> Outcome:
             continue
         expected = raised_by(step, one)
         if error is not None or expected is not None:
-            return Outcome(seed, *judged(line, error, expected), refused)
+            return Outcome(seed, *classify(line, error, expected), refused)
     without = gathered(sorted(name for name, leaf in many.leaves().items() if leaf.grad is None))
     if any(names != without[0] for names in without):
         return Outcome(seed, "wrong gradient", f"the ranks lack gradients of {without}", refused)
@@ -141,7 +141,7 @@ def raised_by(step: Callable[[Run], None], run: Run) -> Exception | None:
     return None
 
 
-def judged(line: str, error: Exception | None, expected: Exception | None) -> tuple[str, str]:
+def classify(line: str, error: Exception | None, expected: Exception | None) -> tuple[str, str]:
     """The kind of an error on shards or on one device that is no refusal."""
     if error is None:
         return "looser", f"{line}: {first_line(expected)}"
