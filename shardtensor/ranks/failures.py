@@ -11,9 +11,9 @@ waits for longer than a second looks into the store now and then; where a rank h
 many communications, there is nothing to wait for; unless this rank has raised there, too, and went on: so may the other
 one, only later. The same goes for a backward pass, which may end on one rank before it comes to an operator: what a
 graph of local tensors has saved differs between ranks (of a shard of one row a transposition is a view, of several a
-copy), and so does whether a program has written to it. It also leaves there what it has begun last, and looks at what
-the next rank of the group has: where the two have not done the same they wait for each other, and so both stop, as do
-all who wait for them.
+copy), and so does whether a program has written to it. Who waits also leaves there what it has begun last, and looks at
+what the next rank of the group has: where the two have not done the same they wait for each other, and so both stop, as
+do all who wait for them.
 
 [Note: forks] The threads that communicate do not exist in a forked process, such as a worker of a data loader: what it
 starts never ends. It may hold ShardTensors and compute with its shard, but says nothing to other ranks.
