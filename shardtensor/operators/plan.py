@@ -157,8 +157,10 @@ class LocalPlan(Plan):
         ]
 
     def run(self, tensors: Sequence[Any]) -> Any:
+        locals_: list[Any] = []
         if not torch.is_grad_enabled():
-            locals_ = _held(tensors)
+            for t in tensors:
+                locals_.append(t._local_tensor if type(t) is ShardTensor else t)
         else:
             locals_ = self.local_tensors(tensors)
             if self.deferred is not None:
