@@ -293,6 +293,39 @@ def test_it_stays_the_object_that_the_program_holds():
     run_distributed(one_object, 2)
 
 
+STATISTICS = {
+    "data": lambda p, x: p.data.copy_(-x.mean(0)),
+    "entry of data": lambda p, x: p.data.__setitem__(0, x.amax(0)[1]),
+    "in place": lambda p, x: p.add_(x.sum(0), alpha=2),
+    "slice": lambda p, x: p.__setitem__(slice(1, 3), x.std(0)[1:3]),
+    "average": lambda p, x: p.lerp_(x.var(0), 0.1),
+    "entry": lambda p, x: p.mul_(x[6, 2]),
+}
+
+
+def statistics(requires_grad):
+    """Sums over shards are written to parameters, which stay what they are."""
+    for name, write in STATISTICS.items():
+        p, q = (torch.nn.Parameter(torch.ones(4).double(), requires_grad) for _ in "ab")
+        with torch.no_grad():
+            write(p, cut(whole()))
+            write(q, whole())
+        assert type(p) is torch.nn.Parameter and p.requires_grad == requires_grad, name
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-10, atol=0, msg=name)
+    p = torch.nn.Parameter(torch.ones(7, 4).double())
+    with torch.no_grad(), pytest.raises(UnsupportedSharding, match=r"written into a plain tensor.*requires grad"):
+        p.copy_(cut(whole()))
+    p = torch.nn.Parameter(torch.ones(4).double())
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        p.add_(cut(whole()).sum(0))
+    return True
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_statistics_are_written_to_parameters(requires_grad):
+    assert all(run_distributed(statistics, 2, requires_grad))
+
+
 def fail(case):
     x = cut(whole())
     if case == "plain":

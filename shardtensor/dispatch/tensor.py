@@ -45,7 +45,7 @@ from .plain_tensors import explain, local_size_error, writes
 from .planning import SCALARS
 from .registry import FUNCTIONS, Refusal, register
 from .torch_functions import call_registered
-from .written import PLAIN, WrittenTensor, call_on_sharded, write_to_plain
+from .written import MAY_BE_WRITTEN, WrittenTensor, call_on_sharded, write_to_plain
 
 __all__ = [
     "ShardTensor",
@@ -265,7 +265,7 @@ class ShardTensor(DTensor):
                 result = levels.carried_out(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if args and type(args[0]) in PLAIN and writes(func):
+            if args and type(args[0]) in MAY_BE_WRITTEN and writes(func):
                 result = write_to_plain(func, args, kwargs)
                 if result is not NotImplemented:
                     return result

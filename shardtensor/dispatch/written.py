@@ -43,7 +43,7 @@ from .._compat import (
     whole_of,
 )
 from ..errors import refuse
-from .conversions import is_shard_tensor, promote
+from .conversions import is_shard_tensor, promote, redistribute_to
 from .open_layouts import Take, leave_open
 from .plain_tensors import writes
 from .planning import converted, flat
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 # Classes of plain tensors, but for parameters; previews have tensors without data.
 PLAIN = frozenset({Tensor, FakeTensor})
+MAY_BE_WRITTEN = PLAIN | {torch.nn.Parameter}
 
 _Family: TypeAlias = "WeakValueDictionary[int, WrittenTensor]"
 _History: TypeAlias = "tuple[Any, bool]"  # grad_fn and requires_grad
@@ -201,11 +202,15 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if written.layout is not torch.strided or written.device.type != mesh.device_type:
         return NotImplemented
     held = _whole_and_views(written)
-    if held is None:
+    if held is None and type(written) in PLAIN:
         gc.collect()
         held = _whole_and_views(written)
     if held is None:
-        return NotImplemented
+        if any(a._spec.sharded_dims() for a in operands):
+            return NotImplemented
+        # It stays plain, and a sum is written to it by all ranks: statistics to a parameter, for example.
+        given = converted(lambda a: redistribute_to(a, a._spec.replicated()) if is_shard_tensor(a) else a, args, kwargs)
+        return func(*given[0], **given[1])
     whole, views = held
     with torch.enable_grad():
         sharded = promote(whole, mesh)
