@@ -316,11 +316,6 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg() or bool(tensor._is_zerotensor())
 
 
-def without_zero_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, with memory of its own if it is one of autograd's zeros that have none."""
-    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor
-
-
 def claim_dispatch(cls: type) -> None:
     """Make sure that operators on ``cls``, a DTensor subclass, reach its ``__torch_dispatch__``.
 

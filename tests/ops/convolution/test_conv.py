@@ -393,6 +393,14 @@ def formats():
     x = torch.randn(2, 4, 8, 5)
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         assert_matches_unsharded(conv.to(dtype), x.to(dtype), mesh=mesh, placements=[Shard(2)], shard_sizes=sizes)
+    weight = torch.randn(2, 1, 2, dtype=torch.complex128)
+
+    def penalty(x):
+        (grad,) = torch.autograd.grad(F.conv1d(x[:, None], weight).abs().sum(), x, create_graph=True)
+        return grad.abs().square().sum()
+
+    # Of one channel, a shard lies in memory otherwise than the whole tensor.
+    assert_matches_unsharded(penalty, torch.randn(4, 3, dtype=torch.complex128), mesh=mesh, placements=[Shard(0)])
     last = x.double().to(memory_format=torch.channels_last)
     y = assert_matches_unsharded(
         nn.Conv2d(4, 6, 3, padding=1).double().to(memory_format=torch.channels_last),
