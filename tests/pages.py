@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -159,10 +159,10 @@ def _run(page: Page) -> Ran:
     try:
         outcomes = tuple(outcome(page, block, shown, vars(module)) for block, shown in page.programs)
     finally:
-        new = {entry: handler for entry, handler in shardtensor.registered().items() if entry not in before}
-        for entry in new:
-            with suppress(KeyError):  # operators that have a sharding strategy of DTensor's
-                shardtensor.unregister(entry)
+        # Not those that the package registers when a library is imported first, nor those of DTensor's strategies.
+        found = shardtensor.registered().items() - before.items()
+        new = {entry: handler for entry, handler in found if not handler.__module__.startswith("shardtensor.")}
+        shardtensor.unregister(*new)
     return Ran(vars(module), outcomes, new)
 
 

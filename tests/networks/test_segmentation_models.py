@@ -38,7 +38,9 @@ def decoder(name: str, options: dict[str, Any]) -> Network:
         lambda s: getattr(s, name)(**SMALL, **options),
         (2, 3, 128, 128) if name == "PAN" else (2, 3, 64, 64),
         norms_train=True,
-        half=True,
+        # PAN has batch norms of two pooled values, and so plus or minus one by rounding. Of five inputs the errors are
+        # 0.05, 0.08, 0.11, 0.23, 0.22 on one device, and 0.09, 0.13, 0.10, 0.12, 0.22 on two ranks.
+        half=name != "PAN",
         reduced=1.0,
     )
 

@@ -17,6 +17,10 @@ Where one is not, the boundaries are first moved to the nearest multiples, by an
 flattened on 4 ranks, and divided again. The flattened dim is sharded all the same, by one exchange of intervals of the
 blocks (view.py); divided, a dim inside of the blocks is, but not their innermost one, which what follows may take as
 a unit (the features of a head).
+
+[Note: thin blocks] The rows of a video are exchanged for its frames where pixels become tokens. Tokens that become
+pixels again would leave them sharded along the frames: a few for each rank, whose halos are as large as the shards. So
+what was exchanged is noted, and where ranks would have fewer than ``THIN`` blocks, the dim that was sharded is again.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import cat_like
 from ...operators.declaration import operator
+from .records import Key, note, recall
 
 _aten = torch.ops.aten
 
@@ -276,6 +281,7 @@ def _view(call: AtenCall) -> AtenPlan:
         shape = out.local_shape()
         return AtenPlan(out, call=lambda x, *_: x.new_empty(shape))
     dims = regroup(spec.shape, call.meta.shape)
+    _note_flattened(spec, dims)
     plan = next(filter(None, (_by_blocks(call, spec, m, dims) for m in spec.sharded_dims().values())), None)
     if plan is not None:
         return plan
@@ -298,22 +304,28 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
     to, after, inner = dims[lead]
     length, shape, ranks = spec.shape[lead] * after, call.meta.shape, spec.mesh.size(m)
     old_dims, new_dims = _grouped(spec.shape, lead, length), _grouped(shape, to, length)
+    sizes: tuple[int, ...] | None = None
     if d != lead:
         at = to
         if spec.shape[lead] // _block(dims[lead]) >= ranks:
             return None
     else:
         inside = (e for e in new_dims[1:-1] if shape[e] >= ranks)
-        at = next(inside, to)
-        if shape[to] >= ranks or all(n * after % inner == 0 for n in spec.sizes_along(m)):
+        key = _flattened(m, [shape[e] for e in new_dims])
+        offset, sizes = (len(new_dims) > 1 and recall(spec, key)) or (0, None)
+        if sizes is not None and shape[to] < min(THIN * ranks, shape[to + offset]):
+            at = to + offset
+        elif shape[to] >= ranks or all(n * after % inner == 0 for n in spec.sizes_along(m)):
             return None
+        else:
+            at, sizes = next(inside, to), None
     if shape[at] < ranks:
         return None
     free = spec.with_axes({m: AxisLayout(Replicate())})
     rest = fitted(moved_off(free, dims), dims)
     if not set(old_dims).isdisjoint(rest.sharded_dims()):
         return None
-    source, sizes = rest.with_axes({m: spec.layout[m]}), chunk_sizes(shape[at], ranks)
+    source, sizes = rest.with_axes({m: spec.layout[m]}), sizes or chunk_sizes(shape[at], ranks)
     out = carry(call, rest, call.meta, dims).with_axes({m: AxisLayout(Shard(at), sizes)})
     old, new = _blocks(spec.shape, old_dims, d, spec.sizes_along(m)), _blocks(shape, new_dims, at, sizes)
     here, there, rank = source.local_shape(), out.local_shape(), spec.coordinate[m]
@@ -327,6 +339,23 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
 
     targets: dict[Path, ShardTensorSpec] = {(0,): source}
     return call.plan(out, targets, call=rearrange, call_moves=True)
+
+
+THIN = 4
+
+
+def _flattened(m: int, lengths: Sequence[int]) -> Key:
+    """What is noted where dims of these lengths are flattened, of which mesh dim ``m`` shards an inner one."""
+    return ("flattened", m, tuple(lengths))
+
+
+def _note_flattened(spec: ShardTensorSpec, dims: Carried) -> None:
+    """Note which dims are exchanged for the outer ones of those they are flattened with, see [Note: thin blocks]."""
+    for d, m in spec.sharded_dims().items():
+        lead = None if d in dims else _outer(d, dims)
+        if lead is not None:
+            group = _grouped(spec.shape, lead, spec.shape[lead] * dims[lead][1])
+            note(spec, _flattened(m, [spec.shape[e] for e in group]), (d - lead, spec.sizes_along(m)))
 
 
 def _grouped(shape: Sequence[int], first: int, length: int) -> range:

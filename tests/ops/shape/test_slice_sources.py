@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import ShardTensorSpec
-from shardtensor.ops.shape import slice
+from shardtensor.ops.shape import records
 from shardtensor.ops.shape.slice import record_source, source_of
 from shardtensor.testing import shard, shared_mesh, simulate_ranks
 
@@ -22,7 +22,7 @@ def sharded(sizes, placement=None):
 
 
 def answers():
-    slice._records.clear()
+    records._records.clear()
     long, short, other = (sharded(sizes) for sizes in ((5, 3), (2, 3), (1, 4)))
     assert source_of("head", (8, 3), short) is None
     for spec, part in ((long, short), (sharded((6, 2)), short)):
@@ -59,7 +59,7 @@ def calls_of(function):
 
 def work_after(slices):
     """The calls that a new slice's backward makes after so many slices of other shard sizes."""
-    slice._records.clear()
+    records._records.clear()
     value, mesh = torch.zeros(LENGTH, 1), shared_mesh(2)
 
     def one(n):
@@ -76,17 +76,17 @@ def test_a_backward_does_not_search_all_slices_that_there_were():
 
 
 def full():
-    slice._records.clear()
+    records._records.clear()
     for n in range(1, 40):
         record_source("first", sharded((n, 1)), sharded((n, 0)))
         source_of("first", (n + 1, 3), sharded((n, 0)))
-    (record,) = slice._records.values()
-    assert len(record.sources) == len(record.answers) == slice.MAX_RECORDED
+    (record,) = records._records.values()
+    assert len(record.noted) == len(record.answers) == records.MAX_RECORDED
     assert source_of("first", (2, 3), sharded((1, 0))) is sharded((1, 1)), "nothing is dropped"
     assert source_of("first", (40, 3), sharded((39, 0))) is None, "nothing more is taken"
     return True
 
 
 def test_the_record_is_bounded(monkeypatch):
-    monkeypatch.setattr(slice, "MAX_RECORDED", 16)
+    monkeypatch.setattr(records, "MAX_RECORDED", 16)
     assert all(simulate_ranks(full, 2, ranks=[1]))

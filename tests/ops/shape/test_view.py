@@ -222,6 +222,39 @@ def test_tokens_stay_sharded(shape, sizes, exchanges, cut):
     run_distributed(tokens, len(sizes), shape, sizes, exchanges, cut)
 
 
+PIXELS = [  # shape and sizes of a video (N, C, frames, rows, columns); the dim and the sizes that its pixels have again
+    ((1, 6, 3, 5, 4), (3, 2), 3, (3, 2)),
+    ((1, 6, 2, 5, 4), (2, 0, 3), 3, (2, 0, 3)),  # fewer frames than ranks
+    ((1, 6, 9, 10, 4), (6, 4), 2, (5, 4)),  # frames enough
+    ((1, 6, 3, 3, 4), (1, 2), 2, (2, 1)),  # not more rows than frames
+]
+
+
+def pixels(shape, sizes, dim, again):
+    def mixed(x):
+        tokens = x.flatten(2).transpose(1, 2)
+        tokens = F.linear(tokens, torch.linspace(-1, 1, 36, dtype=x.dtype).reshape(6, 6)).tanh()
+        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
+
+    for mesh, placements in ((len(sizes), [Shard(3)]), ((1, len(sizes)), [Shard(0), Shard(3)])):
+        last = len(placements) - 1
+        arguments = {"mesh_shape": mesh, "placements": placements, "shard_sizes": {last: sizes}}
+        y = assert_matches_unsharded(mixed, data(*shape), rtol=1e-10, **arguments)
+        assert y.placements[last] == Shard(dim) and y.shard_sizes[last] == again
+    x = shard(data(*shape), shared_mesh(len(sizes)), [Shard(3)], {0: sizes})
+    with count_communication() as counted:
+        y = mixed(x)
+    assert dict(counted.collectives) == {"all_to_all": 2 if dim == 3 else 1}
+    y.mul_(2)
+    assert torch.equal(y.full_tensor(), mixed(x).full_tensor() * 2)
+
+
+@pytest.mark.parametrize(("shape", "sizes", "dim", "again"), PIXELS)
+def test_tokens_become_the_pixels_that_they_were(shape, sizes, dim, again):
+    """Where ranks would have a few frames each, the rows that were sharded are again."""
+    run_distributed(pixels, len(sizes), shape, sizes, dim, again)
+
+
 # Reshapes of fewer blocks than ranks: the function, the shape, and the sharded dims of operand and result.
 FEW_BLOCKS = {
     "pixels": (lambda x: x.flatten().sin(), (2, 5, 6), 1, 0),
