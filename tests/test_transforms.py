@@ -135,6 +135,12 @@ def cubes(matrix):
     return torch.linalg.eigvalsh(matrix + ramp(matrix)).pow(3).sum()
 
 
+def singular(matrix):
+    """A number that does not depend on the vectors' phases."""
+    u, s, vh = torch.linalg.svd(matrix + ramp(matrix))
+    return torch.view_as_real(u).square().sum(-1).square().sum() + (s[:, None] * vh.abs()).pow(3).sum()
+
+
 def energies(matrix):
     values, vectors = torch.linalg.eigh(matrix + ramp(matrix))
     return values.pow(3).sum() + vectors.abs().pow(4).sum()
@@ -179,6 +185,10 @@ CASES = {
     "jvp of jvp of cholesky": lambda x, i: pushed(
         lambda t: pushed(torch.linalg.cholesky, t, matrices(x)[1])[1], *matrices(x)
     ),
+    "jvp of a complex svd": lambda x, i: pushed(
+        lambda t: tuple(torch.linalg.svd(t[:, :3] + ramp(t)[:3], full_matrices=False)), *phases(x)
+    ),
+    "jvp of grad of a complex svd": lambda x, i: pushed(grad(singular), *phases(x)),
     "jvp of grad of eigvalsh": lambda x, i: pushed(grad(cubes), *matrices(x)),
     "hessian of eigvalsh": lambda x, i: hessian(cubes)(matrices(x)[0][:2]),
     "jvp of vmap of cholesky": lambda x, i: pushed(vmap(torch.linalg.cholesky), *matrices(x)),

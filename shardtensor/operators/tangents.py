@@ -1,10 +1,11 @@
-"""Decompositions of Hermitian matrices whose tangents will be pushed forward.
+"""Decompositions whose gradients tell less of a tangent than torch's forward mode does.
 
 [Note: tangents of halves] ``cholesky`` and ``eigh`` read a half of a matrix. Gradients treat the other half alike, so
 they are Hermitian but for imaginary parts of the diagonal, while torch's forward mode takes a tangent as it is. A
 product that is made of gradients would see the tangent's Hermitian part alone. So where tangents will be pushed, these
 functions have a gradient of their own: torch's formula, in which the step that makes it Hermitian lets tangents pass.
-Everything else that is made of it, such as second derivatives, follows.
+Everything else that is made of it, such as second derivatives, follows. Of a complex ``svd`` the vectors' phases
+are free, and forward mode turns left and right vectors alike, which gradients do not tell.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _alike: Callable[..., Any] = _Halves.apply
 _decompose: Callable[..., Any] = _Decomposition.apply
 
 
-def _of_cholesky(upper: bool = False, **_: Any) -> PullBack:
+def _of_cholesky(matrix: Tensor, upper: bool = False, **_: Any) -> PullBack:
     def pull_back(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
         factor, grad = results[0], grads[0]
         if grad is None:
@@ -90,21 +91,48 @@ def _of_cholesky(upper: bool = False, **_: Any) -> PullBack:
     return pull_back
 
 
-def _of_eigh(UPLO: str = "L", compute_v: bool = True) -> PullBack | None:
+def _of_eigh(matrix: Tensor, UPLO: str = "L", compute_v: bool = True) -> PullBack | None:
     def pull_back(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
         (values, vectors), (of_values, of_vectors) = results, grads
         inner = torch.zeros_like(vectors) if of_values is None else of_values.to(vectors.dtype).diag_embed()
         if of_vectors is not None:
             turned = vectors.mH @ of_vectors
-            gaps = values.unsqueeze(-2) - values.unsqueeze(-1) + torch.eye(values.shape[-1]).to(values)
-            inner = inner + (turned - turned.diagonal(dim1=-2, dim2=-1).diag_embed()) / gaps
+            inner = inner + (turned - turned.diagonal(dim1=-2, dim2=-1).diag_embed()) / _gaps(values)
         gradient: Tensor = vectors @ _alike(inner) @ vectors.mH
         return gradient
 
     return pull_back if compute_v else None
 
 
-# What has such a form, each with its gradient for the other arguments of a call.
+def _of_svd(matrix: Tensor, full_matrices: bool = True, *, driver: str | None = None) -> PullBack | None:
+    rows, columns = matrix.shape[-2:]
+    if not matrix.is_complex() or (full_matrices and rows != columns):
+        return None
+
+    def pull_back(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
+        u, s, vh = results
+        of_u, of_s, of_vh = (torch.zeros_like(t) if g is None else g for t, g in zip(results, grads, strict=True))
+        left, right = _skew(u.mH @ of_u), _skew(vh @ of_vh.mH)
+        turned = (left * s.unsqueeze(-2) + s.unsqueeze(-1) * right) / _gaps(s.square())
+        phases = (left - right).diagonal(dim1=-2, dim2=-1) / (4 * s)
+        inner = turned - turned.diagonal(dim1=-2, dim2=-1).diag_embed() + (of_s + phases).diag_embed()
+        beside, below = of_u / s.unsqueeze(-2), of_vh / s.unsqueeze(-1)
+        gradient: Tensor = (u @ inner + beside - u @ (u.mH @ beside)) @ vh + u @ (below - below @ vh.mH @ vh)
+        return gradient
+
+    return pull_back
+
+
+def _skew(matrix: Tensor) -> Tensor:
+    return matrix - matrix.mH
+
+
+def _gaps(values: Tensor) -> Tensor:
+    """How far each value is behind each other one; 1 on the diagonal."""
+    return values.unsqueeze(-2) - values.unsqueeze(-1) + torch.eye(values.shape[-1]).to(values)
+
+
+# What has such a form, each with its gradient for the arguments of a call.
 _FORMS: dict[Any, Callable[..., PullBack | None]] = {
     torch.linalg.cholesky: _of_cholesky,
     torch.linalg.cholesky_ex: _of_cholesky,
@@ -112,6 +140,7 @@ _FORMS: dict[Any, Callable[..., PullBack | None]] = {
     torch.linalg.eigh: _of_eigh,
     torch.linalg.eigvalsh: _of_eigh,
     torch.ops.aten._linalg_eigh: _of_eigh,
+    torch.linalg.svd: _of_svd,
 }
 
 
@@ -122,7 +151,7 @@ def decomposed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if function is torch.linalg.eigvalsh:  # second derivatives need the vectors
         return decomposed(torch.linalg.eigh, args, kwargs)[0]
     (matrix, *others), named = (args, kwargs) if args else _first_of(kwargs)
-    pull_back = _FORMS[function](*others, **named)
+    pull_back = _FORMS[function](matrix, *others, **named)
     differentiable = transforms_active() or matrix.requires_grad  # which mapped tensors do not tell
     if pull_back is None or isinstance(matrix, DTensor) or not differentiable:
         return function(*args, **kwargs)
