@@ -32,6 +32,7 @@ from ...errors import UnsupportedSharding, refuse
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
+from ...operators.tangents import decomposed
 from ..common.alignment import broadcast_shape, cost_of_exchange, is_little
 from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import rank_reduction
@@ -78,7 +79,7 @@ def plan_by_matrix(
         local_args, local_kwargs = list(args), {**named, **chosen}
         for i, t in zip(places, tensors):
             local_args[i] = t
-        return function(*local_args, **local_kwargs | dict(zip(keys, tensors[len(places) :])))
+        return decomposed(function, local_args, local_kwargs | dict(zip(keys, tensors[len(places) :])))
 
     try:
         how = arrange(name, form, tuple(specs))
