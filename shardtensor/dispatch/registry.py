@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._compat import OpOverload, OpOverloadPacket, decomposes, strategies
+from .._compat import OpOverload, OpOverloadPacket, decomposes, dispatched, strategies
 from ..context import Setting
 from ..errors import refuse
 
@@ -246,7 +246,7 @@ def supports(func_or_op: Any) -> Support:
     if packet is None:  # Python code, which calls other operators
         return Support(True, "decomposed", reason="as far as the operators that it calls are")
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    found = [supports(op) for op in overloads if not any(a.is_out for a in op._schema.arguments)]
+    found = [supports(op) for op in overloads if dispatched(op) and not any(a.is_out for a in op._schema.arguments)]
     order = ("refused", "decomposed", "strategy", "elementwise", "declared")
     return max(found, key=lambda answer: order.index(answer.how), default=Support(False, "refused"))
 
