@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
 PLAIN_TARGET = (
-    "a ShardTensor cannot be written into a plain tensor whose memory an array shares, a view in another shape, or a "
-    "graph of autograd, or that is a leaf which requires grad, nor in a compiled function",
+    "a ShardTensor cannot be written into a plain tensor inside a compiled function, or if the tensor is a leaf that "
+    "requires grad, or shares its memory with an array, a view in another shape or a graph of autograd",
     "make that tensor from a ShardTensor (x.new_zeros, torch.zeros_like(x)), in the shape in which it is written to",
 )
 
