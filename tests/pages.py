@@ -159,11 +159,17 @@ def _run(page: Page) -> Ran:
     try:
         outcomes = tuple(outcome(page, block, shown, vars(module)) for block, shown in page.programs)
     finally:
-        new = {entry: handler for entry, handler in shardtensor.registered().items() if entry not in before}
+        # Those of libraries that the page is the first to import are ours, and stay.
+        table = shardtensor.registered().items()
+        new = {entry: handler for entry, handler in table if entry not in before and _is_not_ours(handler)}
         for entry in new:
             with suppress(KeyError):  # operators that have a sharding strategy of DTensor's
                 shardtensor.unregister(entry)
     return Ran(vars(module), outcomes, new)
+
+
+def _is_not_ours(handler: Callable[..., Any]) -> bool:
+    return not (getattr(handler, "__module__", None) or "").startswith("shardtensor.")
 
 
 def outcome(page: Page, block: Block, shown: str | None, names: dict[str, Any]) -> tuple[str, str | None]:
