@@ -202,9 +202,9 @@ def _batch_norm(
 @contract(
     "aten::native_batch_norm_backward",
     source=_NORMALIZATION,
-    demands="A gradient of the input's dtype; a weight where its gradient or the bias's is asked for; saved "
+    demands="A gradient of the input's dtype; a weight if its gradient or the bias's is requested; saved "
     "statistics in the dtype of sums, where empty ones mean the running ones. They may be undefined "
-    "in evaluation only where the gradients of a row-major input and of a parameter are asked for together.",
+    "only in evaluation, if the gradients of a row-major input and of a parameter are requested together.",
 )
 def _batch_norm_backward(
     grad_out: Tensor,
@@ -275,7 +275,7 @@ def _batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None,
 @contract(
     "aten::batch_norm_backward_reduce",
     source=_NORMALIZATION,
-    demands="A gradient of the input's dtype; a weight where its gradient or the bias's is asked for; statistics in "
+    demands="A gradient of the input's dtype; a weight if its gradient or the bias's is requested; statistics in "
     "the dtype of sums.",
 )
 def _batch_norm_backward_reduce(
@@ -374,8 +374,8 @@ def _group_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> No
     "aten::native_group_norm_backward",
     source=_GROUP_NORM,
     demands="Gradient and input of one dtype and row-major, not channels-last, which not every version checks: the "
-    "numbers are wrong then. Statistics and weight contiguous and of that dtype; a weight where its gradient or "
-    "the bias's is asked for.",
+    "numbers are wrong then. Statistics and weight contiguous and of that dtype; a weight if its gradient or "
+    "the bias's is requested.",
 )
 def _group_norm_backward(
     grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, output_mask: Sequence[bool]
@@ -410,7 +410,7 @@ def _layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> No
     "aten::native_layer_norm_backward",
     source=_LAYER_NORM,
     demands="Gradient and weight of the input's dtype; statistics contiguous and in the dtype of sums; weight and "
-    "bias where their gradients are asked for.",
+    "bias if their gradients are requested.",
 )
 def _layer_norm_backward(
     grad_out: Tensor,
