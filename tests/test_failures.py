@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import shardtensor
 from shardtensor._compat.c10d import default_store
 from shardtensor.ranks.waiting import LOOKING
-from shardtensor.testing import run_distributed, shard, shared_mesh
+from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
 
 PROGRAM = Path(__file__).with_name("failing_rank.py")
 OPERATOR = r"rank {}: .* in (conv2d|group_norm|linalg_cholesky) .*\(.*failing_rank.py:\d+\) was not completed: "
@@ -130,6 +130,28 @@ def retried(late):
 
 def test_an_error_that_all_ranks_catch_is_no_reason_to_stop_waiting():
     run_distributed(retried, 2, 2.5 * LOOKING)
+
+
+def written_too_early():
+    """A write to what one rank's graph has saved: the backward pass raises there, before another one communicates."""
+    torch.manual_seed(0)
+    lstm = nn.LSTM(4, 4, batch_first=True)
+    x = shard(torch.randn(4, 3, 4), shared_mesh(2), [Shard(0)], {0: (1, 3)}, requires_grad=True)
+    written = x * 1
+    y, _ = lstm(written)
+    with torch.no_grad():
+        written.zero_()
+    try:
+        y.square().sum().backward()
+    except RuntimeError:
+        time.sleep(5 * LOOKING)  # the program goes on with something else
+        raise
+
+
+def test_a_backward_pass_that_only_one_rank_ends_is_told_to_those_that_wait_for_it():
+    first, second = run_expecting_errors(written_too_early, 2)
+    assert "modified by an inplace operation" in str(first)
+    assert "was not completed: rank 0 raised RuntimeError: one of the variables needed for gradient" in str(second)
 
 
 def recomputed():

@@ -18,6 +18,7 @@ FUNCTIONS = {
     "layer_norm": lambda x: F.layer_norm(x, x.shape[2:]),
     "conv2d": lambda x: F.conv2d(x, torch.ones(2, 2, 3, 3, dtype=x.dtype), padding=1),
     "matmul": lambda x: x.transpose(2, 3) @ x,
+    "frozen linear": lambda x: F.linear(x, torch.ones(3, 4, dtype=x.dtype)),
     "einsum": lambda x: torch.einsum("bchw,bchv->bcwv", x, x),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
     "cdist": lambda x: torch.cdist(x, x),
@@ -126,6 +127,27 @@ def check_results():
 
 def test_a_result_that_is_written_to():
     run_distributed(check_results, 2)
+
+
+def check_frozen():
+    """A linear layer saves its input only for its weight's gradient; second derivatives are as with all saved."""
+    linear = torch.nn.Linear(4, 3, dtype=torch.float64)
+    linear.weight.requires_grad_(False)
+    gradients, sharded = [], shard(whole(), shared_mesh(2), [Shard(2)], {0: (9, 0)}, requires_grad=True)
+    for x in (whole().requires_grad_(), sharded):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.shape) or t, lambda t: t):
+            y = linear(x)
+        assert x.shape not in saved
+        (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        gradients.append([grad, *torch.autograd.grad(grad.square().sum(), (x, linear.bias))])
+    for one, of_shards in zip(*gradients, strict=True):
+        of_shards = of_shards.full_tensor() if isinstance(of_shards, DTensor) else of_shards
+        torch.testing.assert_close(of_shards, one, rtol=1e-10, atol=0)
+
+
+def test_a_frozen_weight():
+    run_distributed(check_frozen, 2)
 
 
 def check_entry():

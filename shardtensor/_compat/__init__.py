@@ -11,7 +11,7 @@ import gc
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import methodcaller
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
@@ -267,17 +267,29 @@ def above_autograd() -> Iterator[None]:
         yield
 
 
+# Whether this thread counts no writes, see counting_writes(); and a switch, which takes a bool.
+writes_uncounted: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.ADInplaceOrView
+)
+leave_writes_uncounted: Callable[[bool], None] = partial(
+    torch._C._dispatch_tls_set_dispatch_key_excluded, torch._C.DispatchKey.ADInplaceOrView
+)
+
+
 def counting_writes(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, which writes to its tensors or returns views of them, so that their version counters show it.
 
     Inside an aten call torch leaves both out: what is written there is not counted, and views have counters of their
     own. Autograd, which has saved such a tensor in a graph of local operators, would not notice that it has changed.
     """
-    without, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with without(key, False):
+        uncounted = writes_uncounted()
+        leave_writes_uncounted(False)
+        try:
             return call(*args, **kwargs)
+        finally:
+            leave_writes_uncounted(uncounted)
 
     return counted
 

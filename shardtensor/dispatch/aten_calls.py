@@ -16,17 +16,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, above_autograd, counting_writes, kernel, tracing, tree_map
+from .._compat import (
+    OpOverload,
+    above_autograd,
+    counting_writes,
+    kernel,
+    leave_writes_uncounted,
+    tracing,
+    tree_map,
+    writes_uncounted,
+)
 from ..communication.redistribute import redistribute_local
 from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
 from ..ranks.first_use import PlainOperands
-from ..ranks.history import calling, here
+from ..ranks.history import here
 from .conversions import wrap
 from .copies import Back, Moved, check_written, note_copies, represents_view, write_back
-from .found import INDICES, note_views, note_written
+from .found import INDICES, note_views, raise_versions
 from .gathering import gathered
 from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
 from .planning import (
@@ -85,10 +94,10 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
             return result
     if opens and is_inplace(func) and is_open(args[0]):
         decide(func, args, kwargs)
-    key, plan, tensors, local_args = look_up(func, args, kwargs)
-    local_kwargs = {}
+    key, plan, tensors, given = look_up(func, args, kwargs)
+    local_args, local_kwargs = given, {}
     if kwargs:
-        local_args, local_kwargs = local_args[: len(args)], dict(zip(kwargs, local_args[len(args) :], strict=True))
+        local_args, local_kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
     if plan is None:
         made = _planned(func, args, kwargs, key, tensors)
         if isinstance(made, _Done):
@@ -96,52 +105,56 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         plan = made
     if plan.plain is not None and plan.plain.note(tensors):
         plan.plain = None
-    if plan.returns_self or plan.outputs is None:
-        _check_written(func, args)
-    if not moves and plan.moves:
-        raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
-    if plan.inputs:
-        _move(plan, local_args, local_kwargs)
-    if plan.keeps is not None:
-        local_kwargs["keeper"] = operand(args, plan.keeps)
-    if plan.label and not here.operator:
-        with calling(plan.label):
-            result = plan.call(*local_args, **local_kwargs)
-    else:
+    if plan.writes or plan.inputs or plan.keeps is not None or not moves:
+        local_args = _prepared(plan, func, args, local_args, local_kwargs, moves)
+    labelled = plan.label and not here.operator
+    uncounted = plan.counted and writes_uncounted()  # what counting_writes does, without its call
+    if labelled:
+        here.operator = plan.label
+    if uncounted:
+        leave_writes_uncounted(False)
+    try:
         result = plan.call(*local_args, **local_kwargs)
-    if plan.returns_self:
-        write_back(args[0])
-        return args[0]
-    if plan.outputs is None:
-        _write_items_back(func, args)
+    finally:
+        if labelled:
+            here.operator = ""
+        if uncounted:
+            leave_writes_uncounted(True)
+    if plan.writes:
+        _note_writes(args)
+        return args[0] if plan.returns_self else result
+    outputs = plan.outputs
+    if type(outputs) is ShardTensorSpec:
+        out = wrap(apart(result, given) if plan.apart else result, outputs)
+        if plan.opens and not tracing():
+            leave_open(out)
+    elif outputs is None:
         return result
-    out = _wrapped(plan, result, tensors)
-    if plan.view:
-        viewed = args[0]
-        if plan.noted or represents_view(viewed) or is_open(viewed):
-            return _as_views(out, func, args, kwargs, plan)
+    else:
+        pairs = zip(result, outputs, strict=True)
+        out = type(result)([r if s is None else wrap(apart(r, given) if plan.apart else r, s) for r, s in pairs])
+    if plan.view and (plan.noted or represents_view(args[0]) or is_open(args[0])):
+        return _as_views(out, func, args, kwargs, plan)
     return out
 
 
-def _wrapped(plan: AtenPlan, result: Any, tensors: Sequence[Tensor]) -> Any:
-    """Local results as ShardTensors, which share no memory with the operands if they are no views."""
-    held = [t._local_tensor for t in tensors if isinstance(t, DTensor)] if plan.apart else ()
-    if type(plan.outputs) is ShardTensorSpec:
-        out = wrap(apart(result, held) if plan.apart else result, plan.outputs)
-        if plan.opens and not tracing():
-            leave_open(out)
-        return out
-    pairs = zip(result, plan.outputs, strict=True)
-    return type(result)([r if s is None else wrap(apart(r, held) if plan.apart else r, s) for r, s in pairs])
-
-
-def _move(plan: AtenPlan, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Redistribute the local tensors that the plan needs in another layout, in their places."""
+def _prepared(
+    plan: AtenPlan, func: OpOverload, args: Sequence[Any], local_args: list[Any], kwargs: dict[str, Any], moves: bool
+) -> list[Any]:
+    """The local arguments as the plan needs them: some are redistributed, in ``kwargs`` in their places."""
+    if plan.writes:
+        _check_written(func, args)
+    if not moves and plan.moves:
+        raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
+    held: Any = list(local_args)
     for path, source, target in plan.inputs:
-        holder: Any = kwargs if isinstance(path[0], str) else args
+        holder = kwargs if isinstance(path[0], str) else held
         for step in path[:-1]:
             holder = holder[step]
         holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
+    if plan.keeps is not None:
+        kwargs["keeper"] = operand(args, plan.keeps)
+    return held  # type: ignore[no-any-return]
 
 
 def _decide_items(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -153,24 +166,26 @@ def _decide_items(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _check_written(func: OpOverload, args: Sequence[Any]) -> None:
-    if is_inplace(func):
-        for written in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-            check_written(func, written)
+    for written in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+        check_written(func, written)
 
 
-def _write_items_back(func: OpOverload, args: Sequence[Any]) -> None:
-    """What :func:`write_back` does, after an operator on lists. Each may be a view of what another is a view of."""
-    if is_inplace(func) and isinstance(args[0], (list, tuple)):
-        for written in args[0]:
+def _note_writes(args: Sequence[Any]) -> None:
+    """After an in-place operator: copies that it wrote to are written back, and tensors in lists get new versions."""
+    if isinstance(args[0], (list, tuple)):
+        for written in args[0]:  # each may be a view of what another is a view of
             write_back(written)
-            note_written(func, [[written]])
+            raise_versions([written])
+    else:
+        write_back(args[0])
 
 
 def _planned(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any], tensors: Sequence[Tensor]
 ) -> AtenPlan | _Done:
     """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
-    _check_written(func, args)
+    if is_inplace(func):
+        _check_written(func, args)
     made = _make_plan(func, args, kwargs)
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
@@ -178,9 +193,8 @@ def _planned(
             plan.label = label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs})
         plan.view = returns_view(func)
         plan.apart = plan.call is not None and not (plan.view or plan.opens or func in RESHAPES)
+        plan.writes, plan.counted = is_inplace(func), plan.view or func._schema.is_mutable
         plan.call = plan.call or kernel(func)
-        if plan.view or func._schema.is_mutable:
-            plan.call = counting_writes(plan.call)
         plan.noted = plan.view and (plan.moves or plan.may_copy or args[0].dtype in INDICES)
         mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
         plan.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
@@ -188,8 +202,8 @@ def _planned(
         if isinstance(made, _Done):
             if plan.plain is not None:
                 plan.plain.note(tensors)
-            if plan.returns_self:
-                write_back(args[0])
+            if plan.writes:
+                _note_writes(args)
             elif plan.view:
                 _as_views(made.value, func, args, kwargs, plan)
     return made
@@ -299,7 +313,6 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     )
     call = counting_writes(func) if func._schema.is_mutable or returns_view(func) else func
     result = call(*whole_args, **whole_kwargs)
-    note_written(func, args)
     returns_self = is_inplace(func)
 
     def spec(value: Any) -> Any:

@@ -23,7 +23,7 @@ is kept as long as the tensor lives, and for views with the tensor that torch sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .._compat import OpOverload
 from ..layout.caches import forgets
 from ..ranks.debug_mode import debug_enabled
-from .planning import is_inplace
 
 T = TypeVar("T")
 
@@ -132,7 +131,6 @@ def _hashable(values: Any) -> Hashable:
     return tuple(map(_hashable, values)) if isinstance(values, (list, tuple)) else values
 
 
-def note_written(func: OpOverload, args: Sequence[Any]) -> None:
-    """Raise the versions of what an operator on lists has written to, which torch does for plain tensors only."""
-    if is_inplace(func) and isinstance(args[0], (list, tuple)):
-        torch.autograd.graph.increment_version(t for t in args[0] if isinstance(t, DTensor) and not t.is_inference())
+def raise_versions(written: Iterable[Any]) -> None:
+    """Raise the versions of DTensors in a list that an operator has written to, as torch does for plain tensors."""
+    torch.autograd.graph.increment_version(t for t in written if isinstance(t, DTensor) and not t.is_inference())

@@ -15,6 +15,7 @@ other. So a graph of gradients is made in the program's thread, as on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._compat import AutogradFunction, alias, gradient_seeds, run_engine
 from ..errors import UnsupportedSharding
+from ..ranks.failures import BACKWARD, note_raised
 from .registry import register
 from .tensor import ShardTensor, wrap
 
@@ -78,10 +80,16 @@ def _several(nodes: Nodes) -> tuple[Node, ...]:
     return (nodes,) if isinstance(nodes, (Tensor, GradientEdge)) else tuple(nodes)
 
 
-def _run_in_this_thread(*args: Any, **options: Any) -> Any:
-    """Call the engine for a graph of gradients. See [Note: graphs of gradients]."""
-    with torch.autograd.set_multithreading_enabled(False):
-        return run_engine(*args, **options)
+def _run(
+    roots: Sequence[Node], seeds: Seeds, retain_graph: bool, create_graph: bool, *args: Any, **options: Any
+) -> Any:
+    """Call the engine. See [Note: graphs of gradients]."""
+    try:
+        with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
+            return run_engine(roots, seeds, retain_graph, create_graph, *args, **options)
+    except Exception as error:
+        note_raised(error, BACKWARD)
+        raise
 
 
 @register(torch.autograd.backward)
@@ -94,7 +102,7 @@ def _backward(
     inputs: Nodes | None = None,
 ) -> None:
     roots = _several(tensors)
-    (_run_in_this_thread if create_graph else run_engine)(
+    _run(
         roots,
         _seeds(roots, grad_variables if grad_tensors is None else grad_tensors),
         create_graph if retain_graph is None else retain_graph,
@@ -139,7 +147,7 @@ def _grad(
         rows = [[s if s is None else s[i] for s in seeds] for i in range(len(given[0]))]
         found = [_grad(roots, targets, row, True, create_graph, True, allow_unused, False, True) for row in rows]
         return tuple(map(torch.stack, zip(*found, strict=True)))
-    grads: tuple[Tensor | None, ...] = (_run_in_this_thread if create_graph else run_engine)(
+    grads: tuple[Tensor | None, ...] = _run(
         roots,
         _seeds(roots, grad_outputs),
         create_graph if retain_graph is None else retain_graph,

@@ -61,6 +61,8 @@ class AtenPlan:
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
         view: the result represents a view of the first argument (``dispatch.run`` fills this in).
+        writes: it writes to its first argument, a tensor or a list of them (so is this).
+        counted: ``call`` is to count writes, see :func:`.._compat.counting_writes` (so is this).
         apart: the result gets memory of its own where ``call`` returns a part of an operand (so is this).
         noted: something has to be known of all its views, see ``_as_views`` (so is this).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
@@ -77,6 +79,8 @@ class AtenPlan:
     call: Any = None
     returns_self: bool = False
     view: bool = False
+    writes: bool = False
+    counted: bool = False
     apart: bool = False
     noted: bool = False
     may_copy: bool = False

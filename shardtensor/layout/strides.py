@@ -74,7 +74,7 @@ def apart(result: Any, operands: Iterable[Any]) -> Any:
 
     Args:
         result: a tensor, or a tuple of them.
-        operands: what is no tensor among them is left out.
+        operands: tensors, and lists of them; what is neither is left out.
 
     Example:
         >>> x = torch.ones(4, 3)
@@ -85,7 +85,10 @@ def apart(result: Any, operands: Iterable[Any]) -> Any:
         return tuple([apart(r, operands) for r in result])
     shares = 0 in result.stride() and not is_dense(result)
     for t in operands:  # a loop, as a generator would take longer than what it looks at
-        shares = shares or (isinstance(t, Tensor) and same_memory(t, result))
+        if isinstance(t, Tensor):
+            shares = shares or same_memory(t, result)
+        elif type(t) is list:
+            shares = shares or any(isinstance(item, Tensor) and same_memory(item, result) for item in t)
     return result.clone() if shares else result
 
 

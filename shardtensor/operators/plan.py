@@ -32,6 +32,8 @@ class Plan:
     Attributes:
         outputs: the result's spec, or a tuple of them.
         saves: which of the tensors the gradient needs, by position.
+        saved_for: by position, for which other tensor's gradient alone one of them is needed. None takes its place
+            where that tensor, a frozen weight, requires no grad.
         total: the sum over ranks that the gradients of plain parameters need, where the plan makes it.
         deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
         contributed: by position, how the gradients of ShardTensors are placed whose ranks each have a contribution:
@@ -53,6 +55,7 @@ class Plan:
 
     outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
     saves: tuple[int, ...] = ()
+    saved_for: ClassVar[Mapping[int, int]] = {}
     total: GradientSum | None = None
     deferred: GradientSum | None = None
     contributed: Mapping[int, Sequence[Placement]] = {}
@@ -157,8 +160,10 @@ class LocalPlan(Plan):
         ]
 
     def run(self, tensors: Sequence[Any]) -> Any:
+        locals_: list[Any] = []
         if not torch.is_grad_enabled():
-            locals_ = _held(tensors)
+            for t in tensors:
+                locals_.append(t._local_tensor if type(t) is ShardTensor else t)
         else:
             locals_ = self.local_tensors(tensors)
             if self.deferred is not None:
@@ -203,7 +208,11 @@ class _Run(AutogradFunction):
         result = apart(result, held)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.contribution, ctx.specs = plan, contribution, specs
-        ctx.save_for_backward(*map(given.__getitem__, plan.saves), *kept)
+        saved = list(map(given.__getitem__, plan.saves))
+        for i, other in plan.saved_for.items():
+            if not given[other].requires_grad:
+                saved[plan.saves.index(i)] = None
+        ctx.save_for_backward(*saved, *kept)
         for i, placements in plan.contributed.items():
             specs[i] = given[i]._spec.replace(placements=placements)
         if plan.twice:
@@ -277,12 +286,15 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     tensors = list(ctx.others)
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t
+    given = next(g for g in grads if g is not None)
     locals_ = [
-        to_part(t, s.for_gradient() if s is t._spec else s) if type(t) is ShardTensor else t
+        to_part(t, s.for_gradient() if s is t._spec else s)
+        if type(t) is ShardTensor
+        else _zeros(s, given)
+        if t is None and s is not None
+        else t
         for t, s in zip(tensors, ctx.specs, strict=True)
     ]
-    if plan.linear:
-        locals_ = [_zeros(s, next(g for g in grads if g is not None)) for s in ctx.specs]
     total = plan.total if plan.deferred is None else plan.deferred
     completed = locals_ if total is None else total.complete(locals_)
     with torch.autocast(*ctx.autocast) if ctx.autocast else nullcontext():
@@ -291,7 +303,8 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
     wanted = list(compress(completed, needed))
     found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
-    sources = [*completed, *(g for _, g in pairs)]
+    sources = [None if t is None else c for t, c in zip(tensors, completed)]
+    sources += [g for _, g in pairs]
     places = range(len(completed))
     gradients = iter(found)
     complete: list[Any] = [None] * len(needed)

@@ -89,7 +89,7 @@ def begin(
         RuntimeError: on all ranks, where they disagree; the text names the ranks and what each is about to do.
     """
     record(group.group_name, what, like.dtype, elements)
-    if not debug_enabled():
+    if _NAME not in _environment or not debug_enabled():
         return
     kind = f"{what} of {str(like.dtype).removeprefix('torch.')}"
     send, receive = ([elements] * group.size(),) * 2 if counts is None else counts()

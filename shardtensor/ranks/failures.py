@@ -7,10 +7,13 @@ it waited for, what it raised. A rank whose communication fails looks there for 
 nothing are the ones that were killed, hang, or are out of reach.
 
 A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. Who
-waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after
-as many communications, there is nothing to wait for; unless this rank has raised there, too, and went on: so
-may the other one, only later. It also leaves there what it has begun last, and looks at what the next rank of the
-group has: where the two have not done the same they wait for each other, and so both stop, as do all who wait for them.
+waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after as
+many communications, there is nothing to wait for; unless this rank has raised there, too, and went on: so may the other
+one, only later. The same goes for a backward pass, which may end on one rank before it comes to an operator: what a
+graph of local tensors has saved differs between ranks (of a shard of one row a transposition is a view, of several a
+copy), and so does whether a program has written to it. Who waits also leaves there what it has begun last, and looks at
+what the next rank of the group has: where the two have not done the same they wait for each other, and so both stop, as
+do all who wait for them.
 
 [Note: forks] The threads that communicate do not exist in a forked process, such as a worker of a data loader: what it
 starts never ends. It may hold ShardTensors and compute with its shard, but says nothing to other ranks.
@@ -32,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._compat import STOPS_RECOMPUTATION
+from .._compat import STOPS_RECOMPUTATION, backward_pass
 from .._compat.c10d import default_store
 from ..errors import LostRankError, RanksDiffer, ThreadConflict
 from .callers import called_from, raised_at
@@ -40,6 +43,7 @@ from .history import as_text, at_conflict, at_first, before_each, counts, here, 
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
 _POLL = 0.05
+BACKWARD = "a backward pass"  # in place of an operator
 
 _log = logging.getLogger("shardtensor")
 _ANY = "shardtensor/raised"
@@ -144,12 +148,12 @@ def _first_line(error: BaseException) -> str:
 # -- a rank raises inside of an operator ---------------------------------------------------------------------------
 
 
-def note_raised(error: Exception) -> None:
-    """Tell the others that this rank has raised inside of the operator that runs."""
+def note_raised(error: Exception, operator: str | None = None) -> None:
+    """Tell the others that this rank has raised inside of an operator, by default the one that runs."""
     global _raised
     if _post is None or isinstance(error, (LostRankError, RanksDiffer, ThreadConflict, STOPS_RECOMPUTATION)):
         return
-    _raised = where, when = here.operator, counts()
+    _raised = where, when = operator or here.operator, counts()
     _say_raised(error, operator=where, counts=when)
 
 
@@ -184,10 +188,11 @@ def check_raised(group: dist.ProcessGroup) -> None:
         if said.get("conflict") == name:
             raise _error(name, f"rank {rank} {said['what']}", None)
     before = counts().get(name, 0) - 1
-    if _raised is not None and (_raised[0], _raised[1].get(name, 0)) == (here.operator, before):
+    waits_in = {here.operator, BACKWARD if backward_pass() >= 0 else ""} - {""}
+    if _raised is not None and _raised[0] in waits_in and _raised[1].get(name, 0) == before:
         return  # so did this one, and has gone on
     for rank, said in found.items():
-        if here.operator and said.get("operator") == here.operator and said["counts"].get(name, 0) == before:
+        if said.get("operator") in waits_in and said["counts"].get(name, 0) == before:
             raise _error(name, f"rank {rank} {said['what']}", None)
 
 

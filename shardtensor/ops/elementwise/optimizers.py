@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..._compat import OpOverload, counting_writes
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce, redistribute_local
-from ...dispatch.found import note_written
+from ...dispatch.found import raise_versions
 from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of, on_meta, spec_of
 from ...dispatch.registry import default_rule, register, rule_of
 from ...dispatch.tensor import wrap
@@ -181,7 +181,7 @@ def _register_step(op: OpOverload) -> None:
         for i, parameter in enumerate(args[0]):
             _check_alike(op, parameter, [item[i] for item in args[1:] if isinstance(item, (list, tuple)) and item])
         on_shards(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
-        note_written(op, args)
+        raise_versions(args[0])
 
     @counting_writes
     def on_shards(*args: Any, **kwargs: Any) -> None:

@@ -282,18 +282,19 @@ class LinearPlan(Plan):
     """``F.linear`` of an input with unsharded features. Weight and bias are replicated."""
 
     saves = (0, 1)
+    saved_for = {0: 1}
     twice = True
     depends = {0: (1,), 1: (0,), 2: ()}
     outputs: ShardTensorSpec
 
-    def __init__(self, out: ShardTensorSpec, bias: TensorMeta | None) -> None:
-        self.outputs, self.bias = out, bias
+    def __init__(self, input: ShardTensorSpec, out: TensorMeta, bias: TensorMeta | None) -> None:
+        self.outputs, self.input, self.bias = input.replace(meta=out), input, bias
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[()]]:
         return F.linear(x, weight, bias), ()
 
     def backward(
-        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor, weight: Tensor
+        self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor | None, weight: Tensor
     ) -> Sequence[Tensor | None]:
         """The sum of the gradients of weight and bias travels while the input's is computed."""
         grad, bias = grads[0], self.bias
@@ -301,22 +302,22 @@ class LinearPlan(Plan):
             return None, None, None
         columns = weight if weight.ndim == 2 else weight.unsqueeze(0)
         rows = _rows(grad if weight.ndim == 2 else grad.unsqueeze(-1))
-        grad_x, given = None, _rows(x) if needed[1] else x
+        grad_x, given = None, None if x is None else _rows(x)
         grad_w, grad_b = gradients_of_weights(needed[1:], rows, given, weight, bias, self.sums)
         finish = None if self.total is None else self.total.start([None, grad_w, grad_b], overwrite=True)
         if needed[0]:
             factors = rows, _like(columns, rows)
             # By columns where the input is, so that what follows has both in one order of memory.
-            by_columns = needed[1] and given.stride(0) == 1 and given.stride(1) >= given.shape[0] > 1
+            by_columns = given is not None and given.stride(0) == 1 and given.stride(1) >= given.shape[0] > 1
             grad_x = torch.mm(factors[1].t(), factors[0].t()).t() if by_columns else torch.mm(*factors)
-            grad_x = cast(grad_x.view(x.shape), x.dtype)
+            grad_x = cast(grad_x.view(self.input.own_shape), self.input.tensor_meta.dtype)
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b
 
 
 def gradients_of_weights(
-    needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor, bias: TensorMeta | None, sums: bool
+    needed: Sequence[bool], grad: Tensor, x: Tensor | None, weight: Tensor, bias: TensorMeta | None, sums: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of weight and bias, out of the rows of a result's gradient and of the input.
 
@@ -325,7 +326,7 @@ def gradients_of_weights(
     """
     held = wide_dtype if sums else lambda dtype: dtype
     grad_w = grad_b = None
-    if needed[0]:
+    if needed[0] and x is not None:
         factors = grad, _like(x, grad)
         grad_w = product(*factors) if sums else torch.mm(factors[0].t(), factors[1])
         grad_w = cast(grad_w if weight.ndim == 2 else grad_w.view(weight.shape), held(weight.dtype))
@@ -359,7 +360,7 @@ def plan_linear(call: Arguments, input: ShardTensorSpec, weight: Operand, bias: 
     casts = dtype is not None and meta.dtype.is_floating_point and meta.dtype != torch.float64
     meta = TensorMeta(result.shape, result.stride(), dtype if casts else result.dtype)  # type: ignore[arg-type]
     biased = bias.tensor_meta if isinstance(bias, ShardTensorSpec) else bias
-    return LinearPlan(input.replace(meta=meta), biased)
+    return LinearPlan(input, meta, biased)
 
 
 @planned("linear", tensors="input weight")
