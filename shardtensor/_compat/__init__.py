@@ -219,6 +219,11 @@ def decomposes(op: OpOverload) -> bool:
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
+def dispatched(op: OpOverload) -> bool:
+    """Whether torch's dispatcher calls the operator; ``add.int`` and others of numbers only TorchScript calls."""
+    return bool(torch._C._dispatch_has_kernel(op.name()))  # type: ignore[no-untyped-call]
+
+
 def strategies() -> dict[OpOverload, Any]:
     """The functions that choose placements of operators for DTensor; a change of the dict changes DTensor's."""
     return DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs

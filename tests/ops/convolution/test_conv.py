@@ -689,7 +689,7 @@ ERRORS = {
         RuntimeError,
         r"conv2d: kernel size \(5, 5\).* is greater than the padded input \(3, 5\) of the global tensor",
     ),
-    "channels": (UnsupportedSharding, r"conv2d: it needs tensor dim 1 unsharded.*S\(1\)\[3, 1\].*Remedy: redistribute"),
+    "channels": (UnsupportedSharding, r"conv2d: tensor dim 1 must be unsharded.*S\(1\)\[3, 1\].*Remedy: redistribute"),
     "groups": (RuntimeError, r"conv2d: weight \(6, 4, 3, 3\) with groups=2 does not fit 4 input channels"),
     "stride": (RuntimeError, r"conv2d: stride \(0, 0\).* must be positive"),
     "dims": (RuntimeError, r"conv2d: expected a 3-D \(unbatched\) or 4-D \(batched\) input"),

@@ -546,7 +546,7 @@ def fail(case):
 
 
 ERRORS = [
-    ("classes", UnsupportedSharding, r"multilabel_margin_loss: it needs tensor dim 0 unsharded.*\[4, 4\].*Remedy"),
+    ("classes", UnsupportedSharding, r"multilabel_margin_loss: tensor dim 0 must be unsharded.*\[4, 4\].*Remedy"),
     ("weights of classes", RuntimeError, "weights of the classes cannot be differentiated"),
     ("shapes", ValueError, "different to the input size"),
     ("shapes that do not broadcast", RuntimeError, "must match the size|not broadcastable|Shape mismatch"),
