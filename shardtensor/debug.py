@@ -1,7 +1,7 @@
-"""``check``: whether values are equal on all ranks that have to be.
+"""``check``: compare values that have to be equal on all ranks.
 
-Plain tensors, numbers and replicated DTensors have one value on all ranks. Ranks on which it differs, because of other
-seeds, files or learning rates, compute what no single device would, and nothing says so.
+Plain tensors, numbers and replicated DTensors have one value on all ranks. If a value differs, because of other seeds,
+files or learning rates, the results are wrong without an error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
-    """Raise, on all ranks alike, where plain or replicated values differ between the ranks of a mesh.
+    """Raise on all ranks if plain or replicated values differ between the ranks of a mesh.
 
-    Collective over the mesh. Tensors are compared bit by bit, by digests that are computed where they are: what is sent
-    is a few integers, whatever their size.
+    Collective over the mesh. Tensors are compared bit by bit, by digests computed on their device. A few integers are
+    sent, regardless of their size.
 
     Args:
         values: modules (parameters and buffers), optimizers (numbers such as ``lr`` of each group, and their state),

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Reason and remedy where an operator would write to a tensor that the ranks cannot make a ShardTensor of.
 PLAIN_TARGET = (
-    "a ShardTensor cannot be written into a plain tensor whose memory an array shares, a view in another shape, or a "
-    "graph of autograd, or that is a leaf which requires grad, nor in a compiled function",
+    "a ShardTensor cannot be written into a plain tensor inside a compiled function, or if the tensor is a leaf that "
+    "requires grad, or shares its memory with an array, a view in another shape or a graph of autograd",
     "make that tensor from a ShardTensor (x.new_zeros, torch.zeros_like(x)), in the shape in which it is written to",
 )
 
@@ -19,7 +19,7 @@ class UnsupportedSharding(NotImplementedError):
     """An operator has no exact form for these shards; raised on every rank, before anything is sent.
 
     The text names the operator, the placements and sizes of its tensors, the reason and the remedy. It is a
-    :class:`NotImplementedError`, so that callers which handle "not implemented for this type of tensor" handle it, too.
+    :class:`NotImplementedError`, so callers that handle "not implemented for this type of tensor" handle it as well.
 
     Example:
         >>> import shardtensor
@@ -29,11 +29,11 @@ class UnsupportedSharding(NotImplementedError):
 
 
 class LocalSizeError(RuntimeError, ValueError, IndexError):
-    """A plain tensor has the size of this rank's shard where it must have that of the global tensor.
+    """A plain tensor has the size of this rank's shard instead of the size of the global tensor.
 
-    The text names the operator, the sizes and the remedy, and ends with that of the error which torch has raised, the
-    ``__cause__``. Where sizes do not fit torch raises one of three exceptions, depending on the function; callers that
-    handle any of them handle this one, too.
+    The text names the operator, the sizes and the remedy, and ends with the text of torch's own error, the
+    ``__cause__``. For wrong sizes torch raises one of three exceptions, depending on the function. Callers that handle
+    any of them handle this one as well.
 
     Example:
         >>> import shardtensor
@@ -51,7 +51,7 @@ class ThreadConflict(RuntimeError):
 
 
 class RanksDiffer(RuntimeError):
-    """The ranks have not done the same, or plain values differ between them; raised on all ranks that have compared.
+    """The ranks have called different operators, or plain values differ between them; raised on all ranks that compare.
 
     The text names the first difference. Numbers since then may be wrong.
 
@@ -63,10 +63,10 @@ class RanksDiffer(RuntimeError):
 
 
 class LostRankError(RuntimeError):
-    """A rank that this one waited for has died, raised, ended or said nothing; the text says which, and in what.
+    """A rank that this one waited for has died, raised, ended or said nothing; the text names both, and the operator.
 
-    Raised on the ranks that are alive, when their transport fails or its timeout is over. What the transport said is
-    the ``__cause__``. The process group cannot be used any more: end the program, and restart from a checkpoint.
+    Raised on the remaining ranks, when their transport fails or its timeout is over. The transport's error is the
+    ``__cause__``. The process group cannot be used any more: end the program, and restart from a checkpoint.
 
     Example:
         >>> import shardtensor

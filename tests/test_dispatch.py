@@ -402,8 +402,8 @@ def large(x):
 
 
 REFUSED = {
-    "svd": (lambda x: torch.linalg.svd(large(x)), "it needs dim 0 of operand 0 unsharded"),
-    "qr": (lambda x: torch.linalg.qr(large(x)), "there is no other dim to shard instead"),
+    "svd": (lambda x: torch.linalg.svd(large(x)), "dim 0 of operand 0 must be unsharded"),
+    "qr": (lambda x: torch.linalg.qr(large(x)), "no free dim has at least"),
     "inverse": (lambda x: torch.linalg.pinv(large(x)), "Remedy"),
     "out, plain": (lambda x: torch.add(x, 1, out=foreign()), "cannot be written into a plain tensor"),
     "in place, plain": (lambda x: foreign().mul_(x), "cannot be written into a plain tensor"),

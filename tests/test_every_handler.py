@@ -395,7 +395,8 @@ ELSEWHERE = {
     ],
     ("test_gradients.py", "zeros_without_memory"): [f"operator prims.{n}.default" for n in ("add", "mul", "div")],
     ("test_transforms.py", "make_dual"): [
-        f"operator aten.{name}.default" for name in ("is_same_size", "_has_same_storage_numel")
+        f"operator aten.{name}.default"
+        for name in ("is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta")
     ],
     ("test_gradients.py", "backward"): ["function torch._tensor.Tensor.backward", "function torch.autograd.backward"],
     ("test_export.py", "from_dlpack"): [

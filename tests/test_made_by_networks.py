@@ -329,4 +329,4 @@ SHARED = ("an array", "a parameter", "a leaf", "a diagonal", "another shape", "a
 def test_memory_that_others_have_is_refused(case):
     for error in run_expecting_errors(written_to_shared, 2, case):
         assert isinstance(error, UnsupportedSharding)
-        assert re.search(r"a plain tensor whose memory.*Remedy: .*x\.new_zeros.*in the shape in which", str(error))
+        assert re.search(r"a plain tensor inside.*Remedy: .*x\.new_zeros.*in the shape in which", str(error))

@@ -230,6 +230,7 @@ def test_a_spelling_is_declared_once():
         (torch.Tensor.softmax, "decomposed"),
         (torch.ops.aten.relu.default, "elementwise"),
         (torch.relu_, "elementwise"),
+        (torch.add, "elementwise"),  # which has overloads of numbers, for TorchScript
         (torch.ops.aten.conv2d.padding, "declared"),
         (F.softplus, "elementwise"),
         (F.softsign, "decomposed"),

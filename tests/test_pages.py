@@ -56,7 +56,7 @@ def test_programs_by_torchrun(name, times, tmp_path):
     for _ in range(times):
         done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr
-        assert done.stdout == "".join(shown)
+        assert shows("".join(shown), done.stdout)
 
 
 @pytest.mark.on_cpu("the notebook says that it runs on CPUs")
@@ -88,6 +88,19 @@ def test_blocks_are_told_apart():
     assert (first.language, first.text, first.line, first.needs) == ("python", "x = 1\n", 5, ("zarr",))
     assert (second.text, second.follows, third.text, third.follows) == ("1\n", True, "2\n", False)
     assert shows("a ...\n c", "a b\n\nc") and not shows("a c", "a b c") and not shows("a ...", "b a")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name.startswith(("docs/", "README"))], ids=str)
+def test_code_fits_the_sites_column(page):
+    """Of 80 columns. Tables that a program prints may be wider: their columns are aligned by several spaces."""
+    wide = [
+        f"{page}:{block.line + i}"
+        for block in page.blocks
+        if block.language != "{eval-rst}"
+        for i, line in enumerate(block.text.splitlines())
+        if len(line) > 80 and not (block.language == "text" and re.search(r"\S {2,}\S|-{40}", line))
+    ]
+    assert not wide, wide
 
 
 # -- what pages refer to ----------------------------------------------------------------------------------------------

@@ -108,6 +108,44 @@ def unpooled(image):
 
 
 MLP, SIREN, UNET = "mlp", "siren", "unet"
+
+
+def matrices(x):
+    """One for each point, Hermitian, and a tangent that is not."""
+    return x[:, :, None] * x[:, None] + torch.eye(4, dtype=x.dtype), x.cos()[:, :, None] * x.sin()[:, None]
+
+
+def phases(x):
+    """Complex matrices, and a tangent."""
+    factor = torch.complex(x, x.cos())
+    matrix = factor[:, :, None] * factor.conj()[:, None] + torch.eye(4, dtype=factor.dtype)
+    return matrix, factor[:, :, None] * x.sin()[:, None]
+
+
+def ramp(matrix):
+    """Tells the eigenvalues apart."""
+    return 3 * torch.arange(4.0).diag().to(matrix.dtype)
+
+
+def pushed(function, primal, tangent):
+    return jvp(function, (primal,), (tangent,))
+
+
+def cubes(matrix):
+    return torch.linalg.eigvalsh(matrix + ramp(matrix)).pow(3).sum()
+
+
+def singular(matrix):
+    """A number that does not depend on the vectors' phases."""
+    u, s, vh = torch.linalg.svd(matrix + ramp(matrix))
+    return torch.view_as_real(u).square().sum(-1).square().sum() + (s[:, None] * vh.abs()).pow(3).sum()
+
+
+def energies(matrix):
+    values, vectors = torch.linalg.eigh(matrix + ramp(matrix))
+    return values.pow(3).sum() + vectors.abs().pow(4).sum()
+
+
 CASES = {
     # of what is sharded
     "grad": lambda x, i: grad(lambda t: made(MLP)(t).square().mean())(x),
@@ -132,6 +170,32 @@ CASES = {
     "jvp of what is picked": lambda x, i: jvp(lambda t: (t.max(0)[0], t.cummax(0)[0].sin()), (x,), (x.cos(),)),
     "hessian of maxima": lambda x, i: hessian(lambda t: t.max(0)[0].square().sum())(x),
     "jvp of unpooling, windows overlap": lambda x, i: unpooled(i.repeat(2, 1, 1)),
+    # of matrices of which a half is read, with tangents of both
+    "jvp of cholesky": lambda x, i: pushed(torch.linalg.cholesky, *matrices(x)),
+    "jvp of cholesky, complex": lambda x, i: pushed(lambda t: torch.linalg.cholesky_ex(t, upper=True)[0], *phases(x)),
+    "jvp of eigh": lambda x, i: pushed(lambda t: tuple(torch.linalg.eigh(t + ramp(t))), *matrices(x)),
+    "jvp of eigh, complex": lambda x, i: pushed(lambda t: torch.linalg.eigh(t + ramp(t), UPLO="U")[1], *phases(x)),
+    "jvp of grad of eigh": lambda x, i: pushed(grad(energies), *matrices(x)),
+    "jvp of grad of cholesky": lambda x, i: pushed(
+        grad(lambda t: torch.view_as_real(torch.linalg.cholesky(t)).pow(3).sum()), *phases(x)
+    ),
+    "grad of jvp of cholesky": lambda x, i: grad(
+        lambda t, v: pushed(torch.linalg.cholesky, t, v)[1].square().sum(), argnums=(0, 1)
+    )(*matrices(x)),
+    "jvp of jvp of cholesky": lambda x, i: pushed(
+        lambda t: pushed(torch.linalg.cholesky, t, matrices(x)[1])[1], *matrices(x)
+    ),
+    "jvp of a complex svd": lambda x, i: pushed(
+        lambda t: tuple(torch.linalg.svd(t[:, :3] + ramp(t)[:3], full_matrices=False)), *phases(x)
+    ),
+    "jvp of grad of a complex svd": lambda x, i: pushed(grad(singular), *phases(x)),
+    "jvp of grad of eigvalsh": lambda x, i: pushed(grad(cubes), *matrices(x)),
+    "hessian of eigvalsh": lambda x, i: hessian(cubes)(matrices(x)[0][:2]),
+    "jvp of vmap of cholesky": lambda x, i: pushed(vmap(torch.linalg.cholesky), *matrices(x)),
+    "jvp of vmap of grad of eigh": lambda x, i: pushed(vmap(grad(energies)), *matrices(x)),
+    "jvp of cholesky of a plain matrix": lambda x, i: pushed(
+        lambda t: torch.linalg.cholesky(t) * x.sum(), *(t[0] for t in matrices(scale(torch.zeros(7, 4))))
+    ),
     # of plain weights
     "grad by weights": lambda x, i: grad(lambda p: call(made(UNET), p, i).square().sum())(weights_of(made(UNET))),
     "value and aux": lambda x, i: grad_and_value(
@@ -320,6 +384,8 @@ DUAL = {
     "both": lambda x, i: tangent_of(
         lambda t, w: F.linear(t, w), (x, x.cos()), (torch.ones(3, 4).double(), torch.eye(3, 4).double())
     ),
+    "half of a matrix": lambda x, i: tangent_of(torch.linalg.cholesky, matrices(x)),
+    "a view": lambda x, i: tangent_of(lambda t: t.diagonal().log(), (x @ x.mT, (x @ x.mT).cos())),
     "without a graph": lambda x, i: torch.no_grad()(tangent_of)(made(MLP), (x, x.cos())),
     "reverse over forward": lambda x, i: with_weights(
         lambda m: tangent_of(m, (i, i.cos()))[1].square().mean(), made(UNET)

@@ -296,6 +296,13 @@ def foreach_of_copies(x, d):
     return x
 
 
+def foreach_of_view_and_viewed(x, d):
+    for tensors in ([x.flatten(), x], [x, x.flatten()]):  # each sees what was written to the one before it
+        torch._foreach_add_(tensors, 2.5)
+        torch._foreach_mul_(tensors, [2.0, 3.0])
+    return x
+
+
 def setitem_entry(x, d):
     i = along(d, 1)
     x[i] = x[i] * 2 + 1
@@ -383,6 +390,7 @@ PROGRAMS = [
     out_add,
     foreach,
     foreach_of_copies,
+    foreach_of_view_and_viewed,
     setitem_entry,
     chained,
     stale_unflattened,

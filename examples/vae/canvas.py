@@ -38,7 +38,7 @@ def draw(file: str, results: Mapping[str, tuple[Tensor | None, Tensor, Tensor]],
             "log10 of the difference": magnitude(np.abs(several - one).max(axis=-1)),
         }
         if given is not None:
-            panels = {"what was encoded": pixels(given), **panels}
+            panels = {"encoded": pixels(given), **panels}
         for axis in row:
             axis.axis("off")
         height, width = one.shape[:2]

@@ -219,6 +219,11 @@ def decomposes(op: OpOverload) -> bool:
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
+def dispatched(op: OpOverload) -> bool:
+    """Whether torch's dispatcher calls the operator; ``add.int`` and others of numbers only TorchScript calls."""
+    return bool(torch._C._dispatch_has_kernel(op.name()))  # type: ignore[no-untyped-call]
+
+
 def strategies() -> dict[OpOverload, Any]:
     """The functions that choose placements of operators for DTensor; a change of the dict changes DTensor's."""
     return DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
@@ -314,11 +319,6 @@ def is_plain_shard(placement: object) -> bool:
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether memory holds something else than the values: to be conjugated or negated, or autograd's zeros."""
     return tensor.is_conj() or tensor.is_neg() or bool(tensor._is_zerotensor())
-
-
-def without_zero_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, with memory of its own if it is one of autograd's zeros that have none."""
-    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor
 
 
 def claim_dispatch(cls: type) -> None:

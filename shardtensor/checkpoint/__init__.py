@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: a writer and a reader for ``torch.distributed.checkpoint``, and ``latest``.
+"""Atomic checkpoints: a writer and a reader for ``torch.distributed.checkpoint``, and ``latest``.
 
 >>> from shardtensor.checkpoint import CheckpointReader, CheckpointWriter, latest
 
@@ -41,7 +41,7 @@ _STEP = re.compile(r"(?:.*\D)?(\d+)", re.DOTALL)
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Write one checkpoint, with a digest of everything in it, to a folder that appears when it is complete.
+    """Write one checkpoint, with digests of all data, to a folder that appears when the checkpoint is complete.
 
     Args:
         path: the checkpoint's folder, on a file system that all ranks share: a new one for each save, named by its step
@@ -50,10 +50,10 @@ class CheckpointWriter(FileSystemWriter):
             ``FileSystemWriter``.
 
     Raises:
-        CheckpointException: by ``dcp.save``, on all ranks, where any of them fails: the folder holds a checkpoint,
-            a disk is full. Earlier checkpoints are left as they are. What has been written is in ``PATH.incomplete``,
-            which the next save to the same path removes.
-        ValueError: ``use_collectives=False``, where nobody knows when all have written.
+        CheckpointException: by ``dcp.save``, on all ranks, if any of them fails: the folder holds a checkpoint, a disk
+            is full. Earlier checkpoints are unchanged. The incomplete data is in ``PATH.incomplete``, which the next
+            save to the same path removes.
+        ValueError: ``use_collectives=False``, with which no rank knows when all have written.
 
     Example::
 
@@ -138,18 +138,18 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """Read a checkpoint of :class:`CheckpointWriter` with any layout, mesh and number of ranks, and check what is read.
+    """Read a checkpoint of :class:`CheckpointWriter` with any layout, mesh and number of ranks, and check its digests.
 
     Args:
         path: the checkpoint's folder, the same on all ranks.
 
     Raises:
-        CheckpointException: by ``dcp.load``, on all ranks, where any of them reads bytes that were not written, misses
-            a file, or reads another checkpoint than the others do. The text names the file, and so does the
-            :class:`DamagedCheckpoint` in its ``failures``. Tensors may have been loaded in part: do not use them.
+        CheckpointException: by ``dcp.load``, on all ranks, if any of them reads changed bytes, misses a file, or reads
+            another checkpoint than the others. The text names the file, as does the :class:`DamagedCheckpoint` in its
+            ``failures``. Tensors may be partly loaded: do not use them.
 
-    Metadata and values that are no tensors are pickled, as always in ``torch.distributed.checkpoint``. Digests tell of
-    accidents, not of intent: load only checkpoints whose writer you trust.
+    Metadata and values other than tensors are pickled, as always in ``torch.distributed.checkpoint``. Digests detect
+    accidents, not attacks: load only checkpoints whose writer you trust.
 
     Example::
 
@@ -219,11 +219,11 @@ class _CheckedFiles(FileSystem):
 
 
 def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> Path | None:
-    """The last complete checkpoint in ``folder``, or None where there is none.
+    """The last complete checkpoint in ``folder``, or None.
 
-    Checkpoints are subfolders whose names end in a number, the step: the greatest is the last. Those that are not of a
-    :class:`CheckpointWriter`, or that miss a file or a part of it, are skipped with a warning. Bytes are compared when
-    they are read.
+    Checkpoints are subfolders whose names end in a number, the step: the greatest is the last. Folders that were not
+    written by a :class:`CheckpointWriter`, or that miss a file or a part of one, are skipped with a warning. Bytes are
+    compared when they are read.
 
     Collective over ``process_group`` (default: all ranks) where ``torch.distributed`` is initialized: the group's first
     rank looks, so that all read the same checkpoint.

@@ -109,9 +109,9 @@ Read = tuple[dict[str, Any] | None, bytes, list[Tensor]]
 class ShardLoader(Generic[Batch]):
     """Iterate over the batches that one rank of the mesh reads, as ShardTensors.
 
-    Each group of ranks that shares samples (``mesh["domain"]``) has a source of its own; only the source opens files
-    and holds a batch, on the CPU. Every other rank receives its shards, and holds two: the current one and the next,
-    which is sent while the current one is used. All ranks must iterate alike; the loop may be left early.
+    Each group of ranks that shares samples (``mesh["domain"]``) has its own source; only the source opens files and
+    holds a batch, on the CPU. Every other rank receives its shards, and holds two: the current one and the next, which
+    is sent while the current one is used. All ranks must iterate alike; the loop may end early.
 
     Args:
         loader: on the source: any iterable of batches, such as a ``DataLoader`` or torchdata's ``StatefulDataLoader``.
@@ -123,20 +123,19 @@ class ShardLoader(Generic[Batch]):
             the leaves; or a function of a batch that returns either. Default: Replicate. Only the source's are used.
         shard_sizes: ``{mesh_dim: sizes}``, for all tensors, nested or a function likewise; torch.chunk's by default.
         source: position in the mesh (in ``mesh.mesh.flatten()``) of the rank that reads.
-        pickled: batches may hold anything else that can be pickled, too. Every rank then unpickles what it receives,
-            that is, it trusts the source, and whoever can send in its place, to run any code. The same on all ranks.
+        pickled: batches may also hold any other objects that can be pickled. Every rank then unpickles received data:
+            it trusts the source, and anyone who can send in its place, to run any code. The same on all ranks.
 
     Raises:
         TypeError: the source has passed no loader (on all ranks).
         ValueError: a source outside the mesh; ranks that differ in ``pickled`` (on all ranks).
 
-    What the source's loader raises, and a layout that does not fit its batches, is raised on every rank of the mesh:
-    Python's own exceptions as they are, others as the nearest of their bases that is Python's own (RuntimeError where
-    that is Exception), with their name in the text. A rank waits for a message as long as the program's default process
-    group would.
+    Exceptions of the source's loader, and layouts that do not fit its batches, are raised on every rank of the mesh:
+    built-in exceptions as they are, others as their nearest built-in base (RuntimeError if that is Exception), with
+    their name in the text. A rank waits for a message up to the timeout of the default process group.
 
     Collective over the mesh, as is iterating. Numbers that the loader draws from torch's generator in this process do
-    not advance the program's generator: it would no longer be in step with those of the other ranks.
+    not advance the program's generator, which stays in step with those of the other ranks.
 
     Example::
 

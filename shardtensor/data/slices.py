@@ -54,7 +54,7 @@ def read(
     shard_sizes: ShardSizes = None,
     dtype: torch.dtype | None = None,
 ) -> ShardTensor:
-    """``array[index]`` as a ShardTensor, of which each rank reads its own shard and nothing else. No communication.
+    """``array[index]`` as a ShardTensor; each rank reads its own shard and nothing else. No communication.
 
     Args:
         array: the same on every rank; see above.
@@ -64,7 +64,7 @@ def read(
         shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes by default. "chunks": as even as possible with every
             boundary between two chunks of the array (``array.chunks``, as zarr and h5py have), so that none is read
             twice.
-        dtype: what each rank converts its shard to; default: the array's.
+        dtype: the dtype of the result; default: the array's.
 
     Returns:
         A ShardTensor with memory of its own, in the machine's byte order.
@@ -75,7 +75,7 @@ def read(
             read in part.
         IndexError: an integer out of range, or too many of them.
 
-    These are raised on every rank. Errors of a file are raised by the rank that reads it, alone.
+    These are raised on every rank. An error of a file is raised only by the rank that reads it.
 
     Example::
 
@@ -93,11 +93,11 @@ def read(
 
 @torch.no_grad()
 def write(array: Any, x: DTensor, *, index: object = ()) -> None:
-    """``array[index] = x``, of which each rank writes its own shard. Collective over the mesh.
+    """``array[index] = x``; each rank writes its own shard. Collective over the mesh.
 
-    All of it is written when the call returns. Contributions are reduced first, and of copies one is written. Ranks
-    never write to the same chunk (``array.shards`` or ``array.chunks``, as zarr has), which would lose values: where
-    boundaries of ``x`` lie within one, its shards are first moved to sizes that keep chunks whole.
+    All ranks have written when the call returns. Contributions are reduced first, and one of several copies is written.
+    Ranks never write to the same chunk (``array.shards`` or ``array.chunks``, as zarr has), which would lose values: if
+    a boundary of ``x`` lies within a chunk, the shards are first moved to sizes that keep chunks whole.
 
     Args:
         array: the same on every rank, and one that several processes may write to: ``zarr.Array``, or
@@ -108,7 +108,7 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
     Raises:
         ValueError: on every rank: another shape; a sharded dim of which only a part of the array's chunks is written;
             ranks that write to different places.
-        RuntimeError: where another rank could not write; that one raises its own error.
+        RuntimeError: if another rank could not write; that one raises its own error.
 
     Example::
 
@@ -148,7 +148,7 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
 
 
 class SliceDataset(Dataset[Any]):
-    """Samples ``array[i]`` of one array or several, of which each rank reads its own slice. For any ``DataLoader``.
+    """Samples ``array[i]`` of one array or several; each rank reads its own slice. For any ``DataLoader``.
 
     The ranks of the mesh go through the same samples in the same order, each with a ``DataLoader`` of its own, and
     :meth:`batches` makes ShardTensors of the loaders' batches.
@@ -160,7 +160,7 @@ class SliceDataset(Dataset[Any]):
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements, shard_sizes: for all arrays, or nested like them, as for :class:`ShardLoader`; for the dims of the
             *batch*, which are those of the arrays. Dim 0, the samples, cannot be sharded. "chunks": as in :func:`read`.
-        dtype: what each rank converts its slices to; default: the arrays'.
+        dtype: the dtype of the slices; default: the arrays'.
 
     Raises:
         ValueError: arrays with different numbers of samples, sharded samples, and as :func:`read`.

@@ -85,8 +85,8 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
         if func in REDUCES_BY_INDEX:
             decide_by_index(*args)
         fill(args[0])
-    elif args and type(args[0]) is list:
-        _decide_items(func, args, kwargs)
+    elif args and type(args[0]) is list and is_inplace(func) and _written_one_by_one(func, args, kwargs):
+        return None
     handler = OPERATORS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
@@ -157,12 +157,23 @@ def _prepared(
     return held  # type: ignore[no-any-return]
 
 
-def _decide_items(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Lay out the open tensors of a list that an in-place operator is about to write to."""
-    for i, t in enumerate(args[0]) if is_inplace(func) else ():
-        if is_open(t):
+def _written_one_by_one(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Before an in-place operator on lists: whether it has run on each item, of which some are copies of views.
+
+    A copy and what it is a view of may both be in the list: each item has to see what was written to those before it.
+    Open tensors are laid out.
+    """
+    items = [[[a[i]] if isinstance(a, list) else a for a in args] for i in range(len(args[0]))]
+    copies = len(items) > 1 and any(getattr(t, "_copied", ()) for t in args[0])
+    if copies:
+        _check_written(func, args)
+    for t, item in zip(args[0], items, strict=True):
+        if copies:
+            run(func, item, kwargs)
+        elif is_open(t):
             fill(t)
-            decide(func, [[a[i]] if isinstance(a, list) else a for a in args], kwargs)
+            decide(func, item, kwargs)
+    return copies
 
 
 def _check_written(func: OpOverload, args: Sequence[Any]) -> None:

@@ -25,7 +25,6 @@ from .._compat import (
     new_wrapper,
     same_memory,
     transforms_active,
-    without_zero_tensor,
 )
 from ..communication.redistribute import redistribute_local, rounded
 from ..layout.spec import ShardTensorSpec
@@ -66,6 +65,8 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
             f"{spec.coordinate}. If it was resized or exchanged in place (to_local().resize_(), set_()), make a new "
             "ShardTensor with from_local instead; otherwise please report it"
         )
+    if local._is_zerotensor():  # below __torch_dispatch__ kernels would read the memory that it lacks
+        local = torch.zeros_like(local)
     make: Any = new_wrapper
     if local.dtype is not spec.tensor_meta.dtype:
         local = rounded(local, spec)
@@ -156,7 +157,7 @@ def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
     if tensor.device.type != mesh.device_type:
         raise ValueError(f"a plain tensor on {tensor.device} meets a ShardTensor on a mesh of {mesh.device_type}")
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    made: ShardTensor = _FromLocal.apply(without_zero_tensor(tensor), replicated_spec(mesh, meta))
+    made: ShardTensor = _FromLocal.apply(tensor, replicated_spec(mesh, meta))
     return made
 
 

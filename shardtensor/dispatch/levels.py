@@ -93,3 +93,9 @@ def carried_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 @register(torch.ops.aten.is_same_size.default, torch.ops.aten._has_same_storage_numel.default)
 def _is_same_size(self: Tensor, other: Tensor) -> bool:
     return self.shape == other.shape
+
+
+@register(torch.ops.aten._new_zeros_with_same_feature_meta.default)
+def _tangent_for(self: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
+    """What torch copies the tangent of a view to, on ranks whose view begins elsewhere in its memory."""
+    return torch.zeros_like(self)

@@ -263,7 +263,7 @@ def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> li
                 key.append([])  # cannot be hashed: a plan may hold tensors, and those of a trace are not for others
         elif isinstance(a, Tensor):
             tensors.append(a)
-            local.append(a)
+            local.append(torch.zeros_like(a) if a._is_zerotensor() else a)
             if a.layout is not torch.strided:
                 reason = f"an operand has the layout {a.layout}, and plans are made for strided ones"
                 remedy = "make it dense by to_dense(), or call it on to_local() of replicated tensors"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._compat import OpOverload, OpOverloadPacket, decomposes, strategies
+from .._compat import OpOverload, OpOverloadPacket, decomposes, dispatched, strategies
 from ..context import Setting
 from ..errors import refuse
 
@@ -195,12 +195,13 @@ class Support:
     """What ShardTensors do when an operator is called on them.
 
     Attributes:
-        supported: whether there is a distributed form, exact for any shards but for those that its plan refuses.
+        supported: whether there is a distributed form, exact for any shards except those that its plan refuses.
         how: "declared" (a plan or handler of its own), "elementwise" (each rank works on its shard), "decomposed"
             (torch composes it of other operators, each of which has a form of its own or none), "strategy" (by the
-            sharding strategy that a user has given DTensor for it), or "refused".
-        where: the module that holds the form; empty where there is none of its own.
-        reason: what is refused and why, or on what it depends; empty where the form is exact.
+            sharding strategy that a user has registered with DTensor), or "refused".
+        where: the module that holds the form; empty if it has none of its own.
+        reason: the layouts and arguments that are refused, or the reason and remedy; empty if the form is exact for
+            all of them.
     """
 
     supported: bool
@@ -211,6 +212,9 @@ class Support:
     def __bool__(self) -> bool:
         return self.supported
 
+
+# What forms refuse: {(module, name of the function, or "" for all others of the module): text}.
+CONDITIONS: dict[tuple[str, str], str] = {}
 
 # Of torch.func's transforms, which are not called with ShardTensors, but with functions of them.
 TRANSFORMS: dict[Callable[..., Any], Support] = {}
@@ -224,6 +228,8 @@ def supports(func_or_op: Any) -> Support:
         >>> answer = shardtensor.supports(torch.nn.functional.conv2d)
         >>> answer.how, answer.where
         ('declared', 'shardtensor.ops.convolution.conv')
+        >>> answer.reason
+        'refused: sharded weights'
         >>> bool(shardtensor.supports(torch.segment_reduce))
         False
         >>> shardtensor.supports(torch.func.grad).reason
@@ -239,22 +245,29 @@ def supports(func_or_op: Any) -> Support:
     if isinstance(handler, Refusal):
         return Support(False, "refused", handler.where, f"{handler.reason}; {handler.remedy}")
     if handler is not None:
-        return Support(True, "declared", handler.__module__)
+        return Support(True, "declared", handler.__module__, _condition(handler.__module__, func_or_op))
     if isinstance(func_or_op, OpOverload):
         return _support_of_overload(func_or_op)
     packet = func_or_op if isinstance(func_or_op, OpOverloadPacket) else _packet_of(func_or_op)
     if packet is None:  # Python code, which calls other operators
         return Support(True, "decomposed", reason="as far as the operators that it calls are")
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    found = [supports(op) for op in overloads if not any(a.is_out for a in op._schema.arguments)]
+    found = [supports(op) for op in overloads if dispatched(op) and not any(a.is_out for a in op._schema.arguments)]
     order = ("refused", "decomposed", "strategy", "elementwise", "declared")
     return max(found, key=lambda answer: order.index(answer.how), default=Support(False, "refused"))
+
+
+def _condition(where: str, func_or_op: Any) -> str:
+    """What the form of a function in a module refuses, as :class:`Support` tells it."""
+    name = getattr(func_or_op, "__name__", "").partition(".")[0].strip("_").removeprefix("linalg_")
+    text = CONDITIONS.get((where, name)) or CONDITIONS.get((where, ""), "")
+    return text and f"refused: {text}"
 
 
 def _support_of_overload(op: OpOverload) -> Support:
     how, rule = _default_of(op)
     if rule is not None:
-        return Support(True, how, rule.__module__)
+        return Support(True, how, rule.__module__, _condition(rule.__module__, op))
     if decomposes(op):
         return Support(True, "decomposed", reason="as far as the operators that torch composes it of are")
     functional = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)

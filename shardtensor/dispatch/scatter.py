@@ -126,7 +126,7 @@ def gather_tensor(x: DTensor, global_dst: int = 0) -> Tensor | None:
         On the destination a plain tensor on the mesh's device, without gradient; None on all other ranks.
 
     Raises:
-        ValueError: on every rank, where the destination is not in the mesh.
+        ValueError: on every rank, if the destination is not in the mesh.
 
     Example::
 

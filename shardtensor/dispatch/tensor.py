@@ -63,7 +63,7 @@ __all__ = [
 
 @makes_tensors
 class ShardTensor(DTensor):
-    """A tensor sharded over a device mesh in any sizes, which acts like the global tensor.
+    """A tensor sharded over a device mesh, with shards of any sizes, that acts like the global tensor.
 
     Create one by :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`; see how it is sharded
     by :attr:`shard_sizes`, ``placements`` and ``device_mesh``; convert it by :meth:`to_local`, :meth:`full_tensor` and
@@ -126,9 +126,9 @@ class ShardTensor(DTensor):
                 ranks agree on dtype, dims and other sizes; in the first calls, a warning where all hold the same.
 
         Raises:
-            ValueError: sizes that do not fit the local tensor, or ranks that do not agree. With sizes given, a
-                misfit is seen only by the rank that has it, unless ``SHARDTENSOR_DEBUG=1`` makes the ranks compare.
-            TypeError: ``local_tensor`` is no plain tensor.
+            ValueError: sizes that do not fit the local tensor, or ranks that do not agree. With given sizes, only the
+                rank with a wrong size raises, unless ``SHARDTENSOR_DEBUG=1`` makes the ranks compare.
+            TypeError: ``local_tensor`` is not a plain tensor.
 
         Example::
 
@@ -146,7 +146,7 @@ class ShardTensor(DTensor):
         [Note: contributions] in weight_gradients.py.
 
         Raises:
-            TypeError: ``dtensor`` is none.
+            TypeError: ``dtensor`` is not a DTensor.
         """
         return conversions.from_dtensor(dtensor)
 

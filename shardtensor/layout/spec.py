@@ -43,7 +43,7 @@ _numbers = count()
 class ShardTensorSpec(DTensorSpec):
     """Mesh, placements, global shape, and for every sharded mesh dim the size of each rank's shard.
 
-    From the spec alone every rank computes what every other rank holds; no operator has to ask other ranks. The sizes
+    From the spec alone, every rank knows the shard of every other rank, so no operator has to ask. The sizes
     are part of equality and hash, so plans cached by spec never mix two layouts of the same tensor.
 
     Attributes:

@@ -37,11 +37,11 @@ OUTSIDE = "neighbours are found outside of compiled functions; pass them in"
 
 @not_in_graphs(OUTSIDE)
 def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` nearest points of each query: their distances, and which they are.
+    """The ``k`` nearest points of each query: their distances and indices.
 
-    On plain tensors and on ShardTensors, with the same result. The points may be sharded along dim 0 in any sizes; a
-    rank gets those of other ranks that may be among the nearest of its queries, and never all of them at once. What is
-    equally near goes by the point's index. Distances are Euclidean, computed in float64 and rounded once; they are
+    Takes plain tensors and ShardTensors, with the same result. The points may be sharded along dim 0 in any sizes; a
+    rank gets the points of other ranks that may be among the nearest of its queries, and never all of them at once.
+    Equally near points are ordered by index. Distances are Euclidean, computed in float64 and rounded once; they are
     differentiable with respect to points and queries, twice and more (at a distance of 0 the derivative is 0).
 
     Args:
@@ -81,7 +81,7 @@ def radius(
 ) -> tuple[Tensor, Tensor]:
     """All points within a distance of each query: their distances, and pairs of indices, as the edges of a graph.
 
-    As :func:`knn`, but for the result. A distance is within ``r`` where it is at most ``r`` in float64.
+    Arguments and sharding are as in :func:`knn`. A point is a neighbour if its distance is at most ``r`` in float64.
 
     Args:
         points: ``(n, d)``, floating-point.

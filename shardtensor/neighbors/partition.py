@@ -32,11 +32,12 @@ class Edges(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
-    """Which node goes to which rank, and what a layer sends then. Made by :func:`shardtensor.partition`.
+    """The nodes of each rank, and the rows that a layer sends. Made by :func:`shardtensor.partition`.
 
     Attributes:
-        order: ``(n,)``, which node is where: ``x[order]`` has the nodes of rank 0 first, then those of rank 1, ...
-        places: ``(n,)``, where each node is: its new number.
+        order: ``(n,)``, the old number of each node: ``x[order]`` has the nodes of rank 0 first, then those of rank 1,
+            ...
+        places: ``(n,)``, the new number of each node.
         sizes: how many nodes each rank has: the shard sizes of dim 0.
         method: how they were chosen.
         edges_of: how many edges each rank has, those to its nodes; None where no edges were given.
@@ -54,11 +55,11 @@ class Partition:
     reads: tuple[tuple[int, ...], ...] | None = None
 
     def nodes(self, x: Tensor) -> Tensor:
-        """What belongs to the nodes, ``(n, ...)``, in the order of their new numbers."""
+        """Features of the nodes, ``(n, ...)``, in the order of their new numbers."""
         return x[self.order]
 
     def back(self, x: Tensor) -> Tensor:
-        """What belongs to the nodes in the order that they had: the inverse of :meth:`nodes`."""
+        """Features of the nodes in their old order: the inverse of :meth:`nodes`."""
         return x[self.places]
 
     def edges(self, edge_index: Tensor, sources: Partition | None = None) -> Edges:
@@ -79,7 +80,7 @@ class Partition:
         return Edges(index, self._held(index[1]), order)
 
     def followers(self, nodes: Tensor) -> Partition:
-        """The partition of what belongs to nodes, such as the pixels around each: where its node is, in that order.
+        """The partition of items that belong to nodes, such as pixels: each on the rank of its node, in their order.
 
         Args:
             nodes: ``(m,)``, int64: the node of each, by its old number.
@@ -104,7 +105,7 @@ class Partition:
         return tuple(torch.searchsorted(places.contiguous(), ends).diff(prepend=ends.new_zeros(1)).tolist())
 
     def bytes_read(self, features: int, dtype: torch.dtype = torch.float32) -> tuple[int, ...]:
-        """How many bytes each rank reads from others in a layer, forward, if a node has so many features.
+        """The bytes that each rank reads from others in the forward pass of a layer, for a number of features per node.
 
         Raises:
             ValueError: it is not known, as no edges were given.
@@ -135,7 +136,8 @@ def partition(
 ) -> Partition:
     """Divide the nodes of a graph among ranks, so that few edges are between ranks.
 
-    On plain tensors, the same on every rank: the result is then the same, too. Sizes differ by one node at most.
+    Takes plain tensors, the same on every rank, and returns the same result on every rank. Sizes differ by one node at
+        most.
 
     - Of ``positions``: the nodes are divided in two across their widest extent, again and again (recursive coordinate
       bisection).

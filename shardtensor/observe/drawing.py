@@ -23,10 +23,10 @@ _LISTED = 64  # parts
 
 
 def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str:
-    """Show which rank holds which part of a tensor, and with ``halo`` what it reads beyond that.
+    """Draw the parts of a tensor on each rank, and with ``halo`` the elements beyond them that a rank reads.
 
-    Right for shards of any sizes, empty ones included. Nothing is communicated: each rank knows all sizes, so one rank
-    may call it alone.
+    Shards may have any sizes, also zero. Nothing is communicated, because each rank knows all sizes, so one rank may
+    call it alone.
 
     Args:
         x: a ShardTensor or its ``ShardTensorSpec``, or a DTensor.
@@ -39,7 +39,7 @@ def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str
         Text: the layout, a map to scale of the sharded dims (up to two), and a line for each part.
 
     Raises:
-        TypeError: ``x`` is no DTensor.
+        TypeError: ``x`` is not a DTensor.
         ValueError: a halo for a dim that is not sharded; a picture of a tensor that is not sharded.
         ModuleNotFoundError: a picture without matplotlib.
 

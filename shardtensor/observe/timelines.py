@@ -29,7 +29,7 @@ _recording = False
 
 @contextmanager
 def timeline(path: str | Path, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Record what the ranks do inside the block, and write it as one Chrome trace with a row for each rank.
+    """Record the operators and messages of all ranks inside the block, in one Chrome trace with a row for each rank.
 
     Open the file in ``chrome://tracing`` or https://ui.perfetto.dev. Each row has the operators on ShardTensors,
     forward and backward, in these the collectives and messages that they start, with numbers of messages and bytes, and
@@ -37,8 +37,8 @@ def timeline(path: str | Path, *, group: dist.ProcessGroup | None = None) -> Ite
     are gathered and the first rank writes the file. Times are the host's: kernels of an accelerator run later than the
     operators that start them. Clocks of several hosts are taken as they are.
 
-    Recording takes a few tens of microseconds per operator. Compiled functions run eagerly. Where a rank raises
-    inside the block, the others wait for it in the end as in any collective.
+    Recording takes a few tens of microseconds per operator. Compiled functions run eagerly. If a rank raises inside the
+    block, the others wait for it at the end, as in any collective.
 
     Args:
         path: of the JSON file that the group's first rank writes.

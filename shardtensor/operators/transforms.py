@@ -40,6 +40,7 @@ from ..dispatch.registry import TRANSFORMS, Support
 from ..dispatch.tensor import mark_leaf
 from ..errors import refuse
 from .mapping import mapped, met, random_states
+from .tangents import pushing_tangents
 
 Function = Callable[..., Any]
 
@@ -271,7 +272,8 @@ def _jvp(
             f"{call.structure} and tangents with structure {structure}"
         )
     with torch.enable_grad():
-        output, aux = _with_aux(func(*call.args), has_aux, name)
+        with pushing_tangents():
+            output, aux = _with_aux(func(*call.args), has_aux, name)
         results, out_structure = _results(output, name)
         pushed = push_forward(results, call.leaves, vectors, call.surrounded and _may_go_on(call, results, vectors))
     if strict and any(p is None for p in pushed):
@@ -287,7 +289,8 @@ def _dual(func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -
     """What ``func`` returns for dual tensors, as dual tensors; what is not differentiable, as it is."""
     call = _Differentiated(primals, None)
     with torch.enable_grad():
-        output = func(*call.args)
+        with pushing_tangents():
+            output = func(*call.args)
         results = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         again = call.surrounded and _may_go_on(call, results, tangents)
         pushed = iter(push_forward(results, call.leaves, tangents, again))

@@ -47,11 +47,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Parallelized:
-    """What :func:`parallelize` did.
+    """The steps of :func:`parallelize`.
 
     Attributes:
         inputs: the mesh on which the model takes ShardTensors.
-        steps: one line for each thing that was done, and what is left to the caller; ``str()`` joins them.
+        steps: one line for each step, and for each that is left to the caller; ``str()`` joins them.
     """
 
     inputs: DeviceMesh
@@ -313,11 +313,12 @@ def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def contribute_gradients(model: nn.Module) -> None:
-    """Make gradients of replicated DTensor parameters contributions, ``Partial()``, whatever computed them.
+    """Make all gradients of replicated DTensor parameters contributions, ``Partial()``.
 
-    FSDP2 with ``dp_mesh_dims`` sums gradients over these axes and treats each as a contribution. Those that come from
-    ShardTensors are. A parameter that goes through operators of DTensor first (``softplus(self.step) * x``) may get a
-    complete gradient, which would count once per rank: with this, one rank keeps it and the others get zeros.
+    FSDP2 with ``dp_mesh_dims`` sums gradients over these axes and treats each as a contribution. Gradients from
+    ShardTensors are contributions. A parameter that goes through operators of DTensor first (``softplus(self.step) *
+    x``) may get a complete gradient, which would count once per rank: after this call, one rank keeps it and the others
+    get zeros.
 
     Example::
 

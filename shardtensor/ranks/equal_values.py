@@ -108,7 +108,7 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
     of each shard there, and is left unchanged.
 
     Args:
-        source: the *global* rank whose values all get; default: the mesh's first.
+        source: the *global* rank whose values are sent to all; default: the mesh's first.
 
     Raises:
         ValueError: on every rank of the mesh, before any value is sent: names, shapes, dtypes, placements or the order

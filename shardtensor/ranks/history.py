@@ -405,11 +405,11 @@ def check_conflict(group: str) -> None:
 
 @contextmanager
 def take_turns() -> Iterator[None]:
-    """Inside the block this thread communicates, after other threads have, and one at a time.
+    """Inside the block this thread communicates, in turn with other threads.
 
-    For threads that use one mesh, such as those of a server that takes requests: ShardTensors of one mesh otherwise
-    communicate from one thread only. All ranks must take the turns in the same order, which is the program's task:
-    let rank 0 decide, and tell the others, which request is next. Blocks may be nested; a turn begins when all others
+    For threads that use one mesh, such as those of a server: otherwise only one thread may communicate on a mesh. All
+    ranks must take the turns in the same order, which the program ensures: let rank 0 choose the next request, and tell
+    the others. Blocks may be nested; a turn begins when all others
     have ended.
 
     Example:

@@ -42,11 +42,11 @@ from ..observe._compat import Kernel, c10d_operators, group_of, put_in_front
 
 
 class late_communication:  # named like torch.no_grad, which works alike
-    """Inside the block, communication between CPUs is as late and as easily disturbed as between accelerators may be.
+    """Inside the block, communication between CPUs is as late, and as easily disturbed, as between accelerators.
 
-    Results are NaN until ``wait()``, what is sent is read late, and whatever is written too early raises there. What is
-    right without an accelerator only because gloo is quick is wrong inside the block. It changes the process, not the
-    ranks that it talks to, so all ranks enter it. The bits of right programs' results are those of gloo.
+    Results are NaN until ``wait()``, send buffers are read late, and a write to one that is too early raises in
+    ``wait()``. A program that is right only because gloo is quick is wrong inside the block. The block changes this
+    process only, so all ranks must enter it. The results of right programs are bitwise those of gloo.
 
     Args:
         seconds: the longest time that passes until an operation starts, and again until it is complete.

@@ -180,8 +180,8 @@ def _has_channels_last(t: Tensor) -> bool:
     "aten::_native_batch_norm_legit",
     "aten::_native_batch_norm_legit.no_stats",
     source=_NORMALIZATION,
-    demands="Channels; weight and bias of one dtype, the input's or that of its sums; running statistics in "
-    "evaluation.",
+    demands="At least one channel; weight and bias of one dtype, the input's or that of its sums; running statistics "
+    "in evaluation.",
 )
 def _batch_norm(
     input: Tensor,
@@ -202,9 +202,9 @@ def _batch_norm(
 @contract(
     "aten::native_batch_norm_backward",
     source=_NORMALIZATION,
-    demands="A gradient of the input's dtype; a weight where its gradient or the bias's is asked for; saved "
+    demands="A gradient of the input's dtype; a weight if its gradient or the bias's is requested; saved "
     "statistics in the dtype of sums, where empty ones mean the running ones. They may be undefined "
-    "in evaluation only where the gradients of a row-major input and of a parameter are asked for together.",
+    "only in evaluation, if the gradients of a row-major input and of a parameter are requested together.",
 )
 def _batch_norm_backward(
     grad_out: Tensor,
@@ -275,7 +275,7 @@ def _batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None,
 @contract(
     "aten::batch_norm_backward_reduce",
     source=_NORMALIZATION,
-    demands="A gradient of the input's dtype; a weight where its gradient or the bias's is asked for; statistics in "
+    demands="A gradient of the input's dtype; a weight if its gradient or the bias's is requested; statistics in "
     "the dtype of sums.",
 )
 def _batch_norm_backward_reduce(
@@ -374,8 +374,8 @@ def _group_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> No
     "aten::native_group_norm_backward",
     source=_GROUP_NORM,
     demands="Gradient and input of one dtype and row-major, not channels-last, which not every version checks: the "
-    "numbers are wrong then. Statistics and weight contiguous and of that dtype; a weight where its gradient or "
-    "the bias's is asked for.",
+    "numbers are wrong then. Statistics and weight contiguous and of that dtype; a weight if its gradient or "
+    "the bias's is requested.",
 )
 def _group_norm_backward(
     grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, output_mask: Sequence[bool]
@@ -399,7 +399,7 @@ _LAYER_NORM = "aten/src/ATen/native/cuda/layer_norm_kernel.cu"
 @contract(
     "aten::native_layer_norm",
     source=_LAYER_NORM,
-    demands="Weight and bias of the input's dtype, also where that is half precision.",
+    demands="Weight and bias of the input's dtype, also in half precision.",
 )
 def _layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     _floating(input.dtype, "LayerNormKernelImpl")
@@ -410,7 +410,7 @@ def _layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> No
     "aten::native_layer_norm_backward",
     source=_LAYER_NORM,
     demands="Gradient and weight of the input's dtype; statistics contiguous and in the dtype of sums; weight and "
-    "bias where their gradients are asked for.",
+    "bias if their gradients are requested.",
 )
 def _layer_norm_backward(
     grad_out: Tensor,
@@ -439,7 +439,7 @@ def _layer_norm_backward(
 @contract(
     "aten::convolution_backward",
     source="aten/src/ATen/native/Convolution.cpp",
-    demands="Gradient, input and weight of one dtype, floating-point or complex; any memory format.",
+    demands="Gradient, input and weight of one dtype, floating-point or complex, in any memory format.",
 )
 def _convolution_backward(grad_output: Tensor, input: Tensor, weight: Tensor) -> None:
     if input.dtype != weight.dtype:
@@ -541,7 +541,7 @@ def _no_kernel(names: str) -> None:
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     source=_FUNCTIONS,
-    demands="The CPU: other devices have no such kernel.",
+    demands="Only the CPU has this kernel.",
 )
 def _flash_for_cpu() -> None:
     _no_kernel("aten::_scaled_dot_product_flash_attention_for_cpu")
@@ -690,7 +690,7 @@ def _by_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
 @contract(
     "aten::_efficient_attention_forward",
     source=_EFFICIENT,
-    demands="The same of tensors `(batch, rows, heads, size)`; `custom_mask_type` aligns what is causal at the upper "
+    demands="The same of tensors `(batch, rows, heads, size)`; `custom_mask_type` aligns a causal mask at the upper "
     "left (1) or at the lower right (2).",
 )
 def _efficient_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, custom_mask_type: int) -> None:
@@ -730,7 +730,7 @@ _NUMBERED = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfl
     "aten::_softmax_backward_data",
     "aten::_log_softmax_backward_data",
     source="aten/src/ATen/native/cuda/SoftMax.cu",
-    demands="Gradient and output of one dtype, the input's, or float32 where that is float16.",
+    demands="Gradient and output of one dtype: the input's, or float32 if that is float16.",
 )
 def _softmax_backward(grad_output: Tensor, output: Tensor, input_dtype: torch.dtype | int) -> None:
     # In a schema a ScalarType is a number.
@@ -800,7 +800,7 @@ def _is_dense(t: Tensor) -> bool:
     "aten::_fused_adamw_.tensor_lr",
     source="aten/src/ATen/native/cuda/FusedAdamKernel.cu",
     demands="Parameters, gradients and states of one dtype, those of each parameter dense and of the same strides. "
-    "The CPU goes wrong where they are not.",
+    "Otherwise the CPU's results are wrong.",
 )
 def _fused_adam(
     self: Sequence[Tensor],

@@ -30,9 +30,9 @@ def render(reports: Sequence[tuple[str, Report]]) -> str:
     lines = [
         "## Every operator of torch, counted",
         "",
-        "torch lists its operators with sample inputs. Every sample is sharded along every dim in turn, unevenly and",
-        "once with an empty shard, the other operands plain, replicated or sharded alike; results and gradients are",
-        "compared with those of one device.",
+        "torch lists its operators with sample inputs. Every sample is sharded along every dim in turn, unevenly and "
+        "once with an empty shard. The\nother operands are plain, replicated or sharded alike. Results and gradients "
+        "are compared with those of one device.",
         "",
         "| sweep | cases | right | refused | wrong, hanging, or another error | right, without random operators | "
         "right, without factorizations and solvers either |",

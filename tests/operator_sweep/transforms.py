@@ -13,10 +13,7 @@ TRANSFORMS = ("grad", "vjp", "jvp", "vmap", "twice")
 
 # Of these, torch's own forward mode differs from finite differences. Its gradients do not, so what is expected of one
 # device is made of these.
-WRONG_FORWARD = ("scatter_reduce.prod", "triangular_solve")
-# Functions of Hermitian matrices, of which a half is read. Of other tangents forward mode has no Hermitian part, as
-# gradients have.
-HERMITIAN = ("linalg.cholesky", "linalg.cholesky_ex", "linalg.eigh")
+WRONG_FORWARD = ("scatter_reduce.prod", "triangular_solve", "cholesky_inverse")
 
 
 def weights(t: torch.Tensor) -> torch.Tensor:
@@ -55,7 +52,7 @@ def transformed(
 
     primals = tuple(values[i] for i in chosen)
     if transform == "jvp":
-        vectors = tuple(weights(t) + weights(t).mH if name in HERMITIAN else weights(t) for t in primals)
+        vectors = tuple(map(weights, primals))
         if name in WRONG_FORWARD:
             results, tangents = torch.autograd.functional.jvp(of_chosen, primals, vectors)
         else:

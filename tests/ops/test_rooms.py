@@ -21,6 +21,7 @@ HOMES = {
     "Tensor": torch.Tensor,
 }
 TESTS = Path(__file__).parent
+PAGE = TESTS.parents[1] / "docs" / "operators.md"
 OPERATORS = Path(shardtensor.ops.__file__).parent
 
 
@@ -95,8 +96,7 @@ DRAWN = {
 
 def swept() -> dict[str, set[str]]:
     """What the sweep has found: ``{title in docs/operators.md: operators}``, by the names of torch's samples."""
-    page = (TESTS.parent.parent / "docs" / "operators.md").read_text()
-    parts = re.split(r"^### ", page, flags=re.M)[1:]
+    parts = re.split(r"^### ", PAGE.read_text(), flags=re.M)[1:]
     names = {part.split(" (")[0].split(",")[0]: set(re.findall(r"`([\w.]+)`", part)) for part in parts}
     assert {"Right in every case", "Right or refused", "Refused in every case"} <= names.keys()
     return names
@@ -121,8 +121,35 @@ def test_what_the_sweep_has_always_refused_is_not_supported():
         assert shardtensor.supports(getattr(torch.ops.aten, name)).how == "refused", name
 
 
+def named(sample: str):
+    """The function of a sample of the sweep, whose name may end with that of a variant; None for attributes."""
+    home = next((home for home in HOMES if sample.startswith(f"{home}.")), "")
+    base = sample.removeprefix(f"{home}.").partition(".")[0]
+    places = [HOMES[home]] if home else [*HOMES.values(), torch.ops.aten]
+    return next((getattr(place, base) for place in places if callable(getattr(place, base, None))), None)
+
+
+def test_supports_tells_the_conditions_of_what_the_sweep_has_partly_refused():
+    rows = re.findall(r"^\| `([\w.]+)` \| \d+ of \d+ \|", PAGE.read_text(), flags=re.M)
+    answers = {row: shardtensor.supports(named(row)) for row in rows}
+    assert answers
+    assert not [row for row, answer in answers.items() if not answer or not answer.reason]
+
+
+def test_supports_answers_for_every_operator_of_the_page():
+    functions = {row: named(row) for row in swept()["Right in every case"]}
+    assert len([row for row, function in functions.items() if function is None]) < 30  # of torch.masked, and T, H
+    assert not [row for row, function in functions.items() if function and not shardtensor.supports(function)]
+
+
+def test_the_page_has_the_conditions():
+    page = " ".join(PAGE.read_text().replace("`", "").split())
+    assert not [text for text in registry.CONDITIONS.values() if text not in page]
+
+
 # Modules without a test file of their own: {the file that tests them: modules}.
 TESTED_WITH = {
+    "test_rooms.py": "conditions",
     "attention/test_sdpa.py": "attention/blockwise attention/kernels attention/layout attention/online_softmax",
     "common/test_contraction.py": "common/named_dims common/ring linalg/einsum",
     "convolution/test_conv.py": "convolution/halo_conv",

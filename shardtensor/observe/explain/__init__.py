@@ -41,22 +41,22 @@ def explain(
     values: bool | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
-    """What a model would do on the ranks of a mesh, layer by layer, without a cluster and without its memory.
+    """Preview a model on the ranks of a mesh, layer by layer, without a cluster and without the model's memory.
 
-    For every operator and every rank: the shape of its result, messages and bytes, what is kept for the backward pass,
-    floating-point operations, and what is refused, with the remedy. The model runs once as each rank, one after the
-    other, on tensors without values; what is communicated is counted and not sent. A refused operator is replaced by
-    a result of the right shape, and the run goes on.
+    For every operator and every rank it reports the shape of the result, messages and bytes, memory kept for the
+    backward pass, floating-point operations, and refusals with their remedy. The model runs once as each rank, one
+    after the other, on tensors without values; communication is counted and not sent. A refused operator is replaced by
+    a result of the right shape, and the run continues.
 
-    Where a process group runs, one rank may call it alone: the model then runs in a forked copy of the process, on the
+    If process groups exist, one rank may call it alone: the model then runs in a forked copy of the process, on the
     CPU. After a backward pass on a GPU, torch refuses another one in a copy: call it before, or without ``backward``.
 
-    The model is copied and stays as it is. It may be on the meta device, and larger than memory. Where it reads values
-    (``x.item()``, ``if x.sum() > 0``), it is run with values instead, which takes the memory of one rank.
+    The model is copied, and does not change. It may be on the meta device, and larger than memory. If it reads values
+    (``x.item()``, ``if x.sum() > 0``), it runs with values instead, which takes the memory of one rank.
 
     Args:
         model: a module, or a function of the inputs.
-        inputs: its arguments as on one device. Tensors may be on the meta device: their values are not used. Those
+        inputs: its arguments as on one device. Tensors may be on the meta device: their values are not used. Tensors
             that have the dims to be sharded are sharded, also in dicts, lists and tuples; all others stay plain.
         mesh: how many ranks, or the shape of the mesh.
         shard: the tensor dim that is sharded, and on a mesh of several dims one for each of these (None: replicated);

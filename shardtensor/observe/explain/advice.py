@@ -120,7 +120,7 @@ def advise(
     kwargs: Mapping[str, Any] | None = None,
     tried: Callable[[Choice, int], None] | None = None,
 ) -> Advice:
-    """Which dims of the input to shard over how many ranks, in which sizes, and whether it pays.
+    """Compare the dims, meshes and shard sizes with which an input can be sharded.
 
     Tries meshes of one to three dims, with even shard sizes, with sizes aligned to the model's strides and patches, and
     for the fastest of these with sizes that balance the ranks' times. Each is run by :func:`shardtensor.explain`, in

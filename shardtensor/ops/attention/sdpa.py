@@ -45,17 +45,18 @@ _method = Setting("auto")
 @not_in_graphs("call the compiled function inside of shardtensor.attention_method(); it is compiled anew for that")
 @contextmanager
 def attention_method(name: str) -> Iterator[None]:
-    """Choose how attention is computed where queries and keys are both sharded along the sequence.
+    """Choose how attention is computed if queries and keys are both sharded along the sequence.
 
-    Every rank has to choose alike; it holds for the calling thread. The backward pass follows the forward pass; where
-    activation checkpointing repeats that, call ``backward()`` inside of this context, too.
+    Every rank has to choose alike. The choice applies to the calling thread, and the backward pass follows the forward
+    pass. With activation checkpointing, which repeats the forward pass, call ``backward()`` inside this context as
+    well.
 
     Args:
         name: "ring": keys and values are sent around a ring of ranks, in blocks. "heads": an all-to-all shards the
-            heads instead of the sequence; where the heads or the mask of a call do not allow it, the ring is taken.
+            heads instead of the sequence; if the heads or the mask of a call do not allow this, the ring is used.
             "fetch": each rank gets all keys and values that its queries see in one exchange, and holds them until
-            backward; where the mask of a call does not allow it, the ring is taken. "auto" (default): "fetch" where
-            keys and values are small, and otherwise what is estimated to be faster, see docs/attention.md.
+            backward; if the mask of a call does not allow this, the ring is used. "auto" (default): "fetch" if keys and
+            values are small, and otherwise the faster of the others by an estimate, see docs/attention.md.
 
     Raises:
         ValueError: another name.

@@ -168,8 +168,7 @@ def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
             raise refuse(
                 op,
                 [spec],
-                f"it needs tensor dim {dim} unsharded, which mesh dim {m} shards, and no other dim is free and "
-                f"long enough to be shared among its {ranks} ranks",
+                no_other_dim(f"tensor dim {dim}", spec, m),
                 f"redistribute it to Replicate() on mesh dim {m} if it is small",
             )
         spec = spec.with_axes({m: axis})
@@ -248,6 +247,14 @@ def redistributed(op: str, t: ShardTensor, target: ShardTensorSpec) -> ShardTens
         return t
     refuse_gathering(op, [t._spec], [target])
     return redistribute_to(t, target)
+
+
+def no_other_dim(dim: str, spec: ShardTensorSpec, m: int) -> str:
+    """The reason where mesh dim ``m`` shards ``dim``, such as "tensor dim 1", and can shard no other dim instead."""
+    return (
+        f"{dim} must be unsharded, but mesh dim {m} shards it, and no free dim has at least {spec.mesh.size(m)} "
+        "elements to be sharded instead"
+    )
 
 
 def refuse_gathering(op: str, specs: Sequence[ShardTensorSpec], targets: Sequence[ShardTensorSpec]) -> None:

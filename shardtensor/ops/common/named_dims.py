@@ -38,7 +38,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import autocast_dtype
 from ...operators.declaration import Arguments, LocalPlan
-from .alignment import wide_dtype
+from .alignment import no_other_dim, wide_dtype
 from .ring import Tour, part_by_part
 
 # Scores of queries and keys are read along the keys next: by a softmax, and by a product with values. Sharded
@@ -346,12 +346,11 @@ def _refusal(
 ) -> UnsupportedSharding:
     for i, sharded in held.items():
         if sharded.label in form.whole:
-            dim, ranks = list(form.terms[i]).index(sharded.label), specs[0].mesh.size(m)
+            dim = list(form.terms[i]).index(sharded.label)
             return refuse(
                 op,
                 list(specs),
-                f"it needs dim {dim} of operand {i} unsharded, which mesh dim {m} shards, and there is no other dim to "
-                f"shard instead: one that is free and has at least as many elements as the {ranks} ranks",
+                no_other_dim(f"dim {dim} of operand {i}", specs[i], m),
                 f"redistribute it to Replicate() on mesh dim {m} if it is small, or shard another dim",
             )
     return refuse(

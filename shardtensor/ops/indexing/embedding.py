@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat import TensorMeta
 from ...dispatch.planning import AtenCall, AtenPlan
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, run
 from ...layout.spec import ShardTensorSpec
+from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, operator
+from ...operators.plan import LocalPlan, Plan
 from ..common.alignment import replicated, same_layout, widened
 from .index_layout import INDEXED
 from .index_operators import Read, any_sharded, gathered, indexes_a_shard
@@ -163,14 +166,13 @@ def _embedding_backward(call: AtenCall) -> AtenPlan:
     return labelled(call, {(0,): [*names, "row"], (1,): names}, [INDEXED, "row"], accumulates="sum")
 
 
-@operator(F.one_hot, tensors="tensor", partial="tensor")
-def _one_hot(call: Arguments, tensor: ShardTensorSpec, num_classes: int = -1) -> Composed:
+@operator(F.one_hot, tensors="tensor")
+def _one_hot(call: Arguments, tensor: ShardTensorSpec, num_classes: int = -1) -> Plan:
     dtype = tensor.tensor_meta.dtype
     if dtype != torch.int64:
         raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, not {dtype}")
-
-    def one_hot(x: Tensor) -> Tensor:
-        n = int(x.max()) + 1 if num_classes == -1 else num_classes
-        return (x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()
-
-    return Composed(one_hot)
+    if num_classes == -1:
+        return Composed(lambda x: F.one_hot(x, int(x.max()) + 1))
+    shape = torch.Size((*tensor.shape, num_classes))
+    out = tensor.replace(meta=TensorMeta(shape, contiguous_stride(shape), dtype))
+    return LocalPlan(lambda x: F.one_hot(x, num_classes), out)

@@ -522,7 +522,7 @@ def _take_along_dim(
     wide = [[s.shape[d] if k == d else n for k, n in enumerate(shape)] for s in (input, indices)]
 
     def take(x: Tensor, places: Tensor) -> Tensor:
-        places = torch.where(places < 0, places + x.shape[d], places)
+        places = places.remainder(max(1, x.shape[d]))  # as torch wraps them where there is a dim
         return torch.gather(x.expand(wide[0]), d, places.expand(wide[1]))
 
     return Composed(take)

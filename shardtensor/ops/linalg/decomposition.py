@@ -32,7 +32,8 @@ from ...errors import UnsupportedSharding, refuse
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.alignment import broadcast_shape, cost_of_exchange, is_little
+from ...operators.tangents import decomposed
+from ..common.alignment import broadcast_shape, cost_of_exchange, is_little, no_other_dim
 from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import rank_reduction
 from .tall import plan_tall
@@ -78,7 +79,7 @@ def plan_by_matrix(
         local_args, local_kwargs = list(args), {**named, **chosen}
         for i, t in zip(places, tensors):
             local_args[i] = t
-        return function(*local_args, **local_kwargs | dict(zip(keys, tensors[len(places) :])))
+        return decomposed(function, local_args, local_kwargs | dict(zip(keys, tensors[len(places) :])))
 
     try:
         how = arrange(name, form, tuple(specs))
@@ -127,12 +128,11 @@ def _gathered(name: str, form: Form, specs: Sequence[ShardTensorSpec]) -> tuple[
     raise refuse(
         name,
         list(specs),
-        f"it needs dim {d} of operand {i} unsharded, which mesh dim {m} shards, and there is no other dim to shard "
-        f"instead: one that is free and has at least as many elements as the {specs[i].mesh.size(m)} ranks. Whole, its "
-        f"matrices have {elements * size} bytes, more than is gathered unasked: {max(map(_most, specs)) * size}, a "
-        f"rank's largest shard, or {cost_of_exchange(specs[0].mesh.device_type)}",
+        f"{no_other_dim(f'dim {d} of operand {i}', specs[i], m)}. Its matrices take {elements * size} bytes when "
+        f"gathered, more than the limits: {max(map(_most, specs)) * size}, a rank's largest shard, and "
+        f"{cost_of_exchange(specs[0].mesh.device_type)}, the bytes sent in the time of an exchange",
         f"redistribute it to Replicate() on mesh dim {m}, call inside shardtensor.allow_gather(), or shard another "
-        "dim. Where only rows of a tall matrix are sharded, qr, svd with full_matrices=False, pinv and lstsq need less",
+        "dim. If only rows of a tall matrix are sharded, qr, svd with full_matrices=False, pinv and lstsq need less",
     )
 
 

@@ -188,7 +188,17 @@ def fitted(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
 def _complex_view(call: AtenCall) -> AtenPlan:
     dims = {d: d for d in range(min(call.meta.ndim, len(call.specs[0].shape)))}
     source = moved_off(call.specs[0], dims)
-    return call.plan(carry(call, source, call.meta, dims), {(0,): source})
+    out = carry(call, source, call.meta, dims)
+    if call.func is _aten.view_as_real.default:
+        return call.plan(out, {(0,): source})
+    return call.plan(out, {(0,): source}, call=_as_complex, may_copy=True)
+
+
+def _as_complex(local: Tensor) -> Tensor:
+    """``torch.view_as_complex`` of a shard, which may lie in memory otherwise than the global tensor."""
+    if local.stride(-1) != 1 or any(n % 2 for n in (*local.stride()[:-1], local.storage_offset())):
+        local = local.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_complex(local)
 
 
 def moved_off(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:

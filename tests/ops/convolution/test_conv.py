@@ -393,6 +393,14 @@ def formats():
     x = torch.randn(2, 4, 8, 5)
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         assert_matches_unsharded(conv.to(dtype), x.to(dtype), mesh=mesh, placements=[Shard(2)], shard_sizes=sizes)
+    weight = torch.randn(2, 1, 2, dtype=torch.complex128)
+
+    def penalty(x):
+        (grad,) = torch.autograd.grad(F.conv1d(x[:, None], weight).abs().sum(), x, create_graph=True)
+        return grad.abs().square().sum()
+
+    # Of one channel, a shard lies in memory otherwise than the whole tensor.
+    assert_matches_unsharded(penalty, torch.randn(4, 3, dtype=torch.complex128), mesh=mesh, placements=[Shard(0)])
     last = x.double().to(memory_format=torch.channels_last)
     y = assert_matches_unsharded(
         nn.Conv2d(4, 6, 3, padding=1).double().to(memory_format=torch.channels_last),
@@ -681,7 +689,7 @@ ERRORS = {
         RuntimeError,
         r"conv2d: kernel size \(5, 5\).* is greater than the padded input \(3, 5\) of the global tensor",
     ),
-    "channels": (UnsupportedSharding, r"conv2d: it needs tensor dim 1 unsharded.*S\(1\)\[3, 1\].*Remedy: redistribute"),
+    "channels": (UnsupportedSharding, r"conv2d: tensor dim 1 must be unsharded.*S\(1\)\[3, 1\].*Remedy: redistribute"),
     "groups": (RuntimeError, r"conv2d: weight \(6, 4, 3, 3\) with groups=2 does not fit 4 input channels"),
     "stride": (RuntimeError, r"conv2d: stride \(0, 0\).* must be positive"),
     "dims": (RuntimeError, r"conv2d: expected a 3-D \(unbatched\) or 4-D \(batched\) input"),

@@ -246,7 +246,7 @@ def wrong():
 
 def test_a_row_that_no_other_dim_can_share_is_refused():
     for raised in run_expecting_errors(wrong, 2):
-        with pytest.raises(NotImplementedError, match=r"multinomial.*needs tensor dim 0 unsharded.*\[5, 3\].*Remedy"):
+        with pytest.raises(NotImplementedError, match=r"multinomial.*tensor dim 0 must be unsharded.*\[5, 3\].*Remedy"):
             raise raised
 
 

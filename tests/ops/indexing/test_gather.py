@@ -62,6 +62,7 @@ def cases():
     add("take", lambda x: x.take(torch.tensor([[0, -1], [100, 37]])) * torch.take(x, numbers(2, 2, high=210)))
     add("take_along_dim", lambda x: x.take_along_dim(x.argsort(1)[:, ::2], 1))
     add("take_along_dim broadcast", lambda x: torch.take_along_dim(x, numbers(1, 3, 1) - 2, 1))
+    add("take_along_dim wraps", lambda x: torch.take_along_dim(x, numbers(1, 3, 1) * 9 - 20, 1))
     add("repeat_interleave", lambda x: x.repeat_interleave(torch.tensor([0, 2, 1, 1, 3, 0, 1]), 1).exp())
     add("combinations", lambda x: torch.combinations(x, 2).prod(1), 9, dims=(0,))
     add("searchsorted", lambda x: torch.searchsorted(x.detach().sort(1)[0].mT.contiguous(), numbers(5, 6, 4) - 2.5))

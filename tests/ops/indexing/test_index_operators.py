@@ -197,6 +197,8 @@ WRONG = {
     "shape": (lambda x: x.gather(2, numbers(4, 7)), RuntimeError, "same number of dimensions"),
     "dtype": (lambda x: x.gather(2, data(4, 7, 6)), RuntimeError, "int64|int32"),
     "one_hot": (lambda x: F.one_hot(x), RuntimeError, "LongTensor"),
+    "classes": (lambda x: F.one_hot(x.long().abs() + 5, 5), RuntimeError, "must be smaller than num_classes"),
+    "negative classes": (lambda x: F.one_hot(x.long().abs() - 9, 5), RuntimeError, "must be non-negative"),
 }
 
 
@@ -212,8 +214,11 @@ def wrong(name):
 OUT_OF_RANGE = pytest.mark.on_cpu("GPUs report an index out of range as a failed assertion on the device")
 
 
+LOCAL = ("out of range", "below", "classes", "negative classes")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=OUT_OF_RANGE if n in ("out of range", "below") else ()) for n in WRONG]
+    "name", [pytest.param(n, marks=OUT_OF_RANGE if n in LOCAL else ()) for n in WRONG]
 )
 def test_errors_on_every_rank_before_anything_is_sent(name):
     errors = run_expecting_errors(wrong, 2, name)

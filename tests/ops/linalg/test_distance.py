@@ -87,5 +87,5 @@ def fail():
 
 def test_refused():
     for error in run_expecting_errors(fail, 2):
-        with pytest.raises(UnsupportedSharding, match=r"cross: it needs dim 1 of operand 0 unsharded"):
+        with pytest.raises(UnsupportedSharding, match=r"cross: dim 1 of operand 0 must be unsharded"):
             raise error

@@ -284,10 +284,10 @@ def fail(case):
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("square", r"inv: it needs dim 0 of operand 0 unsharded.*360000 bytes.*180000.*262144.*allow_gather"),
-        ("right-hand side", r"solve: it needs dim 0 of operand 0 unsharded.*360000 bytes.*358800, a rank's largest"),
-        ("full", r"svd: it needs dim 0 .*full_matrices=False"),
-        ("stack", r"qr: it needs dim 0 .*840000 bytes.*420000.*Replicate\(\)"),
+        ("square", r"inv: dim 0 of operand 0 must be unsharded.*360000 bytes.*180000.*262144.*allow_gather"),
+        ("right-hand side", r"solve: dim 0 of operand 0 must be unsharded.*360000 bytes.*358800, a rank's largest"),
+        ("full", r"svd: dim 0 .*full_matrices=False"),
+        ("stack", r"qr: dim 0 .*840000 bytes.*420000.*Replicate\(\)"),
     ],
 )
 def test_larger_ones_are_refused(case, text):

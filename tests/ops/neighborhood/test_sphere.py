@@ -148,6 +148,6 @@ def fail():
 
 def test_what_is_refused():
     for error in run_expecting_errors(fail, 4):
-        text = r"sphere: it needs tensor dim 2 unsharded, which mesh dim 1 shards.*Remedy: redistribute it"
+        text = r"sphere: tensor dim 2 must be unsharded, but mesh dim 1 shards it.*Remedy: redistribute it"
         with pytest.raises(UnsupportedSharding, match=text):
             raise error

@@ -468,7 +468,7 @@ def fail(case):
 
 
 ERRORS = [
-    ("group cut", shardtensor.UnsupportedSharding, r"needs tensor dim 1 unsharded, .*no other dim is free.*\[1, 3\]"),
+    ("group cut", shardtensor.UnsupportedSharding, r"tensor dim 1 must be unsharded, .*no free dim.*\[1, 3\]"),
     ("one value", ValueError, "Expected more than 1 value per channel when training"),
     ("one value per group", ValueError, "Expected more than 1 value per channel when training"),
     ("groups", RuntimeError, "divisible by num_groups"),

@@ -266,7 +266,7 @@ def wrong(case):
         ("no spatial dims", RuntimeError, "4D|3D|dim"),
         ("negative", RuntimeError, "greater than or equal to 0"),
         ("random", NotImplementedError, "rand.*|no distributed form"),
-        ("unpool", NotImplementedError, "max_unpool2d: it needs dim"),
+        ("unpool", NotImplementedError, "max_unpool2d: dim 2 of operand"),
     ],
 )
 def test_errors_are_torchs_own_on_every_rank(case, error, text):

@@ -134,7 +134,7 @@ def twice():
 
 
 def test_what_is_refused_on_every_rank():
-    state = r"gru: it needs dim 2 of operand 1 unsharded.*no other dim.*Remedy: redistribute it to Replicate"
+    state = r"gru: dim 2 of operand 1 must be unsharded.*no free dim.*Remedy: redistribute it to Replicate"
     for function, text in ((sharded_state, state), (twice, "gradient of lstm.*cannot be differentiated twice")):
         for error in run_expecting_errors(function, 2):
             with pytest.raises(UnsupportedSharding, match=text):

@@ -181,7 +181,7 @@ def fail(case):
         shard(torch.ones(8, 1, dtype=torch.int64), mesh, [Shard(0)], {0: (8, 0)}).logcumsumexp(0)
 
 
-WHOLE = r"{}.*: it needs tensor dim 0 unsharded, which mesh dim 0 shards, and no other dim is free.*\[8, 0\].*Remedy"
+WHOLE = r"{}.*: tensor dim 0 must be unsharded, but mesh dim 0 shards it, and no free dim.*\[8, 0\].*Remedy"
 ERRORS = [
     ("mode", UnsupportedSharding, WHOLE.format("mode")),
     ("dim", IndexError, "Dimension out of range"),
