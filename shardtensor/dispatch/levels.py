@@ -44,7 +44,10 @@ class InsideLevels(UnsupportedSharding):
 Push = Callable[[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]]
 _push: list[Push] = []
 # What is about the dual tensors themselves.
-_OF_DUALS = ("_make_dual", "_unpack_dual", "_fw_primal", "__get__", "__set__", "__repr__", "requires_grad_")
+_OF_DUALS = (
+    *("_make_dual", "_unpack_dual", "_fw_primal"),
+    *("__get__", "__set__", "__repr__", "requires_grad_", "is_inference"),
+)
 
 
 def pushes_forward(push: Push) -> Push:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from ..._compat import TensorMeta, constant_like, untraced
+from ..._compat import AutogradFunction, TensorMeta, constant_like, untraced
 from ...communication.halo import Fetch
 from ...communication.zeros import padded
 from ...layout.placements import AxisLayout
@@ -79,10 +79,39 @@ def nothing(shape: Sequence[int], out_shape: Sequence[int], linear: bool) -> Dif
     """
 
     def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        result = t.reshape(out_shape)
-        return result if linear else result.square(), ()
+        return t.reshape(out_shape) if linear else reshaped(t, out_shape), ()
 
     return Differentiated(forward, lambda grad, _: grad.reshape(shape))
+
+
+class _Reshaped(AutogradFunction):
+    """A tensor in another shape. As that of pooling, its gradient counts as a function of the tensor, a constant one.
+
+    One that did depend on it, as a product's does, would be in graphs of third derivatives on this rank alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, shape: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(t)
+        return t.reshape(shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _ReshapedBack.apply(grad, *ctx.saved_tensors), None
+
+
+class _ReshapedBack(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, t: Tensor) -> Tensor:
+        ctx.shape, ctx.like = grad.shape, t.detach()
+        return grad.reshape(t.shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return reshaped(grad, ctx.shape), torch.zeros_like(ctx.like)
+
+
+reshaped: Callable[[Tensor, Sequence[int]], Tensor] = _Reshaped.apply
 
 
 def taken(function: Differentiated, wanted: Mapping[int, Wanted], ndim: int) -> Differentiated:

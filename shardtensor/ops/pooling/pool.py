@@ -33,6 +33,7 @@ from ..common.stencil import (
     keeping_sums,
     nothing,
     per_dim,
+    reshaped,
     resized,
     result_dtype,
     taken,
@@ -187,7 +188,7 @@ def local_plan(
         if 0 in shape:
             # Kernels refuse empty dims, yet this rank takes part in the exchange of the backward pass, and of the
             # second one: to autograd, the gradients of torch's kernels depend on the input.
-            values = read.reshape(shape).square()
+            values = reshaped(read, shape)
             return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
         found = kernel(read)
         if indices is None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from seeded import seeded
 from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -352,6 +353,27 @@ def second_derivatives_of_empty_shards():
             linear.square().sum().backward()
         torch.testing.assert_close(grad.full_tensor(), expected)
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def third_derivatives_of_ranks_without_outputs():
+    """The rank in the middle has an entry and no outputs: its graph has to reach the same exchanges."""
+    for pool, shape in (
+        (F.avg_pool1d, (2, 3, 6)),
+        (F.max_pool2d, (2, 3, 4, 6)),
+        (F.avg_pool3d, (1, 2, 4, 4, 6)),
+    ):
+        x = torch.randn(shape, dtype=torch.float64, generator=seeded(4))
+
+        def product(t, pool=pool):
+            gradient = torch.func.grad(lambda u: pool(u.pow(3), 2).square().sum())
+            return torch.func.jvp(gradient, (t,), (t.cos(),))[1]
+
+        cut = shard(x, shared_mesh(3), [Shard(len(shape) - 1)], {0: (3, 1, 2)})
+        torch.testing.assert_close(product(cut).full_tensor(), product(x), rtol=1e-10, atol=1e-10)
+
+
+def test_third_derivatives_of_ranks_without_outputs():
+    run_distributed(third_derivatives_of_ranks_without_outputs, 3)
 
 
 def test_second_derivatives_of_empty_shards():
