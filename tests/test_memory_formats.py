@@ -16,7 +16,7 @@ from seeded import seeded
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
-from shardtensor.layout.strides import CHANNELS_LAST
+from shardtensor.layout.strides import CHANNELS_LAST, stride_like
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 
@@ -256,3 +256,14 @@ def strides_of_a_local_view():
 
 def test_local_tensors_keep_their_strides():
     assert run_distributed(strides_of_a_local_view, 2) == [((120, 1, 24, 4), True), ((72, 1, 24, 4), True)]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_shards_have_the_format_of_the_whole(memory_format):
+    """On all ranks of a mesh of two dims, also those without channels or rows: plans follow from it."""
+    whole = torch.empty(2, 3, 8, 6, memory_format=memory_format)
+    for d, e in ((1, 2), (2, 3), (1, 3), (0, 1)):
+        for start, stop in ((0, 0), (0, 1), (1, 3)):
+            part = whole[(slice(None),) * d + (slice(start, stop),)].narrow(e, 0, whole.shape[e] // 2)
+            for t in (part, torch.empty(part.shape, memory_format=memory_format)):
+                assert stride_like(t, whole.shape) == whole.stride(), (t.shape, t.stride())

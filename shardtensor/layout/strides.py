@@ -42,14 +42,17 @@ def stride_like(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 def _is_channels_last(t: Tensor) -> bool:
     """Whether torch gives results of this format: by the order of strides, also those of dims of length 1.
 
-    Unlike torch's, it holds for tensors without elements too: a shard says the same of the global tensor on every rank.
+    Unlike torch's, it holds for tensors without elements too: a shard says the same of the global tensor on every rank,
+    as a slice of that has its strides. New ones in this format have strides of 0, which others do not have.
     """
-    least = 0
+    least, empty = 0, not t.numel()
     for d in (1, *range(t.ndim - 1, 1, -1), 0):
         stride = t.stride(d)
-        if stride < least or (d == 1 and stride == 0) or (d == 0 and least == t.stride(1)):
+        if (d == 1 and stride == 0) or (d == 0 and least == t.stride(1)):
             return False
-        least = stride * t.shape[d]
+        if stride < least and not (empty and stride == 0):
+            return False
+        least = stride * (max(1, t.shape[d]) if d == 1 else t.shape[d])
     return True
 
 
