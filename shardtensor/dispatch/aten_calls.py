@@ -163,16 +163,18 @@ def _written_one_by_one(func: OpOverload, args: Sequence[Any], kwargs: dict[str,
     A copy and what it is a view of may both be in the list: each item has to see what was written to those before it.
     Open tensors are laid out.
     """
-    items = [[[a[i]] if isinstance(a, list) else a for a in args] for i in range(len(args[0]))]
-    copies = len(items) > 1 and any(getattr(t, "_copied", ()) for t in args[0])
+    tensors = args[0]
+    copies = len(tensors) > 1 and any(getattr(t, "_copied", ()) for t in tensors)
     if copies:
         _check_written(func, args)
-    for t, item in zip(args[0], items, strict=True):
-        if copies:
-            run(func, item, kwargs)
-        elif is_open(t):
-            fill(t)
-            decide(func, item, kwargs)
+    for i, t in enumerate(tensors):
+        if copies or is_open(t):
+            item = [[a[i]] if isinstance(a, list) and a else a for a in args]
+            if copies:
+                run(func, item, kwargs)
+            else:
+                fill(t)
+                decide(func, item, kwargs)
     return copies
 
 

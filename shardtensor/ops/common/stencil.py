@@ -70,48 +70,56 @@ class Differentiated:
 Wanted = tuple[int, int, int]
 
 
-def nothing(shape: Sequence[int], out_shape: Sequence[int], linear: bool) -> Differentiated:
+def nothing(shape: Sequence[int], out_shape: Sequence[int], linear: bool, picks: bool = False) -> Differentiated:
     """A function between tensors without elements, of these shapes. Kernels refuse empty dims.
 
     Args:
         linear: whether its gradient is independent of its argument, as that of the other ranks' function is for
             autograd: in second derivatives, all ranks go back through what was fetched, or none.
+        picks: see :func:`reshaped`.
     """
 
     def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return t.reshape(out_shape) if linear else reshaped(t, out_shape), ()
+        return t.reshape(out_shape) if linear else reshaped(t, out_shape, picks), ()
 
     return Differentiated(forward, lambda grad, _: grad.reshape(shape))
 
 
 class _Reshaped(AutogradFunction):
-    """A tensor in another shape. As that of pooling, its gradient counts as a function of the tensor, a constant one.
-
-    One that did depend on it, as a product's does, would be in graphs of third derivatives on this rank alone.
-    """
-
     @staticmethod
-    def forward(ctx: Any, t: Tensor, shape: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, t: Tensor, shape: Sequence[int], picks: bool) -> Tensor:
+        ctx.picks = picks
         ctx.save_for_backward(t)
         return t.reshape(shape).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _ReshapedBack.apply(grad, *ctx.saved_tensors), None
+        return _ReshapedBack.apply(grad, *ctx.saved_tensors, ctx.picks), None, None
 
 
 class _ReshapedBack(AutogradFunction):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, t: Tensor) -> Tensor:
-        ctx.shape, ctx.like = grad.shape, t.detach()
+    def forward(ctx: Any, grad: Tensor, t: Tensor, picks: bool) -> Tensor:
+        ctx.shape, ctx.like, ctx.picks = grad.shape, t.detach(), picks
         return grad.reshape(t.shape).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return reshaped(grad, ctx.shape), torch.zeros_like(ctx.like)
+        again = grad.reshape(ctx.shape) if ctx.picks else reshaped(grad, ctx.shape, False)
+        return again, torch.zeros_like(ctx.like), None
 
 
-reshaped: Callable[[Tensor, Sequence[int]], Tensor] = _Reshaped.apply
+def reshaped(t: Tensor, shape: Sequence[int], picks: bool) -> Tensor:
+    """A tensor without elements in another shape. As that of pooling, its gradient counts as a function of the tensor.
+
+    It is a constant one. One that did depend on it, as a product's does, would be in graphs of third derivatives on
+    this rank alone.
+
+    Args:
+        picks: the other ranks take maxima, whose second derivatives pick entries, and not averages once more.
+    """
+    result: Tensor = _Reshaped.apply(t, shape, picks)
+    return result
 
 
 def taken(function: Differentiated, wanted: Mapping[int, Wanted], ndim: int) -> Differentiated:

@@ -91,7 +91,7 @@ def _adaptive_pool(
         return result
 
     to_global = GlobalIndices(given, places, spec.shape[first:]) if indices else None
-    return local_plan(spec, fetch, dtype, kernel, (), to_global, out_meta, sizes)
+    return local_plan(spec, fetch, dtype, kernel, (), to_global, out_meta, sizes, picks=to_global is not None)
 
 
 class _EvenWindows:

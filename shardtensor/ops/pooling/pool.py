@@ -113,6 +113,7 @@ def _pool(
     gradient: Callable[[Sequence[int]], Differentiated] | None = None,
     *,
     full_windows: bool = False,
+    picks: bool = False,
 ) -> Plan:
     """The plan that pools the input's last dims.
 
@@ -122,6 +123,7 @@ def _pool(
         kernel: gives the kernel with these paddings.
         gradient: gives the kernel of values with these paddings and its gradient, where that is a kernel of torch's.
         full_windows: the kernel refuses inputs shorter than the window, even if padded.
+        picks: it takes maxima, see :func:`.reshaped`.
     """
     spec = call.tensors["input"]
     first = len(spec.shape) - len(windows)
@@ -149,11 +151,11 @@ def _pool(
         shape = out.local_shape()
         if 0 in shape:
             # To autograd, the gradients of torch's kernels depend on the input.
-            return StencilPlan(fetch, nothing(fetch.shape, shape, linear=False), out)
+            return StencilPlan(fetch, nothing(fetch.shape, shape, linear=False, picks=picks), out)
         return StencilPlan(fetch, taken(gradient(paddings), wanted, len(shape)), out)
     indices = GlobalIndices(fetch.shape[first:], origin, spec.shape[first:]) if isinstance(meta, tuple) else None
     places = [(d, drop, count) for d, (drop, count, _) in wanted.items()]
-    return local_plan(spec, fetch, dtype, kernel(paddings), places, indices, values_of(meta), sizes)
+    return local_plan(spec, fetch, dtype, kernel(paddings), places, indices, values_of(meta), sizes, picks)
 
 
 def local_plan(
@@ -165,6 +167,7 @@ def local_plan(
     indices: Callable[[Tensor], Tensor] | None,
     meta: Tensor,
     sizes: dict[int, tuple[int, ...]],
+    picks: bool,
 ) -> LocalPlan:
     """Fetch, run the kernel, and take what is wanted of its outputs.
 
@@ -172,6 +175,7 @@ def local_plan(
         dtype: which the kernel is to be given.
         indices: makes the kernel's indices global; None where it returns none.
         meta, sizes: the global result without its data, and its shard sizes by tensor dim.
+        picks: see :func:`_pool`.
     """
     out = resized(spec, meta, dtype, sizes)
     outputs = out if indices is None else (out, resized(spec, meta, torch.int64, sizes))
@@ -188,7 +192,7 @@ def local_plan(
         if 0 in shape:
             # Kernels refuse empty dims, yet this rank takes part in the exchange of the backward pass, and of the
             # second one: to autograd, the gradients of torch's kernels depend on the input.
-            values = reshaped(read, shape)
+            values = reshaped(read, shape, picks)
             return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
         found = kernel(read)
         if indices is None:
@@ -267,6 +271,7 @@ def _declare_max_pool(n: int) -> None:
             _windows(input, size, step, padding, dilation, ceil_mode),
             lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
             None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
+            picks=True,
         )
 
 

@@ -355,11 +355,13 @@ def second_derivatives_of_empty_shards():
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def third_derivatives_of_ranks_without_outputs():
+def higher_derivatives_of_ranks_without_outputs():
     """The rank in the middle has an entry and no outputs: its graph has to reach the same exchanges."""
     for pool, shape in (
         (F.avg_pool1d, (2, 3, 6)),
         (F.max_pool2d, (2, 3, 4, 6)),
+        (F.max_pool3d, (1, 2, 4, 4, 6)),
+        (F.adaptive_max_pool2d, (2, 3, 4, 6)),
         (F.avg_pool3d, (1, 2, 4, 4, 6)),
     ):
         x = torch.randn(shape, dtype=torch.float64, generator=seeded(4))
@@ -370,10 +372,13 @@ def third_derivatives_of_ranks_without_outputs():
 
         cut = shard(x, shared_mesh(3), [Shard(len(shape) - 1)], {0: (3, 1, 2)})
         torch.testing.assert_close(product(cut).full_tensor(), product(x), rtol=1e-10, atol=1e-10)
+        if pool is not F.avg_pool3d:  # of a volume it takes a minute
+            fourth = torch.func.grad(lambda t, product=product: (product(t) * t.sin()).sum())
+            torch.testing.assert_close(fourth(cut).full_tensor(), fourth(x), rtol=1e-10, atol=1e-10)
 
 
-def test_third_derivatives_of_ranks_without_outputs():
-    run_distributed(third_derivatives_of_ranks_without_outputs, 3)
+def test_higher_derivatives_of_ranks_without_outputs():
+    run_distributed(higher_derivatives_of_ranks_without_outputs, 3)
 
 
 def test_second_derivatives_of_empty_shards():
