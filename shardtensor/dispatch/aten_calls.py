@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._compat import (
+    DisableTorchFunction,
     OpOverload,
     above_autograd,
     counting_writes,
@@ -158,24 +159,28 @@ def _prepared(
 
 
 def _written_one_by_one(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Before an in-place operator on lists: whether it has run on each item, of which some are copies of views.
+    """Before an in-place operator on lists: whether it has run on each item, as several have the same memory.
 
-    A copy and what it is a view of may both be in the list: each item has to see what was written to those before it.
+    A view that is a copy and what it is a view of may both be in the list: each item has to see what was written to
+    those before it. Only some ranks may have a copy, so what is asked is what autograd knows of views on every rank.
     Open tensors are laid out.
     """
     tensors = args[0]
-    copies = len(tensors) > 1 and any(getattr(t, "_copied", ()) for t in tensors)
-    if copies:
+    with DisableTorchFunction():
+        wholes = {id(t if t._base is None else t._base) for t in tensors}
+    copied = any(isinstance(getattr(t, "_copied", ()), Moved) for t in tensors)  # some are no views to autograd
+    one_by_one = len(tensors) > 1 and (copied or len(wholes) < len(tensors))
+    if one_by_one:
         _check_written(func, args)
     for i, t in enumerate(tensors):
-        if copies or is_open(t):
+        if one_by_one or is_open(t):
             item = [[a[i]] if isinstance(a, list) and a else a for a in args]
-            if copies:
+            if one_by_one:
                 run(func, item, kwargs)
             else:
                 fill(t)
                 decide(func, item, kwargs)
-    return copies
+    return one_by_one
 
 
 def _check_written(func: OpOverload, args: Sequence[Any]) -> None:
@@ -185,12 +190,11 @@ def _check_written(func: OpOverload, args: Sequence[Any]) -> None:
 
 def _note_writes(args: Sequence[Any]) -> None:
     """After an in-place operator: copies that it wrote to are written back, and tensors in lists get new versions."""
-    if isinstance(args[0], (list, tuple)):
-        for written in args[0]:  # each may be a view of what another is a view of
-            write_back(written)
-            raise_versions([written])
-    else:
-        write_back(args[0])
+    is_list = isinstance(args[0], (list, tuple))
+    for written in args[0] if is_list else args[:1]:
+        write_back(written)
+    if is_list:
+        raise_versions(args[0])
 
 
 def _planned(
