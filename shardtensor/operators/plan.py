@@ -286,15 +286,13 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     tensors = list(ctx.others)
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t
-    given = next(g for g in grads if g is not None)
-    locals_ = [
-        to_part(t, s.for_gradient() if s is t._spec else s)
-        if type(t) is ShardTensor
-        else _zeros(s, given)
-        if t is None and s is not None
-        else t
-        for t, s in zip(tensors, ctx.specs, strict=True)
-    ]
+    locals_ = []
+    for t, s in zip(tensors, ctx.specs, strict=True):
+        if type(t) is ShardTensor:
+            t = to_part(t, s.for_gradient() if s is t._spec else s)
+        elif t is None and s is not None:  # not saved, as no gradient that is asked for depends on it
+            t = _zeros(s, next(g for g in grads if g is not None))
+        locals_.append(t)
     total = plan.total if plan.deferred is None else plan.deferred
     completed = locals_ if total is None else total.complete(locals_)
     with torch.autocast(*ctx.autocast) if ctx.autocast else nullcontext():

@@ -182,7 +182,7 @@ def pushing_tangents() -> Iterator[None]:
 
 
 class _OfPlainTensors(TorchFunctionMode):
-    """Calls of plain tensors, beside those of local ones that plans make."""
+    """Calls of plain tensors; those of local tensors are made by plans."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return decomposed(func, args, kwargs or {})
