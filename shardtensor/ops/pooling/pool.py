@@ -349,7 +349,7 @@ class _MaxPoolGradient(AutogradFunction):
             raise refuse(
                 "max_pool2d_with_indices_backward",
                 ctx.pooled,
-                "it cannot be differentiated by the gradient that it is given",
+                "it cannot be differentiated with respect to its gradient operand",
                 "call F.max_pool2d and torch.autograd.grad",
             )
         return (None, torch.zeros_like(ctx.pooled), *(None,) * 5)
