@@ -27,7 +27,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import autocast_dtype
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from ...ranks.cuda_graphs import check_not_captured
+from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
 from ..common.batch_parallel import Names, by_batch
 
@@ -266,7 +266,7 @@ def plan_ctc(function: Callable[..., Tensor], call: Arguments, given: dict[str, 
     def ctc_loss(*tensors: Any) -> Any:
         found = given | {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
         logs, targets = found["log_probs"], found["targets"]
-        check_not_captured("ctc_loss", logs.device)
+        check_has_values("ctc_loss", logs)
         mesh = logs.device_mesh
         batched = logs.ndim == 3
         _check_batch(found, logs.shape[1] if batched else 1)
