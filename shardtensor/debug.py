@@ -27,8 +27,8 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
     """Raise on all ranks if plain or replicated values differ between the ranks of a mesh.
 
-    Collective over the mesh. Tensors are compared bit by bit, by digests computed on their device. A few integers are
-    sent, regardless of their size.
+    Collective over the mesh. The ranks compare tensors bit by bit, by digests computed on their device, and send only a
+    few integers.
 
     Args:
         values: modules (parameters and buffers), optimizers (numbers such as ``lr`` of each group, and their state),
@@ -37,8 +37,8 @@ def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
         mesh: default: that of the first DTensor among the values, or of the surrounding ``with mesh:``.
 
     Raises:
-        ValueError: names, shapes, dtypes, numbers or the order of the values differ; it shows what each rank has.
-        RuntimeError: tensors differ; it names them, and shows the first numbers of one. No mesh was found.
+        ValueError: names, shapes, dtypes, numbers or the order of the values differ. The text shows those of each rank.
+        RuntimeError: tensors differ; the text names them, and shows the first numbers of one. Or no mesh was found.
         TypeError: a value of another type.
 
     Example::

@@ -16,10 +16,10 @@ PLAIN_TARGET = (
 
 
 class UnsupportedSharding(NotImplementedError):
-    """An operator has no exact form for these shards; raised on every rank, before anything is sent.
+    """An operator has no exact form for these shards. Raised on every rank, before anything is sent.
 
-    The text names the operator, the placements and sizes of its tensors, the reason and the remedy. It is a
-    :class:`NotImplementedError`, so callers that handle "not implemented for this type of tensor" handle it as well.
+    The text names the operator, the placements and sizes of its tensors, the reason and the remedy. The class is a
+    :class:`NotImplementedError`, which callers may handle already.
 
     Example:
         >>> import shardtensor
@@ -32,8 +32,8 @@ class LocalSizeError(RuntimeError, ValueError, IndexError):
     """A plain tensor has the size of this rank's shard instead of the size of the global tensor.
 
     The text names the operator, the sizes and the remedy, and ends with the text of torch's own error, the
-    ``__cause__``. For wrong sizes torch raises one of three exceptions, depending on the function. Callers that handle
-    any of them handle this one as well.
+    ``__cause__``. The class is a RuntimeError, a ValueError and an IndexError, because torch raises one of these for
+    wrong sizes, depending on the function.
 
     Example:
         >>> import shardtensor
@@ -43,17 +43,17 @@ class LocalSizeError(RuntimeError, ValueError, IndexError):
 
 
 class ThreadConflict(RuntimeError):
-    """Two threads of this process communicate in one process group; the text names both.
+    """Two threads of this process communicate in one process group. The text names both.
 
-    Raised in both, before the second one sends anything, or when the first one has waited for what it is sending. See
-    :func:`shardtensor.take_turns`.
+    Both threads raise it: the second before it sends anything, the first when its current communication is complete.
+    See :func:`shardtensor.take_turns`.
     """
 
 
 class RanksDiffer(RuntimeError):
-    """The ranks have called different operators, or plain values differ between them; raised on all ranks that compare.
+    """The ranks have called different operators, or have different plain values. Raised on all ranks that compare.
 
-    The text names the first difference. Numbers since then may be wrong.
+    The text names the first difference. All numbers computed since then may be wrong.
 
     Example:
         >>> import shardtensor
@@ -63,10 +63,10 @@ class RanksDiffer(RuntimeError):
 
 
 class LostRankError(RuntimeError):
-    """A rank that this one waited for has died, raised, ended or said nothing; the text names both, and the operator.
+    """A rank for which this rank waited has died, failed, ended or not answered. The text names both and the operator.
 
-    Raised on the remaining ranks, when their transport fails or its timeout is over. The transport's error is the
-    ``__cause__``. The process group cannot be used any more: end the program, and restart from a checkpoint.
+    Raised on the remaining ranks when the transport fails or times out. The error of the transport is the
+    ``__cause__``. The process group is unusable afterwards: end the program, and restart from a checkpoint.
 
     Example:
         >>> import shardtensor

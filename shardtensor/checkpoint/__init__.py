@@ -41,19 +41,19 @@ _STEP = re.compile(r"(?:.*\D)?(\d+)", re.DOTALL)
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Write one checkpoint, with digests of all data, to a folder that appears when the checkpoint is complete.
+    """Write a checkpoint with digests of all data. The folder appears when the checkpoint is complete.
 
     Args:
-        path: the checkpoint's folder, on a file system that all ranks share: a new one for each save, named by its step
-            (``checkpoints/step-1000``). It must not exist, or be empty.
+        path: the folder of the checkpoint, on a file system that all ranks share. Use a new folder for each save, with
+            the step at the end of its name (``checkpoints/step-1000``). It must not exist, or be empty.
         thread_count, per_thread_copy_ahead, single_file_per_rank, cache_staged_state_dict: as in torch's
             ``FileSystemWriter``.
 
     Raises:
-        CheckpointException: by ``dcp.save``, on all ranks, if any of them fails: the folder holds a checkpoint, a disk
-            is full. Earlier checkpoints are unchanged. The incomplete data is in ``PATH.incomplete``, which the next
-            save to the same path removes.
-        ValueError: ``use_collectives=False``, with which no rank knows when all have written.
+        CheckpointException: by ``dcp.save``, on all ranks, if one rank fails: the folder holds a checkpoint, a disk is
+            full. Earlier checkpoints are unchanged. The next save to the same path removes the incomplete data in
+            ``PATH.incomplete``.
+        ValueError: ``use_collectives=False``: no rank would know when all have written.
 
     Example::
 
@@ -144,9 +144,9 @@ class CheckpointReader(FileSystemReader):
         path: the checkpoint's folder, the same on all ranks.
 
     Raises:
-        CheckpointException: by ``dcp.load``, on all ranks, if any of them reads changed bytes, misses a file, or reads
-            another checkpoint than the others. The text names the file, as does the :class:`DamagedCheckpoint` in its
-            ``failures``. Tensors may be partly loaded: do not use them.
+        CheckpointException: by ``dcp.load``, on all ranks, if one rank reads changed bytes, misses a file, or reads
+            another checkpoint. The text names the file, as does the :class:`DamagedCheckpoint` in ``failures``.
+            Tensors may be partly loaded: do not use them.
 
     Metadata and values other than tensors are pickled, as always in ``torch.distributed.checkpoint``. Digests detect
     accidents, not attacks: load only checkpoints whose writer you trust.
@@ -219,14 +219,14 @@ class _CheckedFiles(FileSystem):
 
 
 def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> Path | None:
-    """The last complete checkpoint in ``folder``, or None.
+    """Return the last complete checkpoint in ``folder``, or None.
 
-    Checkpoints are subfolders whose names end in a number, the step: the greatest is the last. Folders that were not
-    written by a :class:`CheckpointWriter`, or that miss a file or a part of one, are skipped with a warning. Bytes are
-    compared when they are read.
+    Checkpoints are subfolders whose names end in a number, the step. The last checkpoint has the greatest step. Folders
+    that no :class:`CheckpointWriter` has written, or that miss a file or a part of one, are skipped with a warning.
+    Changed bytes are detected when they are read.
 
-    Collective over ``process_group`` (default: all ranks) where ``torch.distributed`` is initialized: the group's first
-    rank looks, so that all read the same checkpoint.
+    If ``torch.distributed`` is initialized, this is collective over ``process_group`` (default: all ranks). The first
+    rank of the group looks for the checkpoint, so all ranks read the same one.
 
     Raises:
         RuntimeError: the folder cannot be read; on all ranks.

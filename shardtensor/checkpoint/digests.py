@@ -24,7 +24,7 @@ _VERSION = 1
 
 
 class DamagedCheckpoint(RuntimeError):
-    """A file of a checkpoint is missing, is cut off, or holds other bytes than were written; the text names it.
+    """A file of a checkpoint is missing, truncated or changed. The text names the file.
 
     Example:
         >>> from shardtensor.checkpoint import DamagedCheckpoint

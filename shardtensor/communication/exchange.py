@@ -49,15 +49,15 @@ _FEW = 4  # messages go straight to the peers where these are less than a quarte
 
 
 class set_transport:  # named like torch.set_grad_enabled, which works alike
-    """Choose how pieces of shards travel, from here on or inside a block. Every rank must choose alike.
+    """Choose how exchanges are sent, from now on or inside a block. Every rank must choose alike.
 
-    It holds for the calling thread, and for the backward passes that it starts.
+    It applies to the calling thread, and to the backward passes that this thread starts.
 
     Args:
-        name: "all_to_all": one ``all_to_all_single`` per exchange on the mesh dim's group; "p2p": sends and receives,
-            batched, with the peers that have something to exchange; "auto" (the default): "p2p" where every rank has
-            fewer peers than a quarter of the group's ranks, and "all_to_all" otherwise. All move the same bytes in the
-            same messages, and give bitwise the same results.
+        name: "all_to_all": one ``all_to_all_single`` per exchange in the group of the mesh dim. "p2p": batched sends
+            and receives between peers. "auto" (the default): "p2p" if every rank has fewer peers than a quarter of the
+            ranks in the group, and "all_to_all" otherwise. All send the same bytes in the same messages, and the
+            results are bitwise equal.
 
     Raises:
         ValueError: another name.

@@ -107,35 +107,35 @@ Read = tuple[dict[str, Any] | None, bytes, list[Tensor]]
 
 
 class ShardLoader(Generic[Batch]):
-    """Iterate over the batches that one rank of the mesh reads, as ShardTensors.
+    """Iterate over batches that one rank of the mesh reads, as ShardTensors.
 
-    Each group of ranks that shares samples (``mesh["domain"]``) has its own source; only the source opens files and
-    holds a batch, on the CPU. Every other rank receives its shards, and holds two: the current one and the next, which
-    is sent while the current one is used. All ranks must iterate alike; the loop may end early.
+    Each group of ranks that shares samples (``mesh["domain"]``) has its own source. Only the source opens files and
+    holds a batch, on the CPU. Every other rank holds two shards: the current one, and the next one, which is sent
+    meanwhile. All ranks must iterate alike. The loop may end early.
 
     Args:
         loader: on the source: any iterable of batches, such as a ``DataLoader`` or torchdata's ``StatefulDataLoader``.
-            Ignored elsewhere (pass None). Batches are tensors or arrays, nested in dicts, lists and (named) tuples, or
-            in classes registered with ``torch.utils._pytree``; besides, None, bool, int, float, str and bytes, of
-            which every rank gets a copy.
+            Ignored on other ranks (pass None). Batches hold tensors or arrays, nested in dicts, lists and (named)
+            tuples, or in classes registered with ``torch.utils._pytree``. Every rank gets a copy of None, bool, int,
+            float, str and bytes.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
-        placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch, with these at
-            the leaves; or a function of a batch that returns either. Default: Replicate. Only the source's are used.
-        shard_sizes: ``{mesh_dim: sizes}``, for all tensors, nested or a function likewise; torch.chunk's by default.
+        placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch; or a function of
+            the batch that returns either. Only those of the source are used. Default: Replicate.
+        shard_sizes: ``{mesh_dim: sizes}``, for all tensors; or nested, or a function. Default: torch.chunk's sizes.
         source: position in the mesh (in ``mesh.mesh.flatten()``) of the rank that reads.
-        pickled: batches may also hold any other objects that can be pickled. Every rank then unpickles received data:
-            it trusts the source, and anyone who can send in its place, to run any code. The same on all ranks.
+        pickled: whether batches may also hold other objects that can be pickled; the same on all ranks. Unpickling
+            received data can run any code: every rank trusts the source, and anyone who can send in its place.
 
     Raises:
         TypeError: the source has passed no loader (on all ranks).
         ValueError: a source outside the mesh; ranks that differ in ``pickled`` (on all ranks).
 
-    Exceptions of the source's loader, and layouts that do not fit its batches, are raised on every rank of the mesh:
-    built-in exceptions as they are, others as their nearest built-in base (RuntimeError if that is Exception), with
+    Every rank of the mesh raises the exceptions of the loader, and errors of layouts that do not fit a batch. Built-in
+    exceptions keep their type. Others become their nearest built-in base (RuntimeError if that is Exception), with
     their name in the text. A rank waits for a message up to the timeout of the default process group.
 
-    Collective over the mesh, as is iterating. Numbers that the loader draws from torch's generator in this process do
-    not advance the program's generator, which stays in step with those of the other ranks.
+    Creating and iterating are collective over the mesh. Numbers that the loader draws from torch's generator in this
+    process do not advance the generator of the program, so the ranks' generators stay in step.
 
     Example::
 
@@ -225,10 +225,10 @@ class ShardLoader(Generic[Batch]):
             transfer.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """On the source, its loader's state after the batch returned last, though it has read one more; {} elsewhere.
+        """The state of the loader after the last returned batch, on the source; {} on other ranks.
 
         Raises:
-            AttributeError: on the source, where the loader keeps no state; torchdata's StatefulDataLoader does.
+            AttributeError: on the source, if the loader has no state. Use torchdata's StatefulDataLoader.
         """
         if not self.is_source:
             return {}
@@ -239,7 +239,7 @@ class ShardLoader(Generic[Batch]):
             return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration continue after the batches that had been returned when the state was taken."""
+        """Continue the next iteration after the last batch that was returned before the state was taken."""
         if self._transfer is not None:
             self._transfer.finish()
         self._iteration = self._state = None

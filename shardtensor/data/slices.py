@@ -54,28 +54,27 @@ def read(
     shard_sizes: ShardSizes = None,
     dtype: torch.dtype | None = None,
 ) -> ShardTensor:
-    """``array[index]`` as a ShardTensor; each rank reads its own shard and nothing else. No communication.
+    """Read ``array[index]`` as a ShardTensor. Each rank reads only its own shard, without communication.
 
     Args:
         array: the same on every rank; see above.
         mesh: default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for the dims of the result; default: Replicate everywhere.
-        index: integers, slices with positive steps and ``...``, as for the array; default: all of it.
-        shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes by default. "chunks": as even as possible with every
-            boundary between two chunks of the array (``array.chunks``, as zarr and h5py have), so that none is read
-            twice.
-        dtype: the dtype of the result; default: the array's.
+        index: integers, slices with positive steps and ``...``, as for the array; default: the complete array.
+        shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes. "chunks": as even as possible with every
+            boundary between two chunks of the array (``array.chunks`` of zarr and h5py), so no chunk is read twice.
+        dtype: the dtype of the result; default: that of the array.
 
     Returns:
-        A ShardTensor with memory of its own, in the machine's byte order.
+        A ShardTensor with its own memory, in the byte order of the machine.
 
     Raises:
         TypeError: an index that is neither integer nor slice; a dtype that torch does not have.
-        ValueError: placements or sizes that do not fit; "chunks" of an array without chunks, or of a dim that is only
-            read in part.
-        IndexError: an integer out of range, or too many of them.
+        ValueError: placements or sizes that do not fit; "chunks" for an array without chunks, or for a dim that is read
+            in part.
+        IndexError: an integer out of range, or too many integers.
 
-    These are raised on every rank. An error of a file is raised only by the rank that reads it.
+    Every rank raises these errors. Only the rank that reads a file raises an error of the file.
 
     Example::
 
@@ -93,22 +92,22 @@ def read(
 
 @torch.no_grad()
 def write(array: Any, x: DTensor, *, index: object = ()) -> None:
-    """``array[index] = x``; each rank writes its own shard. Collective over the mesh.
+    """Write ``array[index] = x``. Each rank writes its own shard. Collective over the mesh.
 
-    All ranks have written when the call returns. Contributions are reduced first, and one of several copies is written.
-    Ranks never write to the same chunk (``array.shards`` or ``array.chunks``, as zarr has), which would lose values: if
-    a boundary of ``x`` lies within a chunk, the shards are first moved to sizes that keep chunks whole.
+    The call returns when all ranks have written. A Partial is reduced first, and one of several copies is written.
+    Two ranks that write to the same chunk (``array.shards`` or ``array.chunks`` of zarr) would lose values. If a
+    boundary of ``x`` lies within a chunk, ``x`` is first redistributed to sizes with boundaries between chunks.
 
     Args:
-        array: the same on every rank, and one that several processes may write to: ``zarr.Array``, or
-            ``numpy.lib.format.open_memmap(path, "r+")`` on one machine; not h5py.
+        array: the same on every rank. Several processes must be able to write to it: ``zarr.Array``, or
+            ``numpy.lib.format.open_memmap(path, "r+")`` on one machine, but not h5py.
         x: a ShardTensor or DTensor of the shape of ``array[index]``; its values are converted to the array's dtype.
         index: integers, slices with positive steps and ``...``, as for :func:`read`; the same on every rank.
 
     Raises:
-        ValueError: on every rank: another shape; a sharded dim of which only a part of the array's chunks is written;
-            ranks that write to different places.
-        RuntimeError: if another rank could not write; that one raises its own error.
+        ValueError: on every rank: another shape; a sharded dim of which only parts of chunks are written; ranks that
+            write to different places.
+        RuntimeError: another rank could not write, and raises its own error.
 
     Example::
 
@@ -148,19 +147,19 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
 
 
 class SliceDataset(Dataset[Any]):
-    """Samples ``array[i]`` of one array or several; each rank reads its own slice. For any ``DataLoader``.
+    """A dataset of samples ``array[i]``, of which each rank reads its own slice, for any ``DataLoader``.
 
-    The ranks of the mesh go through the same samples in the same order, each with a ``DataLoader`` of its own, and
-    :meth:`batches` makes ShardTensors of the loaders' batches.
+    The ranks of the mesh read the same samples in the same order, each with its own ``DataLoader``. :meth:`batches`
+    makes ShardTensors of their batches.
 
     Args:
-        arrays: arrays whose dim 0 counts the samples, nested in dicts, lists and tuples; or a function that opens them,
-            which is called once in every process that reads. Use a function for h5py, whose files must not be shared
-            with worker processes, and where workers are not forked.
+        arrays: arrays whose dim 0 counts the samples, nested in dicts, lists and tuples; or a function that opens them.
+            Every process that reads calls it once. Use a function if workers are not forked, and for h5py, because
+            worker processes must not share its files.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
-        placements, shard_sizes: for all arrays, or nested like them, as for :class:`ShardLoader`; for the dims of the
-            *batch*, which are those of the arrays. Dim 0, the samples, cannot be sharded. "chunks": as in :func:`read`.
-        dtype: the dtype of the slices; default: the arrays'.
+        placements, shard_sizes: for all arrays, or nested like them, as for :class:`ShardLoader`. Their dims are those
+            of the *batch*. Dim 0, the samples, cannot be sharded. "chunks": as in :func:`read`.
+        dtype: the dtype of the slices; default: that of the arrays.
 
     Raises:
         ValueError: arrays with different numbers of samples, sharded samples, and as :func:`read`.
@@ -216,13 +215,13 @@ class SliceDataset(Dataset[Any]):
     def batches(self, loader: Iterable[Any]) -> Iterator[PyTree]:
         """ShardTensors, nested like the arrays, from the batches of a ``DataLoader`` over this dataset.
 
-        Each batch costs one all-gather of three numbers per mesh dim, in which the ranks compare which samples they
-        have read: they need samplers with the same seed.
+        For each batch, the ranks compare the samples that they have read, with one all-gather of three numbers per mesh
+        dim. Use samplers with the same seed.
 
         Raises:
-            ValueError: on every rank, where they have read different samples, or different numbers of batches.
-            RuntimeError: where another rank could not read; that one raises its own error.
-            TypeError: batches that are not of this dataset, or not collated by ``DataLoader`` itself.
+            ValueError: on every rank: the ranks have read different samples, or different numbers of batches.
+            RuntimeError: another rank could not read, and raises its own error.
+            TypeError: batches of another dataset, or of another ``collate_fn`` than the default.
         """
         # All ranks gather in each round, whatever has happened on them: this is where an error or the end is noticed.
         assert self._mesh is not None, "only the process that made the dataset makes ShardTensors"

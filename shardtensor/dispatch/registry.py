@@ -60,7 +60,7 @@ def _table(func_or_op: Any) -> dict[Any, Handler]:
 
 
 def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
-    """Decorator: make the function below it the handler of these functions or aten operators.
+    """Register a handler for functions or aten operators, as a decorator.
 
     Args:
         funcs_or_ops: Python functions that dispatch on ``__torch_function__`` (every ``torch.*`` function and tensor
@@ -147,7 +147,7 @@ def _default_of(op: OpOverload) -> tuple[str, Handler | None]:
 
 
 def unregister(*funcs_or_ops: Any) -> None:
-    """Remove a handler of each, and where there is none, a rule; KeyError where there is neither."""
+    """Remove the handler of each function or operator, or else its rule. KeyError if there is neither."""
     for f in funcs_or_ops:
         table = next((table for table in (OPERATORS, FUNCTIONS, RULES) if f in table), None)
         if table is None:
@@ -159,9 +159,9 @@ def unregister(*funcs_or_ops: Any) -> None:
 
 
 def registered() -> dict[Any, Handler]:
-    """All entries: ``{function or aten operator: handler or rule}`` (a copy). See also :func:`supports`.
+    """Return all entries, ``{function or aten operator: handler or rule}``, as a copy. See also :func:`supports`.
 
-    Operators that fall back on a sharding strategy of a user's are among them, with ``strategies.fall_back``.
+    Operators with your own sharding strategies for DTensor have the entry ``strategies.fall_back``.
     """
     fallen = {op: rule for op in strategies() for how, rule in [_default_of(op)] if rule and how == "strategy"}
     return {**fallen, **RULES, **OPERATORS, **FUNCTIONS}
@@ -192,16 +192,16 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What ShardTensors do when an operator is called on them.
+    """Whether an operator is supported on ShardTensors. Returned by :func:`supports`.
 
     Attributes:
-        supported: whether there is a distributed form, exact for any shards except those that its plan refuses.
-        how: "declared" (a plan or handler of its own), "elementwise" (each rank works on its shard), "decomposed"
-            (torch composes it of other operators, each of which has a form of its own or none), "strategy" (by the
-            sharding strategy that a user has registered with DTensor), or "refused".
-        where: the module that holds the form; empty if it has none of its own.
-        reason: the layouts and arguments that are refused, or the reason and remedy; empty if the form is exact for
-            all of them.
+        supported: whether there is a distributed form. It is exact for all layouts that are not refused.
+        how: "declared" (it has its own plan or handler), "elementwise" (each rank works on its shard), "decomposed"
+            (torch composes it of other operators, some of which may be refused), "strategy" (you have registered a
+            sharding strategy for it with DTensor), or "refused".
+        where: the module that holds the form; empty if there is none.
+        reason: the refused layouts and arguments, or the reason and remedy of a refusal; empty if the form is exact for
+            all layouts.
     """
 
     supported: bool
@@ -221,7 +221,7 @@ TRANSFORMS: dict[Callable[..., Any], Support] = {}
 
 
 def supports(func_or_op: Any) -> Support:
-    """Whether, how and by which module ShardTensors support a function, tensor method, aten operator or transform.
+    """Return whether and how ShardTensors support a function, tensor method, aten operator or transform.
 
     Example:
         >>> import torch, shardtensor

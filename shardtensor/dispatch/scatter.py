@@ -44,28 +44,29 @@ def scatter_tensor(
 ) -> ShardTensor:
     """Shard a tensor that one rank holds over a mesh. Collective over the mesh.
 
-    Each rank receives one message with its shard and allocates nothing else; the source packs one shard at a time, or
-    small ones of up to 8 MiB together.
-    Before that, the ranks gather a row of integers with the tensor's shape and dtype, and compare their arguments.
+    First the ranks compare their arguments, with an all-gather of some integers. Then each rank receives its shard in
+    one message, and allocates nothing else. The source packs one shard at a time, or small ones of up to 8 MiB
+    together.
 
     Args:
-        tensor: the global tensor on rank ``global_src``, on the mesh's device type; ignored elsewhere (pass None).
-        global_src: the source's *global* rank; it must be in the mesh.
-        mesh: where the shards go; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
+        tensor: the global tensor on rank ``global_src``, on the device type of the mesh. Ignored on other ranks (pass
+            None).
+        global_src: the *global* rank of the source; it must be in the mesh.
+        mesh: the mesh of the result; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
-        shard_sizes: ``{mesh_dim: sizes}``; torch.chunk's sizes for sharded mesh dims that are left out.
-        global_shape, dtype: of ``tensor``. If every rank passes both, nothing is gathered first, and arguments are
-            compared when they are used first (with ``SHARDTENSOR_DEBUG=1`` each time).
+        shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes, also for mesh dims that are left out.
+        global_shape, dtype: of ``tensor``. If every rank passes both, the all-gather is left out, and the ranks compare
+            arguments only at their first use (with ``SHARDTENSOR_DEBUG=1`` each time).
         requires_grad: make the result a leaf that accumulates gradients.
 
     Returns:
         A ShardTensor of shape ``global_shape``.
 
     Raises:
-        ValueError: on every rank alike: arguments that differ between ranks, a source outside the mesh, sizes that do
-            not add up, a tensor on the wrong device or one that does not have the given ``global_shape`` and
-            ``dtype``, a Partial placement.
-        TypeError: the source rank has passed no tensor, or a DTensor or a sparse tensor.
+        ValueError: on every rank: arguments that differ between ranks, a source outside the mesh, sizes that do not add
+            up, a Partial placement, a tensor on another device type, or without the given ``global_shape`` and
+            ``dtype``.
+        TypeError: the source passes no tensor, a DTensor or a sparse tensor.
         RuntimeError: no process group; an integer tensor with ``requires_grad``.
 
     Example::
@@ -113,17 +114,17 @@ def scatter_tensor(
 
 @torch.no_grad()
 def gather_tensor(x: DTensor, global_dst: int = 0) -> Tensor | None:
-    """The global tensor on one rank, for a file or a picture. Collective over the mesh; not differentiable.
+    """Gather the global tensor on one rank, for a file or a picture. Collective over the mesh; not differentiable.
 
-    Each rank sends its shard in one message, and only the destination allocates the global tensor; ``full_tensor``
-    gives it to all. Contributions (Partial) are reduced first.
+    Each rank sends its shard in one message. Only the destination allocates the global tensor, unlike with
+    ``full_tensor``. A Partial is reduced first.
 
     Args:
         x: a ShardTensor or DTensor.
-        global_dst: the destination's *global* rank; it must be in the mesh.
+        global_dst: the *global* rank of the destination; it must be in the mesh.
 
     Returns:
-        On the destination a plain tensor on the mesh's device, without gradient; None on all other ranks.
+        On the destination, a plain tensor without gradient on the device of the mesh. None on all other ranks.
 
     Raises:
         ValueError: on every rank, if the destination is not in the mesh.

@@ -65,9 +65,9 @@ __all__ = [
 class ShardTensor(DTensor):
     """A tensor sharded over a device mesh, with shards of any sizes, that acts like the global tensor.
 
-    Create one by :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`; see how it is sharded
-    by :attr:`shard_sizes`, ``placements`` and ``device_mesh``; convert it by :meth:`to_local`, :meth:`full_tensor` and
-    :meth:`redistribute`. Operators are exact, or raise :class:`shardtensor.UnsupportedSharding` on every rank.
+    Create a ShardTensor with :meth:`from_local`, :func:`shardtensor.scatter_tensor` or :meth:`from_dtensor`. Its layout
+    is in :attr:`shard_sizes`, ``placements`` and ``device_mesh``. Convert it with :meth:`to_local`, :meth:`full_tensor`
+    and :meth:`redistribute`. Operators are exact, or raise :class:`shardtensor.UnsupportedSharding` on every rank.
 
     Example (``torchrun --nproc-per-node 2``)::
 
@@ -120,14 +120,14 @@ class ShardTensor(DTensor):
             local_tensor: this rank's shard (Shard), copy (Replicate) or contribution (Partial).
             device_mesh: default: the mesh of the surrounding ``with mesh:``.
             placements: one per mesh dim; default: Replicate everywhere.
-            shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}`` for every sharded mesh dim: no
-                communication. "even": torch.chunk's sizes, no communication; for a mesh dim left out of the dict
-                too. None: the sizes are inferred with one small all-gather per mesh dim, which also checks that the
-                ranks agree on dtype, dims and other sizes; in the first calls, a warning where all hold the same.
+            shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}``; mesh dims that are left out get
+                torch.chunk's sizes. "even": torch.chunk's sizes. Both need no communication. None: the sizes are
+                inferred with one small all-gather per mesh dim, which also checks that the ranks agree on dtype, dims
+                and other sizes. The first calls warn if all ranks hold equal values.
 
         Raises:
             ValueError: sizes that do not fit the local tensor, or ranks that do not agree. With given sizes, only the
-                rank with a wrong size raises, unless ``SHARDTENSOR_DEBUG=1`` makes the ranks compare.
+                rank with a wrong size raises. With ``SHARDTENSOR_DEBUG=1`` all ranks raise.
             TypeError: ``local_tensor`` is not a plain tensor.
 
         Example::
@@ -140,9 +140,9 @@ class ShardTensor(DTensor):
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
-        """The same tensor as a ShardTensor (shards as torch.chunk makes them). Differentiable, no copy.
+        """Convert a DTensor, whose shards have torch.chunk's sizes, without a copy. Differentiable.
 
-        Its gradient comes back as contributions, ``Partial()``, on every mesh dim where it is Replicate, see
+        The gradient of ``dtensor`` is ``Partial()`` on every mesh dim on which it is Replicate, see
         [Note: contributions] in weight_gradients.py.
 
         Raises:
@@ -151,11 +151,11 @@ class ShardTensor(DTensor):
         return conversions.from_dtensor(dtensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's shard, copy or contribution as a plain tensor. Differentiable.
+        """Return this rank's shard, copy or contribution as a plain tensor. Differentiable.
 
         Args:
-            grad_placements: how the gradient of the result lies on the ranks; default: like this tensor (Replicate
-                for a Partial). ``Partial()`` on a mesh dim where the ranks use their copy for different work.
+            grad_placements: placements of the gradient of the result; default: those of this tensor (Replicate for a
+                Partial). Pass ``Partial()`` for a mesh dim on which the ranks use their copies for different work.
         """
         if self._open is not None:
             close(self)
@@ -170,11 +170,11 @@ class ShardTensor(DTensor):
         return to_part(self, spec, self.dtype if wide else None, guarded=True)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The global tensor on every rank, as a plain tensor: gathers and reduces. Differentiable.
+        """Return the global tensor on every rank, as a plain tensor. Gathers and reduces. Differentiable.
 
         Args:
-            grad_placements: how the gradient of the result lies on the ranks; default Replicate, for a loss that
-                every rank computes alike.
+            grad_placements: placements of the gradient of the result; default: Replicate, for a loss that every rank
+                computes alike.
         """
         if not self._spec.is_replicate() and not is_traced(self._local_tensor):
             compare_histories("full_tensor", self.device_mesh)
@@ -189,17 +189,17 @@ class ShardTensor(DTensor):
         shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
         async_op: bool = False,
     ) -> ShardTensor:
-        """Move to other placements and / or other shard sizes on the same mesh. Differentiable.
+        """Redistribute to other placements or shard sizes on the same mesh. Differentiable.
 
         Args:
             device_mesh: None or this tensor's mesh.
-            placements: one per mesh dim; default: as they are.
-            shard_sizes: new sizes by mesh dim. Mesh dims left out keep their sizes where the placement stays, and
-                get torch.chunk's otherwise. "even": torch.chunk's everywhere.
-            async_op: accepted for DTensor's sake; the result is complete in any case.
+            placements: one per mesh dim; default: those of this tensor.
+            shard_sizes: new sizes by mesh dim. Mesh dims that are left out keep their sizes if the placement does not
+                change, and get torch.chunk's otherwise. "even": torch.chunk's everywhere.
+            async_op: no effect, as in DTensor's signature; the result is always complete.
 
         Raises:
-            ValueError: another mesh, placements or sizes that do not fit, a Shard to become ``Partial("max")``.
+            ValueError: another mesh, placements or sizes that do not fit, or ``Partial("max")`` for a Shard.
 
         Example::
 

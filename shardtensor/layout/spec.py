@@ -43,15 +43,15 @@ _numbers = count()
 class ShardTensorSpec(DTensorSpec):
     """Mesh, placements, global shape, and for every sharded mesh dim the size of each rank's shard.
 
-    From the spec alone, every rank knows the shard of every other rank, so no operator has to ask. The sizes
-    are part of equality and hash, so plans cached by spec never mix two layouts of the same tensor.
+    Every rank knows the shards of all ranks from the spec, without communication. The sizes are part of equality and
+    hash, so a plan that is cached by spec is never used for another layout.
 
     Attributes:
         mesh, placements, tensor_meta: as in DTensor's spec. ``tensor_meta`` describes the global tensor.
-        sizes: one entry per mesh dim: a tuple of shard sizes along that mesh dim, or None where not sharded.
+        sizes: one entry per mesh dim: a tuple of shard sizes along that mesh dim, or None if it is not a Shard.
         layout: placement and sizes together, one :class:`AxisLayout` per mesh dim.
-        number: of this object, and of no other in this process: in keys of plans it takes the place of the spec, which
-            would have to be hashed and compared. Specs that are equal are one object mostly.
+        number: a number of this object, unique in this process. Keys of plans contain it instead of the spec, which
+            takes longer to hash and compare. Equal specs are usually one object.
 
     Raises:
         ValueError: sizes that do not fit the placements or the global shape.
@@ -79,7 +79,7 @@ class ShardTensorSpec(DTensorSpec):
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, sizes: Sizes) -> ShardTensorSpec:
-        """The spec with these properties, which are not checked again. See [Note: equal specs]."""
+        """Return the spec with these properties, without checks. See [Note: equal specs]."""
         try:
             return _known(id(mesh), mesh, tuple(mesh.get_coordinate() or ()), tuple(placements), meta, tuple(sizes))
         except TypeError:  # sizes that cannot be hashed, such as the symbolic integers of torch.compile
@@ -99,7 +99,7 @@ class ShardTensorSpec(DTensorSpec):
         """Build and validate a spec from public arguments.
 
         Args:
-            shard_sizes: ``{mesh_dim: sizes}``; mesh dims left out, None and "even" mean torch.chunk's sizes.
+            shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes, also for mesh dims that are left out.
 
         Raises:
             TypeError, ValueError: placements or sizes that do not fit the mesh or the shape.
@@ -113,9 +113,9 @@ class ShardTensorSpec(DTensorSpec):
         return cls.of(mesh, placements, TensorMeta(shape, stride, dtype), sizes)
 
     def target(self, placements: Sequence[Placement] | None, shard_sizes: ShardSizes) -> ShardTensorSpec:
-        """The spec with other placements or shard sizes, as they were given to ``redistribute``.
+        """Return the spec with other placements or shard sizes, as passed to ``redistribute``.
 
-        Mesh dims without new sizes keep theirs where the placement stays.
+        Mesh dims without new sizes keep theirs if their placement does not change.
 
         Raises:
             TypeError, ValueError: as :meth:`make` does.
@@ -160,9 +160,9 @@ class ShardTensorSpec(DTensorSpec):
         sizes: Sizes | None = None,
         meta: TensorMeta | None = None,
     ) -> ShardTensorSpec:
-        """The spec with other placements, sizes or tensor meta.
+        """Return the spec with other placements, sizes or tensor meta.
 
-        Where a placement changes, give its sizes along with it; :meth:`with_axes` keeps the two together.
+        If a placement changes, pass its sizes as well; :meth:`with_axes` keeps the two together.
         """
         return ShardTensorSpec.of(
             self.mesh,
@@ -172,11 +172,11 @@ class ShardTensorSpec(DTensorSpec):
         )
 
     def with_layout(self, layout: Sequence[AxisLayout], meta: TensorMeta | None = None) -> ShardTensorSpec:
-        """The spec with these placements and sizes, one entry per mesh dim, and if given another tensor meta."""
+        """Return the spec with these placements and sizes, one entry per mesh dim, and with ``meta`` if given."""
         return self.replace(placements=[a.placement for a in layout], sizes=tuple(a.sizes for a in layout), meta=meta)
 
     def with_axes(self, axes: Mapping[int, AxisLayout]) -> ShardTensorSpec:
-        """The spec with another layout on the mesh dims that are named, and its own on the others."""
+        """Return the spec with another layout on the given mesh dims."""
         layout = list(self.layout)
         for m, axis in axes.items():
             layout[m] = axis
@@ -205,15 +205,15 @@ class ShardTensorSpec(DTensorSpec):
         return self.with_axes({m: AxisLayout(Replicate()) for m in partial}) if partial else None
 
     def for_contributions(self) -> ShardTensorSpec:
-        """The spec of this tensor's gradient where each rank has a contribution: Partial where it is replicated."""
+        """Return the spec of this tensor's gradient if each rank has a contribution: Partial instead of Replicate."""
         # On a mesh dim of one rank there is nothing to reduce.
         shared = [m for m, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(m) > 1]
         return self.for_gradient().with_axes({m: AxisLayout(Partial()) for m in shared})
 
     def gathered_for(self, target: ShardTensorSpec | Sequence[Placement]) -> int | None:
-        """The first mesh dim on which shards would have to be gathered for other placements; None if there is none.
+        """Return the first mesh dim on which shards would have to be gathered for ``target``, or None.
 
-        Where the sharded dim has length 1, one rank has all of it, which is broadcast.
+        A sharded dim of length 1 does not count: the rank that has it broadcasts it.
         """
         new = target.placements if isinstance(target, ShardTensorSpec) else target
         for m, (p, q) in enumerate(zip(self.placements, new, strict=True)):
@@ -285,7 +285,7 @@ class ShardTensorSpec(DTensorSpec):
         return intervals_of(self.sizes_along(mesh_dim))[self.coordinate[mesh_dim]]
 
     def own_interval(self, dim: int) -> Interval:
-        """The interval that this rank holds of a tensor dim: all of it where no mesh dim shards that."""
+        """The interval of a tensor dim that this rank holds: the complete dim if no mesh dim shards it."""
         dim %= len(self.shape)
         m = self.sharded_dims().get(dim)
         return (0, self.shape[dim]) if m is None else self.interval(m)
@@ -308,8 +308,7 @@ class ShardTensorSpec(DTensorSpec):
     def num_shards_map(self) -> list[int]:
         """How many shards each tensor dim has, as in DTensor's spec.
 
-        FSDP2 reads this when it makes DTensors of its own of a parameter, which have no sizes. So it is the place to
-        refuse shards that it would read as others.
+        FSDP2 calls this when it makes DTensors of a parameter, which have no sizes. So other sizes are refused here.
 
         Raises:
             UnsupportedSharding: shard sizes other than torch.chunk's.

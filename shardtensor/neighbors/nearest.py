@@ -37,24 +37,24 @@ OUTSIDE = "neighbours are found outside of compiled functions; pass them in"
 
 @not_in_graphs(OUTSIDE)
 def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` nearest points of each query: their distances and indices.
+    """Find the ``k`` nearest points of each query.
 
-    Takes plain tensors and ShardTensors, with the same result. The points may be sharded along dim 0 in any sizes; a
-    rank gets the points of other ranks that may be among the nearest of its queries, and never all of them at once.
-    Equally near points are ordered by index. Distances are Euclidean, computed in float64 and rounded once; they are
-    differentiable with respect to points and queries, twice and more (at a distance of 0 the derivative is 0).
+    The results for plain tensors and ShardTensors are the same. Points may be sharded along dim 0 in any sizes. A rank
+    receives only the points of other ranks that may be among the nearest of its queries. Equally near points are
+    ordered by index. Distances are Euclidean, computed in float64 and rounded once. They are differentiable any number
+    of times with respect to points and queries. At a distance of 0 the derivative is 0.
 
     Args:
         points: ``(n, d)``, floating-point.
-        queries: ``(m, d)``, of the same dtype; may be ``points``, and then each point is its own nearest.
+        queries: ``(m, d)``, of the same dtype. If this is ``points``, each point is its own nearest.
         k: between 1 and ``n``.
 
     Returns:
-        distances ``(m, k)`` of the points' dtype, ascending, and indices ``(m, k)``, int64. Sharded as the queries are.
+        distances ``(m, k)``, ascending, of the points' dtype, and indices ``(m, k)``, int64, sharded like the queries.
 
     Raises:
-        ValueError: shapes that do not fit, ``k`` out of range, coordinates that are not finite; on all ranks.
-        TypeError: tensors that are not floating-point, or of two dtypes; a ``k`` that is no integer.
+        ValueError: shapes that do not fit, ``k`` out of range, or infinite or NaN coordinates; on all ranks.
+        TypeError: tensors that are not floating-point, or of two dtypes; a ``k`` that is not an integer.
         UnsupportedSharding: coordinates of a point on several ranks; points and queries sharded on two mesh dims.
 
     Example:
@@ -63,7 +63,7 @@ def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         >>> distances.tolist(), indices.tolist()
         ([[0.5, 1.5]], [[2, 0]])
 
-    SciPy's ``cKDTree`` searches on CPUs, where SciPy is installed (``pip install shardtensor[neighbors]``).
+    On CPUs, SciPy's ``cKDTree`` searches if SciPy is installed (``pip install shardtensor[neighbors]``).
     """
     _check("knn", points, queries)
     _check_k(k, points)
@@ -79,22 +79,21 @@ def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def radius(
     points: Tensor, queries: Tensor, r: float, *, max_neighbors: int | None = None, loops: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """All points within a distance of each query: their distances, and pairs of indices, as the edges of a graph.
+    """Find all points within a distance of each query, as the edges of a graph.
 
-    Arguments and sharding are as in :func:`knn`. A point is a neighbour if its distance is at most ``r`` in float64.
+    Sharding is as in :func:`knn`. A point is a neighbour if its distance is at most ``r`` in float64.
 
     Args:
         points: ``(n, d)``, floating-point.
-        queries: ``(m, d)``, of the same dtype; may be ``points``, and then each point is a neighbour of itself.
+        queries: ``(m, d)``, of the same dtype. If this is ``points``, each point is a neighbour of itself.
         r: a finite number, at least 0.
-        max_neighbors: of each query, at most so many, the nearest ones; None: all.
-        loops: False: a query is no neighbour of the point that has its index.
+        max_neighbors: the largest number of neighbours of a query; the nearest are kept. Default: all.
+        loops: whether a query may be a neighbour of the point with the same index.
 
     Returns:
-        distances ``(e,)`` of the points' dtype, and edges ``(2, e)``, int64: in the first row the points, in the second
-        the queries, so that messages go from points to queries (``edge_index`` of PyTorch Geometric). By query,
-        distance and point. Where the queries are sharded, the edges lie with their queries: sharded along their dim of
-        length ``e``, in sizes that depend on data.
+        distances ``(e,)`` of the points' dtype, and edges ``(2, e)``, int64: points in the first row and queries in the
+        second, as in ``edge_index`` of PyTorch Geometric. Edges are sorted by query, distance and point. If the queries
+        are sharded, each edge is on the rank of its query; the shard sizes depend on data.
 
     Raises:
         ValueError, TypeError, UnsupportedSharding: as :func:`knn`; an ``r`` or a ``max_neighbors`` out of range.

@@ -32,18 +32,18 @@ class Edges(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
-    """The nodes of each rank, and the rows that a layer sends. Made by :func:`shardtensor.partition`.
+    """The nodes of each rank, and the rows that a layer sends. Returned by :func:`shardtensor.partition`.
 
     Attributes:
         order: ``(n,)``, the old number of each node: ``x[order]`` has the nodes of rank 0 first, then those of rank 1,
             ...
         places: ``(n,)``, the new number of each node.
-        sizes: how many nodes each rank has: the shard sizes of dim 0.
-        method: how they were chosen.
-        edges_of: how many edges each rank has, those to its nodes; None where no edges were given.
-        cut: how many edges come from another rank's node; or None.
-        reads: ``reads[r][s]``: how many nodes of rank ``s`` have edges to nodes of rank ``r``. So many rows rank ``r``
-            reads in each layer, and as many gradients go back; or None.
+        sizes: the number of nodes of each rank: the shard sizes of dim 0.
+        method: the method of the partition.
+        edges_of: the number of edges to the nodes of each rank; None without edges.
+        cut: the number of edges from nodes of other ranks; None without edges.
+        reads: ``reads[r][s]`` is the number of nodes of rank ``s`` with edges to nodes of rank ``r``. Rank ``r``
+            reads these rows in each layer, and sends their gradients back. None without edges.
     """
 
     order: Tensor
@@ -55,22 +55,22 @@ class Partition:
     reads: tuple[tuple[int, ...], ...] | None = None
 
     def nodes(self, x: Tensor) -> Tensor:
-        """Features of the nodes, ``(n, ...)``, in the order of their new numbers."""
+        """Put features of the nodes, ``(n, ...)``, in the order of the new numbers."""
         return x[self.order]
 
     def back(self, x: Tensor) -> Tensor:
-        """Features of the nodes in their old order: the inverse of :meth:`nodes`."""
+        """Put features of the nodes in the order of the old numbers: the inverse of :meth:`nodes`."""
         return x[self.places]
 
     def edges(self, edge_index: Tensor, sources: Partition | None = None) -> Edges:
-        """Edges by the nodes' new numbers, each with the rank that has its target.
+        """Renumber edges, and sort them by their targets.
 
         Args:
             edge_index: ``(2, e)``: sources and targets.
-            sources: of a bipartite graph, the partition of the sources; this one is that of the targets.
+            sources: for a bipartite graph, the partition of the sources; ``self`` is that of the targets.
 
         Raises:
-            ValueError, TypeError: it is none, or names nodes that there are not.
+            ValueError, TypeError: not an ``edge_index``, or node numbers out of range.
         """
         others = self if sources is None else sources
         _check_edges(edge_index, len(others.order), len(self.order))
@@ -80,13 +80,13 @@ class Partition:
         return Edges(index, self._held(index[1]), order)
 
     def followers(self, nodes: Tensor) -> Partition:
-        """The partition of items that belong to nodes, such as pixels: each on the rank of its node, in their order.
+        """Return the partition of items that belong to nodes, such as pixels: each is on the rank of its node.
 
         Args:
-            nodes: ``(m,)``, int64: the node of each, by its old number.
+            nodes: ``(m,)``, int64: the old number of the node of each item.
 
         Raises:
-            ValueError: it is none, or names nodes that there are not.
+            ValueError: not a vector of int64, or node numbers out of range.
 
         Example:
             >>> found = partition(positions=torch.tensor([[0.0], [9.0], [1.0]]), ranks=2)  # nodes 0 and 2, and 1
@@ -105,10 +105,10 @@ class Partition:
         return tuple(torch.searchsorted(places.contiguous(), ends).diff(prepend=ends.new_zeros(1)).tolist())
 
     def bytes_read(self, features: int, dtype: torch.dtype = torch.float32) -> tuple[int, ...]:
-        """The bytes that each rank reads from others in the forward pass of a layer, for a number of features per node.
+        """Return the bytes that each rank reads from others in the forward pass of a layer, for a number of features.
 
         Raises:
-            ValueError: it is not known, as no edges were given.
+            ValueError: the partition was made without edges.
         """
         if self.reads is None:
             raise ValueError("what ranks read follows from edges: call partition(..., edge_index=edge_index)")
@@ -134,27 +134,26 @@ def partition(
     ranks: int,
     method: str = "auto",
 ) -> Partition:
-    """Divide the nodes of a graph among ranks, so that few edges are between ranks.
+    """Divide the nodes of a graph among ranks, so that few edges cross between ranks.
 
-    Takes plain tensors, the same on every rank, and returns the same result on every rank. Sizes differ by one node at
-        most.
+    Takes plain tensors, the same on every rank, and returns the same result on every rank. Sizes differ by at most one
+    node.
 
-    - Of ``positions``: the nodes are divided in two across their widest extent, again and again (recursive coordinate
-      bisection).
-    - Of ``edge_index``: nodes get coordinates, their distances in edges from eight nodes that lie far apart. They are
-      divided by that coordinate, or that sum or difference of some, which cuts the fewest edges; then nodes change
-      places where that cuts fewer.
-    - Of both: so, by the positions' coordinates.
+    - With ``positions``, it bisects the nodes along their widest dim, repeatedly (recursive coordinate bisection).
+    - With ``edge_index``, the coordinates of a node are its distances, in edges, from eight nodes that are far apart.
+      Each bisection is along the coordinate, sum or difference that cuts the fewest edges. Then nodes swap ranks if
+      this cuts fewer edges.
+    - With both, it does the same with the positions as coordinates.
 
-    That is good for meshes, grids and graphs of neighbours, of any shape. For graphs without an extent, such as social
-    networks, METIS is better: ``method="metis"`` has it divide them by ``edge_index``, in sizes that differ more.
+    This is suited to meshes, grids and graphs of neighbours. METIS (``method="metis"``) is better for graphs without a
+    geometry, such as social networks, but its sizes differ more.
 
     Args:
         positions: ``(n, d)``, floating-point.
         edge_index: ``(2, e)``, int64: sources and targets, as in PyTorch Geometric.
-        num_nodes: ``n``, where there are no positions.
-        ranks: among how many.
-        method: "auto", or "metis", which takes the package pymetis.
+        num_nodes: ``n``; needed without positions.
+        ranks: the number of ranks.
+        method: "auto", or "metis", which needs the package pymetis.
 
     Raises:
         ValueError, TypeError: arguments that do not fit each other; positions that are not finite.

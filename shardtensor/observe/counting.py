@@ -26,17 +26,17 @@ Call = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class Communication:
-    """What one rank communicated while it was counted.
+    """The communication of one rank, as :func:`count_communication` counts it.
 
     Attributes:
-        messages: point-to-point messages sent: sends, and the non-empty pieces of an all-to-all for other ranks.
+        messages: messages sent: point-to-point sends, and the non-empty pieces of an all-to-all for other ranks.
         bytes_sent: their bytes.
-        received_messages: messages received, counted alike.
+        received_messages: messages received.
         bytes_received: their bytes.
         sent_to: global rank -> bytes sent to it.
         received_from: global rank -> bytes received from it (-1: a receive from any source).
         collectives: name (``all_reduce``, ``all_gather``, ``all_to_all``, ...) -> number of calls.
-        collective_bytes: bytes of this rank's operands of the collectives, except all-to-all: its bytes are messages.
+        collective_bytes: bytes of this rank's operands of the collectives, except all-to-all, whose bytes are messages.
     """
 
     messages: int = 0
@@ -52,7 +52,7 @@ class Communication:
         return Communication(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def include(self, other: Communication) -> None:
-        """Add what another one has counted."""
+        """Add the counts of ``other``."""
         for f in fields(self):
             setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
@@ -121,8 +121,8 @@ class Communication:
 def count_communication() -> Iterator[Communication]:
     """Count this rank's messages, bytes and collectives inside the block, in forward and backward.
 
-    Collectives of ``torch.distributed`` and functional ones are counted, including those of DTensor and ShardTensor.
-    Empty messages and those of a rank to itself are not counted. Compiled functions run eagerly inside the block.
+    It counts collectives of ``torch.distributed`` and functional ones, including those of DTensor and ShardTensor. It
+    does not count empty messages and messages of a rank to itself. Compiled functions run eagerly inside the block.
 
     >>> def halo_bytes(conv, x):
     ...     with count_communication() as counted:

@@ -23,25 +23,23 @@ _LISTED = 64  # parts
 
 
 def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str:
-    """Draw the parts of a tensor on each rank, and with ``halo`` the elements beyond them that a rank reads.
+    """Draw the shards of a tensor, and with ``halo`` the elements beyond them that a rank reads.
 
-    Shards may have any sizes, also zero. Nothing is communicated, because each rank knows all sizes, so one rank may
-    call it alone.
+    Nothing is sent, because each rank knows all sizes. So one rank may call it alone.
 
     Args:
         x: a ShardTensor or its ``ShardTensorSpec``, or a DTensor.
-        halo: how many elements beyond its shard a rank reads at each end, in every sharded dim, or by tensor dim:
-            ``{2: 1, 3: 2}``. At the global ends there are none.
-        path: also save a picture of the (first two) sharded dims there, as PNG, PDF or SVG by its suffix; this needs
-            matplotlib.
+        halo: the number of elements that a rank reads beyond each end of its shard, for every sharded dim, or by tensor
+            dim: ``{2: 1, 3: 2}``. There is no halo at the ends of the global tensor.
+        path: the file for a picture of the first two sharded dims, as PNG, PDF or SVG by its suffix; needs matplotlib.
 
     Returns:
-        Text: the layout, a map to scale of the sharded dims (up to two), and a line for each part.
+        Text: the layout, a map to scale of the first two sharded dims, and a line for each part.
 
     Raises:
         TypeError: ``x`` is not a DTensor.
         ValueError: a halo for a dim that is not sharded; a picture of a tensor that is not sharded.
-        ModuleNotFoundError: a picture without matplotlib.
+        ModuleNotFoundError: matplotlib is not installed.
 
     Example::
 

@@ -25,14 +25,14 @@ def simulate_ranks(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` as each of ``world_size`` ranks, one after the other, and return the results.
 
-    There are no processes and no communication: collectives return immediately and leave their results unchanged, so
-    values that a rank would have received are wrong. Shapes, specs and the number of messages are right.
+    There are no processes and no communication: collectives return immediately and leave their results unchanged. So
+    received values are wrong, but shapes, specs and the number of messages are right.
 
     >>> simulate_ranks(lambda: dist.get_rank() ** 2, 4)
     [0, 1, 4, 9]
 
     Args:
-        ranks: only these, where a few (a corner, an edge, an inner one) are enough.
+        ranks: the ranks to simulate; default: all.
     """
     if dist.is_initialized():
         raise RuntimeError(

@@ -31,21 +31,21 @@ _recording = False
 def timeline(path: str | Path, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Record the operators and messages of all ranks inside the block, in one Chrome trace with a row for each rank.
 
-    Open the file in ``chrome://tracing`` or https://ui.perfetto.dev. Each row has the operators on ShardTensors,
-    forward and backward, in these the collectives and messages that they start, with numbers of messages and bytes, and
-    the time that the rank waits for others. All ranks of the group enter and leave the block; at the end their records
-    are gathered and the first rank writes the file. Times are the host's: kernels of an accelerator run later than the
-    operators that start them. Clocks of several hosts are taken as they are.
+    Open the file in ``chrome://tracing`` or https://ui.perfetto.dev. Each row shows the operators on ShardTensors,
+    forward and backward. Inside each operator it shows collectives and messages, with their bytes, and the time that
+    the rank waits for others. All ranks of the group must enter and leave the block. At the end the first rank gathers
+    the records and writes the file. Times are those of the host: kernels of an accelerator run later than the operators
+    that start them. The clocks of several hosts are not synchronized.
 
     Recording takes a few tens of microseconds per operator. Compiled functions run eagerly. If a rank raises inside the
     block, the others wait for it at the end, as in any collective.
 
     Args:
-        path: of the JSON file that the group's first rank writes.
-        group: whose ranks are recorded; default: all. Without a process group, this process is rank 0 alone.
+        path: the JSON file, which the first rank of the group writes.
+        group: the process group to record; default: all ranks. Without a process group, this process is rank 0 alone.
 
     Raises:
-        RuntimeError: inside of another timeline.
+        RuntimeError: another timeline is running.
 
     Example::
 

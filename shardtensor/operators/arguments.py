@@ -189,16 +189,16 @@ Operand = ShardTensorSpec | TensorMeta
 
 @dataclass(slots=True)
 class Arguments:
-    """A call as the function that makes its plan sees it.
+    """A call of an operator, passed to the function that makes its plan.
 
     Attributes:
-        name: of the operator, for errors.
-        mesh: of its ShardTensors.
-        device: of its tensors.
+        name: the name of the operator, for errors.
+        mesh: the mesh of the ShardTensors.
+        device: the device type of the tensors.
         tensors: ``{argument: spec}`` of the tensors that are ShardTensors when the plan runs.
         lists: the same for arguments that are lists of tensors.
-        then: the layout that the result is redistributed to after the plan has run; None leaves it as it is.
-        steps: what is done with arguments before the plan runs, in this order.
+        then: the layout that the result is redistributed to after the plan has run, or None.
+        steps: the steps that prepare arguments before the plan runs, in order.
         casts: the dtypes that :meth:`cast` gives arguments.
     """
 
@@ -212,12 +212,12 @@ class Arguments:
     casts: dict[str, torch.dtype] = field(default_factory=dict)
 
     def refuse(self, reason: str, remedy: str) -> UnsupportedSharding:
-        """The exception for this call, to be raised."""
+        """Return the exception of a refusal of this call, to be raised."""
         specs = [*self.tensors.values(), *(spec for specs in self.lists.values() for spec in specs)]
         return refuse(self.name, specs, reason, remedy)
 
     def redistribute(self, argument: str, target: ShardTensorSpec) -> ShardTensorSpec:
-        """Have an operand redistributed before the plan runs; returns ``target``.
+        """Redistribute an operand before the plan runs. Returns ``target``.
 
         Raises:
             UnsupportedSharding: a sharded dim would have to be gathered.
@@ -233,13 +233,13 @@ class Arguments:
         return target
 
     def returned(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function of torch returns for the global tensors: tensors without data, of its shapes and dtypes.
+        """Return the result of a function of torch for the global tensors, as tensors without data.
 
         Args:
-            args, kwargs: its arguments, with specs (or :class:`TensorMeta`) for tensors.
+            args, kwargs: the arguments, with specs (or :class:`TensorMeta`) for tensors.
 
         Raises:
-            Exception: torch's own, for the global sizes, and so on every rank alike.
+            Exception: torch's own error for the global sizes, on every rank.
         """
         # Autocast would cast, but does not act on meta tensors.
         casts = self.autocast() is not None
@@ -256,18 +256,18 @@ class Arguments:
             return function(*args, **kwargs)
 
     def autocast(self) -> torch.dtype | None:
-        """The dtype to which autocast casts the operands of matrix products; None where it is off."""
+        """Return the dtype to which autocast casts the operands of matrix products, or None if it is off."""
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def autocast_dtype(self, function: Callable[..., Tensor], *operands: Operand) -> torch.dtype:
-        """The dtype of the operands that autocast, which is on, has ``function`` compute with; see below."""
+        """Return the dtype of the operands of ``function`` under autocast; see below."""
         metas = [t.tensor_meta if isinstance(t, ShardTensorSpec) else t for t in operands]
         shapes = [[min(n, 2) for n in t.shape] for t in metas]
         return autocast_dtype(function, shapes, [t.dtype for t in metas], self.device)
 
     def without_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, called where autocast is off."""
+        """Return ``function``, called with autocast disabled."""
         kind = self.device.type
         if self.autocast() is None:
             return function
@@ -279,7 +279,7 @@ class Arguments:
         return call
 
     def cast(self, dtype: torch.dtype | None, *arguments: str) -> None:
-        """Have operands cast before the plan runs, differentiably; None leaves them as they are."""
+        """Cast operands before the plan runs, differentiably. None leaves them unchanged."""
         for argument in arguments if dtype is not None else ():
             self.casts[argument] = dtype  # type: ignore[assignment]
             self.then_do(argument, lambda t: t.to(dtype))
@@ -287,7 +287,7 @@ class Arguments:
                 self.tensors[argument] = self.tensors[argument].with_dtype(dtype)  # type: ignore[arg-type]
 
     def prepare(self, argument: str, value: Any, partial: bool) -> Any:
-        """Have an operand, or a list of them, made ShardTensors; returns the specs that they then have."""
+        """Convert an operand, or a list of operands, to ShardTensors. Returns their specs."""
         mesh = self.mesh
         if isinstance(value, (list, tuple)):
             self.then_do(argument, lambda tensors: [_prepared(t, mesh, partial) for t in tensors])
@@ -299,11 +299,11 @@ class Arguments:
         return self.tensors[argument]
 
     def then_do(self, argument: str, step: Callable[[Any], Any]) -> None:
-        """Add a step by which a tensor is prepared before the plan runs. It is run on what the others returned."""
+        """Add a step that prepares a tensor before the plan runs. Its input is the result of the earlier steps."""
         self.steps.setdefault(argument, []).append(step)
 
     def prepare_locally(self, argument: str, step: Callable[[Any], Tensor]) -> None:
-        """Have a tensor made plain by ``step`` before the plan runs, which then has to see to its gradient's layout."""
+        """Make a tensor plain by ``step`` before the plan runs. The plan then sets the layout of its gradient."""
         self.then_do(argument, step)
         self.tensors.pop(argument, None)
 

@@ -179,38 +179,34 @@ def operator(
     sparse: Callable[..., Any] | None = None,
     meta: Callable[..., Any] | None = None,
 ) -> Callable[[Build], Build]:
-    """Decorator: the function below it makes the plans of an operator. See [Note: plan and run].
+    """Declare the function that makes the plans of an operator, as a decorator. See [Note: plan and run].
 
-    Above autograd (``tensors`` are named) it is called with an :class:`Arguments` and then the operator's own
-    arguments, by torch's names and with torch's defaults, in any order that serves all spellings; those of each
-    spelling are bound by its own signature or schema. It returns a :class:`Plan`, or NotImplemented to have the call
-    go on as if there were no declaration.
+    Above autograd (with ``tensors``), the function is called with an :class:`Arguments` and then the arguments of the
+    operator, by torch's names and with torch's defaults, in any order that suits all spellings. The arguments of each
+    spelling are bound by its signature or schema. The function returns a :class:`Plan`. If it returns NotImplemented,
+    the call continues as without a declaration.
 
-    Below autograd (no ``tensors``) the spellings are overloads such as ``torch.ops.aten.flip.default``; the function is
-    called with a :class:`shardtensor.dispatch.planning.AtenCall` and returns a
-    :class:`shardtensor.dispatch.planning.AtenPlan`. torch differentiates such an operator by its own formula, in
-    operators that have plans in turn.
+    Below autograd (without ``tensors``), the spellings are overloads such as ``torch.ops.aten.flip.default``. The
+    function is called with a :class:`shardtensor.dispatch.planning.AtenCall`, and returns a
+    :class:`shardtensor.dispatch.planning.AtenPlan`. torch's own formula differentiates the operator.
 
     Args:
         spellings: functions of ``torch.nn.functional`` and ``torch``, methods, ``torch.ops.aten`` operators.
-        tensors: names of the arguments that are ShardTensors when the plan runs: plain tensors (equal on every rank)
-            and DTensors are made such, and what is Partial is reduced. The function gets their specs; of an argument
-            that is a list of tensors, a list of specs.
-        parameters: names of those that every rank holds whole, plain or as replicated DTensors. The local work gets
-            them plain, and sums their gradients over the ranks by :attr:`Plan.total`. The function gets shape, strides
-            and dtype.
-        partial: which of ``tensors`` may stay Partial.
-        sharded: which of ``parameters`` may be sharded DTensors. The function gets their specs, and returns a
-            :class:`Composed` or has them made plain by :meth:`Arguments.then_do`; their gradients are not summed.
-        sparse: called instead where a plain tensor is sparse, of which no plan is made: with the operator's name and
-            its arguments, by the names of the declaration. It returns the result, or NotImplemented to have the call
-            refused.
-        meta: below autograd, a function with the shapes and dtypes of an operator that torch does not run on meta
-            tensors.
+        tensors: names of the arguments that are ShardTensors when the plan runs. Plain tensors (equal on every rank)
+            and DTensors are converted, and Partials are reduced. The function gets a spec for each tensor, and a list
+            of specs for a list of tensors.
+        parameters: names of the arguments that are plain or replicated DTensors. The local work gets them plain, and
+            :attr:`Plan.total` sums their gradients over the ranks. The function gets shape, strides and dtype.
+        partial: the names among ``tensors`` that may stay Partial.
+        sharded: the names among ``parameters`` that may be sharded DTensors. The function gets their specs. It returns
+            a :class:`Composed`, or makes them plain with :meth:`Arguments.then_do`; their gradients are not summed.
+        sparse: a function that is called without a plan if a plain tensor is sparse, with the operator's name and its
+            arguments, by the names of the declaration. It returns the result, or NotImplemented for a refusal.
+        meta: below autograd, a function that returns the shapes and dtypes of an operator without a meta kernel.
 
     Raises:
         ValueError: a spelling is declared already.
-        TypeError: a spelling has an argument that the function has not.
+        TypeError: a spelling has an argument that the function does not have.
 
     Example:
         >>> import torch, shardtensor

@@ -27,30 +27,31 @@ from .weight_gradients import Contribution, GradientSum
 
 
 class Plan:
-    """What one call does on this rank. Subclasses give the local work of an operator and its gradient.
+    """The work of one call on this rank. Subclasses implement the local work of an operator and its gradient.
 
     Attributes:
-        outputs: the result's spec, or a tuple of them.
-        saves: which of the tensors the gradient needs, by position.
-        saved_for: by position, for which other tensor's gradient alone one of them is needed. None takes its place
-            where that tensor, a frozen weight, requires no grad.
-        total: the sum over ranks that the gradients of plain parameters need, where the plan makes it.
-        deferred: the same where it is made after the plan's backward, which :attr:`defers` allows.
-        contributed: by position, how the gradients of ShardTensors are placed whose ranks each have a contribution:
-            parameters in half precision, for example.
-        sums: whether the gradients of parameters are contributions, which ranks sum: here, later, or where
-            they are used.
-        name, device: of the operator, for errors; the type of its tensors' device.
-        label: the name and what tells this plan from others of the operator, the same on all ranks: see history.py.
-        order: where the operator's tensors are among the call's, None for one that is left out; None: in this order.
-        plain: the plain ones among the call's tensors; None if there are none to look at.
-        steps: what is done with tensors before the run, each by its place: promotion, casts, redistribution.
+        outputs: the spec of the result, or a tuple of specs.
+        saves: the positions of the tensors that the gradient needs.
+        saved_for: by position, the other tensor whose gradient alone needs a saved tensor. None is saved instead if
+            that other tensor, a frozen weight, requires no grad.
+        total: the sum over ranks for the gradients of plain parameters, if the plan computes it.
+        deferred: the same sum, if it is computed after the backward of the plan, which :attr:`defers` allows.
+        contributed: by position, the placements of gradients of ShardTensors to which each rank contributes, such as
+            those of parameters in half precision.
+        sums: whether the gradients of parameters are contributions, which the ranks sum now or later.
+        name, device: the name of the operator, for errors; the device type of its tensors.
+        label: the name, and text that distinguishes this plan from others of the operator, the same on all ranks. See
+            history.py.
+        order: the positions of the operator's tensors among those of the call, None for one that is left out. None:
+            the same order.
+        plain: the plain tensors among those of the call; None if there are none to compare.
+        steps: steps that prepare tensors before the run, by position: promotion, casts, redistribution.
         then: the layout that the result is redistributed to.
         twice: whether autograd can differentiate :meth:`again`, for second derivatives.
-        linear: whether it is linear, so that these do not depend on the tensors, which are not kept then.
-        view: whether the result represents a view, which may have memory of the tensors.
-        depends: by position, which tensors the gradient of a tensor depends on; all where it is left out. Second
-            derivatives by other tensors are None, as on one device.
+        linear: whether the operator is linear. Its gradient does not depend on the tensors, so they are not kept.
+        view: whether the result represents a view, which may share memory with the tensors.
+        depends: by position, the tensors on which the gradient of a tensor depends; default: all. Second derivatives
+            with respect to other tensors are None, as on one device.
     """
 
     outputs: ShardTensorSpec | tuple[ShardTensorSpec, ...]
@@ -75,30 +76,30 @@ class Plan:
     then: ShardTensorSpec | None = None
 
     def forward(self, *tensors: Any) -> tuple[Any, Sequence[Tensor | None]]:
-        """The local result (a tensor, or a tuple of them) and what else :meth:`backward` needs.
+        """Return the local result (a tensor or a tuple of tensors), and other values that :meth:`backward` needs.
 
         Args:
-            tensors: the local tensors, None for those that the caller left out.
+            tensors: the local tensors; None for those that the caller left out.
         """
         raise NotImplementedError
 
     def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Sequence[Tensor | None]:
-        """Local gradients of all tensors, None for those that are not ``needed``.
+        """Return local gradients of all tensors; None for those that are not ``needed``.
 
-        Those of parameters are complete if there is :attr:`total`, and otherwise new tensors, which nothing refers to.
+        With :attr:`total`, gradients of parameters are complete. Otherwise they must be new tensors.
 
         Args:
-            grads: local gradients of the results, which have the layout of :attr:`outputs`; None where there is none.
-            saved: the local tensors named by :attr:`saves`, then what :meth:`forward` returned besides its result.
+            grads: local gradients of the results, in the layout of :attr:`outputs`; None for results without gradient.
+            saved: the local tensors in :attr:`saves`, then the other values that :meth:`forward` returned.
         """
         raise NotImplementedError
 
     def again(self, *tensors: Any) -> Any:
-        """The local result once more, for autograd to differentiate: see :attr:`twice`."""
+        """Compute the local result again, for autograd to differentiate. See :attr:`twice`."""
         return self.forward(*tensors)[0]
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        """The result as ShardTensors, differentiable. ``tensors`` are the operator's, redistributed already."""
+        """Return the result as ShardTensors, differentiable. ``tensors`` are redistributed already."""
         if torch.is_grad_enabled():
             if self.deferred is None:
                 return _Run.apply(self, None, tensors, *tensors)
@@ -108,7 +109,7 @@ class Plan:
         return self.wrapped(apart(self.forward(*held)[0], held))
 
     def wrapped(self, result: Any) -> Any:
-        """Local results as ShardTensors, not differentiable."""
+        """Return local results as ShardTensors, not differentiable."""
         if isinstance(self.outputs, tuple):
             return tuple(map(wrap, result, self.outputs))
         return wrap(result, self.outputs)
@@ -134,13 +135,13 @@ class Plan:
 
 
 class LocalPlan(Plan):
-    """A plan whose local work autograd differentiates: ``function`` of the local tensors gives the local result.
+    """A plan whose local work autograd differentiates: ``function`` computes the local result from local tensors.
 
-    Where it communicates, it calls what is differentiable, such as :class:`shardtensor.communication.halo.Fetch`.
+    Communication in ``function`` must be differentiable, as with :class:`shardtensor.communication.halo.Fetch`.
 
     Args:
-        gradients: for each of the operator's tensors the layout in which its gradient arrives, None for its own.
-            Partial where it is replicated, but the ranks do different work with it.
+        gradients: the layout of the gradient of each tensor; None for the layout of the tensor. Use Partial for a
+            replicated tensor with which the ranks do different work.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class LocalPlan(Plan):
         self.function, self.outputs, self.gradients = function, outputs, gradients
 
     def local_tensors(self, tensors: Sequence[Any]) -> list[Any]:
-        """What the local work gets, differentiably."""
+        """Return the inputs of the local work, differentiably."""
         gradients = (None,) * len(tensors) if self.gradients is None else self.gradients
         return [
             to_part(t, t._spec.for_gradient() if spec is None else spec) if type(t) is ShardTensor else t
@@ -179,10 +180,7 @@ class LocalPlan(Plan):
 
 
 class Composed(Plan):
-    """A plan that calls other operators: ``function`` gets the operator's tensors, parameters as the caller gave them.
-
-    For an operator that is others in a row for these arguments.
-    """
+    """A plan that calls other operators. ``function`` gets the operator's tensors, and the parameters of the caller."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

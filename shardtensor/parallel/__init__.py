@@ -50,8 +50,8 @@ class Parallelized:
     """The steps of :func:`parallelize`.
 
     Attributes:
-        inputs: the mesh on which the model takes ShardTensors.
-        steps: one line for each step, and for each that is left to the caller; ``str()`` joins them.
+        inputs: the mesh for the ShardTensors that the model takes.
+        steps: a line for each step, also those that are left to the caller; ``str()`` joins them.
     """
 
     inputs: DeviceMesh
@@ -74,23 +74,23 @@ def parallelize(
     spmd: bool = False,
     **options: Any,
 ) -> Parallelized:
-    """Prepare ``model``, in place, for a mesh with a domain axis and others: equal weights, tensor parallel, FSDP2.
+    """Prepare a model in place for a mesh with a domain axis: equal weights, tensor parallel, FSDP2.
 
     Args:
         model: on the mesh's device, not wrapped yet.
         mesh: with named axes; default: that of the surrounding ``with mesh:``.
-        data: the axis along which ranks have different samples; None, or a name that the mesh lacks: there is none.
+        data: the axis along which ranks have different samples. None, or a name that is not in the mesh: no such axis.
         domain: the axis over which samples are sharded.
-        tensor, plan: the axis over which weights are sharded, and which weights, see :func:`tensor_parallel`.
+        tensor, plan: the axis over which weights are sharded, and the weights to shard; see :func:`tensor_parallel`.
         shard: axes over which FSDP2 shards weights, gradients and optimizer state; default: the data axis. With the
             domain axis as well, every rank keeps ``1 / (data * domain)`` of them. ``()``: no FSDP2; wrap the model in
             DDP over ``mesh[data]`` yourself.
         units: classes of modules that FSDP2 gathers one at a time.
-        spmd: see [Note: whose gradients]. torch 2.13 or newer.
+        spmd: whether weights are DTensors on all axes (torch 2.13 or newer), see [Note: whose gradients].
         options: for ``fully_shard``, such as ``reshard_after_forward`` and ``mp_policy``.
 
     Raises:
-        ValueError: axes that the mesh does not have, or that cannot be combined in this way.
+        ValueError: axes that are not in the mesh, or that cannot be combined.
 
     Example::
 
@@ -191,13 +191,13 @@ def _fully_shard(
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for gradients on several meshes, whose norms torch does not combine.
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, for gradients on several meshes.
 
-    Gradients are on several meshes where some weights are sharded over a tensor axis and others are not. Returns the
-    norm of all of them, a plain tensor equal on all ranks.
+    Gradients are on several meshes if only some weights are sharded over a tensor axis. torch cannot combine their
+    norms. Returns the norm of all gradients, a plain tensor, equal on all ranks.
 
     Raises:
-        RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
+        RuntimeError: the norm is infinite or NaN, with ``error_if_nonfinite``.
 
     Example::
 
@@ -259,18 +259,18 @@ _LINEAR: dict[str, dict[str, int | None]] = {
 def tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, tensor: str = "tp"
 ) -> dict[str, str]:
-    """Shard linear layers over the axis ``tensor`` of ``mesh``, in place; returns ``{name: style}``.
+    """Shard linear layers in place over the axis ``tensor`` of ``mesh``. Returns ``{name: style}``.
 
     Args:
         model: its weights equal on all ranks of the mesh.
         mesh: the mesh of the inputs, e.g. ``mesh["domain", "tp"]``. Inputs are Replicate on the tensor axis.
         plan: ``{pattern of module names: "colwise" or "rowwise"}``, with shell-style patterns (``"blocks.*.mlp.up"``).
-            A colwise layer shards its outputs: nothing is sent. A rowwise one after it takes them in this layout; its
-            result is Partial, and reduced over the axis when it is needed.
+            A colwise layer shards its outputs, and sends nothing. A rowwise layer after it takes inputs in this layout.
+            Its result is Partial, and reduced over the axis when it is needed.
 
     Raises:
-        ValueError: a pattern that matches no module, or another style.
-        TypeError: a module that is not ``nn.Linear``.
+        ValueError: a pattern matches no module, or a style is neither of these.
+        TypeError: a module is not ``nn.Linear``.
 
     Example::
 
@@ -315,10 +315,9 @@ def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
 def contribute_gradients(model: nn.Module) -> None:
     """Make all gradients of replicated DTensor parameters contributions, ``Partial()``.
 
-    FSDP2 with ``dp_mesh_dims`` sums gradients over these axes and treats each as a contribution. Gradients from
-    ShardTensors are contributions. A parameter that goes through operators of DTensor first (``softplus(self.step) *
-    x``) may get a complete gradient, which would count once per rank: after this call, one rank keeps it and the others
-    get zeros.
+    FSDP2 with ``dp_mesh_dims`` sums gradients over these axes, as if each was a contribution. Gradients from
+    ShardTensors are contributions. But operators of DTensor (``softplus(self.step) * x``) may give a parameter a
+    complete gradient, which would be added once per rank. After this call, one rank keeps it, and the others get zeros.
 
     Example::
 

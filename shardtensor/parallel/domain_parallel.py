@@ -56,43 +56,41 @@ _NO_GRAPH = (
 class DomainParallel(ParallelStyle):
     """A style for ``parallelize_module``: shard the inputs of a module, run it, and return outputs in a given layout.
 
-    The module stays as it is, with plain weights, which must be equal on all ranks
-    (:func:`shardtensor.parallel.synchronize`). Plain inputs hold the global tensor on every rank of the mesh, so
-    sharding them sends nothing; ShardTensors and DTensors are redistributed. Gradients of plain inputs are plain and
-    global as well, and equal on all ranks, as are those of the weights.
+    The module keeps its plain weights, which must be equal on all ranks (:func:`shardtensor.parallel.synchronize`).
+    Plain inputs hold the global tensor on every rank of the mesh, so sharding them sends nothing. ShardTensors and
+    DTensors are redistributed. The gradients of plain inputs and weights are plain, global, and equal on all ranks.
 
-    A warning is given if the program first calls a method without the style, which runs the module's submodules on
-    plain tensors, and if it ends before a method with the style has run.
+    A warning is given if the program first calls a method without the style, which runs the submodules on plain
+    tensors, or if it ends before a method with the style has run.
 
     Args:
         inputs: the layout of the inputs: one placement, or on a mesh of several dims a tuple with one per mesh dim.
-            It applies to every tensor in the arguments, also inside of lists, tuples, dicts and dataclasses, that has
-            the dims to be sharded; other tensors stay plain, which counts as replicated. Or a dict of layouts by the
-            names of the method's parameters, or a list of layouts by their position; dicts and lists may be nested
-            like the arguments. Arguments that are left out, or None, stay as they are.
+            It applies to every tensor in the arguments that has the dims to be sharded, also inside of lists, tuples,
+            dicts and dataclasses. Other tensors stay plain, and count as replicated. Or a dict of layouts by the names
+            of the method's parameters, or a list of layouts by their position, which may be nested like the arguments.
+            Arguments that are left out, or None, stay unchanged.
         outputs: the layout of the outputs, or layouts by name or position. None: unchanged. This includes ShardTensors
             in attributes of a returned object, such as a distribution.
-        methods: names of the methods that get the style: those that the program calls. If one of them calls another,
-            the inner call takes its arguments as they are. Layouts by name need parameters that all methods have;
-            otherwise apply a style for each method.
-        shard_sizes: of the inputs: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}``; "even": torch.chunk's sizes;
+        methods: names of the methods that get the style. If one of them calls another, the inner call takes its
+            arguments unchanged. Layouts by name need parameters that all methods have; otherwise apply a style for each
+            method.
+        shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}`` of the inputs. "even": torch.chunk's sizes.
             None: the same, but ShardTensors that have the placements already keep their sizes.
-        align: every boundary between shards is at a multiple of this number, as even as that allows; or
-            ``{mesh_dim: number}``. With the product of a network's strides, no window reads across a boundary that
-            need not.
-        use_local_output: whether outputs are plain tensors, each rank's own part. None: replicated outputs are plain,
-            and sharded outputs are ShardTensors.
-        when: "always", or "auto": without gradients, plain inputs for which that is faster run on every rank without
-            shards. The first four calls with inputs of these shapes measure this, if they take less than 0.1 seconds on
-            shards, and log the result (``logging.getLogger("shardtensor")``, level INFO). Outputs have the same layout
-            in both cases. "auto" needs one layout for all outputs.
+        align: every boundary between shards is at a multiple of this number, or of ``{mesh_dim: number}``; the shards
+            are as even as possible. Use the product of a network's strides to avoid halos of strided windows.
+        use_local_output: whether outputs are plain tensors, the local tensor of each rank. None: replicated outputs are
+            plain, and sharded outputs are ShardTensors.
+        when: "always", or "auto": without gradients, run plain inputs without shards if that is faster. The first four
+            calls with inputs of the same shapes measure this, if they take less than 0.1 seconds on shards, and log the
+            result (``logging.getLogger("shardtensor")``, level INFO). Outputs have the same layout in both cases.
+            "auto" needs one layout for all outputs.
 
     Raises:
-        TypeError, ValueError: invalid layouts, or, when the style is applied, layouts that do not fit the mesh or the
-            parameters of a method; a method that the module does not have. In a call, on every rank, before anything is
-            sent: no tensor has the dims that are to be sharded; shard sizes that do not add up to its length.
-        RuntimeError: in one of the first calls with inputs of a layout, with ``SHARDTENSOR_DEBUG=1`` in any, on every
-            rank: the ranks have other values in plain inputs, or in plain weights that the module has used.
+        TypeError, ValueError: invalid layouts; or, when the style is applied, layouts that do not fit the mesh or the
+            parameters of a method, or a method that the module does not have. In a call, on every rank, before anything
+            is sent: no tensor has the dims to be sharded, or shard sizes do not add up to its length.
+        RuntimeError: in the first calls with inputs of a layout, or in all calls with ``SHARDTENSOR_DEBUG=1``, on every
+            rank: plain inputs, or plain weights that the module has used, differ between ranks.
 
     Example::
 

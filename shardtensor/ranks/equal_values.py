@@ -101,14 +101,13 @@ def _equal(numbers: Mapping[tuple[int, ...], int], mesh_dims: Sequence[int]) -> 
 
 
 def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None) -> None:
-    """Give all ranks of ``mesh`` the parameters and buffers of one of them, in place.
+    """Send the parameters and buffers of one rank to all ranks of ``mesh``, in place.
 
-    DDP and FSDP2 over a data axis do not make weights equal along the domain axis: with different seeds the results
-    would be silently wrong. Call this before you wrap the model. A DTensor that is sharded on a mesh dim has one owner
-    of each shard there, and is left unchanged.
+    DDP and FSDP2 over a data axis do not make weights equal along the domain axis. Call this before you wrap the model.
+    DTensors do not change on mesh dims on which they are sharded.
 
     Args:
-        source: the *global* rank whose values are sent to all; default: the mesh's first.
+        source: the *global* rank whose values are sent; default: the first rank of the mesh.
 
     Raises:
         ValueError: on every rank of the mesh, before any value is sent: names, shapes, dtypes, placements or the order

@@ -409,12 +409,11 @@ def check_conflict(group: str) -> None:
 
 @contextmanager
 def take_turns() -> Iterator[None]:
-    """Inside the block this thread communicates, in turn with other threads.
+    """Let several threads communicate on one mesh, one at a time, each inside this block.
 
-    For threads that use one mesh, such as those of a server: otherwise only one thread may communicate on a mesh. All
-    ranks must take the turns in the same order, which the program ensures: let rank 0 choose the next request, and tell
-    the others. Blocks may be nested; a turn begins when all others
-    have ended.
+    Without it, only one thread may communicate on a mesh. All ranks must enter the blocks in the same order. In a
+    server, let rank 0 choose the next request, and tell the others. Blocks may be nested. A thread waits at the start
+    of its block until all other threads have left theirs.
 
     Example:
         >>> import shardtensor

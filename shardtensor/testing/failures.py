@@ -10,16 +10,16 @@ from typing import Any
 
 
 class RemoteError(Exception):
-    """Replaces an exception of a worker that could not be pickled; its text starts with the original's type."""
+    """Replaces an exception of a worker that cannot be pickled. Its text starts with the type of that exception."""
 
 
 class DistributedFailure(AssertionError):
     """At least one rank raised, hung or died. The text holds each failing rank's traceback or stack.
 
     Attributes:
-        errors: rank -> the exception that it raised.
+        errors: the exception of each rank that raised, by rank.
         hung: ranks that did not return in time.
-        dead: rank -> exit code of the ranks whose process ended.
+        dead: the exit code of each rank whose process ended, by rank.
     """
 
     def __init__(

@@ -42,19 +42,19 @@ from ..observe._compat import Kernel, c10d_operators, group_of, put_in_front
 
 
 class late_communication:  # named like torch.no_grad, which works alike
-    """Inside the block, communication between CPUs is as late, and as easily disturbed, as between accelerators.
+    """Delay communication between CPUs inside the block, as between accelerators.
 
-    Results are NaN until ``wait()``, send buffers are read late, and a write to one that is too early raises in
-    ``wait()``. A program that is right only because gloo is quick is wrong inside the block. The block changes this
-    process only, so all ranks must enter it. The results of right programs are bitwise those of gloo.
+    Results are NaN until ``wait()``, and send buffers are read late. If a program writes to a buffer too early,
+    ``wait()`` raises an error. So a missing wait shows even if gloo is fast enough to hide it. The block affects only
+    this process, so all ranks must enter it. The results of correct programs are bitwise those of gloo.
 
     Args:
-        seconds: the longest time that passes until an operation starts, and again until it is complete.
-        seed: of these times; each rank draws its own.
+        seconds: the longest delay before an operation starts, and again before it is complete.
+        seed: the seed of the delays; each rank draws its own.
 
     Raises:
         ValueError: negative ``seconds``.
-        RuntimeError: in ``wait()``: a tensor of an operation under way was written to.
+        RuntimeError: in ``wait()``: the program has written to a tensor of an incomplete operation.
 
     Example:
         >>> import torch, torch.distributed as dist

@@ -13,12 +13,12 @@ _owner: dist.ProcessGroup | None = None
 def shared_mesh(
     shape: int | tuple[int, ...], names: str | tuple[str, ...] | None = None, *, device_type: str | None = None
 ) -> DeviceMesh:
-    """The mesh of this shape over the running process group; the same object each time.
+    """Return a mesh of this shape over the running process group, the same object each time.
 
-    A new mesh makes new process groups, which live as long as the worker. A suite of a thousand tests, each with a mesh
-    of its own, would accumulate thousands. As for ``init_device_mesh``, every rank of the world must call this, in the
-    same order. ``device_type`` is by default that of ``torch.get_default_device()``, which is the CPU unless
-    :func:`on_device` says otherwise.
+    A new mesh makes new process groups, which live as long as the worker. A thousand tests with their own meshes would
+    accumulate thousands of groups. Every rank of the world must call this in the same order, as for
+    ``init_device_mesh``. ``device_type`` is by default that of ``torch.get_default_device()``: the CPU, or the type of
+    :func:`on_device`.
 
     >>> def halves():
     ...     mesh = shared_mesh((2, 2), ("data", "domain"))

@@ -88,11 +88,11 @@ def assert_matches_unsharded(
     atol: float | None = None,
     check_grads: bool = True,
 ) -> Any:
-    """Assert that a function gives the same on shards as on global tensors; every rank must call this alike.
+    """Assert that a function returns the same on shards as on global tensors. Every rank must call this alike.
 
-    It compares outputs (values, shapes, and that each rank's shard has the size that its spec says), gradients of all
-    floating-point inputs (values, and that they have the input's layout), gradients of a module's parameters (plain
-    tensors, the same on every rank) and its buffers. A module is copied, not changed.
+    It compares outputs, gradients of all floating-point inputs, gradients of a module's parameters, and its buffers. It
+    checks that local shapes fit the spec, that gradients have the layout of their inputs, and that gradients of
+    parameters are equal on all ranks. A module is copied, and does not change.
 
     >>> def check_conv():
     ...     torch.manual_seed(0)
@@ -102,12 +102,12 @@ def assert_matches_unsharded(
     >>> run_distributed(check_conv, 2)  # doctest: +SKIP
 
     Args:
-        tensors: the global arguments, the same on every rank; what is not a tensor is passed unchanged.
+        tensors: the global arguments, the same on every rank. Other arguments are passed unchanged.
         placements: of all tensors, or one list (None: left plain) per argument.
         mesh_shape, mesh: the mesh, or the shape of one from :func:`shared_mesh`.
         shard_sizes: of all tensors, or one dict per argument.
-        rtol, atol: by default chosen for the dtype; ``atol`` is relative to the largest reference value, if that
-            exceeds one.
+        rtol, atol: tolerances; default: chosen for the dtype. ``atol`` is relative to the largest reference value, if
+            that exceeds one.
 
     Returns:
         The function's result on shards.

@@ -52,12 +52,12 @@ class TooFewDevices(RuntimeError):
 
 @contextlib.contextmanager
 def on_device(device_type: str, preload: str = "") -> Iterator[None]:
-    """Inside the block, ranks of :func:`run_distributed` have a device of this type each, torch's default there.
+    """Give each rank of :func:`run_distributed` a device of this type inside the block, as its default device.
 
     Args:
-        device_type: ``"cpu"``, or that of an accelerator, whose module torch has under this name.
-        preload: a module that workers import before torch. Its function ``after_call``, if it has one, is called after
-            each call that has not raised.
+        device_type: ``"cpu"``, or the type of an accelerator.
+        preload: a module that workers import before torch. If it has a function ``after_call``, that is called after
+            each successful call.
 
     >>> def where():
     ...     return torch.ones(1).device.type
@@ -78,9 +78,9 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` ranks and return the results, one per rank.
 
-    Each rank is a process with a running process group (gloo's, unless :func:`on_device` says otherwise), one thread
-    and the seed 0. ``fn`` must be importable there (a function at the top level of a module, not of the main script),
-    and arguments and results must be picklable.
+    Each rank is a process with a running process group (gloo, or the backend of :func:`on_device`), one thread and the
+    seed 0. ``fn`` must be importable (a function at the top level of a module other than the main script). Arguments
+    and results must be picklable.
 
     >>> from operator import add
     >>> run_distributed(add, 2, 1, 2)
@@ -104,10 +104,10 @@ def run_distributed(
 def run_expecting_errors(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
 ) -> list[BaseException | None]:
-    """Like :func:`run_distributed`, for functions that should raise: each rank's exception, or None where it returned.
+    """Like :func:`run_distributed`, but return the exception of each rank, or None for a rank that raised none.
 
-    The exceptions are the workers' own where they can be pickled, :class:`RemoteError` otherwise, with the traceback as
-    ``remote_traceback``. Ranks that hang or die are not an expected error: they raise :class:`DistributedFailure` too.
+    An exception that cannot be pickled becomes a :class:`RemoteError`. The traceback is in ``remote_traceback``. If a
+    rank hangs or dies, this raises :class:`DistributedFailure`.
 
     >>> from operator import truediv
     >>> run_expecting_errors(truediv, 2, 1, 0)
@@ -120,7 +120,7 @@ def run_expecting_errors(
 
 
 def shutdown_pools() -> None:
-    """End all workers. Called at the interpreter's exit; useful before a test that measures memory, for example."""
+    """End all workers. The interpreter calls this at exit. Call it before a test that measures memory, for example."""
     for key in list(_pools):
         _pools.pop(key).close()
 

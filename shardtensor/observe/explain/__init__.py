@@ -41,39 +41,38 @@ def explain(
     values: bool | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
-    """Preview a model on the ranks of a mesh, layer by layer, without a cluster and without the model's memory.
+    """Preview a model on the ranks of a mesh, layer by layer, in one process and with little memory.
 
     For every operator and every rank it reports the shape of the result, messages and bytes, memory kept for the
-    backward pass, floating-point operations, and refusals with their remedy. The model runs once as each rank, one
-    after the other, on tensors without values; communication is counted and not sent. A refused operator is replaced by
-    a result of the right shape, and the run continues.
+    backward pass, floating-point operations, and refusals with their remedy. The model runs once as each rank, on
+    tensors without values. Communication is counted and not sent. A refused operator is replaced by a result of the
+    right shape, and the run continues.
 
     If process groups exist, one rank may call it alone: the model then runs in a forked copy of the process, on the
-    CPU. After a backward pass on a GPU, torch refuses another one in a copy: call it before, or without ``backward``.
+    CPU. torch refuses a backward pass in the copy after one on a GPU: call it before, or without ``backward``.
 
     The model is copied, and does not change. It may be on the meta device, and larger than memory. If it reads values
     (``x.item()``, ``if x.sum() > 0``), it runs with values instead, which takes the memory of one rank.
 
     Args:
         model: a module, or a function of the inputs.
-        inputs: its arguments as on one device. Tensors may be on the meta device: their values are not used. Tensors
-            that have the dims to be sharded are sharded, also in dicts, lists and tuples; all others stay plain.
-        mesh: how many ranks, or the shape of the mesh.
-        shard: the tensor dim that is sharded, and on a mesh of several dims one for each of these (None: replicated);
-            or a list of such, one for each input (None: plain). None with a mesh of 1: the model without shards, to
-            compare with.
-        shard_sizes: ``{mesh_dim: (size on rank 0, ...)}``, of all sharded inputs, or a list of such, one for each
-            input (None: as by default); default: torch.chunk's sizes.
-        backward: run a backward pass, too; with a function, of the loss that it computes of the model's result.
-            Otherwise each result gets a gradient of its own layout, which costs no communication.
-        ranks: those to run. Default: all of up to 8 ranks; of more, the first, the middle one, the last, and those
+        inputs: its arguments as on one device. Tensors may be on the meta device, because their values are not used.
+            Tensors that have the dims to be sharded are sharded, also in dicts, lists and tuples. Others stay plain.
+        mesh: the number of ranks, or the shape of the mesh.
+        shard: the tensor dim to shard, or one for each mesh dim (None: replicated), or a list with an entry for each
+            input (None: plain). None with a mesh of 1 runs the model without shards, for comparison.
+        shard_sizes: ``{mesh_dim: (size on rank 0, ...)}`` for all sharded inputs, or a list with an entry for each
+            input. Default: torch.chunk's sizes.
+        backward: whether to run a backward pass. A function computes the loss from the model's result. Otherwise each
+            result gets a gradient in its own layout, which needs no communication.
+        ranks: the ranks to run. Default: up to 8 ranks all; of more, the first, the middle and the last rank, and those
             with the largest and the smallest shard.
-        values: whether tensors have values. None: if the model needs them.
+        values: whether tensors have values. Default: if the model needs them.
         kwargs: keyword arguments of the model; tensors among them stay plain.
 
     Raises:
-        RuntimeError: ranks would not call the same operators; values are needed that are on a device, and a process
-            group runs.
+        RuntimeError: ranks would not call the same operators; or a process group runs, and the model needs values that
+            are on a device.
         ValueError, TypeError: no tensor has the dims to be sharded; sizes, ranks or dims that do not fit.
 
     Example:

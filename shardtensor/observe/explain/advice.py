@@ -120,21 +120,20 @@ def advise(
     kwargs: Mapping[str, Any] | None = None,
     tried: Callable[[Choice, int], None] | None = None,
 ) -> Advice:
-    """Compare the dims, meshes and shard sizes with which an input can be sharded.
+    """Compare the dims, meshes and shard sizes for an input.
 
-    Tries meshes of one to three dims, with even shard sizes, with sizes aligned to the model's strides and patches, and
-    for the fastest of these with sizes that balance the ranks' times. Each is run by :func:`shardtensor.explain`, in
-    this process and without values, as its first rank, the middle one and the last, and the fastest as all of them. Its
-    time comes from a model of the machine.
+    It tries meshes of one to three dims. Shard sizes are even, aligned to the model's strides and patches, or for the
+    fastest of these chosen to balance the ranks. :func:`shardtensor.explain` runs each choice without values, as the
+    first, the middle and the last rank, and the fastest choice as all ranks. A model of the machine estimates times.
 
     Args:
-        model, inputs, kwargs, backward: as for :func:`shardtensor.explain`; dims are those of the first input that is
-            a tensor, and other inputs are sharded where they have them with the same length.
-        ranks: how many there are.
-        dims: those to try; default: all with at least two elements for each rank, apart from dim 0, the batch, which
-            data parallelism shards, and dim 1, the channels or tokens' features, for inputs of more than three dims.
-        machine: what ranks and links can do: a :class:`Machine`, or "h100", "a100" or "cpu".
-        tried: called with each choice, and how many are left to be tried.
+        model, inputs, kwargs, backward: as for :func:`shardtensor.explain`. ``dims`` are those of the first input that
+            is a tensor. Other inputs are sharded if they have these dims with the same length.
+        ranks: the number of ranks.
+        dims: the dims to try. Default: all with at least two elements for each rank, except dim 0 (the batch, which
+            data parallelism shards), and, for inputs of more than three dims, dim 1 (the channels).
+        machine: the speed of ranks and links: a :class:`Machine`, or "h100", "a100" or "cpu".
+        tried: a function that is called with each choice, and the number of choices left.
 
     Raises:
         ValueError: there is no dim to try, or fewer than two ranks.

@@ -47,16 +47,16 @@ _method = Setting("auto")
 def attention_method(name: str) -> Iterator[None]:
     """Choose how attention is computed if queries and keys are both sharded along the sequence.
 
-    Every rank has to choose alike. The choice applies to the calling thread, and the backward pass follows the forward
-    pass. With activation checkpointing, which repeats the forward pass, call ``backward()`` inside this context as
-    well.
+    Every rank must choose alike. The choice applies to the calling thread. The backward pass uses the method of the
+    forward pass. With activation checkpointing, which repeats the forward pass, call ``backward()`` inside this context
+    as well.
 
     Args:
         name: "ring": keys and values are sent around a ring of ranks, in blocks. "heads": an all-to-all shards the
-            heads instead of the sequence; if the heads or the mask of a call do not allow this, the ring is used.
-            "fetch": each rank gets all keys and values that its queries see in one exchange, and holds them until
-            backward; if the mask of a call does not allow this, the ring is used. "auto" (default): "fetch" if keys and
-            values are small, and otherwise the faster of the others by an estimate, see docs/attention.md.
+            heads instead of the sequence. "fetch": each rank gets all keys and values that its queries attend to in one
+            exchange, and holds them until backward. "auto" (default): "fetch" if keys and values are small, and
+            otherwise "ring" or "heads" by an estimate of their times. If the heads or the mask of a call do not allow
+            "heads" or "fetch", the ring is used; see docs/attention.md.
 
     Raises:
         ValueError: another name.
