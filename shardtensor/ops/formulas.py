@@ -89,6 +89,14 @@ for _n in (2, 3):
     )
 
 
+@_spells("max_pool2d_with_indices_backward")
+def _max_pool_backward(
+    grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, _: Any
+) -> Any:
+    """The indices are those of the pooling with these options."""
+    return _gradient(lambda x: F.max_pool2d(x, kernel, stride or kernel, padding, dilation, ceil_mode), x, grad)
+
+
 # -- negative log likelihood -------------------------------------------------------------------------------------------
 
 _REDUCTIONS = ("none", "mean", "sum")

@@ -19,7 +19,6 @@ from torch import Tensor
 from ..._compat import AutogradFunction, nn_functions
 from ...communication.halo import Fetch, Narrow
 from ...dispatch.gradients import Tangents
-from ...errors import refuse
 from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
@@ -327,52 +326,6 @@ def _declare_avg_pool(n: int) -> None:
 for _n in (1, 2, 3):
     _declare_max_pool(_n)
     _declare_avg_pool(_n)
-
-
-# -- the gradient of max pooling, called by its operator's name --------------------------------------------------------
-
-
-class _MaxPoolGradient(AutogradFunction):
-    """The pooling is done once more, and its own gradient taken: the same elements are the largest."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, pooled: Tensor, *options: Any) -> Tensor:
-        ctx.pooled = pooled.detach()
-        with torch.enable_grad():
-            leaf = ctx.pooled.requires_grad_()
-            out = F.max_pool2d(leaf, *options)
-        return torch.autograd.grad(out, leaf, grad)[0]  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        if ctx.needs_input_grad[0]:
-            raise refuse(
-                "max_pool2d_with_indices_backward",
-                ctx.pooled,
-                "it cannot be differentiated by the gradient that it is given",
-                "call F.max_pool2d and torch.autograd.grad",
-            )
-        return (None, torch.zeros_like(ctx.pooled), *(None,) * 5)
-
-
-_gradient = _aten.max_pool2d_with_indices_backward
-
-
-@operator(_gradient, tensors="grad_output self")
-def plan_max_pool_gradient(
-    call: Arguments,
-    grad_output: ShardTensorSpec,
-    self: ShardTensorSpec,
-    kernel_size: Numbers,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    ceil_mode: bool,
-    indices: object,
-) -> Plan:
-    """``indices`` are those of the pooling with these options."""
-    options = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
-    return Composed(lambda grad, pooled: _MaxPoolGradient.apply(grad, pooled, *options))
 
 
 # -- unpool ------------------------------------------------------------------------------------------------------------
