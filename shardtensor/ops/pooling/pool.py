@@ -32,7 +32,6 @@ from ..common.stencil import (
     keeping_sums,
     nothing,
     per_dim,
-    reshaped,
     resized,
     result_dtype,
     taken,
@@ -112,7 +111,6 @@ def _pool(
     gradient: Callable[[Sequence[int]], Differentiated] | None = None,
     *,
     full_windows: bool = False,
-    picks: bool = False,
 ) -> Plan:
     """The plan that pools the input's last dims.
 
@@ -122,7 +120,6 @@ def _pool(
         kernel: gives the kernel with these paddings.
         gradient: gives the kernel of values with these paddings and its gradient, where that is a kernel of torch's.
         full_windows: the kernel refuses inputs shorter than the window, even if padded.
-        picks: it takes maxima, see :func:`.reshaped`.
     """
     spec = call.tensors["input"]
     first = len(spec.shape) - len(windows)
@@ -143,18 +140,22 @@ def _pool(
         if drop or given.outputs != sizes[d][rank]:
             wanted[d] = drop, sizes[d][rank], given.outputs
     fetch = Fetch.of(spec, needs)
-    unpadded, taps = kernel([0] * len(windows)), [w.extent for w in windows]
-    dtype = result_dtype(call, spec.tensor_meta.dtype, lambda t: values_of(unpadded(t)), [1] * first + taps)
+    unpadded, least = kernel([0] * len(windows)), [1] * first + [w.extent for w in windows]
+
+    def smallest(t: Tensor) -> Tensor:
+        return values_of(unpadded(t))
+
+    dtype = result_dtype(call, spec.tensor_meta.dtype, smallest, least)
     if gradient is not None and dtype == spec.tensor_meta.dtype and not spec.partial_mesh_dims():
         out = resized(spec, values_of(meta), dtype, sizes)
         shape = out.local_shape()
         if 0 in shape:
-            # To autograd, the gradients of torch's kernels depend on the input.
-            return StencilPlan(fetch, nothing(fetch.shape, shape, linear=False, picks=picks), out)
+            return StencilPlan(fetch, nothing(fetch.shape, shape, smallest, least), out)
         return StencilPlan(fetch, taken(gradient(paddings), wanted, len(shape)), out)
     indices = GlobalIndices(fetch.shape[first:], origin, spec.shape[first:]) if isinstance(meta, tuple) else None
     places = [(d, drop, count) for d, (drop, count, _) in wanted.items()]
-    return local_plan(spec, fetch, dtype, kernel(paddings), places, indices, values_of(meta), sizes, picks)
+    own = kernel(paddings)
+    return local_plan(spec, fetch, dtype, own, places, indices, values_of(meta), sizes, (smallest, least))
 
 
 def local_plan(
@@ -166,7 +167,7 @@ def local_plan(
     indices: Callable[[Tensor], Tensor] | None,
     meta: Tensor,
     sizes: dict[int, tuple[int, ...]],
-    picks: bool,
+    smallest: tuple[Callable[[Tensor], Tensor], Sequence[int]],
 ) -> LocalPlan:
     """Fetch, run the kernel, and take what is wanted of its outputs.
 
@@ -174,11 +175,12 @@ def local_plan(
         dtype: which the kernel is to be given.
         indices: makes the kernel's indices global; None where it returns none.
         meta, sizes: the global result without its data, and its shard sizes by tensor dim.
-        picks: see :func:`_pool`.
+        smallest: a kernel with the same gradient, and the least shape that it takes: see :func:`.nothing`.
     """
     out = resized(spec, meta, dtype, sizes)
     outputs = out if indices is None else (out, resized(spec, meta, torch.int64, sizes))
     casts, fetches, shape = dtype != spec.tensor_meta.dtype, bool(fetch), out.local_shape()
+    without_elements = nothing(fetch.shape, shape, *smallest)
 
     def taken(found: Tensor) -> Tensor:
         for place in wanted:
@@ -189,9 +191,8 @@ def local_plan(
         read = fetch(local) if fetches else local
         read = read.to(dtype) if casts else read
         if 0 in shape:
-            # Kernels refuse empty dims, yet this rank takes part in the exchange of the backward pass, and of the
-            # second one: to autograd, the gradients of torch's kernels depend on the input.
-            values = reshaped(read, shape, picks)
+            # Yet this rank takes part in the exchange of the backward pass, and of those of its derivatives.
+            values, _ = without_elements.forward(read)
             return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
         found = kernel(read)
         if indices is None:
@@ -270,7 +271,6 @@ def _declare_max_pool(n: int) -> None:
             _windows(input, size, step, padding, dilation, ceil_mode),
             lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
             None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
-            picks=True,
         )
 
 
