@@ -1,4 +1,4 @@
-"""Max, average and power-average pooling with fixed windows, in one to three dims.
+"""Max and average pooling with fixed windows, in one to three dims.
 
 [Note: padding] The kernel pads, not we. A rank whose windows reach over a global end gives its kernel the operator's
 padding, one whose windows do not gives it none; outputs that come out in excess at boundaries between ranks are
@@ -302,25 +302,6 @@ def _declare_avg_pool(n: int) -> None:
             None if n == 1 else lambda pads: _avg_pool(n, size, step, tuple(pads), *last),
             full_windows=n == 3,
         )
-
-    @operator(getattr(F, f"lp_pool{n}d"), tensors="input")
-    def plan_lp_pool(
-        call: Arguments,
-        input: ShardTensorSpec,
-        norm_type: float,
-        kernel_size: Numbers,
-        stride: Numbers | None = None,
-        ceil_mode: bool = False,
-    ) -> Plan:
-        """torch's own composition of the average."""
-        step = () if stride is None else stride
-        count = math.prod(per_dim(kernel_size, n))
-
-        def pool(x: Tensor) -> Tensor:
-            mean = function(x.pow(norm_type), kernel_size, step, 0, ceil_mode)
-            return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(count).pow(1.0 / norm_type)
-
-        return Composed(pool)
 
 
 for _n in (1, 2, 3):

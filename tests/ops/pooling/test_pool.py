@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,7 @@ def window_cases():
         ("aten 3d", lambda x: torch.ops.aten.max_pool3d_with_indices(x, 2), (2, 3, 5, 4, 6), (2, 3)),
         ("_nn.max_pool2d_with_indices", lambda x: torch._C._nn.max_pool2d_with_indices(x, 2), (2, 3, 5, 4), (2, 3)),
         ("lp", lambda x: F.lp_pool2d(x, 2.0, 3, 2), (2, 3, 9, 8), (2, 3)),
+        ("lp of infinity", lambda x: F.lp_pool2d(x, math.inf, 3, 2), (2, 3, 9, 8), (2, 3)),
         ("ties", lambda x: F.max_pool2d(x.round() / 2, 4, 2, 1, return_indices=True), (2, 3, 11, 9), (2, 3)),
         ("all -inf", lambda x: F.max_pool2d(x * 0 - torch.inf, 3, 1, 1, return_indices=True)[1], (2, 3, 7, 5), (2, 3)),
     ]
