@@ -213,25 +213,6 @@ for _function, _tensors in _ELEMENTWISE.items():
     loss(_function, _function.__name__, tensors=_tensors)(_plan_elementwise)
 
 
-# -- composed ---------------------------------------------------------------------------------------------------------
-
-
-@loss(F.multilabel_soft_margin_loss, tensors="input target weight")
-def _plan_multilabel_soft_margin(
-    function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str
-) -> Composed:
-    """Torch's own composition; its ``logsigmoid`` has no distributed form below autograd."""
-
-    def multilabel_soft_margin(x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
-        terms = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
-        if weight is not None:
-            terms = terms * weight
-        terms = terms.sum(x.ndim - 1) / x.shape[x.ndim - 1]
-        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
-
-    return Composed(multilabel_soft_margin)
-
-
 # -- ctc ---------------------------------------------------------------------------------------------------------------
 
 # ``ctc_loss``: connectionist temporal classification, whose batch may be sharded.
