@@ -28,7 +28,7 @@ KINDS = {
     "raised": False,  # an error on both
     "stricter": False,  # a tensor that only our operators save was written to
     "looser": False,  # an error on one device alone
-    "unstable": False,  # rounding changes the numbers on one device, too
+    "unstable": False,  # rounding, or torch.compile, changes the numbers on one device, too
     "wrong value": True,
     "wrong gradient": True,
     "foreign": True,  # an error on shards that is no refusal
