@@ -4,7 +4,7 @@
 # make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
-# make programs SEEDS=0:1000     random programs of tensor operations on shards, against one device
+# make programs SEEDS=0:1000     random programs of tensor operations on shards, against one device; ARGS=--compiled compiles them
 # make endurance                 10,000 training steps with changing shard sizes; writes benchmarks/results/endurance.json
 # make globe                     the example, on two processes and compared with one; writes globe.png
 # make globe ARGS=--uneven       the same with bands of different heights

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from by_hand import Convolutions
 from report import Figure, best_and_median, chosen, finish, parser
 from timing import Run, device_type, host_time, take_device
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Row:
         before, bar: microseconds of an operator on the machine of the bars; of a step the ratio to plain torch.
         grad: whether autograd is on.
         step: whether it is a training step; ``make`` takes ``sgd`` then, too.
+        by_hand: the same on local tensors, written by hand; its ratio to plain torch is in the note.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Row:
     bar: float
     grad: bool = False
     step: bool = False
+    by_hand: Callable[[Place], Run] | None = None
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
@@ -206,9 +209,21 @@ def step(network: Callable[[], nn.Module], shape: Sequence[int], dim: int, place
     return run
 
 
+def step_by_hand(place: Place) -> Run:
+    torch.manual_seed(0)
+    model, x, target = Convolutions(convolutions(), 0, 2), place(IMAGE, 2), place(IMAGE, 2)
+
+    def run() -> None:
+        model.zero_grad()
+        (F.mse_loss(model(x), target) / 2).backward()
+        model.sum_gradients()
+
+    return run
+
+
 STEPS = [
     Row("step: small U-Net", partial(step, UNet, IMAGE, 2), 9.2, 3.0, True, True),
-    Row("step: conv-GN-SiLU x 6", partial(step, convolutions, IMAGE, 2), 9.6, 3.5, True, True),
+    Row("step: conv-GN-SiLU x 6", partial(step, convolutions, IMAGE, 2), 9.6, 3.5, True, True, step_by_hand),
     Row("step: conv3d-BN-ReLU x 6", partial(step, convolutions_3d, VOLUME, 2), 9.7, 3.5, True, True),
     Row("step: transformer encoder x 4", partial(step, transformer, TOKENS, 1), 6.5, 2.5, True, True),
     Row("step: MLP", partial(step, perceptron, TOKENS, 1), 3.2, 2.0, True, True),
@@ -254,11 +269,14 @@ def result(row: Row, places: dict[str, Place], reference: Run, rounds: int, numb
     if row.step:
         runs |= {f"{kind} with SGD": row.make(place, sgd=True) for kind, place in places.items()}
     numbers = dict.fromkeys(runs, max(1, number // 10) if row.step else number)
-    kinds = runs | {"reference": reference}
-    times = best_and_median(measure(kinds, numbers | {"reference": number}, rounds, row.grad))
+    kinds = runs | {"reference": reference} | ({"by hand": row.by_hand(places["plain"])} if row.by_hand else {})
+    each = dict.fromkeys(kinds, numbers["sharded"]) | {"reference": number}
+    times = best_and_median(measure(kinds, each, rounds, row.grad))
     best = times["best"]
     if row.step:
         note = f"{best['sharded with SGD'] / best['plain with SGD']:.2f}x with SGD; {note}"
+    if row.by_hand:
+        note = f"by hand {best['by hand'] / best['plain']:.2f}x; {note}"
     note = f"{note}; before {row.before if row.step else row.before / BEFORE:.1f}x"
     ratio = best["sharded"] / best["plain"]
     bar = row.bar if row.step else row.bar / REFERENCE

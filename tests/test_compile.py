@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from unittest import mock
 
 import pytest
@@ -420,6 +421,52 @@ def check_bad_index():
 
 def test_an_index_out_of_range_is_an_error_on_every_rank():
     run_distributed(check_bad_index, 2, timeout=100)
+
+
+def check_readers_of_values():
+    """Operators whose results follow from values: not in one graph, and eager between two of them."""
+    x, i = whole(9), (whole(9) * 3).long().abs()
+    readers = {
+        "unique": (lambda x: torch.unique(x) * 2, i),
+        "nonzero": (lambda x: (x > 0).nonzero() * 2, x),
+        "masked_select": (lambda x: x[x > 0] * 2, x),
+        "bincount": (lambda x: torch.bincount(x) * 2, i),
+        "histc": (lambda x: torch.histc(x, 5) * 2, x),
+        "item": (lambda x: x * float(x.sum()), x),
+        "sort across shards": (lambda x: (x * 2).topk(7)[0] * 2, x),
+    }
+    for name, (function, whole_x) in readers.items():
+        one = rows(whole_x, (7, 2), dim=0)
+        assert re.search(f"Data dependent operator.*{name} of a ShardTensor", text_of(function, one), re.DOTALL), name
+        torch._dynamo.reset()
+        got = torch.compile(function, backend="aot_eager")(one)
+        torch.testing.assert_close(got.full_tensor(), function(whole_x), rtol=1e-10, atol=1e-12)
+
+
+def test_what_reads_values_breaks_the_graph():
+    run_distributed(check_readers_of_values, 2, timeout=200)
+
+
+def check_losses():
+    x, target = rows(whole(7, 5), (6, 1), dim=0), whole(7, 5)
+    losses = {
+        "margin_ranking": lambda x, y: F.margin_ranking_loss(x, y, y.sign(), margin=0.3),
+        "nll": lambda x, y: F.nll_loss(x.log_softmax(1), y.argmin(1), reduction="sum"),
+        "cosine_embedding": lambda x, y: F.cosine_embedding_loss(x, y, y[:, 0].sign()),
+        "hinge_embedding": lambda x, y: F.hinge_embedding_loss(x, y.sign(), reduction="sum"),
+        "triplet": lambda x, y: F.triplet_margin_loss(x, y, y.flip(1)),
+        "multi_margin": lambda x, y: F.multi_margin_loss(x, y.argmax(1), reduction="none"),
+        "kl_div": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="sum"),
+    }
+    for name, function in losses.items():
+        got = compiled(function)(x, rows(target, (6, 1), dim=0)).full_tensor()
+        expected = function(x.full_tensor(), target)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_losses_with_any_reduction():
+    run_distributed(check_losses, 2, timeout=200)
 
 
 # -- slow: more of everything ----------------------------------------------------------------------------------------

@@ -32,6 +32,14 @@ def test_many_programs_give_what_one_device_gives(mesh):
     assert share_right(report) >= 0.6, report.counted()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_compiled_programs_give_what_one_device_gives(mesh):
+    report = run_programs(range(200, 260), mesh, 6, compiled=True, timeout=600)
+    assert not report.bad(), report.told()
+    assert share_right(report) >= 0.6, report.counted()
+
+
 # -- defects are found out --------------------------------------------------------------------------------------------
 
 
@@ -67,3 +75,11 @@ def test_defects_are_found_out(plant, kind):
     assert {outcome.kind for outcome in report.outcomes} == {kind}, report.told()
     for outcome in report.bad():
         assert ".sin()" in outcome.program and outcome.program.count("\n") <= 5, outcome.program
+
+
+@pytest.mark.slow
+def test_defects_of_compiled_programs_are_found_out():
+    programs = {seed: draw(seed, (2,), 3) for seed in range(100)}
+    seed = next(seed for seed, p in programs.items() if any(line.endswith(".sin()") for line in p.lines))
+    report = run_programs([seed], (2,), 3, setup=wrong_value, compiled=True, timeout=300)
+    assert [outcome.kind for outcome in report.outcomes] == ["wrong value"], report.told()

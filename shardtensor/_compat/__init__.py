@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import wrapt
+from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
@@ -440,9 +441,12 @@ def without_modes() -> Iterator[None]:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Run code outside of the trace: tensors made here have data. It must not use values of traced tensors."""
+    """Run code outside of the trace: tensors made here have data. It must not use values of traced tensors.
+
+    Dynamo's dispatcher would run torch's references on tensors of the meta device, which some of them take otherwise.
+    """
     if detect_fake_mode() is not None:
-        with _disable_current_modes():
+        with _disable_current_modes(), no_python_dispatcher():
             yield
     else:
         yield

@@ -33,7 +33,7 @@ from ..errors import refuse
 from ..layout.geometry import boundaries_of, map_boundaries
 from ..operators.arguments import common_mesh
 from ..ops.common.alignment import as_operand, replicated
-from ..ranks.cuda_graphs import check_not_captured
+from ..ranks.cuda_graphs import check_has_values
 from ..ranks.history import calling
 from .bisection import squared_distances
 from .nearest import OUTSIDE, knn, not_finite, radius, spec_like
@@ -102,7 +102,7 @@ def _fps(src: Tensor, ptr: Tensor, ratio: float | Tensor = 0.5, random_start: bo
 
     The first one is the cloud's first, or drawn by ``torch.rand``, as in the libraries' kernels on CUDA.
     """
-    check_not_captured("fps", src.device)
+    check_has_values("fps", src)
     mesh = common_mesh("fps", (src, ptr))
     assert mesh is not None
     with calling(f"fps(ratio={'...' if isinstance(ratio, Tensor) else ratio}, random_start={random_start})"):

@@ -26,7 +26,7 @@ from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
 from ..operators.arguments import common_mesh
 from ..ops.common.alignment import as_operand
-from ..ranks.cuda_graphs import check_not_captured
+from ..ranks.cuda_graphs import check_has_values
 from ..ranks.history import calling
 from .bisection import even_sizes, squared_distances
 from .search import Nearest, Within
@@ -256,7 +256,7 @@ def _operands(name: str, points: Tensor, queries: Tensor) -> tuple[ShardTensor, 
 
     Where the points are sharded and the queries replicated, each rank has a part of the queries.
     """
-    check_not_captured(name, points.device)
+    check_has_values(name, points)
     mesh = common_mesh(name, (points, queries))
     assert mesh is not None
     points, queries = as_operand(points, mesh), as_operand(queries, mesh)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._compat import OpOverloadPacket
-from ..dispatch.planning import spec_of
+from ..dispatch.planning import converted, spec_of
 from ..dispatch.registry import FUNCTIONS, RANDOM, REFUSED, register
-from ..dispatch.tensor import ShardTensor, wrap
+from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ..layout.geometry import map_boundaries
 from ..layout.placements import wide_dtype
 from .common.batch_parallel import by_batch, image_names
@@ -87,6 +88,14 @@ for _n in (2, 3):
     _spells(f"_adaptive_avg_pool{_n}d_backward")(
         lambda grad, x, f=_average, n=_n: _gradient(lambda x: f(x, grad.shape[-n:]), x, grad)
     )
+
+
+@_spells("max_pool2d_with_indices_backward")
+def _max_pool_backward(
+    grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, _: Any
+) -> Any:
+    """The indices are those of the pooling with these options."""
+    return _gradient(lambda x: F.max_pool2d(x, kernel, stride or kernel, padding, dilation, ceil_mode), x, grad)
 
 
 # -- negative log likelihood -------------------------------------------------------------------------------------------
@@ -288,6 +297,34 @@ for _name in ("bessel_j0", "bessel_j1", "erfcx", "ndtri", "spherical_bessel_j0",
     _spells(_name, namespace=_prims)(getattr(torch.special, _name))
 for _name in ("i0e", "i1", "i1e"):
     _spells(f"bessel_{_name}", namespace=_prims)(getattr(torch.special, _name))
+
+# -- functions in Python -----------------------------------------------------------------------------------------------
+
+# What torch composes in Python of functions that have plans: its own code, which first asks whether an argument is of a
+# class like ours, and here goes on where it is.
+
+
+def _as_written(function: Any) -> Callable[..., Any]:
+    """torch's ``function``, carried out on ShardTensors."""
+    asks = ("has_torch_function_unary", "has_torch_function_variadic")
+    names = {**function.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    own = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Partials are reduced once, though the function may use them more often.
+        args, kwargs = converted(_reduced, args, kwargs)
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _reduced(value: Any) -> Any:
+    return redistribute_to(value, value._spec.for_gradient()) if isinstance(value, ShardTensor) else value
+
+
+for _function in (F.local_response_norm, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.multilabel_soft_margin_loss):
+    register(_function)(_as_written(_function))
+
 
 # -- refused -----------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from ..dispatch.tensor import ShardTensor
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import gather_with_history
-from ..ranks.cuda_graphs import check_not_captured
+from ..ranks.cuda_graphs import check_has_values
 
 _all_reduce = torch.ops.c10d.allreduce_.default
 
@@ -124,7 +124,7 @@ def item(x: ShardTensor) -> bool | int | float | complex:
     spec = x._spec
     if spec.shape.numel() != 1:
         raise RuntimeError(f"a tensor with {spec.shape.numel()} elements cannot be converted to a scalar")
-    check_not_captured("item", x._local_tensor.device)
+    check_has_values("item", x)
     differing = [m for m, p in enumerate(spec.placements) if not p.is_replicate() and spec.mesh.size(m) > 1]
     if len(differing) != 1:
         return redistribute_local(x._local_tensor, spec, spec.replicated()).item()

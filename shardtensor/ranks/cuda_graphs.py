@@ -1,4 +1,4 @@
-"""What cannot be captured in a CUDA graph by hand (``torch.cuda.graph``) is refused, before anything is sent.
+"""What cannot be in a graph is refused, before anything is sent: in a CUDA graph captured by hand, in a traced one.
 
 [Note: capture] A graph repeats kernels, collectives among them, on the same memory; what the host does it does not
 repeat. An operator that only plans on the host may be captured: its plan is the same each time. One that reads a value
@@ -12,6 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from .._compat import NEEDS_VALUES, is_traced
 
 OUTSIDE = "call it outside of the captured part"
 _READS = "the host reads values, or how many there are, before it goes on"
@@ -38,3 +41,15 @@ def check_not_captured(operator: str, device: torch.device | str, reason: str = 
     """
     if is_capturing(torch.device(device)):
         raise RuntimeError(f"{operator}: a CUDA graph cannot contain this, because {reason}. Remedy: {remedy}.")
+
+
+def check_has_values(operator: str, tensor: Tensor, remedy: str = OUTSIDE) -> None:
+    """Raise where the host cannot read values that follow from ``tensor``: they are captured, or it has none.
+
+    Raises:
+        RuntimeError: what is called is captured in a CUDA graph.
+        DataDependentOutputException: ``tensor`` is traced. torch.compile runs the operator in eager mode then.
+    """
+    if is_traced(getattr(tensor, "_local_tensor", tensor)):
+        raise NEEDS_VALUES[0](f"{operator} of a ShardTensor")
+    check_not_captured(operator, tensor.device, remedy=remedy)

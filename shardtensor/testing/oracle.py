@@ -1,13 +1,15 @@
 """The oracle: a function on shards must give what it gives on the global tensor, in this process.
 
 [Note: the comparison] Every rank holds the same global tensors. It runs the function on them, then on their shards, and
-compares outputs, gradients of the inputs and gradients of the parameters with the same random cotangents. All
-communication is done before anything is raised, so a wrong value on one rank leaves no other rank waiting.
+compares its shards of outputs, gradients of the inputs and gradients of the parameters with its parts of the global
+ones, for the same random cotangents. So nothing is gathered but contributions (Partial). At the end the ranks compare
+the layouts that they have compared by, and tell each other what differs: a wrong value on one rank is an error on all.
 """
 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .._compat import tree_leaves
 from ..layout.geometry import chunk_sizes
+from ..ranks.agreement import check_same, gather_over_mesh, show
 from .mesh import shared_mesh
 
 ShardSizes = Mapping[int, Sequence[int] | None]
@@ -140,20 +143,21 @@ def assert_matches_unsharded(
     candidate, inputs, result, outputs = run(sharded=True)
     if len(outputs) != len(reference_outputs):
         raise AssertionError(f"{len(outputs)} outputs on shards, {len(reference_outputs)} on global tensors")
-    gathered = [check.output(f"output {i}", *pair) for i, pair in enumerate(zip(outputs, reference_outputs))]
+    for i, pair in enumerate(zip(outputs, reference_outputs)):
+        check.output(f"output {i}", *pair)
 
     if check_grads:
         _backward(reference_outputs, reference_outputs)
-        _backward(gathered, reference_outputs)
+        _backward(outputs, reference_outputs)
         for i, (value, expected) in enumerate(zip(inputs, reference_inputs)):
             if isinstance(value, Tensor) and value.requires_grad:
                 check.input_gradient(f"gradient of input {i}", value, expected.grad)
     if isinstance(reference, nn.Module):
         for (name, parameter), expected in zip(candidate.named_parameters(), reference.parameters()):
             if check_grads:
-                check.plain(f"gradient of parameter {name}", parameter.grad, expected.grad)
+                check.optional_values(f"gradient of parameter {name}", parameter.grad, expected.grad)
         for (name, buffer), expected in zip(candidate.named_buffers(), reference.buffers()):
-            check.plain(f"buffer {name}", buffer, expected)
+            check.optional_values(f"buffer {name}", buffer, expected)
     check.raise_problems()
     return result
 
@@ -167,9 +171,18 @@ def _backward(outputs: list[Any], references: list[Any]) -> None:
             cotangent = torch.randn(reference.shape, dtype=reference.dtype, generator=generator)
             if isinstance(output, Tensor) and output.requires_grad and output.shape == reference.shape:
                 roots.append(output)
-                cotangents.append(cotangent.to(output.device, output.dtype))
+                cotangents.append(_sharded_like(output, cotangent.to(output.device, output.dtype)))
     if roots:
         torch.autograd.backward(roots, cotangents)
+
+
+def _sharded_like(output: Tensor, cotangent: Tensor) -> Tensor:
+    """The gradient of an output, in its layout; the same for each of the contributions to a Partial."""
+    if not isinstance(output, DTensor):
+        return cotangent
+    placements = [Replicate() if p.is_partial() else p for p in output.placements]
+    sharded: Tensor = shard(cotangent, output.device_mesh, placements, _sizes(output))
+    return sharded
 
 
 class _Comparison:
@@ -179,28 +192,27 @@ class _Comparison:
         self.mesh, self.rtol, self.atol = mesh, rtol, atol
         self.coordinate = tuple(mesh.get_coordinate() or ())
         self.problems: list[str] = []
+        self.layouts: list[str] = []
 
-    def output(self, what: str, value: object, expected: object) -> object:
-        """Compare an output, and return it gathered."""
+    def output(self, what: str, value: object, expected: object) -> None:
+        """Compare an output."""
         if not isinstance(expected, Tensor):
             if value != expected:
                 self.problems.append(f"{what}: {value!r} instead of {expected!r}")
-            return value
-        if not isinstance(value, Tensor):
+        elif not isinstance(value, Tensor):
             self.problems.append(f"{what}: a {type(value).__name__} instead of a tensor")
-            return value
-        where = self.layout(what, value)
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        self.values(where, full, expected)
-        if full.requires_grad != expected.requires_grad:
-            self.problems.append(f"{where}: requires_grad is {full.requires_grad} instead of {expected.requires_grad}")
-        return full
+        else:
+            where = self.layout(what, value)
+            self.values(where, value, expected)
+            if value.requires_grad != expected.requires_grad:
+                asked = f"{value.requires_grad} instead of {expected.requires_grad}"
+                self.problems.append(f"{where}: requires_grad is {asked}")
 
     def input_gradient(self, what: str, value: Tensor, expected: Tensor | None) -> None:
         """Compare the gradient of ``value``, which must have the layout of ``value``."""
         grad = value.grad
         if not isinstance(value, DTensor) or grad is None:
-            self.plain(what, grad, expected)
+            self.optional_values(what, grad, expected)
             return
         if type(grad) is not type(value):
             self.problems.append(f"{what}: a {type(grad).__name__}, but the input is a {type(value).__name__}")
@@ -211,20 +223,16 @@ class _Comparison:
         placements = tuple(Replicate() if p.is_partial() else p for p in value.placements)
         if tuple(grad.placements) != placements or _sizes(grad) != _sizes(value):
             self.problems.append(f"{where}: the input has placements {value.placements}, sizes {_sizes(value)}")
-        self.optional_values(where, grad.full_tensor(), expected)
-
-    def plain(self, what: str, value: Tensor | None, expected: Tensor | None) -> None:
-        """Compare what should be a plain tensor, or a DTensor if the caller made the parameter one."""
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        self.optional_values(what, value, expected)
+        self.optional_values(where, grad, expected)
 
     def layout(self, what: str, value: Tensor) -> str:
         """Compare a ShardTensor's local shape with its own sizes; return ``what`` with the layout added."""
         if not isinstance(value, DTensor):
             return what
         sizes, local = _sizes(value), value.to_local().shape
-        where = f"{what} (placements {tuple(value.placements)}, sizes {sizes}, this rank's shard {tuple(local)})"
+        described = f"placements {tuple(value.placements)}, sizes {sizes}"
+        where = f"{what} ({described}, this rank's shard {tuple(local)})"
+        self.layouts.append(f"{what} (shape {tuple(value.shape)}, {described})")
         sharded = {mesh_dim: p.dim for mesh_dim, p in enumerate(value.placements) if isinstance(p, Shard)}
         if len(set(sharded.values())) < len(sharded):
             return where  # a dim sharded twice: the sizes on one mesh dim are not those of the shards
@@ -245,38 +253,61 @@ class _Comparison:
         if value is None:
             self.problems.append(f"{what}: missing")
         else:
-            self.values(what, value, torch.zeros_like(value) if expected is None else expected)
+            zeros = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            self.values(what, value, zeros if expected is None else expected)
 
     def values(self, what: str, value: Tensor, expected: Tensor) -> None:
-        """Compare shapes, dtypes and values."""
+        """Compare shapes, dtypes and this rank's values."""
         value, expected = value.detach(), expected.detach()
         if value.shape != expected.shape or value.dtype != expected.dtype:
             described = [f"{tuple(t.shape)} {t.dtype}" for t in (value, expected)]
             self.problems.append(f"{what}: {described[0]} instead of {described[1]}")
             return
+        value, start = self.part(value)
         if not expected.numel():
             return
         rtol, atol = _TOLERANCES.get(expected.dtype, (0.0, 0.0))
         rtol, atol = (rtol if self.rtol is None else self.rtol), (atol if self.atol is None else self.atol)
+        finite = expected[expected.isfinite()]
+        scale = max(1.0, finite.abs().max().item()) if finite.numel() and finite.dtype != torch.bool else 1.0
+        for dim, n in enumerate(value.shape):
+            expected = expected.narrow(dim, start[dim], n)
         if expected.dtype == torch.bool:
             value, expected = value.int(), expected.int()
-        finite = expected[expected.isfinite()]
-        scale = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
         wrong = ~torch.isclose(value, expected, rtol=rtol, atol=atol * scale, equal_nan=True)
         if wrong.any():
             difference = torch.where(wrong, (value - expected).abs().double().nan_to_num(float("inf")), -1.0)
             index = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
             self.problems.append(
                 f"{what}: {int(wrong.sum())} of {wrong.numel()} values differ, by up to {difference.max().item():.3g} "
-                f"(allowed: {rtol:.3g} relative, {atol * scale:.3g} absolute), at {index}: "
-                f"{value[index].item()} instead of {expected[index].item()}"
+                f"(allowed: {rtol:.3g} relative, {atol * scale:.3g} absolute), at "
+                f"{tuple(map(sum, zip(start, index)))}: {value[index].item()} instead of {expected[index].item()}"
             )
 
+    def part(self, value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """What this rank compares of a tensor, and the index of its first element: its shard, or all of a Partial."""
+        from shardtensor import ShardTensor
+
+        start = [0] * value.ndim
+        if not isinstance(value, DTensor):
+            return value, tuple(start)
+        if not isinstance(value, ShardTensor) or any(p.is_partial() for p in value.placements):
+            return value.full_tensor(), tuple(start)
+        for mesh_dim, sizes in _sizes(value).items():
+            start[value.placements[mesh_dim].dim] = sum(sizes[: self.coordinate[mesh_dim]])  # type: ignore[attr-defined]
+        return value.to_local(), tuple(start)
+
     def raise_problems(self) -> None:
-        """Raise if anything differs."""
-        if self.problems:
+        """Raise on all ranks if anything differs on any."""
+        checksum = zlib.crc32("\n".join(self.layouts).encode())
+        rows = gather_over_mesh([checksum, len(self.problems)], self.mesh).values()
+        if len({other for other, _ in rows}) > 1:
+            check_same("layouts of the results", self.layouts, self.mesh)
+        if any(count for _, count in rows):
             where = f"at {self.coordinate} of a mesh of {tuple(self.mesh.shape)}"
-            raise AssertionError("\n  ".join([f"sharded and unsharded results differ {where}:", *self.problems]))
+            found = show("; ".join(self.problems) or "nothing differs", self.mesh)
+            header = f"sharded and unsharded results differ {where}:"
+            raise AssertionError("\n  ".join([header, *(self.problems or [found])]))
 
 
 def _sizes(value: DTensor) -> dict[int, tuple[int, ...]]:

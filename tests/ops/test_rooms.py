@@ -66,7 +66,7 @@ DRAWN = {
     "nn.functional.fractional_max_pool3d_with_indices": "pooling.pool",
     "nn.functional.group_norm": "normalization.layer_group_rms",
     "nn.functional.hardsigmoid": "elementwise.pointwise",
-    "nn.functional.local_response_norm": "normalization.layer_group_rms",
+    "nn.functional.local_response_norm": "formulas",
     "nn.functional.multi_head_attention_forward": "attention.multihead",
     "nn.functional.nll_loss": "loss.cross_entropy",
     "nn.functional.scaled_dot_product_attention": "attention.sdpa",

@@ -14,6 +14,7 @@ def main() -> None:
     parser.add_argument("--mesh", help="2x2: a mesh of two dims, instead of --ranks")
     parser.add_argument("--seeds", default="0:100", help="first:last, the last one left out, or one seed")
     parser.add_argument("--length", type=int, help="lines of a program (default: drawn)")
+    parser.add_argument("--compiled", action="store_true", help="each program by torch.compile, as one function")
     parser.add_argument("--also", nargs="*", default=[], metavar="KIND", help="list outcomes of these kinds, too")
     options = parser.parse_args()
     first, _, last = options.seeds.partition(":")
@@ -24,7 +25,8 @@ def main() -> None:
         if outcome.bad or outcome.kind in options.also:
             print(told(outcome), flush=True)
 
-    report = run_programs(seeds, mesh, options.length, progress=show)
+    timeout = 600.0 if options.compiled else 120.0
+    report = run_programs(seeds, mesh, options.length, compiled=options.compiled, timeout=timeout, progress=show)
     for reason, count in report.reasons().most_common():
         print(f"  refused {count} x: {reason}")
     print(f"{len(seeds)} programs on {mesh}: {report.counted()}")

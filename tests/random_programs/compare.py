@@ -28,7 +28,7 @@ KINDS = {
     "raised": False,  # an error on both
     "stricter": False,  # a tensor that only our operators save was written to
     "looser": False,  # an error on one device alone
-    "unstable": False,  # rounding changes the numbers on one device, too
+    "unstable": False,  # rounding, or torch.compile, changes the numbers on one device, too
     "wrong value": True,
     "wrong gradient": True,
     "foreign": True,  # an error on shards that is no refusal
@@ -53,29 +53,37 @@ class Outcome:
         return KINDS[self.kind]
 
 
-def outcomes(programs: dict[int, Program], mesh: tuple[int, ...], setup: Setup | None = None) -> list[Outcome]:
+def outcomes(
+    programs: dict[int, Program], mesh: tuple[int, ...], setup: Setup | None = None, compiled: bool = False
+) -> list[Outcome]:
     """What comes of the programs of seeds, on each rank. ``setup`` plants a defect, and returns what removes it."""
+    from .compiled import compared_compiled
+
+    compare = compared_compiled if compiled else compared
     restore = setup() if setup is not None else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return [outcome_of(seed, program, shared_mesh(mesh)) for seed, program in programs.items()]
+            return [outcome_of(seed, program, shared_mesh(mesh), compare) for seed, program in programs.items()]
     finally:
         if restore is not None:
             restore()
 
 
-def outcome_of(seed: int, program: Program, mesh: DeviceMesh) -> Outcome:
+Compare = Callable[[int, Program, DeviceMesh], Outcome]
+
+
+def outcome_of(seed: int, program: Program, mesh: DeviceMesh, compare: Compare) -> Outcome:
     """The outcome of all ranks; what is bad is made shorter."""
-    outcome = agreed(seed, program, mesh)
+    outcome = agreed(seed, program, mesh, compare)
     if outcome.bad and outcome.kind != "split":
-        outcome, program = shortest(outcome, program, mesh)
+        outcome, program = shortest(outcome, program, mesh, compare)
     return replace(outcome, program=program.listed())
 
 
-def agreed(seed: int, program: Program, mesh: DeviceMesh) -> Outcome:
+def agreed(seed: int, program: Program, mesh: DeviceMesh, compare: Compare) -> Outcome:
     """The outcome of all ranks."""
-    mine = compared(seed, program, mesh)
+    mine = compare(seed, program, mesh)
     if mine.bad or mine.kind in ("raised", "stricter", "looser"):
         print(mine, flush=True)
     all_ranks = gathered(mine)
@@ -87,24 +95,29 @@ def agreed(seed: int, program: Program, mesh: DeviceMesh) -> Outcome:
     return all_ranks[0]
 
 
-def shortest(outcome: Outcome, program: Program, mesh: DeviceMesh) -> tuple[Outcome, Program]:
+def shortest(outcome: Outcome, program: Program, mesh: DeviceMesh, compare: Compare) -> tuple[Outcome, Program]:
     """What is left of the program when no line can be left out without another outcome."""
     for shorter in program.shorter():
-        again = agreed(outcome.seed, shorter, mesh)
+        again = agreed(outcome.seed, shorter, mesh, compare)
         if again.kind == outcome.kind:
-            return shortest(again, shorter, mesh)
+            return shortest(again, shorter, mesh, compare)
     return outcome, program
 
 
-def compared(seed: int, program: Program, mesh: DeviceMesh) -> Outcome:
-    """A line that is refused is left out on one device, too, with all that need its tensors."""
+def place_on(mesh: DeviceMesh) -> Callable[[Leaf], torch.Tensor]:
+    """Makes leaves on a mesh."""
 
     def place(leaf: Leaf) -> torch.Tensor:
         if leaf.placements is None:
             return leaf.value()
         return shard(leaf.value(), mesh, list(leaf.placements), leaf.sizes)
 
-    one, many = Run(program, plain), Run(program, place)
+    return place
+
+
+def compared(seed: int, program: Program, mesh: DeviceMesh) -> Outcome:
+    """A line that is refused is left out on one device, too, with all that need its tensors."""
+    one, many = Run(program, plain), Run(program, place_on(mesh))
     refused: list[str] = []
     steps: list[tuple[str, Callable[[Run], None]]] = [(line, partial(Run.do, line=line)) for line in program.lines]
     for line, step in [*steps, ("the loss", partial(Run.backward, twice=program.twice))]:

@@ -60,22 +60,25 @@ def run_programs(
     length: int | None = None,
     *,
     setup: Setup | None = None,
+    compiled: bool = False,
     timeout: float = 120.0,
     progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """The programs of the seeds on a mesh. They hang where they take longer than ``timeout`` seconds,
-    together, or half of it, alone."""
+    """The programs of the seeds on a mesh, or each compiled as one function. They hang where they take longer than
+    ``timeout`` seconds, together, or half of it, alone."""
     report, left = Report(), list(seeds)
     while left:
         some, left = left[:TOGETHER], left[TOGETHER:]
         programs = {seed: draw(seed, mesh, length) for seed in some}
         try:
             with redirect_stdout(io.StringIO()):
-                found = run_distributed(outcomes, math.prod(mesh), programs, mesh, setup, timeout=timeout)[0]
+                found = run_distributed(outcomes, math.prod(mesh), programs, mesh, setup, compiled, timeout=timeout)[0]
         except DistributedFailure as failure:
             if len(some) > 1:  # which one is it?
                 for seed in some:
-                    again = run_programs([seed], mesh, length, setup=setup, timeout=timeout / 2, progress=progress)
+                    again = run_programs(
+                        [seed], mesh, length, setup=setup, compiled=compiled, timeout=timeout / 2, progress=progress
+                    )
                     report.outcomes += again.outcomes
                 continue
             found = [Outcome(some[0], "hang", where(str(failure)), program=programs[some[0]].listed())]

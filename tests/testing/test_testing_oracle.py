@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
+from shardtensor.dispatch.conversions import wrap
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 
 UNEVEN = {0: (5, 3)}
@@ -67,7 +68,7 @@ def test_meshes_of_two_dims_and_smaller_than_the_world():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("output", r"output 0 \(.*, sizes \{0: \(5, 3\)\}, this rank's shard \(5, 4\)\): 32 of 32 values differ"),
+        ("output", r"output 0 \(.*, sizes \{0: \(5, 3\)\}, this rank's shard \(5, 4\)\): 20 of 20 values differ"),
         ("input gradient", "gradient of input 0 .*by up to"),
         ("parameter gradient", "gradient of parameter weight: 4 of 4 values differ"),
         ("buffer", r"buffer calls: 1 of 1 values differ, by up to 1 .* at \(\): 2.0 instead of 1.0"),
@@ -131,5 +132,33 @@ def rank_dependent():
 
 
 def test_values_wrong_on_one_rank_fail_on_every_rank():
-    for error in run_expecting_errors(rank_dependent, 2):
-        assert "4 of 8 values differ" in str(error)
+    first, second = map(str, run_expecting_errors(rank_dependent, 2))
+    assert "nothing differs on rank 0, output 0" in first and "4 of 4 values differ" in first
+    assert "4 of 4 values differ" in second and ", at (" in second
+
+
+def other_sizes():
+    def fn(x):  # each rank's rows are right by its own spec, but row 4 is nobody's
+        if not isinstance(x, ShardTensor):
+            return x * 1
+        sizes, rows = ((4, 4), data(8)[:4]) if dist.get_rank() == 0 else ((5, 3), data(8)[5:])
+        return wrap(rows, x._spec.replace(sizes=(sizes,)))
+
+    assert_matches_unsharded(fn, data(8), mesh_shape=2, placements=[Shard(0)], shard_sizes=UNEVEN, check_grads=False)
+
+
+def test_layouts_that_differ_between_ranks_fail_on_every_rank():
+    for error in run_expecting_errors(other_sizes, 2):
+        assert "ranks do not agree on the layouts of the results: output 0" in str(error), error
+        assert "sizes {0: (4, 4)}) on ranks [0]" in str(error) and "sizes {0: (5, 3)}) on ranks [1]" in str(error)
+
+
+def partial_output():
+    def fn(x):
+        return x.sum(0)
+
+    assert_matches_unsharded(fn, data(8, 3), mesh_shape=2, placements=[Shard(0)], shard_sizes=UNEVEN)
+
+
+def test_contributions_are_summed_before_they_are_compared():
+    run_distributed(partial_output, 2)

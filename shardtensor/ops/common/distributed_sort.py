@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat import untraced
+from ..._compat import constant_like, untraced
 from ...communication.redistribute import all_gather, all_reduce, swapped
 from ...layout.caches import cached
 from ...layout.geometry import boundaries_of
-from ...ranks.cuda_graphs import check_not_captured
+from ...ranks.cuda_graphs import check_has_values
 
 _DIGIT = 4  # bits
 
@@ -154,7 +154,7 @@ class Route:
         self.shape, self._own = (rows, need[self._rank]), order.shape
         columns = torch.arange(length, device=order.device).expand(rows, -1).contiguous()
         goes_to = torch.searchsorted(everybody[self._rank].contiguous(), columns, right=True)
-        ends = _numbers(tuple(own), order.device).view(-1, 1, 1).expand(-1, rows, 1)
+        ends = _numbers(tuple(own), order).view(-1, 1, 1).expand(-1, rows, 1)
         counts = torch.cat([torch.zeros_like(ends), everybody, ends], dim=-1).diff()  # from, row, to
         totals = counts.sum(1).tolist()
         self._sends, self._receives = totals[self._rank], [of_rank[self._rank] for of_rank in totals]
@@ -196,10 +196,15 @@ def _put(t: Tensor, index: Tensor) -> Tensor:
 
 
 @cached(maxsize=256)
-def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _made(values: tuple[int, ...], device: torch.device) -> Tensor:
     """A tensor of them, made once: the host waits for what it copies to a GPU."""
     with torch.inference_mode(False), untraced():
         return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _numbers(values: tuple[int, ...], like: Tensor) -> Tensor:
+    """The same for use with ``like``, which a graph may hold."""
+    return constant_like(_made(values, like.device), like)
 
 
 class Sorted(Route):
@@ -216,9 +221,9 @@ class Sorted(Route):
     def __init__(
         self, x: Tensor, own: Sequence[int], need: Sequence[int], descending: bool, group: dist.ProcessGroup
     ) -> None:
-        check_not_captured("a sort across shards", x.device)
+        check_has_values("a sort across shards", x)
         ordered, order = torch.sort(x, dim=-1, stable=True, descending=descending)
-        places = _numbers(tuple(boundaries_of(need)[1:-1]), x.device).expand(len(x), -1)
+        places = _numbers(tuple(boundaries_of(need)[1:-1]), x).expand(len(x), -1)
         found = find_places(sort_keys(ordered, descending), x.dtype, places, [group])
         super().__init__(order, found.everybody, own, need, group)
         self.values, within = torch.sort(self.there(x), dim=-1, stable=True, descending=descending)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from ..._compat import AutogradFunction, TensorMeta, constant_like, untraced
+from ..._compat import TensorMeta, constant_like, untraced
 from ...communication.halo import Fetch
 from ...communication.zeros import padded
 from ...layout.placements import AxisLayout
@@ -70,56 +70,32 @@ class Differentiated:
 Wanted = tuple[int, int, int]
 
 
-def nothing(shape: Sequence[int], out_shape: Sequence[int], linear: bool, picks: bool = False) -> Differentiated:
+def grown(t: Tensor, least: Sequence[int]) -> Tensor:
+    """The tensor with zeros behind its elements along dims that are shorter than that."""
+    missing = [max(0, n - size) for n, size in zip(least, t.shape, strict=True)]
+    return padded(t, [n for lacking in reversed(missing) for n in (0, lacking)])
+
+
+def nothing(
+    shape: Sequence[int],
+    out_shape: Sequence[int],
+    function: Callable[[Tensor], Tensor] | None = None,
+    least: Sequence[int] = (),
+) -> Differentiated:
     """A function between tensors without elements, of these shapes. Kernels refuse empty dims.
 
     Args:
-        linear: whether its gradient is independent of its argument, as that of the other ranks' function is for
-            autograd: in second derivatives, all ranks go back through what was fetched, or none.
-        picks: see :func:`reshaped`.
+        function: what the other ranks call, where its gradient is not independent of its argument. Derivatives of any
+            order are to come through what was fetched as on these ranks, in their order: so the graph has the kernel's
+            nodes. It gets enough zeros to have an output, which is left out.
+        least: lengths of dims with which it has one.
     """
 
     def forward(t: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return t.reshape(out_shape) if linear else reshaped(t, out_shape, picks), ()
+        some = t if function is None else function(grown(t, least)).flatten()[:0]
+        return some.reshape(out_shape), ()
 
     return Differentiated(forward, lambda grad, _: grad.reshape(shape))
-
-
-class _Reshaped(AutogradFunction):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, shape: Sequence[int], picks: bool) -> Tensor:
-        ctx.picks = picks
-        ctx.save_for_backward(t)
-        return t.reshape(shape).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _ReshapedBack.apply(grad, *ctx.saved_tensors, ctx.picks), None, None
-
-
-class _ReshapedBack(AutogradFunction):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, t: Tensor, picks: bool) -> Tensor:
-        ctx.shape, ctx.like, ctx.picks = grad.shape, t.detach(), picks
-        return grad.reshape(t.shape).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        again = grad.reshape(ctx.shape) if ctx.picks else reshaped(grad, ctx.shape, False)
-        return again, torch.zeros_like(ctx.like), None
-
-
-def reshaped(t: Tensor, shape: Sequence[int], picks: bool) -> Tensor:
-    """A tensor without elements in another shape. As that of pooling, its gradient counts as a function of the tensor.
-
-    It is a constant one. One that did depend on it, as a product's does, would be in graphs of third derivatives on
-    this rank alone.
-
-    Args:
-        picks: the other ranks take maxima, whose second derivatives pick entries, and not averages once more.
-    """
-    result: Tensor = _Reshaped.apply(t, shape, picks)
-    return result
 
 
 def taken(function: Differentiated, wanted: Mapping[int, Wanted], ndim: int) -> Differentiated:

@@ -90,7 +90,6 @@ def plan_convolution(
         needs[d] = [intersect(windows[d].reads(out), (0, shape[d])) for out in outputs]
         held[d], outs[d] = needs[d][rank], outputs[rank]
     out_spec = output_spec(spec, (shape[0], weight[0], *(w.outputs for w in windows.values())), sizes)
-    half = wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype
     local = _Local(out_spec.local_shape(), windows, stride, dilation, groups)
     convolve, zeros = local.convolution(held, outs), (0, 0)
     if convolve.zeros and needs:
@@ -103,12 +102,7 @@ def plan_convolution(
     if len(needs) == 1 and 0 not in out_spec.local_shape():
         (d,) = needs
         split = split_gradient(
-            fetch,
-            outs[d],
-            half,
-            spec.mesh.device_type,
-            lambda part: windows[d].touching(part, outs[d]),
-            lambda part, out: local.alone(d, part, out, held, outs),
+            spec, fetch, windows[d], outs[d], lambda part, out: local.alone(d, part, out, held, outs)
         )
     return ConvolutionPlan(out_spec, fetch, convolve, split)
 
@@ -187,24 +181,23 @@ Alone = tuple[LocalConvolution, Narrow | None]
 
 
 def split_gradient(
+    spec: ShardTensorSpec,
     fetch: Fetch,
+    window: Window | TransposedWindow,
     out: Interval,
-    half: bool,
-    device: str,
-    touching: Callable[[Interval], Interval],
     alone: Callable[[Interval, Interval], Alone],
 ) -> SplitGradient | None:
     """How to compute the gradients in two; None where it is not worth it, or inputs are fetched along several dims.
 
     Args:
-        out: this rank's outputs along the dim that is fetched.
-        half: whether they are of half precision.
-        device: the type of their device.
-        touching: those of them that read some inputs.
+        spec: of the input.
+        window: along the dim that is fetched.
+        out: this rank's outputs along that dim.
         alone: the kernel that gives some outputs of some inputs alone, with the taps that lie between them.
     """
     if len(fetch.axes) != 1 or 0 in fetch.shape:
         return None
+    half, device = wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype, spec.mesh.device_type
     if len(fetch.shape) == 5 and device == "cpu" and not half:
         return None  # torch's kernels for few planes of a volume are ten times slower there
     share, elements = worth_splitting(half, device)
@@ -214,7 +207,7 @@ def split_gradient(
         return None
     received = [part for _, part in transfers.recvs]
     shared = [part for _, part in transfers.sends] if half else []
-    touched = [length(touching(part)) for part in (*received, *shared)]
+    touched = [length(window.touching(part, out)) for part in (*received, *shared)]
     if share * sum(touched) > length(out) or not all(touched) or math.prod(fetch.shape) < elements:
         return None
     if any(length(intersect(one, other)) for one, other in combinations(shared, 2)):
@@ -224,7 +217,7 @@ def split_gradient(
         return None
 
     def strip(part: Interval) -> Strip:
-        outputs = touching(part)
+        outputs = window.touching(part, out)
         return Strip((d, outputs[0] - out[0], length(outputs)), *alone(part, outputs))
 
     edges = [((d, part[0] - own[0], length(part)), strip(part)) for part in shared]
@@ -515,7 +508,9 @@ Numbers = int | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class TransposedWindow:
-    """A transposed convolution along one tensor dim; the numbers are those of the global tensor.
+    """A transposed convolution along one tensor dim, the adjoint of a convolution of its outputs.
+
+    The numbers are those of the global tensor.
 
     Example:
         >>> w = TransposedWindow(size=5, kernel=4, stride=2, dilation=1, padding=1, extra=0)
@@ -538,6 +533,11 @@ class TransposedWindow:
     def outputs(self) -> int:
         return (self.size - 1) * self.stride - 2 * self.padding + self.extent + self.extra
 
+    @property
+    def adjoint(self) -> Window:
+        """The convolution of the outputs."""
+        return Window(self.outputs, self.kernel, self.stride, self.dilation, self.padding, self.padding)
+
     def boundary(self, b: int) -> int:
         """Where a boundary of the input falls in the output."""
         if b <= 0:
@@ -552,15 +552,12 @@ class TransposedWindow:
 
     def reads(self, out: Interval) -> Interval:
         """The inputs that reach the outputs ``out``."""
-        if out[1] <= out[0]:
-            return (0, 0)
-        first = -(-(out[0] + self.padding - self.extent + 1) // self.stride)
-        return intersect((first, (out[1] - 1 + self.padding) // self.stride + 1), (0, self.size))
+        return self.adjoint.touching(out, (0, self.size)) if length(out) else (0, 0)
 
     def margins(self, part: Interval, out: Interval) -> Interval:
         """Zeros to add before and after (negative: to crop) what the kernel makes of ``part``, to get ``out``."""
-        start = part[0] * self.stride - self.padding
-        return (start - out[0], out[1] - (start + (part[1] - part[0] - 1) * self.stride + self.extent))
+        start, stop = self.adjoint.reads(part)
+        return start - out[0], out[1] - stop
 
     def options(self, part: Interval, out: Interval) -> tuple[int, int, Interval]:
         """The kernel's padding and output padding for ``part``, and the margins that are left then.
@@ -593,8 +590,7 @@ class TransposedWindow:
 
     def touching(self, part: Interval, out: Interval) -> Interval:
         """Those of the outputs ``out`` that the inputs ``part`` reach."""
-        start = part[0] * self.stride - self.padding
-        return intersect((start, start + (length(part) - 1) * self.stride + self.extent), out)
+        return intersect(self.adjoint.reads(part), out)
 
     def between(self, part: Interval, out: Interval) -> tuple[TransposedWindow, Interval]:
         """The window with only the taps by which inputs ``part`` may reach the outputs ``out``, and which these are.
@@ -604,12 +600,8 @@ class TransposedWindow:
             >>> w.between((3, 4), (0, 6))[1]
             (0, 1)
         """
-        first, last = part[0] * self.stride - self.padding, (part[1] - 1) * self.stride - self.padding
-        taps = intersect(
-            (-((last - out[0]) // self.dilation), (out[1] - 1 - first) // self.dilation + 1), (0, self.kernel)
-        )
-        taps = taps if length(taps) else (0, self.kernel)  # none, where windows have gaps
-        return replace(self, kernel=length(taps), padding=self.padding - taps[0] * self.dilation), taps
+        window, taps = self.adjoint.between(out, part)
+        return replace(self, kernel=window.kernel, padding=window.before), taps
 
 
 def _declare_transposed(n: int) -> None:
@@ -694,14 +686,7 @@ def _plan_transposed(
             windows[d] = window
             return found, None if all_taps else (d, taps[0], length(taps))
 
-        split = split_gradient(
-            Fetch.of(spec, needs),
-            out,
-            wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype,
-            spec.mesh.device_type,
-            lambda part: window.touching(part, out),
-            alone,
-        )
+        split = split_gradient(spec, Fetch.of(spec, needs), window, out, alone)
         if split is not None:
             # Such zeros make kernels on the CPU slow in the backward pass, but that has the shard alone here.
             zeros = window.zeros(held[d], out)

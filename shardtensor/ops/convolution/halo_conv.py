@@ -30,6 +30,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Plan
 from ...operators.weight_gradients import GradientSum
 from ..common.alignment import cast, is_half, product, wide_dtype, widened
+from ..common.stencil import grown
 from .volumes import Gradients, convolution_backward, convolve_volume, volume_backward
 
 ONLY_INPUT = True, False, False
@@ -59,7 +60,7 @@ class LocalConvolution:
             if torch.is_grad_enabled():
                 # Derivatives of any order are to come through the exchanges and sums as on other ranks, in their order:
                 # so the graph has the kernel's nodes. It gets enough zeros to have an output, which is left out.
-                some = kernel(padded(read, self._lacking(read, weight)), weight, None, *self.arguments)
+                some = kernel(grown(read, self._least(weight)), weight, None, *self.arguments)
                 y = y + some.reshape(-1)[:0].sum()
             return y if bias is None else y + _over_channels(bias, y)
         read = padded(read, self.zeros) if self.zeros else read
@@ -68,13 +69,13 @@ class LocalConvolution:
         y = padded(y, self.crop) if self.crop else y
         return y + _over_channels(bias, y) if after and bias is not None else y
 
-    def _lacking(self, read: Tensor, weight: Tensor) -> list[int]:
-        """Zeros behind the input, as ``F.pad`` takes them, that the kernel lacks to have an output."""
+    def _least(self, weight: Tensor) -> list[int]:
+        """Lengths of an input's dims with which the kernel has an output."""
         stride, padding, dilation, transposed, *_ = self.arguments
         least = [1, 0]
         for k, s, p, d in zip(weight.shape[2:], stride, padding, dilation, strict=True):
             least.append(2 + 2 * p // s if transposed else 1 + d * (k - 1))
-        return [z for n, size in reversed([*zip(least, read.shape, strict=True)]) for z in (0, max(0, n - size))]
+        return least
 
     def gradients(self, needed: Sequence[bool], grad: Tensor, read: Tensor, weight: Tensor) -> Gradients:
         """Those of input, weight and bias, where they are needed."""

@@ -23,7 +23,7 @@ from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from ...ranks.cuda_graphs import check_not_captured
+from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
 from ..shape.slice import entry_of
 from .index_operators import any_sharded, check_mask, flat_cumsum, gathered, is_mask, written
@@ -174,7 +174,7 @@ def _indices(x: Tensor, tensors: Sequence[tuple[int, Tensor]]) -> list[Tensor | 
         check_mask(x, dim, item)
         if isinstance(item, DTensor) and all(p.is_replicate() for p in item.placements):
             item = item.to_local()
-        check_not_captured("an index with a mask", x.device)
+        check_has_values("an index with a mask", x)
         result[dim : dim + item.ndim] = item.nonzero().unbind(1)
     return result
 

@@ -20,7 +20,7 @@ from ...dispatch.tensor import ShardTensor, redistribute_to, run, wrap
 from ...errors import PLAIN_TARGET, refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from ...ranks.cuda_graphs import check_not_captured
+from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import broadcast_shape, is_sharded, reduced_value, replicated
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
@@ -362,7 +362,7 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
                     "use torch.where or masked_fill, or redistribute the mask to Replicate()",
                 )
             index, spec = reduced_value(index)
-        check_not_captured("an index with a mask", x.device)
+        check_has_values("an index with a mask", x)
         found = index.nonzero().unbind(1)
         # Where nothing else says so, the mask says what mesh there is.
         result.extend(found if spec is None else [replicated(t, spec) for t in found])

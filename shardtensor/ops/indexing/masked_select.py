@@ -24,7 +24,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, operator
-from ...ranks.cuda_graphs import check_not_captured
+from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import (
     as_operand,
     broadcast_shape,
@@ -80,7 +80,7 @@ def selected(x: Tensor, dim: int, mask: Tensor) -> ShardTensor:
         UnsupportedSharding: the mask cannot be flattened.
     """
     check_mask(x, dim, mask)
-    check_not_captured("masked_select", x.device)
+    check_has_values("masked_select", x)
     mesh = common_mesh("masked_select", [x, mask])
     assert mesh is not None
     x, mask = as_operand(x, mesh), as_operand(mask.bool(), mesh)
@@ -124,7 +124,7 @@ def _nonzero(x: ShardTensor) -> ShardTensor:
     """The places of elements that are not zero, each with its owner."""
     if not x._spec.sharded_dims():
         return DECLINED
-    check_not_captured("nonzero", x.device)
+    check_has_values("nonzero", x)
     x = wrap(*reduced_value(x))
     with flattening("nonzero", x):
         flat = run(_aten.reshape.default, (x, [-1]), {})

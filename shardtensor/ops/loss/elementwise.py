@@ -27,7 +27,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import autocast_dtype
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from ...ranks.cuda_graphs import check_not_captured
+from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
 from ..common.batch_parallel import Names, by_batch
 
@@ -213,25 +213,6 @@ for _function, _tensors in _ELEMENTWISE.items():
     loss(_function, _function.__name__, tensors=_tensors)(_plan_elementwise)
 
 
-# -- composed ---------------------------------------------------------------------------------------------------------
-
-
-@loss(F.multilabel_soft_margin_loss, tensors="input target weight")
-def _plan_multilabel_soft_margin(
-    function: Callable[..., Tensor], call: Arguments, given: dict[str, Any], reduction: str
-) -> Composed:
-    """Torch's own composition; its ``logsigmoid`` has no distributed form below autograd."""
-
-    def multilabel_soft_margin(x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
-        terms = -(y * F.logsigmoid(x) + (1 - y) * F.logsigmoid(-x))
-        if weight is not None:
-            terms = terms * weight
-        terms = terms.sum(x.ndim - 1) / x.shape[x.ndim - 1]
-        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
-
-    return Composed(multilabel_soft_margin)
-
-
 # -- ctc ---------------------------------------------------------------------------------------------------------------
 
 # ``ctc_loss``: connectionist temporal classification, whose batch may be sharded.
@@ -266,7 +247,7 @@ def plan_ctc(function: Callable[..., Tensor], call: Arguments, given: dict[str, 
     def ctc_loss(*tensors: Any) -> Any:
         found = given | {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
         logs, targets = found["log_probs"], found["targets"]
-        check_not_captured("ctc_loss", logs.device)
+        check_has_values("ctc_loss", logs)
         mesh = logs.device_mesh
         batched = logs.ndim == 3
         _check_batch(found, logs.shape[1] if batched else 1)

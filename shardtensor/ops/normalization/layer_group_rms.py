@@ -1,4 +1,4 @@
-"""Group, layer, RMS and local response normalization, whatever is sharded.
+"""Group, layer and RMS normalization, whatever is sharded.
 
 Where no normalized dim is sharded, nothing is sent forward, and torch's own kernel works on the shard; else see
 ``plans.py``.
@@ -160,31 +160,3 @@ def plan_rms_norm(
         # Neither is the weight sharded then, nor is a part of it used.
         return LocalPlan(lambda x, w: torch.rms_norm(x, shape, w, eps), geometry.output_spec(dtype))
     return ShardedNorm(call, geometry, dtype, weight)
-
-
-# -- local response norm ---------------------------------------------------------------------------------------------
-
-
-@operator(F.local_response_norm, tensors="input")
-def plan_local_response_norm(
-    call: Arguments, input: ShardTensorSpec, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
-) -> Plan:
-    """Torch's own composition: the mean over a window of channels is an average pooling."""
-    ndim = len(input.shape)
-    if ndim < 3:
-        raise ValueError(f"Expected 3D or higher dimensionality input (got {ndim} dimensions)")
-    if 0 in input.shape:
-        return Composed(lambda x: x)
-    around = (size // 2, (size - 1) // 2)
-
-    def compute(x: ShardTensor) -> Any:
-        squares = x * x
-        if ndim == 3:
-            mean = F.avg_pool2d(F.pad(squares.unsqueeze(1), (0, 0, *around)), (size, 1), stride=1).squeeze(1)
-        else:
-            images = squares.flatten(3).unsqueeze(1)
-            mean = F.avg_pool3d(F.pad(images, (0, 0, 0, 0, *around)), (size, 1, 1), stride=1).squeeze(1)
-            mean = mean.unflatten(3, input.shape[3:])  # type: ignore[no-untyped-call]
-        return x / (mean * alpha + k).pow(beta)
-
-    return Composed(compute)

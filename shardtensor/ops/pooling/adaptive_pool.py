@@ -69,9 +69,8 @@ def _adaptive_pool(
         if n % out:
             unequal[d] = [adaptive_window(n, out, o) for o in range(*outs[rank])]
     fetch = Fetch.of(spec, needs)
-    dtype = result_dtype(
-        call, spec.tensor_meta.dtype, lambda t: values_of(function(t, [1] * ndim)), [1] * len(spec.shape)
-    )
+    smallest, least = (lambda t: values_of(function(t, [2] * ndim))), [1] * len(spec.shape)
+    dtype = result_dtype(call, spec.tensor_meta.dtype, smallest, least)
     out_meta = torch.empty_strided(target, stride_like(meta, target), dtype=meta.dtype, device="meta")
     shape = resized(spec, out_meta, dtype, sizes).local_shape()[first:]
     if 0 in shape:
@@ -91,7 +90,7 @@ def _adaptive_pool(
         return result
 
     to_global = GlobalIndices(given, places, spec.shape[first:]) if indices else None
-    return local_plan(spec, fetch, dtype, kernel, (), to_global, out_meta, sizes, picks=to_global is not None)
+    return local_plan(spec, fetch, dtype, kernel, (), to_global, out_meta, sizes, (smallest, least))
 
 
 class _EvenWindows:

@@ -1,4 +1,4 @@
-"""Max, average and power-average pooling with fixed windows, in one to three dims.
+"""Max and average pooling with fixed windows, in one to three dims.
 
 [Note: padding] The kernel pads, not we. A rank whose windows reach over a global end gives its kernel the operator's
 padding, one whose windows do not gives it none; outputs that come out in excess at boundaries between ranks are
@@ -19,7 +19,6 @@ from torch import Tensor
 from ..._compat import AutogradFunction, nn_functions
 from ...communication.halo import Fetch, Narrow
 from ...dispatch.gradients import Tangents
-from ...errors import refuse
 from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
@@ -33,7 +32,6 @@ from ..common.stencil import (
     keeping_sums,
     nothing,
     per_dim,
-    reshaped,
     resized,
     result_dtype,
     taken,
@@ -113,7 +111,6 @@ def _pool(
     gradient: Callable[[Sequence[int]], Differentiated] | None = None,
     *,
     full_windows: bool = False,
-    picks: bool = False,
 ) -> Plan:
     """The plan that pools the input's last dims.
 
@@ -123,7 +120,6 @@ def _pool(
         kernel: gives the kernel with these paddings.
         gradient: gives the kernel of values with these paddings and its gradient, where that is a kernel of torch's.
         full_windows: the kernel refuses inputs shorter than the window, even if padded.
-        picks: it takes maxima, see :func:`.reshaped`.
     """
     spec = call.tensors["input"]
     first = len(spec.shape) - len(windows)
@@ -144,18 +140,22 @@ def _pool(
         if drop or given.outputs != sizes[d][rank]:
             wanted[d] = drop, sizes[d][rank], given.outputs
     fetch = Fetch.of(spec, needs)
-    unpadded, taps = kernel([0] * len(windows)), [w.extent for w in windows]
-    dtype = result_dtype(call, spec.tensor_meta.dtype, lambda t: values_of(unpadded(t)), [1] * first + taps)
+    unpadded, least = kernel([0] * len(windows)), [1] * first + [w.extent for w in windows]
+
+    def smallest(t: Tensor) -> Tensor:
+        return values_of(unpadded(t))
+
+    dtype = result_dtype(call, spec.tensor_meta.dtype, smallest, least)
     if gradient is not None and dtype == spec.tensor_meta.dtype and not spec.partial_mesh_dims():
         out = resized(spec, values_of(meta), dtype, sizes)
         shape = out.local_shape()
         if 0 in shape:
-            # To autograd, the gradients of torch's kernels depend on the input.
-            return StencilPlan(fetch, nothing(fetch.shape, shape, linear=False, picks=picks), out)
+            return StencilPlan(fetch, nothing(fetch.shape, shape, smallest, least), out)
         return StencilPlan(fetch, taken(gradient(paddings), wanted, len(shape)), out)
     indices = GlobalIndices(fetch.shape[first:], origin, spec.shape[first:]) if isinstance(meta, tuple) else None
     places = [(d, drop, count) for d, (drop, count, _) in wanted.items()]
-    return local_plan(spec, fetch, dtype, kernel(paddings), places, indices, values_of(meta), sizes, picks)
+    own = kernel(paddings)
+    return local_plan(spec, fetch, dtype, own, places, indices, values_of(meta), sizes, (smallest, least))
 
 
 def local_plan(
@@ -167,7 +167,7 @@ def local_plan(
     indices: Callable[[Tensor], Tensor] | None,
     meta: Tensor,
     sizes: dict[int, tuple[int, ...]],
-    picks: bool,
+    smallest: tuple[Callable[[Tensor], Tensor], Sequence[int]],
 ) -> LocalPlan:
     """Fetch, run the kernel, and take what is wanted of its outputs.
 
@@ -175,11 +175,12 @@ def local_plan(
         dtype: which the kernel is to be given.
         indices: makes the kernel's indices global; None where it returns none.
         meta, sizes: the global result without its data, and its shard sizes by tensor dim.
-        picks: see :func:`_pool`.
+        smallest: a kernel with the same gradient, and the least shape that it takes: see :func:`.nothing`.
     """
     out = resized(spec, meta, dtype, sizes)
     outputs = out if indices is None else (out, resized(spec, meta, torch.int64, sizes))
     casts, fetches, shape = dtype != spec.tensor_meta.dtype, bool(fetch), out.local_shape()
+    without_elements = nothing(fetch.shape, shape, *smallest)
 
     def taken(found: Tensor) -> Tensor:
         for place in wanted:
@@ -190,9 +191,8 @@ def local_plan(
         read = fetch(local) if fetches else local
         read = read.to(dtype) if casts else read
         if 0 in shape:
-            # Kernels refuse empty dims, yet this rank takes part in the exchange of the backward pass, and of the
-            # second one: to autograd, the gradients of torch's kernels depend on the input.
-            values = reshaped(read, shape, picks)
+            # Yet this rank takes part in the exchange of the backward pass, and of those of its derivatives.
+            values, _ = without_elements.forward(read)
             return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
         found = kernel(read)
         if indices is None:
@@ -271,7 +271,6 @@ def _declare_max_pool(n: int) -> None:
             _windows(input, size, step, padding, dilation, ceil_mode),
             lambda pads: lambda t: run(t, size, step, pads, dilation, ceil_mode),
             None if indices or n == 1 else lambda pads: _max_pool(n, size, step, tuple(pads), dilation, ceil_mode),
-            picks=True,
         )
 
 
@@ -304,75 +303,10 @@ def _declare_avg_pool(n: int) -> None:
             full_windows=n == 3,
         )
 
-    @operator(getattr(F, f"lp_pool{n}d"), tensors="input")
-    def plan_lp_pool(
-        call: Arguments,
-        input: ShardTensorSpec,
-        norm_type: float,
-        kernel_size: Numbers,
-        stride: Numbers | None = None,
-        ceil_mode: bool = False,
-    ) -> Plan:
-        """torch's own composition of the average."""
-        step = () if stride is None else stride
-        count = math.prod(per_dim(kernel_size, n))
-
-        def pool(x: Tensor) -> Tensor:
-            mean = function(x.pow(norm_type), kernel_size, step, 0, ceil_mode)
-            return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(count).pow(1.0 / norm_type)
-
-        return Composed(pool)
-
 
 for _n in (1, 2, 3):
     _declare_max_pool(_n)
     _declare_avg_pool(_n)
-
-
-# -- the gradient of max pooling, called by its operator's name --------------------------------------------------------
-
-
-class _MaxPoolGradient(AutogradFunction):
-    """The pooling is done once more, and its own gradient taken: the same elements are the largest."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, pooled: Tensor, *options: Any) -> Tensor:
-        ctx.pooled = pooled.detach()
-        with torch.enable_grad():
-            leaf = ctx.pooled.requires_grad_()
-            out = F.max_pool2d(leaf, *options)
-        return torch.autograd.grad(out, leaf, grad)[0]  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        if ctx.needs_input_grad[0]:
-            raise refuse(
-                "max_pool2d_with_indices_backward",
-                ctx.pooled,
-                "it cannot be differentiated with respect to its gradient operand",
-                "call F.max_pool2d and torch.autograd.grad",
-            )
-        return (None, torch.zeros_like(ctx.pooled), *(None,) * 5)
-
-
-_gradient = _aten.max_pool2d_with_indices_backward
-
-
-@operator(_gradient, tensors="grad_output self")
-def plan_max_pool_gradient(
-    call: Arguments,
-    grad_output: ShardTensorSpec,
-    self: ShardTensorSpec,
-    kernel_size: Numbers,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    ceil_mode: bool,
-    indices: object,
-) -> Plan:
-    """``indices`` are those of the pooling with these options."""
-    options = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
-    return Composed(lambda grad, pooled: _MaxPoolGradient.apply(grad, pooled, *options))
 
 
 # -- unpool ------------------------------------------------------------------------------------------------------------

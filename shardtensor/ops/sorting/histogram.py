@@ -19,7 +19,7 @@ from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, promote, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
-from ...ranks.cuda_graphs import OUTSIDE, check_not_captured
+from ...ranks.cuda_graphs import OUTSIDE, check_has_values
 from ..common.alignment import free_dims, redistributed, reduced_value, replicated
 from ..common.reduce import rank_reduction
 from ..reduction.reductions import reduction_plan
@@ -86,7 +86,7 @@ def _counted(counts: Tensor, spec: ShardTensorSpec, edges: Sequence[Tensor], den
 def _histc(x: ShardTensor, bins: int = 100, min: float = 0, max: float = 0) -> ShardTensor:
     if min != max or spec_of(x).is_replicate():
         return DECLINED
-    check_not_captured("histc", x.device, remedy="give it min and max, or " + OUTSIDE)
+    check_has_values("histc", x, remedy="give it min and max, or " + OUTSIDE)
     torch.histc(torch.ones(1, dtype=x.dtype, device=x.device), bins)  # torch's own errors
     local, spec = reduced_value(x)
     real = local if local.is_floating_point() else local.double()
@@ -177,7 +177,7 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> S
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
-    check_not_captured("bincount", x.device)
+    check_has_values("bincount", x)
     if weights is not None and weights.shape != x.shape:
         raise RuntimeError(
             f"weights should be 1-d and have the same length as input, {len(x)}, but have shape {tuple(weights.shape)}"

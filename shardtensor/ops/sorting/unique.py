@@ -22,7 +22,7 @@ from ...errors import refuse
 from ...layout.geometry import boundaries_of, chunk_sizes, intervals_of, resized
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
-from ...ranks.cuda_graphs import check_not_captured
+from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import flattening, reduced_value
 from ..common.distributed_sort import Route, Sorted, find_slices, sort_keys
 from ..common.reduce import rank_reduction, reduced_dims
@@ -103,7 +103,7 @@ def _unique_consecutive(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x._spec.is_replicate():
         return DECLINED
-    check_not_captured("unique_consecutive", x.device)
+    check_has_values("unique_consecutive", x)
     local, spec = reduced_value(x)
     if dim is not None:
         results = _runs(local, spec, reduced_dims(dim, x.ndim)[0])
@@ -126,7 +126,7 @@ def _unique(
     """Sorted across the ranks, then runs; which of them an element belongs to is sent back to where it came from."""
     if x._spec.is_replicate():
         return DECLINED
-    check_not_captured("unique", x.device)
+    check_has_values("unique", x)
     local, spec = reduced_value(x)
     if len(spec.sharded_dims()) > 1:
         raise refuse("unique", [spec], "it is sharded on several mesh dims", "shard it on one mesh dim only")
@@ -158,7 +158,7 @@ def _unique_slices(
     """Like :func:`_unique`, for slices along ``dim``, which have to be complete: that dim is the one to be sharded."""
     if x._spec.is_replicate():
         return DECLINED
-    check_not_captured("unique", x.device)
+    check_has_values("unique", x)
     local, spec = reduced_value(x)
     dim = reduced_dims(dim, x.ndim)[0]
     if spec.shape[dim] == 1 and spec.shape.numel():

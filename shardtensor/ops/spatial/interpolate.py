@@ -262,7 +262,7 @@ def resampling(
         last: the memory format of results; None for row-major.
     """
     if 0 in shape:
-        return nothing(shape, out.local_shape(), linear=True)
+        return nothing(shape, out.local_shape())
     parts = {d: as_local(resizes[d], *mine[d]) for d in mine}
     found = {d: part for d, part in parts.items() if part is not None}
     if len(found) < len(parts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,6 @@ from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import UnsupportedSharding
 from shardtensor.layout.geometry import Window, intervals_of, map_boundaries
 from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.pooling.adaptive_pool import adaptive_window
@@ -81,6 +82,7 @@ def window_cases():
         ("aten 3d", lambda x: torch.ops.aten.max_pool3d_with_indices(x, 2), (2, 3, 5, 4, 6), (2, 3)),
         ("_nn.max_pool2d_with_indices", lambda x: torch._C._nn.max_pool2d_with_indices(x, 2), (2, 3, 5, 4), (2, 3)),
         ("lp", lambda x: F.lp_pool2d(x, 2.0, 3, 2), (2, 3, 9, 8), (2, 3)),
+        ("lp of infinity", lambda x: F.lp_pool2d(x, math.inf, 3, 2), (2, 3, 9, 8), (2, 3)),
         ("ties", lambda x: F.max_pool2d(x.round() / 2, 4, 2, 1, return_indices=True), (2, 3, 11, 9), (2, 3)),
         ("all -inf", lambda x: F.max_pool2d(x * 0 - torch.inf, 3, 1, 1, return_indices=True)[1], (2, 3, 7, 5), (2, 3)),
     ]
@@ -390,20 +392,21 @@ def gradient_by_name():
 
     def gradient(x, grad):
         y, at = F.max_pool2d(x, 3, 2, 1, return_indices=True)
-        return torch.ops.aten.max_pool2d_with_indices_backward(grad.detach(), x, [3], [2], [1], [1], False, at)
+        return torch.ops.aten.max_pool2d_with_indices_backward(grad, x, [3], [2], [1], [1], False, at)
 
-    whole, grad = torch.randn(2, 3, 8, 5, dtype=torch.float64), torch.randn(2, 3, 4, 3, dtype=torch.float64)
+    whole = torch.randn(2, 3, 8, 5, dtype=torch.float64)
+    grad = torch.randn(2, 3, 4, 3, dtype=torch.float64, requires_grad=True)
+    factors = torch.randn_like(whole)
     for sizes in ((5, 3), (7, 1), (0, 8)):
         expected = gradient(whole, grad)
+        (of_grad,) = torch.autograd.grad((expected * factors).sum(), grad)
         x = shard(whole, shared_mesh(2), [Shard(2)], {0: sizes}, requires_grad=True)
-        found = gradient(x, shard(grad, shared_mesh(2), [Replicate()]))
+        seed = shard(grad, shared_mesh(2), [Replicate()], requires_grad=True)
+        found = gradient(x, seed)
         torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=0)
-        found.sum().backward()
+        (found * shard(factors, shared_mesh(2), [Replicate()])).sum().backward()
+        torch.testing.assert_close(seed.grad.full_tensor(), of_grad, rtol=1e-12, atol=0)
         assert not x.grad.full_tensor().any()  # a constant of the pooled tensor
-    with pytest.raises(UnsupportedSharding, match="cannot be differentiated by the gradient"):
-        y, at = F.max_pool2d(x, 3, 2, 1, return_indices=True)
-        seed = torch.ones_like(y, requires_grad=True)
-        torch.ops.aten.max_pool2d_with_indices_backward(seed, x, [3], [2], [1], [1], False, at).sum().backward()
 
 
 def test_the_gradient_called_by_its_operators_name():
