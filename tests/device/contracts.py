@@ -203,7 +203,7 @@ def _batch_norm(
     "aten::native_batch_norm_backward",
     source=_NORMALIZATION,
     demands="A gradient of the input's dtype; a weight if its gradient or the bias's is requested; saved "
-    "statistics in the dtype of sums, where empty ones mean the running ones. They may be undefined "
+    "statistics in the dtype of sums, or empty ones for the running statistics. They may be undefined "
     "only in evaluation, if the gradients of a row-major input and of a parameter are requested together.",
 )
 def _batch_norm_backward(
@@ -243,7 +243,7 @@ def _batch_norm_backward(
 @contract(
     "aten::batch_norm_update_stats",
     source=_NORMALIZATION,
-    demands="An input with elements; both running statistics or none. MPS has no such kernel.",
+    demands="A non-empty input; both running statistics or none. MPS has no such kernel.",
 )
 def _batch_norm_update_stats(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> None:
     _floating(input.dtype, "batch_norm_stats_cuda")
@@ -253,7 +253,7 @@ def _batch_norm_update_stats(input: Tensor, running_mean: Tensor | None, running
 
 
 @contract(
-    "aten::batch_norm_stats", source=_NORMALIZATION, demands="An input with elements. Only CUDA has such a kernel."
+    "aten::batch_norm_stats", source=_NORMALIZATION, demands="A non-empty input. Only CUDA has such a kernel."
 )
 def _batch_norm_stats(input: Tensor) -> None:
     _floating(input.dtype, "batch_norm_stats_cuda")
@@ -360,7 +360,7 @@ _GROUP_NORM = "aten/src/ATen/native/group_norm.cpp"
 @contract(
     "aten::native_group_norm",
     source=_GROUP_NORM,
-    demands="An input that is row-major, not channels-last; weight and bias contiguous and of its dtype. On MPS, too.",
+    demands="An input that is row-major, not channels-last; weight and bias contiguous and of its dtype. Also on MPS.",
 )
 def _group_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     _floating(input.dtype, "GroupNormKernelImpl")
@@ -373,9 +373,9 @@ def _group_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> No
 @contract(
     "aten::native_group_norm_backward",
     source=_GROUP_NORM,
-    demands="Gradient and input of one dtype and row-major, not channels-last, which not every version checks: the "
-    "numbers are wrong then. Statistics and weight contiguous and of that dtype; a weight if its gradient or "
-    "the bias's is requested.",
+    demands="Gradient and input of one dtype and row-major, not channels-last. Some versions do not "
+    "check this, and return wrong numbers. Statistics and weight contiguous and of that dtype; a weight if its "
+    "gradient or the bias's is requested.",
 )
 def _group_norm_backward(
     grad_out: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, output_mask: Sequence[bool]
@@ -572,7 +572,7 @@ def _flash(direction: str, query: Tensor, key: Tensor, value: Tensor) -> None:
     source=_FLASH,
     demands="Half precision; queries, keys and values of one head size, a multiple of 8 up to 256, contiguous in "
     "their last dim, memory and other strides aligned to 16 bytes, which is not checked; no mask. `is_causal` is "
-    "aligned at the lower right. The log-sum-exp is float32 `(batch, heads, rows)`, +inf for rows that see no key.",
+    "aligned at the lower right. The log-sum-exp is float32 `(batch, heads, rows)`, +inf for rows without keys.",
 )
 def _flash_forward(query: Tensor, key: Tensor, value: Tensor) -> None:
     _flash("forward", query, key, value)
@@ -647,7 +647,7 @@ def _efficient_bias(bias: Tensor, query: Tensor, shape: tuple[int, ...], aligned
     "bytes, but a last dim with stride 1 (so head sizes of contiguous tensors are multiples of 4, or 8 in "
     "half precision); a mask of the queries' dtype, expanded to all four dims, with such strides (so its rows "
     "are padded). The log-sum-exp is float32, its rows padded to a multiple of 32 with +inf, and 0 for rows "
-    "that see no key.",
+    "without keys.",
 )
 def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> None:
     _efficient("cutlassF", query, key, value, attn_bias)
