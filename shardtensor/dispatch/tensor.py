@@ -408,7 +408,7 @@ register(Tensor.share_memory_)(
 
 @register(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _data(self: Any, *_: Any) -> Any:
-    """What is written to it raises the tensor's version, unlike in torch: copies that views are must get it, too."""
+    """Writes raise the version of the tensor, unlike in torch, because views that are copies must be updated."""
     return self.detach() if type(self) is ShardTensor else NotImplemented
 
 

@@ -35,7 +35,7 @@ def adjacency(edge_index: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def distances_from(start: int, starts: Tensor, neighbors: Tensor) -> Tensor:
-    """How many edges each node is away from one; from what cannot be reached, twice as many as from the farthest."""
+    """The distance of each node from one, in edges; twice the largest distance for nodes that cannot be reached."""
     unseen = torch.iinfo(torch.int64).max
     n, level = len(starts) - 1, 0
     found = torch.full((n,), unseen, device=starts.device)

@@ -199,7 +199,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _traffic(edge_index: Tensor, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
-    """How many edges each rank has, how many are between ranks, and who reads how many rows of whom."""
+    """The number of edges of each rank and between ranks, and the rows that ranks read from each other."""
     n, ranks = sum(sizes), len(sizes)
     rank_of = torch.arange(ranks, device=edge_index.device).repeat_interleave(
         torch.tensor(sizes, device=edge_index.device)

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks and links can do.
+    """The speed of ranks and links, from which :func:`shardtensor.advise` estimates times.
 
     A layer takes the time of its floating-point operations or of its memory traffic, whichever is longer, and that of
     its communication: ``latency`` for each message or collective, and its bytes by ``bandwidth``. Nothing overlaps, and
-    no rank waits for a slower one; so it is a model to compare choices with, not a prediction of seconds.
+    no rank waits for a slower one. So use the times to compare choices, not as predictions.
 
     Attributes:
         flops: floating-point operations per second of a rank.
         memory_bandwidth: bytes per second that a rank's operators read and write.
         latency: seconds of a message or collective.
         bandwidth: bytes per second of a rank's messages and collectives.
-        name: as it is printed.
+        name: the printed name.
     """
 
     flops: float = 67e12

@@ -27,11 +27,11 @@ class Share:
     Attributes:
         outputs: shapes of its local results.
         output_bytes: their size.
-        saved_bytes: what the layer keeps for the backward pass: memory that neither an earlier layer keeps nor weights
-            or inputs have. 0 where nothing requires a gradient.
+        saved_bytes: memory that the layer keeps for the backward pass, without that of earlier layers, weights and
+            inputs. 0 if nothing requires a gradient.
         flops: floating-point operations of products and convolutions in the forward pass, and in the backward pass.
-        forward, backward: what is communicated, as :func:`shardtensor.testing.count_communication` counts it.
-        rows: how many rows of other ranks the layer reads by a sharded index, and ``other_rows``: how many they have.
+        forward, backward: the communication, as :func:`shardtensor.testing.count_communication` counts it.
+        rows, other_rows: the number of rows of other ranks that the layer reads by a sharded index, and that they have.
     """
 
     outputs: tuple[tuple[int, ...], ...]
@@ -50,13 +50,13 @@ class Share:
 
     @property
     def collectives(self) -> int:
-        """Collectives in both passes, without all-to-alls: these are messages."""
+        """Collectives in both passes, except all-to-alls, which count as messages."""
         both = self.forward.collectives + self.backward.collectives
         return sum(n for kind, n in both.items() if kind != "all_to_all")
 
     @property
     def bytes_sent(self) -> int:
-        """Their bytes: of messages, and of this rank's operands of collectives."""
+        """Bytes of messages, and of this rank's operands of collectives."""
         return sum(each.bytes_sent + each.collective_bytes for each in (self.forward, self.backward))
 
 
@@ -65,13 +65,13 @@ class Layer:
     """One call of an operator.
 
     Attributes:
-        path: of the module that calls it, "" for the model itself.
-        module: that module's class; "" where the model is no module.
-        operator: its name.
-        shapes: of its global results.
-        layout: how these are sharded, "" where they are plain.
-        shares: by rank.
-        refused: the error's text with its remedy, "" where it is not refused.
+        path: the path of the module that calls it; "" for the model itself.
+        module: the class of that module; "" if the model is a function.
+        operator: the name of the operator.
+        shapes: the shapes of its global results.
+        layout: the layout of the results; "" if they are plain.
+        shares: the share of each rank, by rank.
+        refused: the text of the refusal with its remedy; "" if the operator is not refused.
     """
 
     path: str
@@ -84,7 +84,7 @@ class Layer:
 
     @property
     def work(self) -> dict[int, int]:
-        """By rank, how much it computes: floating-point operations, or elements where none are counted."""
+        """The work of each rank: floating-point operations, or elements if no operations are counted."""
         flops = {rank: sum(share.flops) for rank, share in self.shares.items()}
         if any(flops.values()):
             return flops
@@ -92,31 +92,31 @@ class Layer:
 
     @property
     def imbalance(self) -> float:
-        """The largest rank's work by the mean of all that were run; 1.0 is balanced."""
+        """The largest work of a rank divided by the mean of all ranks that were run; 1.0 is balanced."""
         return imbalance(self.work)
 
     @property
     def matters(self) -> bool:
-        """Whether it communicates, keeps memory, computes products or is refused; views and the like do not."""
+        """Whether it communicates, keeps memory, computes products or is refused, unlike views."""
         shares = self.shares.values()
         return bool(self.refused) or any(s.messages or s.collectives or s.saved_bytes or any(s.flops) for s in shares)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a model would do on the ranks of a mesh. ``print`` shows a table.
+    """The preview of a model on the ranks of a mesh. ``print`` shows a table.
 
     Attributes:
-        mesh: its shape.
+        mesh: the shape of the mesh.
         inputs: a line for each tensor input: shape, dtype and layout.
-        ranks: those that were run, all of them or a sample.
-        layers: in the order of their calls.
-        modules: by path the class of each module of the model.
-        weight_bytes: of parameters and buffers, which each rank holds whole.
-        input_bytes: by rank, of the inputs.
+        ranks: the ranks that were run, all or a sample.
+        layers: the layers, in the order of their calls.
+        modules: the class of each module of the model, by path.
+        weight_bytes: bytes of parameters and buffers, which are replicated.
+        input_bytes: bytes of the inputs, by rank.
         differentiated: whether a backward pass was run.
-        stopped: why the run ended before its end, "" where it did not.
-        notes: what is to be known about the numbers.
+        stopped: the reason if the run ended early; otherwise "".
+        notes: notes about the numbers.
     """
 
     mesh: tuple[int, ...]
@@ -136,7 +136,7 @@ class Explanation:
         return tuple(layer for layer in self.layers if layer.refused)
 
     def communication(self, rank: int, phase: str = "forward") -> Communication:
-        """All that a rank communicates in a phase, "forward" or "backward".
+        """Return the communication of a rank in a phase, "forward" or "backward".
 
         Raises:
             ValueError: a rank that was not run, or another phase.
@@ -146,11 +146,11 @@ class Explanation:
         return reduce(add, (getattr(layer.shares[rank], phase) for layer in self.layers), Communication())
 
     def total(self, rank: int, what: str) -> int:
-        """A rank's sum over all layers of an attribute of :class:`Share`, such as "saved_bytes"."""
+        """Return a rank's sum over all layers of an attribute of :class:`Share`, such as "saved_bytes"."""
         return sum(getattr(layer.shares[rank], what) for layer in self.layers)
 
     def flops(self, rank: int) -> int:
-        """A rank's floating-point operations of products and convolutions, in both passes."""
+        """Return a rank's floating-point operations of products and convolutions, in both passes."""
         return sum(sum(layer.shares[rank].flops) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ class Explanation:
         return "\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as dicts, lists, numbers and strings, for ``json.dumps``."""
+        """Return everything as dicts, lists, numbers and strings, for ``json.dumps``."""
         result = asdict(self)
         result["balance"] = {rank: self.flops(rank) for rank in self.ranks}
         result["imbalance"] = imbalance(result["balance"])
@@ -191,7 +191,7 @@ class Explanation:
         return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="600"></iframe>'
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """The page, complete in itself; written to ``path`` if one is given. page.html is its template."""
+        """Return the HTML page, and write it to ``path`` if given. Its template is page.html."""
         try:
             from jinja2 import Environment, StrictUndefined
         except ModuleNotFoundError as error:

@@ -62,11 +62,11 @@ __all__ = [
 
 
 def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
-    """The spec of what operands with ``specs`` broadcast to, a tensor with ``meta``.
+    """The spec of the result to which operands with ``specs`` broadcast, a tensor with ``meta``.
 
-    On each mesh dim it is sharded like the first operand whose dim the other sharded ones can be sharded along, too:
-    not one along which they are broadcast, for which they would have to be gathered. Like a later one of the result's
-    own shape where the first one's shards are much coarser.
+    On each mesh dim it is sharded like the first operand whose sharded dim all other sharded operands have: operands
+    that are broadcast along it would have to be gathered. If the shards of that operand are much coarser, it is sharded
+    like a later operand that has the shape of the result.
     """
     if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
         return specs[0]
@@ -128,7 +128,7 @@ def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
 
 
 def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
-    """An operand's spec with which its local part broadcasts against the shard of a result with spec ``target``."""
+    """The spec of an operand whose local tensor broadcasts to the shard of a result with spec ``target``."""
     if spec is target:
         return spec
     before = len(target.shape) - len(spec.shape)

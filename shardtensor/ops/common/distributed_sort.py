@@ -45,7 +45,7 @@ def sort_keys(values: Tensor, descending: bool = False) -> Tensor:
 
 
 def _key_bits(dtype: torch.dtype) -> int:
-    """So many bits hold every key of this dtype, sign included."""
+    """The number of bits of a key of this dtype, sign included."""
     return 2 if dtype == torch.bool else 8 * dtype.itemsize + (dtype == torch.uint8)
 
 

@@ -80,7 +80,7 @@ def is_written(call: Arguments) -> bool:
 
 
 def written(call: Arguments, work: Callable[..., Tensor]) -> Composed:
-    """The plan of an operator whose result is ``work(input, ...)``; of its in-place form, too."""
+    """The plan of an operator whose result is ``work(input, ...)``, and of its in-place form."""
     if not is_written(call):
         return Composed(work)
     return Composed(lambda x, *others: x.copy_(work(x, *others)))
@@ -332,7 +332,7 @@ def _index_put(call: AtenCall) -> AtenPlan:
 
 
 def is_mask(index: object) -> TypeGuard[Tensor]:
-    """Whether an index selects by truth values; bytes are such, too."""
+    """Whether an index is a mask; bytes count as masks, too."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 

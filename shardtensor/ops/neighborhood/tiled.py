@@ -79,7 +79,7 @@ class Neighborhood:
     causal: bool = False
 
     def window(self, query: int) -> tuple[int, int]:
-        """The first and the last index that a query sees; ``dilation`` apart from each other are those between.
+        """The first and the last index that a query attends to; those between are ``dilation`` apart.
 
         Example:
             >>> [Neighborhood(size=7, kernel=3).window(q) for q in (0, 3, 6)]

@@ -528,7 +528,7 @@ class ShardedNorm(Norm):
 
 
 class _SumOverRanks(AutogradFunction):
-    """The sum of what the ranks contribute, of which every rank makes use: so its adjoint is such a sum, too."""
+    """The sum of the ranks' contributions. Every rank uses it, so its adjoint is a sum as well."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, merges: Sequence[Merge], replicas: Replicas | None) -> Tensor:
