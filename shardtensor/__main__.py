@@ -104,11 +104,11 @@ def _model(name: str, meta: bool) -> Any:
     if isinstance(make, nn.Module):
         return make
     if not callable(make):
-        raise UnfitArguments(f"{name} is of type {type(make).__name__}, and not a function that returns a model")
+        raise UnfitArguments(f"{name} is of type {type(make).__name__}, not a function that returns a model")
     with torch.device("meta") if meta else nullcontext():
         model = make()
     if not callable(model):
-        raise UnfitArguments(f"{name} returns a value of type {type(model).__name__}, and not a model")
+        raise UnfitArguments(f"{name} returns a value of type {type(model).__name__}, not a model")
     return model
 
 

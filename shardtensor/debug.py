@@ -88,5 +88,5 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
     else:
         raise TypeError(
-            f"{name}: check takes modules, optimizers, tensors, numbers and strings, no {type(value).__name__}"
+            f"{name}: check takes modules, optimizers, tensors, numbers and strings, not {type(value).__name__}"
         )

@@ -100,7 +100,7 @@ FROM_LOCAL = [
     ("no such negative dim", ValueError, "Shard(-3) on mesh dim 0: the tensor has only 2 dims"),
     ("too many", ValueError, "2 placements"),
     ("too few", ValueError, "0 placements"),
-    ("no placement", TypeError, "placement 0 of mesh dim 0 is no Placement; use Shard(dim)"),
+    ("no placement", TypeError, "placement 0 of mesh dim 0 is not a Placement; use Shard(dim)"),
     ("not a sequence", TypeError, "one entry per mesh dim"),
     ("average", ValueError, "not exact on unequal shards"),
     ("device", ValueError, "not on the mesh's device type 'c"),

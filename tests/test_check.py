@@ -66,7 +66,7 @@ CASES = {
     "number": (ValueError, r"float 4 = 0.5 on ranks \[0, 2\], float 4 = 0.25 on ranks \[1\]"),
     "shape": (ValueError, r"dict 2, y \(\(4,\), torch.float32, c[a-z]+\) on ranks \[0, 2\], dict 2, y \(\(3,\)"),
     "dtype": (ValueError, r"dict 2, y .*float32.* on ranks \[0, 2\], dict 2, y .*float64.* on ranks \[1\]"),
-    "type": (TypeError, r"object 4: check takes modules, optimizers, tensors, numbers and strings, no object"),
+    "type": (TypeError, r"object 4: check takes modules, optimizers, tensors, numbers and strings, not object"),
 }
 
 

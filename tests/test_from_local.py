@@ -123,7 +123,7 @@ def gradient_placements():
     assert p.grad.placements == (Replicate(),)
     assert torch.equal(p.grad.to_local(), torch.full((8,), 5.0, dtype=torch.float64))
 
-    with pytest.raises(ValueError, match=r"shard otherwise|only 1 dims"):
+    with pytest.raises(ValueError, match=r"do not match the shards|only 1 dims"):
         x.to_local(grad_placements=[Shard(1)])
 
 

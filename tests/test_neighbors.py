@@ -367,7 +367,7 @@ REFUSED = {
     two_dtypes: (2, TypeError, r"radius: points of torch.float64 and queries of torch.float32; .* \.to\(dtype\)"),
     negative: (2, ValueError, r"radius: r is -1.0, but must be finite and at least 0"),
     none_at_most: (2, ValueError, r"radius: max_neighbors is 0, but must be at least 1, or None"),
-    not_a_number: (2, ValueError, r"knn: coordinates .* not finite.*S\(0\)\[9, 8\].*Remedy: leave such points out"),
+    not_a_number: (2, ValueError, r"knn: coordinates .* not finite.*S\(0\)\[9, 8\].*Remedy: remove these points"),
     infinite_query: (2, ValueError, r"radius: coordinates of points or queries are not finite"),
     coordinates_apart: (2, UnsupportedSharding, r"knn: the coordinates.*several ranks.*S\(1\).*Remedy: shard dim 0"),
     two_mesh_dims: (4, UnsupportedSharding, r"knn: points are sharded on mesh dim 0, queries on mesh dim 1.*Remedy"),

@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused(arguments, kind, text):
 
 
 def test_bytes_take_edges():
-    with pytest.raises(ValueError, match=r"follows from edges: call partition\(\.\.\., edge_index=edge_index\)"):
+    with pytest.raises(ValueError, match=r"made without edges: call partition\(\.\.\., edge_index=edge_index\)"):
         partition(positions=X, ranks=2).bytes_read(8)
 
 

@@ -153,7 +153,7 @@ BAD = [
     ([Shard(0), Shard(0)], (8,), None, ValueError, "2 placements .* for a mesh of 1 dims"),
     ([], (8,), None, ValueError, "0 placements"),
     (Shard(0), (8,), None, TypeError, "sequence with one entry per mesh dim"),
-    ([0], (8,), None, TypeError, "is no Placement"),
+    ([0], (8,), None, TypeError, "is not a Placement"),
     ([Partial("avg")], (8,), None, ValueError, r"Partial\('avg'\) .* not exact on unequal shards"),
 ]
 

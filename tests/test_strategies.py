@@ -262,7 +262,7 @@ def writing_results():
     sharded, other = (shard(x, mesh, [Shard(0)], {0: sizes}) for sizes in ((5, 2), (1, 6)))
     with allow_gather():
         assert written(sharded) is None
-        with pytest.raises(UnsupportedSharding, match="it would write to something else than"):
+        with pytest.raises(UnsupportedSharding, match="it would write to an operand other than"):
             copied(sharded, other)
     assert not sharded.full_tensor().any() and torch.equal(other.full_tensor(), x)
 
@@ -330,7 +330,7 @@ def refused(case):
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("gather", "its sharding strategy has no placements that the operands can have without being gathered"),
+        ("gather", "its sharding strategy lists no placements that the operands can take without a gather"),
         ("sizes", "(Shard(dim=0),), but local results (3, 5), (2, 5) do not add up to (4, 5)"),
         ("raises", "on a rank whose operands have the shapes (3, 2), (2, 2) it would raise: 3 is not twice 2"),
         ("writes", "may not write to operands"),

@@ -461,7 +461,7 @@ REFUSED = {
     running_statistics: "batch_norm: it would write running statistics once for each row.*Remedy: .*eval",
     without_a_second_derivative: "jvp: .*the gradient of cumprod on a ShardTensor cannot be differentiated twice.*vjp",
     of_torch_without_a_second_derivative: "jvp: .*hardsigmoid_backward is not implemented.*use grad, vjp or jacrev",
-    attention: "scaled_dot_product_attention: it cannot be differentiated twice.*write the attention out",
+    attention: "scaled_dot_product_attention: it cannot be differentiated twice.*write the attention as products",
     level_that_is_not_ours: r"sin: a ShardTensor is met inside a transform of torch's \(grad\).*create_graph=True",
 }
 

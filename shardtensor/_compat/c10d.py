@@ -127,8 +127,8 @@ def explain_what_is_gone(error: RuntimeError) -> None:
     if "Could not resolve the process group" in str(error):
         raise RuntimeError(
             "the process group of this mesh has been destroyed (torch.distributed.destroy_process_group), so its "
-            "ShardTensors cannot communicate any more: do what communicates before that, or make a new mesh, and "
-            "ShardTensors on it"
+            "ShardTensors cannot communicate any more: destroy it at the end of the program, or make a new mesh and "
+            "new ShardTensors"
         ) from error
 
 

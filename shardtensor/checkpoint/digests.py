@@ -198,6 +198,6 @@ def _open_or_damaged(path: Path) -> io.FileIO:
         return open(path, "rb", buffering=0)
     except FileNotFoundError:
         raise DamagedCheckpoint(
-            f"{path} is missing: {path.parent} is no complete checkpoint of shardtensor.checkpoint.CheckpointWriter "
+            f"{path} is missing: {path.parent} is not a complete checkpoint of shardtensor.checkpoint.CheckpointWriter "
             "(dcp.load(state, checkpoint_id=...) reads those of other writers)"
         ) from None

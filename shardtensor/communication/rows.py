@@ -121,8 +121,8 @@ def check_same_on_ranks(name: object, indices: Sequence[Tensor], group: dist.Pro
     if others:
         which = "the index" if len(indices) == 1 else "the indices of the sparse matrix"
         raise RanksDiffer(
-            f"{name}: {which}, which every rank holds whole, has other values on rank {others} than on rank "
-            f"{ranks[0]}. {SAME_VALUES}."
+            f"{name}: {which} is not sharded, but has other values on rank {others} than on rank {ranks[0]}. "
+            f"{SAME_VALUES}."
         )
 
 

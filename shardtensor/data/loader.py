@@ -160,7 +160,7 @@ class ShardLoader(Generic[Batch]):
         check_order(self.mesh)
         ranks = self.mesh.mesh.flatten().tolist()
         if not 0 <= source < len(ranks):
-            raise ValueError(f"source={source} is no position in a mesh of {len(ranks)} ranks")
+            raise ValueError(f"source={source} is not a position in a mesh of {len(ranks)} ranks")
         self.source: int = ranks[source]
         self.is_source = dist.get_rank() == self.source
         self.loader: Any = loader if self.is_source else None
@@ -493,7 +493,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Tensor):
             raise TypeError(
-                "a batch holds a tensor inside an object that is no dict, list or (named) tuple; it would be sent "
+                "a batch holds a tensor inside an object that is not a dict, list or (named) tuple; it would be sent "
                 "unsharded. Put it into one of those, or register the object with torch.utils._pytree"
             )
         return NotImplemented

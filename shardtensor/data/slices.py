@@ -123,11 +123,11 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
     chunks = _chunks(array, chosen, lengths)
     check_same("places to write to", [f"{index} of an array {tuple(array.shape)} in chunks {chunks}"], mesh)
     if shape != tuple(x.shape):
-        raise ValueError(f"array[{index}] has shape {shape}, and what is to be written {tuple(x.shape)}")
+        raise ValueError(f"array[{index}] has shape {shape}, but x has shape {tuple(x.shape)}")
     target = x._spec.for_gradient()
     for d, m in target.sharded_dims().items():
         if lengths and not chunks[d]:
-            raise ValueError(f"dim {d} is sharded, and array[{index}] is a part of its chunks; write all of that dim")
+            raise ValueError(f"dim {d} is sharded, but array[{index}] has parts of its chunks; write the complete dim")
         if chunks[d] and any(b % chunks[d] and b < shape[d] for b in boundaries_of(target.sizes_along(m))):
             sizes = aligned_sizes(shape[d], chunks[d], mesh.size(m))
             target = target.with_axes({m: AxisLayout(Shard(d), sizes)})

@@ -334,7 +334,7 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
     def spec(value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout in _WITHOUT_STRIDES:
-            raise refuse(func, base, f"a ShardTensor holds no {value.layout}", "call it on to_local()")
+            raise refuse(func, base, f"a ShardTensor cannot have the layout {value.layout}", "call it on to_local()")
         return base.replace(meta=meta_of(value)) if isinstance(value, Tensor) else None
 
     def wrapped(value: Any) -> Any:

@@ -36,7 +36,7 @@ def of_rank(tensor: DTensor) -> list[ChunkStorageMetadata]:
     spec = tensor._spec
     assert isinstance(spec, ShardTensorSpec)
     if spec.partial_mesh_dims():
-        raise refuse("checkpoint", spec, "a Partial is no part of the tensor", "redistribute it to Replicate() first")
+        raise refuse("checkpoint", spec, "a Partial has no shards to write", "redistribute it to Replicate() first")
     shape = torch.Size(spec.own_shape)
     if not shape.numel() and spec.shape.numel():
         return []

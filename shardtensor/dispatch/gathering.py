@@ -31,7 +31,7 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         raise refuse(
             func,
             specs,
-            "it would write to something else than a ShardTensor, its first operand",
+            "it would write to an operand other than the first, or one that is not a ShardTensor",
             "use the out-of-place form",
         )
     pattern = next(spec for spec in specs if not spec.is_replicate())
@@ -52,7 +52,7 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         if not isinstance(value, Tensor):
             return value
         if value.layout != torch.strided:
-            raise refuse(func, pattern, "a ShardTensor holds no sparse tensor", "call it on full_tensor()")
+            raise refuse(func, pattern, "a ShardTensor cannot be sparse", "call it on full_tensor()")
         spec = pattern.replicated().replace(meta=meta_of(value))
         if value.shape != pattern.shape:
             return wrap(value, spec)

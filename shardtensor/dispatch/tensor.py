@@ -164,7 +164,7 @@ class ShardTensor(DTensor):
             grad_placements = normalize_placements(grad_placements, self.device_mesh, self.ndim)
             sizes = tuple(s if p == q else None for s, p, q in zip(spec.sizes, spec.placements, grad_placements))
             if sizes != spec.sizes or any(isinstance(p, Shard) and s is None for p, s in zip(grad_placements, sizes)):
-                raise ValueError(f"grad_placements {tuple(grad_placements)} shard otherwise than {self._spec}")
+                raise ValueError(f"grad_placements {tuple(grad_placements)} do not match the shards of {self._spec}")
             spec = spec.replace(placements=grad_placements)
         wide = self._spec.is_wide(self._local_tensor)  # see [Note: rounded once] in redistribute.py
         return to_part(self, spec, self.dtype if wide else None, guarded=True)
@@ -336,7 +336,7 @@ class ShardTensor(DTensor):
             raise refuse(
                 "torch.compile",
                 self,
-                "an input represents a view but is a copy on this rank, and a graph could not keep both alike",
+                "an input represents a view but is a copy on this rank, which a graph cannot keep up to date",
                 "pass its clone()",
             )
         keep_static(self._local_tensor)

@@ -89,7 +89,7 @@ def _cheapest(call: AtenCall, operands: Mapping[Path, ShardTensorSpec]) -> tuple
             found.append((cost, moved, placed, results))
     if not found:
         raise call.refuse(
-            "its sharding strategy has no placements that the operands can have without being gathered",
+            "its sharding strategy lists no placements that the operands can take without a gather",
             "redistribute them yourself, or call inside shardtensor.allow_gather()",
         )
     _, _, placed, results = min(found, key=lambda one: one[:2])

@@ -173,7 +173,7 @@ def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim
     for m, p in enumerate(placements):
         if not isinstance(p, Placement):
             raise TypeError(
-                f"placement {p!r} of mesh dim {m} is no Placement; use Shard(dim), Replicate() or Partial()"
+                f"placement {p!r} of mesh dim {m} is not a Placement; use Shard(dim), Replicate() or Partial()"
             )
         if isinstance(p, Partial) and p.reduce_op not in ("sum", "max", "min", "product"):
             raise ValueError(

@@ -168,8 +168,8 @@ def _check_r(r: float, most: int | None) -> None:
 def not_finite(name: str, operands: Sequence[Tensor]) -> ValueError:
     shown = ", ".join(str(t._spec) if isinstance(t, ShardTensor) else str(tuple(t.shape)) for t in operands)
     return ValueError(
-        f"{name}: coordinates of points or queries are not finite (NaN or infinite), so that they have no order. "
-        f"Operands: {shown}. Remedy: leave such points out, or replace their coordinates (torch.nan_to_num)."
+        f"{name}: coordinates of points or queries are not finite (NaN or infinite). "
+        f"Operands: {shown}. Remedy: remove these points, or replace their coordinates (torch.nan_to_num)."
     )
 
 

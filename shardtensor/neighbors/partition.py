@@ -111,7 +111,7 @@ class Partition:
             ValueError: the partition was made without edges.
         """
         if self.reads is None:
-            raise ValueError("what ranks read follows from edges: call partition(..., edge_index=edge_index)")
+            raise ValueError("the partition was made without edges: call partition(..., edge_index=edge_index)")
         return tuple(sum(row) * features * dtype.itemsize for row in self.reads)
 
     def __repr__(self) -> str:
@@ -242,7 +242,7 @@ def _check(positions: Tensor | None, edge_index: Tensor | None, num_nodes: int |
             shown = f"{tuple(positions.shape)} of {positions.dtype}"
             raise ValueError(f"partition: positions must be (n, d), floating-point, d at least 1, not {shown}")
         if not bool(positions.isfinite().all()):
-            raise ValueError("partition: positions are not finite (NaN or infinite), so that they have no order")
+            raise ValueError("partition: positions are not finite (NaN or infinite)")
         if num_nodes not in (None, len(positions)):
             raise ValueError(f"partition: num_nodes is {num_nodes}, but there are {len(positions)} positions")
     n = num_nodes if positions is None else len(positions)

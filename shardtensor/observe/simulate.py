@@ -36,7 +36,7 @@ def simulate_ranks(
     """
     if dist.is_initialized():
         raise RuntimeError(
-            f"simulate_ranks makes process groups of its own, but this process is rank {dist.get_rank()} of a "
+            f"simulate_ranks makes its own process groups, but this process is rank {dist.get_rank()} of a "
             f"{dist.get_backend()} group already; call it where none is running, or destroy_process_group() first"
         )
     results = []
@@ -99,8 +99,8 @@ def without_groups(function: Callable[..., T], *args: Any) -> T:
     except EOFError:
         process.join()
         raise RuntimeError(
-            f"the copy of this process that looks at the model ended with exit code {process.exitcode}. There is one "
-            "because a process group runs: make the call before init_process_group, or in a program of its own"
+            f"the forked process that runs the model ended with exit code {process.exitcode}. It was forked because a "
+            "process group is running: call this before init_process_group, or in a separate program"
         ) from None
     finally:
         receiving.close()

@@ -73,7 +73,7 @@ def _declare_layers(function: Callable[..., tuple[Tensor, ...]]) -> None:
             raise refuse(
                 call.name,
                 [input, hx],
-                "the rows of a packed sequence belong to entries of the batch that only the batch sizes tell apart",
+                "only the batch sizes of a packed sequence tell which sample a row belongs to",
                 "pass the padded sequences, with the batch sharded",
             )
         options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)

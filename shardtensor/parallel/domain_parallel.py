@@ -128,8 +128,8 @@ class DomainParallel(ParallelStyle):
         self.outputs = _normalized("outputs", outputs)
         if when == "auto" and not isinstance(self.outputs, tuple):
             raise ValueError(
-                f'outputs={outputs!r} and when="auto": what is left as it is would be sharded or plain, as the call '
-                "runs; give one layout for all outputs"
+                f'outputs={outputs!r} and when="auto": unchanged outputs would be sharded in some calls and plain in '
+                "others; give one layout for all outputs"
             )
         self.when = when
         self.shard_sizes = shard_sizes

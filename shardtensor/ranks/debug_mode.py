@@ -57,8 +57,8 @@ def check_call(what: str, group: dist.ProcessGroup, device: torch.device | str) 
             "same order, over the same transport"
         )
     warnings.warn(
-        f"ranks start the same communication from different lines of code: {named}. This is right where these lines do "
-        "the same, and otherwise mixes up numbers",
+        f"ranks start the same communication from different lines of code: {named}. If these "
+        "lines do not do the same, numbers are mixed up",
         stacklevel=2,
     )
 

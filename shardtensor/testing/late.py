@@ -226,7 +226,7 @@ class _LateWork(dist.Work):
                 if not torch.equal(as_bytes(tensor), as_bytes(expected)):
                     raise RuntimeError(
                         f"{self._name}: a tensor of {tuple(tensor.shape)} that it reads or writes was written to "
-                        f"before wait(); other ranks may have got either value"
+                        f"before wait(); other ranks may have received either value"
                     )
             for tensor in self._written:
                 if id(tensor) in self._operands:

@@ -99,7 +99,7 @@ def errors_of(model):
     [
         (divide, ZeroDivisionError, "division by zero"),
         (raise_unsendable, RuntimeError, "Unsendable: this and that"),
-        (leave, RuntimeError, "ended with exit code 3.*make the call before init_process_group"),
+        (leave, RuntimeError, "ended with exit code 3.*call this before init_process_group"),
     ],
     ids=["divide", "unsendable", "leave"],
 )

@@ -144,7 +144,7 @@ def advise(
         >>> model = torch.nn.Conv2d(64, 64, 3, padding=1)
         >>> found = shardtensor.advise(model, torch.empty(1, 64, 1024, 2048, device="meta"), ranks=4)
         >>> found.pays, found.best.dims
-        (True, (2,))
+        (True, (3,))
     """
     tensor = next((t for t in tree_leaves(inputs) if isinstance(t, Tensor)), None)
     if tensor is None or ranks < 2:

@@ -163,7 +163,7 @@ def _check_targets(operands: Targets, targets: Targets) -> None:
                 NAME,
                 [spec for spec in operands if spec is not None],
                 "two mesh dims would have to shard the same dim of an operand",
-                "redistribute the operands so that each mesh dim shards one and the same of their dims",
+                "redistribute the operands so that each mesh dim shards the same dim of all of them",
             )
 
 

@@ -310,7 +310,7 @@ class _Once(AutogradFunction):
             NAME,
             ctx.work.query,
             "it cannot be differentiated twice",
-            "write the attention out as products and a softmax, whose derivatives have derivatives",
+            "write the attention as products and a softmax, which can be differentiated twice",
         )
 
 

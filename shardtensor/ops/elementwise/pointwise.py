@@ -137,7 +137,7 @@ def _planned(call: AtenCall) -> AtenPlan:
     targets = {path: fit(spec, target) for path, spec in current.items()}
     if inplace and targets[(0,)] != current[(0,)] and not call.specs[0].partial_mesh_dims():
         raise call.refuse(
-            "the result is sharded otherwise than the tensor it is written to", "use the out-of-place form"
+            "the result and the tensor that it is written to have different layouts", "use the out-of-place form"
         )
     specs = [target.replace(meta=meta_of(m)) for m in outputs]
     written = targets.pop((0,)) if inplace else None

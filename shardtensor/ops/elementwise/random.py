@@ -132,8 +132,8 @@ def common_draw(spec: ShardTensorSpec, device: torch.device) -> int:
         raise refuse(
             "random numbers",
             spec,
-            "of sharded tensors, torch.compile takes dropout, rand_like, randn_like, in-place draws with numbers for "
-            "parameters, but not these",
+            "for sharded tensors, torch.compile supports only dropout, rand_like, randn_like and in-place draws whose "
+            "parameters are numbers",
             "call this operator outside of the compiled function",
         )
     drawn = 0 if is_traced(number) else int(number)

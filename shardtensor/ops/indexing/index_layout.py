@@ -162,7 +162,7 @@ class IndexLayout:
     def _fixed(self, path: Path, m: int) -> UnsupportedSharding:
         dim = next(d for d, k in self.specs[path].sharded_dims().items() if k == m)
         return self.call.refuse(
-            f"tensor dim {dim} of operand {path[0]}, sharded on mesh dim {m}, is read or written to by index",
+            f"the index reads or writes along tensor dim {dim} of operand {path[0]}, which mesh dim {m} shards",
             "redistribute to shard another dim",
         )
 

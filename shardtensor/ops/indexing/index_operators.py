@@ -358,7 +358,7 @@ def numbers(op: OpOverload, x: Tensor, indices: Indices) -> list[Tensor | None]:
                 raise refuse(
                     op,
                     [x, index],
-                    "how many entries a sharded mask selects depends on its values",
+                    "the number of entries that a sharded mask selects depends on its values",
                     "use torch.where or masked_fill, or redistribute the mask to Replicate()",
                 )
             index, spec = reduced_value(index)

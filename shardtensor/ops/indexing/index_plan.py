@@ -45,7 +45,7 @@ def labelled(
         in_blocks: several calls, each with a part of the index, do the same as one.
     """
     if not roles.keys() >= call.tensors.keys():
-        raise call.refuse("a ShardTensor is given by keyword", "give it by position")
+        raise call.refuse("a ShardTensor is passed by keyword", "pass it by position")
     layout = IndexLayout(call, roles, out, indexed or {}, accumulates, writes, wraps)
     first = layout.first
     for m in range(layout.mesh.ndim):
@@ -55,8 +55,8 @@ def labelled(
             layout.spread(m)
         if axis.broadcast is not None and not in_blocks:
             raise call.refuse(
-                f"the operands are sharded along different dims on mesh dim {m}, and it cannot work on parts of its "
-                "index",
+                f"the operands are sharded along different dims on mesh dim {m}, and the operator cannot use parts "
+                "of its index",
                 "shard all operands alike along a dim that is not indexed",
             )
         placement = layout.specs[first].placements[m]
@@ -107,6 +107,6 @@ def _check_written(call: AtenCall, layout: IndexLayout, targets: Mapping[Path, S
     pairs = zip(call.tensors[first].layout, targets[first].layout, strict=True)
     if not all(own == new or (own.placement.is_replicate() and new.placement.is_partial()) for own, new in pairs):
         raise call.refuse(
-            "what is written is sharded otherwise than the tensor it is written to",
+            "the value and the tensor that it is written to have different layouts",
             "use the out-of-place form, or redistribute first",
         )

@@ -202,7 +202,7 @@ def _queries_layout(name: str, specs: Sequence[ShardTensorSpec]) -> ShardTensorS
         raise refuse(
             name,
             specs,
-            f"head_dim (tensor dim {head_dim}) is sharded, and every product of a query and a key needs all of it",
+            f"head_dim (tensor dim {head_dim}) is sharded, but every product of a query and a key needs it unsharded",
             "redistribute to shard heads, batch or spatial dims",
         )
     group = specs[0].shape[head_dim - 1] // specs[1].shape[head_dim - 1]
@@ -292,7 +292,7 @@ def plan_attention(
         raise refuse(
             name,
             specs,
-            "natten does not say how a causal mask lies on sequences of different lengths",
+            "natten does not define a causal mask for sequences of different lengths",
             "call torch.nn.functional.scaled_dot_product_attention with a mask",
         )
     grouped, factor = query.shape[2] != key.shape[2], scale or query.shape[-1] ** -0.5

@@ -92,7 +92,7 @@ def _join(call: AtenCall) -> AtenPlan:
     joined = [i for i, t in enumerate(call.args[0]) if len(t.shape) == ndim - stacks]
     candidates = [specs[0, i] for i in joined if (0, i) not in plain]
     if not candidates:
-        raise call.refuse("nothing but empty tensors is joined", "leave them out")
+        raise call.refuse("all tensors to be joined are empty", "leave them out")
     pattern = _pattern(candidates)
     m = None if stacks else pattern.sharded_dims().get(dim)
     layouts = {i: _operand_layout(specs[0, i], pattern, dim, m) for i in joined}

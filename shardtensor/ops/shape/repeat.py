@@ -35,7 +35,7 @@ def _repeat_interleave(
         return Composed(lambda x, _: _each_repeated(x.reshape(-1) if dim is None else x, d, repeats))
     if not repeats.is_replicate():
         raise call.refuse(
-            "how long the result is depends on the values of sharded repeats",
+            "the length of the result depends on the values of sharded repeats",
             "redistribute the repeats to Replicate()",
         )
 

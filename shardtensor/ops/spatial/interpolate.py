@@ -446,7 +446,7 @@ def _declare_upsample(name: str, mode: str, n: int, antialias: bool) -> None:
         if factors and not fits:
             raise call.refuse(
                 f"scales {scales} do not lead to the output size {tuple(output_size)}",
-                "call torch.nn.functional.interpolate with the one or the other",
+                "call torch.nn.functional.interpolate with one of the two",
             )
         size = None if factors else tuple(output_size)
         # By its handler: below autograd, calling torch's function would lead here again.

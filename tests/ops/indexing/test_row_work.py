@@ -454,7 +454,7 @@ def different(how, debug):
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("how", ["plain", "replicated", "added", "beyond", "coo", "csr"])
 def test_indices_that_differ_between_ranks_raise_on_all(how, debug):
-    text = "differ" if debug else r"whole, has other values on rank 1 than on rank 0.*broadcast"
+    text = "differ" if debug else r"not sharded, but has other values on rank 1 than on rank 0.*broadcast"
     for error in run_expecting_errors(different, 2, how, debug):
         with pytest.raises(shardtensor.RanksDiffer if not debug else RuntimeError, match=text):
             raise error
