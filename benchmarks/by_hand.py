@@ -1,4 +1,4 @@
-"""What one writes by hand instead of using this package: halos for convolutions, sums for norms, a ring for attention."""
+"""What one writes by hand in place of this package: halos for convolutions, sums for norms, a ring for attention."""
 
 from __future__ import annotations
 

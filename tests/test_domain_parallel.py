@@ -713,7 +713,7 @@ torch.distributed.destroy_process_group()
                 "Otherwise.decode().",
             ),
         ),
-        ("raise ArithmeticError", ()),
+        pytest.param("raise ArithmeticError", (), marks=pytest.mark.slow),
     ],
 )
 def test_a_warning_at_the_end(tmp_path, end, texts):

@@ -211,6 +211,17 @@ def unwatched(x, make):
     return out.sum(-1) * x, out[..., 1]
 
 
+def unwatched_from_the_last(x, make):
+    """The second step starts from a view of what the first one kept."""
+    y, f = x, x.cos()
+    for _ in range(2):
+        out = Unwatched.apply(torch.empty(7, 4, 2, dtype=x.dtype), f, (..., 0))
+        y = y + (out[..., :1] * 0.5).sum(-1)
+        out = Unwatched.apply(out, y.sin(), (..., 1))
+        y, f = y + (out * 0.25).sum(-1), out[..., -1]
+    return y, f
+
+
 def written_before(x, make):
     """A first write that autograd does not see, to a tensor with a view and to one with a history."""
     out = torch.zeros(7, 4, dtype=x.dtype)
@@ -232,7 +243,8 @@ def compare(ranks, sizes):
     x = torch.randn(7, 4, dtype=torch.float64)
     makers = itertools.cycle((squares, copied, by_columns))
     programs = [(read, part_of_it), *zip((read, again, apart, twice, hooked, written_later, added), makers)]
-    programs += [(f, None) for f in (plain_made_dirty, plain_view_made_dirty, unwatched, written_before)]
+    programs += [(f, None) for f in (plain_made_dirty, plain_view_made_dirty, written_before)]
+    programs += [(f, None) for f in (unwatched, unwatched_from_the_last)]
     for program, make in programs:
         assert_matches_unsharded(program, x, make, mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes})
 

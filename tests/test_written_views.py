@@ -273,6 +273,28 @@ def reshaped_data(x, d):
     return v + 1
 
 
+def reshaped_data_of_view(x, d):
+    v = x.reshape(x.shape[0], -1)
+    x.select(d, 1).data.mul_(3)
+    x.data.narrow(d, 2, 3).add_(1)
+    return v + 1
+
+
+def data_reshaped(x, d):
+    data = x.data
+    v = data.reshape(x.shape[0], -1)
+    x.mul_(3)
+    x.data += 1
+    return v + data.flatten(1)
+
+
+def data_written_twice(x, d):
+    v = x.data.reshape(x.shape[0], -1)
+    v.mul_(2)
+    x.data.sub_(1)
+    return v + x.flatten(1)
+
+
 def split_sizes(x, d):
     x.split([3, x.shape[d] - 3], d)[1].zero_()
     return x
@@ -386,6 +408,9 @@ PROGRAMS = [
     reshaped,
     reshaped_perm,
     reshaped_data,
+    reshaped_data_of_view,
+    data_reshaped,
+    data_written_twice,
     split_sizes,
     out_add,
     foreach,

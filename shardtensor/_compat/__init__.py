@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import wrapt
+from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -218,6 +219,17 @@ def forget_fully_sharded() -> None:
 def decomposes(op: OpOverload) -> bool:
     """Whether torch composes the operator of others, for every backend and for autograd."""
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def decomposition(op: OpOverload, where: str) -> Callable[..., Any]:
+    """How torch's compiler composes the operator of others, in Python; a function of module ``where``."""
+    composes = decomposition_table[op]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return composes(*args, **kwargs)
+
+    call.__module__ = where
+    return call
 
 
 def dispatched(op: OpOverload) -> bool:

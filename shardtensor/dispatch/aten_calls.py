@@ -35,7 +35,7 @@ from ..layout.strides import apart
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
 from .conversions import wrap
-from .copies import Back, Moved, check_written, note_copies, represents_view, write_back
+from .copies import Back, Moved, check_written, note_copies, note_write, represents_view
 from .found import INDICES, note_views, raise_versions
 from .gathering import gathered
 from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
@@ -192,7 +192,7 @@ def _note_writes(args: Sequence[Any]) -> None:
     """After an in-place operator: copies that it wrote to are written back, and tensors in lists get new versions."""
     is_list = isinstance(args[0], (list, tuple))
     for written in args[0] if is_list else args[:1]:
-        write_back(written)
+        note_write(written)
     if is_list:
         raise_versions(args[0])
 

@@ -7,6 +7,9 @@ not on another; so every rank may write, and one with a copy writes it back. In 
 date once the viewed tensor has been written to. The version counter shows this on every rank alike: before the copy is
 read it gets the new values, from the shard or by taking the view again, or reading it is refused.
 
+``x.data`` has a version counter of its own: graphs that have saved x are to notice nothing of what is written to it. So
+once a program has taken it, what is written to x, to x.data and to views of these is counted as well.
+
 Two attributes of a ShardTensor hold this. ``_viewed`` is the tensor that it is a view of, with its version at the time,
 or None. ``_copied`` has the copies that this rank made, or, where the view is a copy on all ranks, how it is written
 back and taken again.
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._compat import OpOverload, counting_writes, is_traced, not_for_graphs, same_memory, whole_of
 from ..errors import refuse
@@ -41,6 +45,9 @@ class Moved(NamedTuple):
     back: Back | None = None
     again: Callable[[Any], Any] | None = None
 
+
+# By a tensor that is no view, and by its ``.data``: how often the values of both were written to.
+_writes = WeakTensorKeyDictionary()
 
 _copy = counting_writes(Tensor.copy_)
 _OUT_OF_DATE = Moved()  # once the viewed tensor is written to
@@ -74,7 +81,7 @@ def note_copies(view: View, viewed: Tensor, *, moved: bool, may_copy: bool, how:
 
 
 # Of a view that has the memory of the viewed tensor, which is a copy itself.
-_OF_A_COPY = Moved(lambda view, viewed: write_back(viewed))
+_OF_A_COPY = Moved(lambda view, viewed: note_write(viewed))
 
 
 def lose(view: Tensor, viewed: Tensor) -> None:
@@ -93,8 +100,16 @@ def represents_view(tensor: object) -> bool:
     return getattr(tensor, "_viewed", None) is not None
 
 
+def share_writes(tensor: Tensor, data: Tensor) -> None:
+    """From now on count what is written to a tensor and to its ``.data``, together."""
+    _writes[data] = _writes.setdefault(whole_of(tensor), [0])  # type: ignore[no-untyped-call]
+
+
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version counter
+    if tensor.is_inference():
+        return 0  # inference tensors have no version counter
+    version: int = tensor._version
+    return version + _writes.get(whole_of(tensor), (0,))[0] if _writes.data else version  # type: ignore[no-untyped-call]
 
 
 def check_current(op: object, tensor: Tensor, *, communicates: bool = True) -> None:
@@ -158,16 +173,17 @@ def check_written(func: OpOverload, written: Tensor) -> None:
         )
 
 
-def write_back(written: Tensor) -> None:
-    """Copy what was written to a copy back to the tensor that it represents a view of."""
+def note_write(written: Tensor) -> None:
+    """After a tensor was written to: where it is a copy, copy that back to the tensor that it represents a view of."""
+    recorded: Any = written
     copies: Copies | Moved = getattr(written, "_copied", ())
     if isinstance(copies, Moved):
-        recorded: Any = written
-        viewed, _ = recorded._viewed
         assert copies.back is not None  # see check_written
-        copies.back(written, viewed)
-        if not viewed.is_inference():
-            recorded._viewed = viewed, _version(viewed) + 1  # which it has when torch is done with the write
-        return
-    for copy, original in reversed(copies):
-        _copy(original, copy.view(original.shape))
+        copies.back(written, recorded._viewed[0])
+    else:
+        for copy, original in reversed(copies):
+            _copy(original, copy.view(original.shape))
+    if _writes.data and (count := _writes.get(whole_of(written))):  # type: ignore[no-untyped-call]
+        count[0] += 1
+    if isinstance(copies, Moved) and not (viewed := recorded._viewed[0]).is_inference():
+        recorded._viewed = viewed, _version(viewed) + 1  # which it has when torch is done with the write

@@ -16,7 +16,7 @@ from .._compat import OpOverload, tree_map
 from ..communication.redistribute import redistribute_local
 from ..errors import refuse
 from .conversions import wrap
-from .copies import mark_copied, write_back
+from .copies import mark_copied, note_write
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
 
 
@@ -45,7 +45,7 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         value = plain_args[0].clone()
         func(value, *plain_args[1:], **plain_kwargs)
         written._local_tensor.copy_(redistribute_local(value, spec.replicated(), spec))
-        write_back(written)
+        note_write(written)
         return written if func._schema.returns else None
 
     def shard(value: Any) -> Any:

@@ -39,6 +39,7 @@ from ..ranks.first_use import forget_operands
 from . import chunks, conversions, levels, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
+from .copies import share_writes
 from .found import INDICES
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error, writes
@@ -408,8 +409,15 @@ register(Tensor.share_memory_)(
 
 @register(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _data(self: Any, *_: Any) -> Any:
-    """Writes raise the version of the tensor, unlike in torch, because views that are copies must be updated."""
-    return self.detach() if type(self) is ShardTensor else NotImplemented
+    """A tensor with its own version, as in torch. Writes to it still update views that are copies."""
+    if type(self) is not ShardTensor:
+        return NotImplemented
+    if self.dtype in INDICES or self.is_inference():  # what is found about indices counts for one version of them
+        return self.detach()
+    with DisableTorchFunction():
+        data = self.data
+    share_writes(self, data)
+    return data
 
 
 @register(Tensor.data.__set__)  # type: ignore[attr-defined]

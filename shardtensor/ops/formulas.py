@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._compat import OpOverloadPacket
+from .._compat import OpOverloadPacket, decomposition
 from ..dispatch.planning import converted, spec_of
 from ..dispatch.registry import FUNCTIONS, RANDOM, REFUSED, register
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ..layout.geometry import map_boundaries
-from ..layout.placements import wide_dtype
 from .common.batch_parallel import by_batch, image_names
 from .common.stencil import resized, scaled_boundary
 from .spatial.interpolate import MODES
@@ -122,87 +121,14 @@ def _nll_backward(
 
 # -- norms -------------------------------------------------------------------------------------------------------------
 
+# As torch's compiler composes them, of functions that have plans.
 
-def _norm_gradients(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    over: list[int],
-    shared: list[int],
-    mask: Sequence[bool],
-) -> list[Tensor | None]:
-    """The gradients of ``(x - mean) * rstd * weight + bias`` by x, weight and bias.
-
-    Args:
-        mean: None: nothing is subtracted.
-        over: the dims that statistics are of, so that they depend on x; empty where they do not.
-        shared: the dims that have no weights of their own.
-    """
-    dtype, wide = x.dtype, wide_dtype(x.dtype)
-    grad, x = grad.to(wide), x.to(wide)
-    normed = (x if mean is None else x - mean) * rstd
-    found: list[Tensor | None] = [None, None, None]
-    if mask[0]:
-        slope = grad if weight is None else grad * weight
-        own = slope
-        if over:
-            own = own - normed * (slope * normed).mean(over, keepdim=True)
-        if over and mean is not None:
-            own = own - slope.mean(over, keepdim=True)
-        found[0] = (own * rstd).to(dtype)
-    for i, terms in ((1, normed), (2, None)):
-        if len(mask) > i and mask[i]:
-            terms = grad if terms is None else grad * terms
-            found[i] = (terms.sum(shared) if shared else terms).to(dtype if weight is None else weight.dtype)
-    return found[: len(mask)]
-
-
-@_spells("native_layer_norm_backward")
-def _layer_norm_backward(
-    grad: Tensor, x: Tensor, shape: Any, mean: Any, rstd: Tensor, weight: Tensor | None, _: Any, mask: Sequence[bool]
-) -> Any:
-    dims = list(range(x.ndim))
-    first = x.ndim - len(shape)
-    return tuple(_norm_gradients(grad, x, mean, rstd, weight, dims[first:], dims[:first], mask))
-
-
-@_spells("_fused_rms_norm_backward")
-def _rms_norm_backward(
-    grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
-) -> Any:
-    return _layer_norm_backward(grad, x, shape, None, rstd, weight, None, mask)
-
-
-@_spells("native_batch_norm_backward")
-def _batch_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Any,
-    running_var: Any,
-    mean: Any,
-    rstd: Any,
-    train: bool,
-    eps: float,
-    mask: Sequence[bool],
-) -> Any:
-    if not train:
-        mean, rstd = running_mean, (running_var + eps).rsqrt()
-    others = [d for d in range(x.ndim) if d != 1]
-    mean, rstd, weight = (t if t is None else t.reshape(-1, *[1] * (x.ndim - 2)) for t in (mean, rstd, weight))
-    return tuple(_norm_gradients(grad, x, mean, rstd, weight, others if train else [], others, mask))
-
-
-for _name in ("_native_batch_norm_legit", "_batch_norm_with_update"):
-
-    @_spells(f"{_name}_functional")
-    def _functional(
-        x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *options: Any, name: str = _name
-    ) -> Any:
-        mean, var = mean.clone(), var.clone()
-        return *getattr(_aten, name)(x, weight, bias, mean, var, *options), mean, var
+for _name in (
+    *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward"),
+    *("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"),
+):
+    if _packet := _of(_name):
+        register(_packet)(decomposition(_packet.default, __name__))
 
 
 # -- Fourier transforms ------------------------------------------------------------------------------------------------

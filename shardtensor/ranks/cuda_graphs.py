@@ -51,5 +51,5 @@ def check_has_values(operator: str, tensor: Tensor, remedy: str = OUTSIDE) -> No
         DataDependentOutputException: ``tensor`` is traced. torch.compile runs the operator in eager mode then.
     """
     if is_traced(getattr(tensor, "_local_tensor", tensor)):
-        raise NEEDS_VALUES[0](f"{operator} of a ShardTensor")
+        raise NEEDS_VALUES[0](f"{operator} of a ShardTensor")  # type: ignore[arg-type]  # it is only shown
     check_not_captured(operator, tensor.device, remedy=remedy)

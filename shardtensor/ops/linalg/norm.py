@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat import decomposition
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, from_part, run
+from ...dispatch.tensor import ShardTensor, from_part
 from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -67,28 +68,8 @@ def plan_vector_norm(call: AtenCall) -> AtenPlan:
     return call.plan(out, {(0,): spec}, call=norm)
 
 
-# Handlers, not plans: they are other operators in a row, which have plans.
-
-
-@register(_aten.dist.default)
-def _dist(a: ShardTensor, b: ShardTensor, p: float = 2) -> ShardTensor:
-    distance: ShardTensor = run(_aten.linalg_vector_norm.default, (run(_aten.sub.Tensor, (a, b), {}), p), {})
-    return distance
-
-
-@register(_aten.renorm.default)
-def _renorm(x: ShardTensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    if x._spec.is_replicate():
-        return DECLINED
-    (kept,) = reduced_dims(dim, x.ndim)
-    others = [d for d in range(x.ndim) if d != kept]
-    if not others:
-        raise RuntimeError("renorm: input needs at least 2 dimensions")
-    norm = run(_aten.linalg_vector_norm.default, (x, p, others, True), {})
-    one = run(_aten.ones_like.default, (norm,), {})
-    scale = run(_aten.div.Tensor, (run(_aten.mul.Scalar, (one, maxnorm), {}), norm + 1e-7), {})
-    factors: ShardTensor = run(_aten.where.self, (norm > maxnorm, scale, one), {})
-    return x * factors
+for _op in (_aten.dist.default, _aten.renorm.default):  # other operators in a row, which have plans
+    register(_op)(decomposition(_op, __name__))
 
 
 # -- of matrices, above autograd --------------------------------------------------------------------------------------

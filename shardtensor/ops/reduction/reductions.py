@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import OpOverload
+from ..._compat import OpOverload, decomposition
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce
 from ...dispatch import planning
 from ...dispatch.planning import AtenCall, AtenPlan, argument
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, run
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
@@ -353,12 +352,8 @@ def plan_position(call: AtenCall) -> AtenPlan:
     return call.plan(returned, {(0,): spec}, call=compute)
 
 
-@register(_aten.aminmax.default)
-def _aminmax(x: ShardTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Two Partials, reduced when they are needed."""
-    torch.aminmax(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim=dim, keepdim=keepdim)  # torch's own errors
-    dims = () if dim is None else (dim,)
-    return tuple(run(op, (x, dims, keepdim), {}) for op in (_aten.amin.default, _aten.amax.default))
+# Two Partials, reduced when they are needed.
+register(_aten.aminmax.default)(decomposition(_aten.aminmax.default, __name__))
 
 
 @operator(torch.max, Tensor.max, torch.min, Tensor.min, tensors="input")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..._compat import decomposition
 from ..._compat.c10d import group_along
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, run
+from ...dispatch.tensor import ShardTensor
 from ...layout.geometry import Interval, intersect, intervals_of, length
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
@@ -107,10 +108,5 @@ def _flip(call: AtenCall) -> AtenPlan:
     return AtenPlan(spec.replace(meta=meta_of(call.meta)), call=flip)
 
 
-@register(_aten.rot90.default)
-def _rot90(x: ShardTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    """A quarter turn is a flip and a transposition; the layout turns with the tensor."""
-    torch.empty(x.shape, device="meta").rot90(k, list(dims))  # torch's own errors
-    a, b = dims
-    turned: Tensor = run(_aten.flip.default, (x, ([], [b], [a, b], [a])[k % 4]), {})
-    return turned if k % 2 == 0 else run(_aten.transpose.int, (turned, a, b), {})
+# A quarter turn is a flip and a transposition; the layout turns with the tensor.
+register(_aten.rot90.default)(decomposition(_aten.rot90.default, __name__))

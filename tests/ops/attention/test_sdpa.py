@@ -99,7 +99,7 @@ def check_grid(world: int, length: int, seed: int, method: str, dtype: torch.dty
                     raise AssertionError(f"{length} x {keys}, mask {name} {places}, {rows} {columns}") from error
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[pytest.mark.slow] * (m == "ring")) for m in METHODS])
 def test_grid_by_kernels_of_devices(method, emulated):
     run_distributed(check_grid, 3, 3, 33, 1, method, torch.float32)
 

@@ -57,8 +57,8 @@ def check_norms(shape, memory_format, dim, sizes, backend="aot_eager"):
     ("shape", "memory_format", "dim", "sizes"),
     [
         ((2, 6, 17, 5), torch.contiguous_format, 2, (11, 0, 6)),
-        ((2, 6, 17, 33), torch.channels_last, 3, (1, 32)),
-        ((1, 6, 7, 2, 5), torch.contiguous_format, 2, (5, 2)),
+        pytest.param((2, 6, 17, 33), torch.channels_last, 3, (1, 32), marks=pytest.mark.slow),
+        pytest.param((1, 6, 7, 2, 5), torch.contiguous_format, 2, (5, 2), marks=pytest.mark.slow),
         ((3, 6, 97), torch.contiguous_format, 0, (1, 2)),
     ],
 )
