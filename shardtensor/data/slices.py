@@ -57,7 +57,7 @@ def read(
     """Read ``array[index]`` as a ShardTensor. Each rank reads only its own shard, without communication.
 
     Args:
-        array: the same on every rank; see above.
+        array: the same on every rank. It has ``shape`` and ``dtype``, and can be indexed by integers and slices.
         mesh: default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for the dims of the result; default: Replicate everywhere.
         index: integers, slices with positive steps and ``...``, as for the array; default: the complete array.
