@@ -335,7 +335,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def claim_dispatch(cls: type) -> None:
-    """Make sure that operators on ``cls``, a DTensor subclass, reach its ``__torch_dispatch__``.
+    """Make sure that operators on ``cls`` reach its ``__torch_dispatch__``, next to DTensors or as one itself.
 
     Since 2.13 overriding that method is enough. Before, DTensor's C++ path took every instance of a subclass, too; but
     rules made by ``register_torch_dispatch`` come first, so there the class has one for every operator.

@@ -367,6 +367,7 @@ class ShardTensor(DTensor):
 
 
 claim_dispatch(ShardTensor)
+claim_dispatch(WrittenTensor)
 
 
 # What a call may have besides tensors to promote.
