@@ -21,6 +21,7 @@ from networks.oracle import Network, check, names
 from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
+torch.serialization.add_safe_globals([slice])  # which e3nn 0.4.4 has among the constants that it loads
 
 IMAGE, TOKENS, PAIRS, POINTS, WAVE = (2, 3, 40, 24), (2, 21, 16), (2, 3, 65, 48), (97, 2), (1, 2, 4001)
 
@@ -107,7 +108,10 @@ EQUATIONS = {
         f"torchdiffeq, {method}": of(partial(solved, method=method, adjoint=False), TOKENS, 1, mlp)
         for method in ("rk4", "euler", "midpoint", "explicit_adams")
     },
-    "torchdiffeq, dopri5": of(partial(solved, method="dopri5", adjoint=False), TOKENS, 1, mlp),
+    **{
+        f"torchdiffeq, {method}": of(partial(solved, method=method, adjoint=False), TOKENS, 1, mlp)
+        for method in ("dopri5", "dopri8")  # which choose their steps
+    },
     "torchdiffeq, adjoint": of(partial(solved, method="midpoint", adjoint=True), TOKENS, 1, mlp, reduced=300.0),
     "torchdiffeq, adjoint and SGD": of(fitted, TOKENS, 1, mlp, reduced=300.0),
     "torchcde, splines": of(lambda x: load("torchcde").natural_cubic_coeffs(x), (3, 21, 3), 0),
