@@ -13,7 +13,7 @@ from seeded import seeded
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtensor import ShardTensor, UnsupportedSharding
@@ -445,6 +445,11 @@ def without_a_second_derivative():
     jvp(lambda t: t.cumprod(0), (x,), (x.cos(),))
 
 
+def linearized():
+    x, _ = on_shards(2)
+    linearize(torch.sin, x)
+
+
 def level_that_is_not_ours():
     x, _ = on_shards(2)
     torch._C._functorch._grad_increment_nesting()  # as what is called by other ways than torch.func's does
@@ -462,6 +467,7 @@ REFUSED = {
     without_a_second_derivative: "jvp: .*the gradient of cumprod on a ShardTensor cannot be differentiated twice.*vjp",
     of_torch_without_a_second_derivative: "jvp: .*hardsigmoid_backward is not implemented.*use grad, vjp or jacrev",
     attention: "scaled_dot_product_attention: it cannot be differentiated twice.*write the attention as products",
+    linearized: "torch.func.linearize: its graph would have derivatives by weights.*call torch.func.jvp",
     level_that_is_not_ours: r"sin: a ShardTensor is met inside a transform of torch's \(grad\).*create_graph=True",
 }
 

@@ -14,6 +14,7 @@ from torch._functorch.vmap import (  # type: ignore[attr-defined]
     _broadcast_to_and_flatten,
     _process_batched_inputs,
 )
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 __all__ = [
     "batched_inputs",
@@ -26,6 +27,7 @@ __all__ = [
     "replace_transforms",
     "replaced_arguments",
     "sliced_arguments",
+    "traces_graph",
     "unpack_dual",
 ]
 
@@ -34,12 +36,14 @@ forward_mode: Any = torch.autograd.forward_ad
 make_dual: Callable[..., Any] = forward_mode.make_dual
 unpack_dual: Callable[..., Any] = forward_mode.unpack_dual
 
-# All transforms of torch.func are made of these four, which it looks up when it calls them.
+# All transforms of torch.func are made of the first four, which it looks up when it calls them; linearize, which it
+# traces, takes tangents by the last one.
 _PLACES: dict[str, Any] = {
     "_vjp_with_argnums": eager_transforms,
     "_jvp_with_argnums": eager_transforms,
     "grad_and_value_impl": eager_transforms,
     "vmap_impl": apis,
+    "safe_unpack_dual": eager_transforms,
 }
 
 # Size of the mapped dim, dim of each tensor that is mapped, the tensors, their structure; torch's errors.
@@ -76,6 +80,11 @@ def replace_transforms(wrapped: Callable[[str, Callable[..., Any]], Callable[...
         trace_rules.get_torch_obj_rule_map = of_originals
 
     wrapt.register_post_import_hook(keep_rules, "torch._dynamo.trace_rules")
+
+
+def traces_graph() -> bool:
+    """Whether ``make_fx`` is recording what is called, as for ``torch.func.linearize``."""
+    return get_proxy_mode() is not None
 
 
 def innermost_transform() -> str:

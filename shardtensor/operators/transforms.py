@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments
+from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments, traces_graph
 from ..dispatch.conversions import as_gradient, is_shard_tensor, wrap
 from ..dispatch.gradients import NotTwice, Tangents
 from ..dispatch.levels import InsideLevels, pushes_forward
@@ -50,6 +50,8 @@ Function = Callable[..., Any]
 
 def _either(name: str, torchs: Function) -> Function:
     """torch's function that carries out a transform, and in place of it ours where ShardTensors are met."""
+    if name == "safe_unpack_dual":
+        return _of_no_shards(torchs)
     ours = _OURS[name]
 
     @wraps(torchs)
@@ -72,6 +74,19 @@ def _either(name: str, torchs: Function) -> Function:
         return ours(torchs, *args, **kwargs)
 
     return transform
+
+
+def _of_no_shards(unpack_dual: Function) -> Function:
+    """How torch takes tangents, with a refusal of those that it would keep in the graph of ``linearize``."""
+
+    @wraps(unpack_dual)
+    def unpacked(dual: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_shard_tensor(dual) and traces_graph():
+            reason = "its graph would have derivatives by weights, which torch's has as constants"
+            raise refuse("torch.func.linearize", [dual], reason, _PUSH)
+        return unpack_dual(dual, *args, **kwargs)
+
+    return unpacked
 
 
 # -- what is differentiated by ----------------------------------------------------------------------------------------
@@ -354,11 +369,12 @@ def _declare(transforms: Iterable[Function], limits: str) -> None:
     TRANSFORMS.update({t: Support(True, "declared", __name__, f"refused: {limits}") for t in transforms})
 
 
+_PUSH = "call torch.func.jvp with each tangent"
 _WRITES = "writes to an argument that is differentiated by"
 _declare([grad, grad_and_value, vjp, jacrev], _WRITES)
 _declare([jvp, jacfwd, hessian], f"operators without second derivatives; {_WRITES}")
 _declare([vmap], "randomness='different' where random numbers are drawn, and running statistics")
-TRANSFORMS[linearize] = Support(False, "refused", __name__, "call torch.func.jvp with each tangent")
+TRANSFORMS[linearize] = Support(False, "refused", __name__, _PUSH)
 
 _OURS: dict[str, Function] = {
     "_vjp_with_argnums": _vjp,
