@@ -552,7 +552,7 @@ READY = nn.Conv2d(3, 4, 3)
         (f"{__name__}:READY", "--sizes 9+8", "2 sizes that add up to 33"),
         (f"{__name__}:READY", "--ranks 7", "the ranks of the mesh"),
         (f"{__name__}:READY", f"--html {Path(__file__).parent}", "--html: "),
-        (f"{__name__}:reads_values", "--meta", "reads values of tensors (aten._local_scalar_dense.default)"),
+        (f"{__name__}:reads_values", "--meta", "reads values of tensors (item of a ShardTensor)"),
     ],
 )
 def test_arguments_of_the_command_that_do_not_fit(model, options, text, capsys):
