@@ -288,14 +288,9 @@ class _Comparison:
         """What this rank compares of a tensor, and the index of its first element: its shard, or all of a Partial."""
         from shardtensor import ShardTensor
 
-        start = [0] * value.ndim
-        if not isinstance(value, DTensor):
-            return value, tuple(start)
-        if not isinstance(value, ShardTensor) or any(p.is_partial() for p in value.placements):
-            return value.full_tensor(), tuple(start)
-        for mesh_dim, sizes in _sizes(value).items():
-            start[value.placements[mesh_dim].dim] = sum(sizes[: self.coordinate[mesh_dim]])  # type: ignore[attr-defined]
-        return value.to_local(), tuple(start)
+        if not isinstance(value, ShardTensor) or value._spec.partial_mesh_dims():
+            return value.full_tensor() if isinstance(value, DTensor) else value, (0,) * value.ndim
+        return value.to_local(), tuple(value._spec.own_interval(dim)[0] for dim in range(value.ndim))
 
     def raise_problems(self) -> None:
         """Raise on all ranks if anything differs on any."""
