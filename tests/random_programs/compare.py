@@ -53,13 +53,13 @@ class Outcome:
         return KINDS[self.kind]
 
 
+Compare = Callable[[int, Program, DeviceMesh], Outcome]
+
+
 def outcomes(
-    programs: dict[int, Program], mesh: tuple[int, ...], setup: Setup | None = None, compiled: bool = False
+    programs: dict[int, Program], mesh: tuple[int, ...], compare: Compare, setup: Setup | None = None
 ) -> list[Outcome]:
     """What comes of the programs of seeds, on each rank. ``setup`` plants a defect, and returns what removes it."""
-    from .compiled import compared_compiled
-
-    compare = compared_compiled if compiled else compared
     restore = setup() if setup is not None else None
     try:
         with warnings.catch_warnings():
@@ -68,9 +68,6 @@ def outcomes(
     finally:
         if restore is not None:
             restore()
-
-
-Compare = Callable[[int, Program, DeviceMesh], Outcome]
 
 
 def outcome_of(seed: int, program: Program, mesh: DeviceMesh, compare: Compare) -> Outcome:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from shardtensor.testing import run_distributed
 from shardtensor.testing.failures import DistributedFailure
 
-from .compare import KINDS, Outcome, Setup, outcomes
+from .compare import KINDS, Outcome, Setup, compared, outcomes
+from .compiled import compared_compiled
 from .program import draw, indented
 
 TOGETHER = 25  # programs of one call
@@ -67,12 +68,13 @@ def run_programs(
     """The programs of the seeds on a mesh, or each compiled as one function. They hang where they take longer than
     ``timeout`` seconds, together, or half of it, alone."""
     report, left = Report(), list(seeds)
+    compare = compared_compiled if compiled else compared
     while left:
         some, left = left[:TOGETHER], left[TOGETHER:]
         programs = {seed: draw(seed, mesh, length) for seed in some}
         try:
             with redirect_stdout(io.StringIO()):
-                found = run_distributed(outcomes, math.prod(mesh), programs, mesh, setup, compiled, timeout=timeout)[0]
+                found = run_distributed(outcomes, math.prod(mesh), programs, mesh, compare, setup, timeout=timeout)[0]
         except DistributedFailure as failure:
             if len(some) > 1:  # which one is it?
                 for seed in some:
