@@ -13,6 +13,7 @@ import torch
 from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
+from torch.nn.functional import mse_loss
 
 from networks.oracle import Network, assert_near, check, names
 from shardtensor.testing import run_distributed, shard, shared_mesh
@@ -174,7 +175,7 @@ def uqno_call(network: nn.Module, x: Tensor) -> Tensor:
     return torch.cat(network(x), 1)
 
 
-NETWORKS: dict[str, Network] = {
+MODELS: dict[str, Network] = {
     "FNO1d": fno(1),
     "FNO2d": fno(2),
     "FNO2d columns": fno(2, 3),
@@ -234,7 +235,59 @@ NETWORKS: dict[str, Network] = {
     "FNOGNO columns": fnogno(1),
     "FNOGNO batched": fnogno(1, gno_batched=True),
 }
-NETWORKS = {name: replace(network, make=doubled(network.make)) for name, network in NETWORKS.items()}
+
+
+def layer(module: str, name: str, *arguments: Any, shape: tuple[int, ...] = SIZES[2], **options: Any) -> Network:
+    module = f"neuralop.{module}"
+    return Network(
+        lambda _: getattr(importlib.import_module(module), name)(*arguments),
+        shape,
+        **{"dim": 2, "reduced": 4.0, **options},
+    )
+
+
+def function(module: str, call: Callable[[Any, Tensor], Any], shape: tuple[int, ...], dim: int) -> Network:
+    """Of the module, and of an input."""
+    module = f"neuralop.{module}"
+    called = lambda _, x: call(importlib.import_module(module), x)  # noqa: E731
+    return Network(lambda _: nn.Identity(), shape, dim, called, reduced=4.0)
+
+
+def conditioned(norm: Any, x: Tensor) -> Tensor:
+    norm.set_embedding(torch.ones(4, dtype=x.dtype))
+    result: Tensor = norm(x)
+    return result
+
+
+def burgers(package: Any, x: Tensor) -> Tensor:
+    residual: Tensor = package.BurgersEqnLoss(method="fdm", loss=mse_loss, domain_length=[1.0, 1.0])(x)
+    return residual
+
+
+LAYERS: dict[str, Network] = {
+    "AdaIN": layer("layers.normalization_layers", "AdaIN", 4, 3, shape=(1, 3, 16, 12), call=conditioned),
+    "DomainPadding": layer(
+        "layers.padding", "DomainPadding", 0.3, call=lambda padding, x: padding.unpad(padding.pad(x).sin())
+    ),
+    "FCGram": layer(
+        "layers.fourier_continuation", "FCGram", 3, 8, shape=(2, 3, 16, 24), call=lambda extend, x: extend(x, dim=2)
+    ),
+    "FiniteDifferenceConvolution": layer(
+        "layers.differential_conv", "FiniteDifferenceConvolution", 3, 4, 2, call=lambda slopes, x: slopes(x, 0.1)
+    ),
+    "GridEmbeddingND": layer("layers.embeddings", "GridEmbeddingND", 3, 2),
+    "SinusoidalEmbedding": layer("layers.embeddings", "SinusoidalEmbedding", 2, 4, shape=(2, 13, 2), dim=1),
+    "SoftGating": layer("layers.skip_connections", "SoftGating", 3, None, 2),
+    "resample": function("layers.resample", lambda m, x: m.resample(x, 1.5, [-2, -1]), (2, 3, 16, 12), 2),
+    "BurgersEqnLoss": function("losses.equation_losses", burgers, (2, 1, 16, 12), 2),
+    "FiniteDiff": function(
+        "losses.differentiation", lambda m, x: m.FiniteDiff(dim=2, h=(0.1, 0.1)).laplacian(x), (2, 16, 12), 1
+    ),
+    "FourierDiff": function(
+        "losses.differentiation", lambda m, x: m.FourierDiff(dim=2, L=(1.0, 1.0)).dx(x), (2, 16, 12), 1
+    ),
+}
+NETWORKS = {**{name: replace(network, make=doubled(network.make)) for name, network in MODELS.items()}, **LAYERS}
 
 
 @pytest.mark.parametrize("name", names(NETWORKS))

@@ -7,7 +7,6 @@ the package that it needs.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,43 +17,13 @@ from torch import Tensor, nn
 
 from networks import torchvision_set_up  # noqa: F401  # before a package imports torchvision
 from networks.oracle import Network, check, names
+from networks.programs import layer, load, of
 from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 torch.serialization.add_safe_globals([slice])  # which e3nn 0.4.4 has among the constants that it loads
 
 IMAGE, TOKENS, PAIRS, POINTS, WAVE = (2, 3, 40, 24), (2, 21, 16), (2, 3, 65, 48), (97, 2), (1, 2, 4001)
-
-
-def load(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-class Program(nn.Module):
-    """A function of an input and of modules, which it may differentiate, train or hook."""
-
-    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function, self.parts = function, nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.parts)
-
-
-def of(
-    function: Callable[..., Tensor],
-    shape: tuple[int, ...],
-    dim: int,
-    *parts: Callable[[], nn.Module],
-    **options: Any,
-) -> Network:
-    """A program around modules that ``parts`` make. What it sums up over ranks is much next to so small an input."""
-    options = {"reduced": 30.0, **options}
-    return Network(lambda _: Program(function, *(make() for make in parts)), shape, dim, **options)
-
-
-def layer(make: Callable[[], nn.Module], shape: tuple[int, ...], dim: int, **options: Any) -> Network:
-    return Network(lambda _: make(), shape, dim, **{"reduced": 8.0, **options})
 
 
 def mlp() -> nn.Module:

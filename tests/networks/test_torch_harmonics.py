@@ -90,6 +90,7 @@ TRANSFORMS = both(
         "RealSHT legendre": lambda dim: layer(
             lambda p: p.RealSHT(*GRID, grid="legendre-gauss"), dim, call=coefficients
         ),
+        "RealSHT lobatto": lambda dim: layer(lambda p: p.RealSHT(*GRID, grid="lobatto"), dim, call=coefficients),
         "InverseRealSHT": lambda dim: layer(
             lambda p: p.InverseRealSHT(*GRID, lmax=6, mmax=6), dim, (2, 3, 6, 6), call=from_coefficients
         ),
