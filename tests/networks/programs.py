@@ -58,10 +58,15 @@ def of_ids(
 
 @contextmanager
 def drawn_whole() -> Iterator[None]:
-    """What a program draws by ``torch.randn_like`` is one device's numbers. A sharded tensor's are others."""
-    draw = torch.randn_like
-    torch.randn_like = lambda x, **options: torch.randn(x.shape, dtype=options.get("dtype", x.dtype))  # type: ignore[assignment]
+    """What a program draws by ``torch.rand_like`` and ``torch.randn_like`` is one device's numbers. A sharded tensor's
+    are others."""
+    kept = torch.rand_like, torch.randn_like
+
+    def like(draw: Callable[..., Tensor]) -> Any:
+        return lambda x, **options: draw(x.shape, dtype=options.get("dtype", x.dtype))
+
+    torch.rand_like, torch.randn_like = like(torch.rand), like(torch.randn)
     try:
         yield
     finally:
-        torch.randn_like = draw
+        torch.rand_like, torch.randn_like = kept

@@ -37,7 +37,7 @@ def unet_1d() -> nn.Module:
 
 
 def uvit() -> nn.Module:
-    return of("simple_diffusion", "UViT", dim=8, dim_mults=(1, 2), vit_depth=1, **HEADS)
+    return of("simple_diffusion", "UViT", dim=8, dim_mults=(1, 2), vit_depth=1, vit_dropout=0.0, **HEADS)
 
 
 def gaussian(**options: Any) -> nn.Module:
@@ -50,7 +50,7 @@ def times(x: Tensor) -> Tensor:
 
 def denoiser(make: Callable[[], nn.Module], shape: tuple[int, ...], dim: int = 2, **options: Any) -> Network:
     """A network of images and the times of their noise."""
-    options = {"call": lambda network, x: network(x, times(x)), "reduced": 30.0, **options}
+    options = {"call": lambda network, x: network(x, times(x)), "reduced": 100.0, **options}
     return Network(lambda _: make(), shape, dim, **options)
 
 
@@ -66,8 +66,8 @@ def process(
     **options: Any,
 ) -> Network:
     """A loss of images between 0 and 1 that get noise of their own, or whatever ``call`` gives."""
-    options = {"draw": partial(torch.rand, dtype=torch.float64), "reduced": 30.0, **options}
-    return Network(lambda _: make(), shape, call=partial(noised, call), **options)
+    options = {"draw": partial(torch.rand, dtype=torch.float64), "reduced": 100.0, **options}
+    return Network(lambda _: make(), shape, call=partial(noised, call), default=torch.float64, **options)
 
 
 DENOISERS = {

@@ -269,9 +269,6 @@ LAYERS: dict[str, Network] = {
     "DomainPadding": layer(
         "layers.padding", "DomainPadding", 0.3, call=lambda padding, x: padding.unpad(padding.pad(x).sin())
     ),
-    "FCGram": layer(
-        "layers.fourier_continuation", "FCGram", 3, 8, shape=(2, 3, 16, 24), call=lambda extend, x: extend(x, dim=2)
-    ),
     "FiniteDifferenceConvolution": layer(
         "layers.differential_conv", "FiniteDifferenceConvolution", 3, 4, 2, call=lambda slopes, x: slopes(x, 0.1)
     ),

@@ -406,6 +406,56 @@ def first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+# -- any number of dims, and what trains or watches a network ----------------------------------------------------------
+
+SURFACE = {**without("image_size", "depth"), "ndim": 2, "input_shape": (32, 24), "patch_size": (8, 4), "depth": 1}
+VOLUME = SURFACE | {"ndim": 3, "input_shape": (8, 16, 8), "patch_size": (4, 4, 2), "pool": "mean"}
+COARSE = {"patch_size": 8}
+
+
+def distilled(package: Any) -> nn.Module:
+    teacher = nn.Sequential(nn.Conv2d(3, 5, 8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    student = sized("distill", "DistillableViT", **COARSE)(package)
+    return of("distill", "DistillWrapper", teacher=teacher, student=student)(package)
+
+
+def around(module: str, name: str, **options: Any) -> Any:
+    """A module around a ViT."""
+
+    def make(package: Any) -> nn.Module:
+        network = sized("vit", "ViT", **COARSE)(package)
+        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)(network, **options)
+
+    return make
+
+
+def mp3(package: Any) -> nn.Module:
+    vit = of("mp3", "ViT", **without("dim_head", **COARSE, depth=1))(package)
+    return of("mp3", "MP3", vit=vit, masking_ratio=0.5)(package)
+
+
+def frozen(network: nn.Module, x: Tensor) -> Tensor:
+    """With flex_attention, whose gradients torch takes on GPUs only."""
+    return network.requires_grad_(False)(x)
+
+
+NETWORKS |= {
+    "patch dropout, training": Network(sized("vit_with_patch_dropout", "ViT", **COARSE), IMAGE_SHAPE, train=True),
+    "distilled": Network(
+        distilled, IMAGE_SHAPE, call=lambda network, x: network(x, torch.tensor([1, 4])), reduced=4.0
+    ),
+    "MP3": Network(mp3, IMAGE_SHAPE, train=True, reduced=4.0),
+    "Recorder": Network(around("recorder", "Recorder"), IMAGE_SHAPE),
+    "Extractor": Network(around("extractor", "Extractor"), IMAGE_SHAPE),
+    "video as images": Network(around("accept_video_wrapper", "AcceptVideoWrapper"), (1, 3, 2, 32, 32), 3),
+    **{
+        f"ViTND, {positions}": Network(of(module, "ViTND", **SURFACE), (2, 3, 32, 24), call=frozen, backward=False)
+        for positions, module in (("learned", "vit_nd"), ("rotary", "vit_nd_rotary"), ("polar", "vit_nd_pope"))
+    },
+    "ViTND, volume": Network(of("vit_nd", "ViTND", **VOLUME), (1, 3, 8, 16, 8), 3, frozen, backward=False),
+}
+
+
 @pytest.mark.parametrize("name", names(NETWORKS, always=("NaViT",)))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from seeded import seeded
 from torch import nn
 
 from networks.oracle import Network, check, names, text
@@ -207,6 +210,130 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("ViT, flash",)))
+# -- token ids, and what predicts them ---------------------------------------------------------------------------------
+
+SHORT = {"depth": 1, "heads": 2, "attn_dim_head": 8}
+IDS = (2, 21)
+
+
+def decoder(package: Any, **options: Any) -> nn.Module:
+    return package.Decoder(dim=16, **SHORT, **options)
+
+
+def language(package: Any, layers: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    return package.TransformerWrapper(
+        num_tokens=10, max_seq_len=64, attn_layers=decoder(package, **(layers or {})), **options
+    )
+
+
+def of_ids(make: Any, shape: tuple[int, ...] = IDS, dim: int = 1, **options: Any) -> Network:
+    return Network(make, shape, dim, **{"draw": partial(torch.randint, 0, 10), "reduced": 30.0, **options})
+
+
+def inside(module: str, name: str, *arguments: Any, **options: Any) -> nn.Module:
+    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)(*arguments, **options)
+
+
+def filled(package: Any) -> nn.Module:
+    """Predicts the tokens that are masked."""
+    model = package.TransformerWrapper(num_tokens=11, max_seq_len=21, attn_layers=package.Encoder(dim=16, **SHORT))
+    return inside("nonautoregressive_wrapper", "NonAutoregressiveWrapper", model, mask_id=10)
+
+
+def continued(package: Any) -> nn.Module:
+    model = package.ContinuousTransformerWrapper(dim_in=6, dim_out=6, max_seq_len=64, attn_layers=decoder(package))
+    return package.ContinuousAutoregressiveWrapper(model)
+
+
+def translator(package: Any) -> nn.Module:
+    sides = {
+        f"{side}_{key}": value
+        for side in ("enc", "dec")
+        for key, value in {"num_tokens": 10, "depth": 1, "heads": 2, "max_seq_len": 64}.items()
+    }
+    return package.XTransformer(dim=16, **sides)
+
+
+NETWORKS |= {
+    "ids": of_ids(language),
+    "ids, rotary": of_ids(
+        lambda p: language(p, {"rotary_pos_emb": True, "attn_flash": True}, use_abs_pos_emb=False)
+    ),
+    "AutoregressiveWrapper": of_ids(lambda p: p.AutoregressiveWrapper(language(p)), train=True),
+    "generated": of_ids(
+        lambda p: p.AutoregressiveWrapper(language(p)),
+        (2, 9),
+        call=lambda network, x: network.generate(x, 5, temperature=0.0, cache_kv=False),
+        backward=False,
+    ),
+    "generated, batch": of_ids(
+        lambda p: p.AutoregressiveWrapper(language(p)),
+        (3, 9),
+        0,
+        call=lambda network, x: network.generate(x, 5, temperature=0.0),
+        backward=False,
+    ),
+    "NonAutoregressiveWrapper": of_ids(filled, train=True),
+    "BeliefStateWrapper": of_ids(
+        lambda p: inside("belief_state_wrapper", "BeliefStateWrapper", language(p), language(p)), (2, 9), train=True
+    ),
+    "FreeTransformer": of_ids(
+        lambda p: inside(
+            "free_transformer",
+            "FreeTransformer",
+            num_tokens=10,
+            dim=16,
+            dec_head_depth=1,
+            dec_tail_depth=1,
+            max_seq_len=64,
+            heads=2,
+            attn_dim_head=8,
+            latent_bits=4,
+        ),
+        train=True,
+        dtype=torch.float32,  # of its codes
+        tolerance=1e-4,
+    ),
+    "XValTransformerWrapper": of_ids(
+        lambda p: p.XValTransformerWrapper(
+            num_tokens=11, max_seq_len=64, numerical_token_id=3, attn_layers=decoder(p)
+        ),
+        call=lambda network, x: network(x, x * 0.1),
+    ),
+    "MultiInputTransformerWrapper": of_ids(
+        lambda p: p.MultiInputTransformerWrapper(
+            num_tokens={"a": 10, "b": 10}, max_seq_len=64, attn_layers=decoder(p)
+        ),
+        call=lambda network, x: network({"a": x, "b": x.flip(1)}),
+    ),
+    "XTransformer": of_ids(
+        translator,
+        call=lambda network, x: network(x, torch.randint(0, 10, (2, 12), generator=seeded(1))),
+        tolerance=1e-6,  # softmax over a context that is cut, in float32
+        reduced=100.0,
+    ),
+    "ContinuousAutoregressiveWrapper": Network(continued, (2, 21, 6), 1, reduced=30.0),
+    "NeoMLP": Network(lambda p: p.NeoMLP(dim_in=5, dim_hidden=3, dim_out=2, dim_model=16, depth=1), (9, 5), 0),
+    "autoencoder": Network(
+        lambda _: inside(
+            "continuous_autoencoder",
+            "ContinuousTransformerAutoencoder",
+            dim=16,
+            enc_depth=1,
+            dec_depth=1,
+            max_seq_len=32,
+            dim_input=6,
+            dim_latent=4,
+            heads=2,
+            attn_dim_head=8,
+        ),
+        (2, 21, 6),
+        1,
+        reduced=30.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", names(NETWORKS, always=("ViT, flash", "ids")))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)

@@ -202,6 +202,7 @@ def _setitem(self: Tensor, index: object, value: Any) -> object:
     if not tensors:
         part.copy_(_with_numbers(value, part.ndim, numbers))
         return None
+    value = value.squeeze(tuple(range(_leading_ones(value))))  # as torch's assignment does for index tensors
     if numbers:
         part, tensors = _numbers_as_tensors(part, tensors, numbers)
     if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
@@ -209,6 +210,10 @@ def _setitem(self: Tensor, index: object, value: Any) -> object:
         return None
     _aten.index_put_.default(part, _indices(part, tensors), value)
     return None
+
+
+def _leading_ones(value: Tensor) -> int:
+    return next((dim for dim, n in enumerate(value.shape) if n != 1), value.ndim)
 
 
 def _numbers_as_tensors(

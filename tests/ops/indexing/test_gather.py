@@ -103,6 +103,13 @@ def cases():
     add("x[mask] = v", written(lambda y, x: y.__setitem__(torch.arange(210).view(5, 7, 6) % 50 == 0, x[0, 0, :5])))
     add("x[x > 0] = number", written(lambda y, x: y.__setitem__(x > 0, 1.0)))
     add("x[:, sharded mask] = row", written(lambda y, x: y.__setitem__((slice(None), x[0, :, 0] > 0), 1.0)))
+    # Of values, torch leaves leading dims of size 1 out.
+    row = torch.arange(6.0).double()
+    add("x[:, i] = 1x1x1xrow", written(lambda y, x: y.__setitem__((slice(None), t), row.view(1, 1, 1, 6))))
+    mask = torch.arange(35).view(5, 7) % 4 == 0
+    add("x[mask] = 1x1xrow", written(lambda y, x: y.__setitem__(mask, row.view(1, 1, 6))))
+    add("x[sharded mask] = 1x1xrow", written(lambda y, x: y.__setitem__(x[..., 0] > 0, x[:1, :1, :] * 2)))
+    add("x[x > 0] = 1x1", written(lambda y, x: y.__setitem__(x > 0, torch.ones(1, 1).double())))
     add("x[x > 0] = values", written(lambda y, x: y.__setitem__(x > 0, torch.arange(int((x > 0).sum())).double())))
     add("masked_scatter", lambda x: x.masked_scatter(x > 0.2, x.exp()))
     add("masked_scatter plain", lambda x: x.masked_scatter(torch.arange(6) % 2 == 0, torch.arange(300).double()))
