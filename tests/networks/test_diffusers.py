@@ -140,6 +140,79 @@ NETWORKS = {
         call=lambda network, x: network(x, encoder_hidden_states=text(1, 5, 8), timestep=torch.tensor([3])).sample,
         tolerance=1e-4,
     ),
+    "DiTTransformer2D": Network(
+        lambda d: d.DiTTransformer2DModel(
+            in_channels=4, num_layers=1, sample_size=16, patch_size=2, norm_num_groups=4, **HEADS
+        ),
+        (2, 4, 16, 16),
+        call=lambda network, x: (
+            network(x, timestep=torch.tensor([3, 7]), class_labels=torch.tensor([1, 2])).sample
+        ),
+    ),
+    "AuraFlowTransformer2D": Network(
+        lambda d: d.AuraFlowTransformer2DModel(
+            sample_size=16,
+            patch_size=2,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            joint_attention_dim=8,
+            caption_projection_dim=16,
+            out_channels=4,
+            pos_embed_max_size=64,
+            **HEADS,
+        ),
+        (1, 4, 16, 16),
+        call=lambda network, x: (
+            network(x, encoder_hidden_states=text(1, 5, 8), timestep=torch.tensor([0.5]).double()).sample
+        ),
+    ),
+    "Transformer2D": Network(
+        lambda d: d.Transformer2DModel(
+            in_channels=8, num_layers=1, norm_num_groups=4, cross_attention_dim=8, **HEADS
+        ),
+        (1, 8, 12, 9),
+        call=lambda network, x: network(x, encoder_hidden_states=text(1, 5, 8)).sample,
+    ),
+    "TransformerTemporal": Network(
+        lambda d: d.TransformerTemporalModel(in_channels=8, num_layers=1, norm_num_groups=4, **HEADS),
+        (4, 8, 12, 9),
+        call=lambda network, x: network(x, num_frames=4).sample,
+    ),
+    "PriorTransformer": Network(
+        lambda d: d.PriorTransformer(
+            num_layers=1, embedding_dim=8, num_embeddings=6, additional_embeddings=4, **HEADS
+        ),
+        (3, 8),
+        0,
+        lambda network, x: (
+            network(
+                x, torch.tensor([3, 5, 7]), proj_embedding=text(3, 8), encoder_hidden_states=text(3, 6, 8)
+            ).predicted_image_embedding
+        ),
+    ),
+    "UNet1D": Network(
+        lambda d: d.UNet1DModel(
+            sample_size=32, in_channels=2, out_channels=2, extra_in_channels=64, block_out_channels=(32, 32, 64)
+        ),
+        (1, 2, 64),
+        call=lambda network, x: network(x, torch.tensor([3])).sample,
+        reduced=30.0,
+    ),
+    "ControlNet": Network(
+        lambda d: d.ControlNetModel(
+            in_channels=4,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            cross_attention_dim=8,
+            attention_head_dim=4,
+            conditioning_embedding_out_channels=(4, 8),
+            **BLOCKS,
+        ),
+        (1, 4, 16, 16),
+        call=lambda network, x: network(
+            x, 3, encoder_hidden_states=text(1, 5, 8), controlnet_cond=text(1, 3, 32, 32), return_dict=False
+        ),
+    ),
 }
 
 
