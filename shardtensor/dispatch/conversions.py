@@ -216,7 +216,9 @@ class _ToDTensor(AutogradFunction):
         ctx.set_materialize_grads(False)
         spec, local = tensor._spec, tensor.to_local()
         ctx.mesh = spec.mesh
-        meta = TensorMeta(spec.shape, dense_stride(spec.shape, local.stride()), local.dtype)
+        # The strides of a shard without elements say nothing, and autograd's copies depend on what the DTensor's are.
+        order = local.stride() if local.numel() else spec.tensor_meta.stride
+        meta = TensorMeta(spec.shape, dense_stride(spec.shape, order), local.dtype)
         made: Any = new_wrapper
         return made(DTensor, local.detach(), DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
 
