@@ -9,12 +9,13 @@ on the rank. Count and checksum travel with what ranks compare or read anyway (`
 gather what was last recorded, to show the first difference. That costs half a microsecond for each communication, and
 no message.
 
-[Note: first communication] Messages of another size than a rank expects are lost to Python: gloo ends the process. So
-when something is communicated in a group for the first time, by its text, its ranks compare count and checksum before
-it is sent. Whether it is the first time follows from the history alone, so it is for all ranks or for none, unless they
-have not done the same. Then one compares and another communicates, their messages do not match, and both wait; who
-waits for longer than a second looks what the others wait for, see [Note: failures] in failures.py. What all ranks have
-communicated before is not compared again: a header in front of every message would cost as much as the message.
+[Note: first communication] Messages of another size than a rank expects stop gloo, and other backends may wait for ever
+or take them for what was expected. So when something is communicated in a group for the first time, by its text, its
+ranks compare count and checksum before it is sent. Whether it is the first time follows from the history alone, so it
+is for all ranks or for none, unless they have not done the same. Then one compares and another communicates, their
+messages do not match, and both wait; who waits for longer than a second looks what the others wait for, see [Note:
+failures] in failures.py. What all ranks have communicated before is not compared again: a header in front of every
+message would cost as much as the message.
 
 [Note: values] What plain tensors hold, when they first meet ShardTensors, is compared at the same occasions. It is kept
 next to the history, by the place in it and the lines of code, as ranks may use tensors for themselves, and as what is
