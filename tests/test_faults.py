@@ -345,8 +345,7 @@ PROGRAMS = {
 # How the kinds end that are not told on all ranks.
 ENDS = dict.fromkeys(["dropout of shards", "int16 buffer", "fractional pool in autocast"], "right")
 ENDS["DomainParallel, another method"] = "warned"
-# No number is read that ranks exchange; torch's own files have no digests.
-ENDS |= dict.fromkeys(["weights, never read", "byte flipped, plain"], "silent")
+ENDS["byte flipped, plain"] = "silent"  # torch's own files have no digests
 # What sends messages of other sizes.
 OTHER_SIZES = "kernel", "kernel of a smaller one", "dilation", "channels", "dtype", "redistribute to copies"
 OTHER_SIZES += "sum or amax", "order of two", "roll", "groups", "compiled"
@@ -356,7 +355,7 @@ WORLDS = {"new": 2, "known": 2, "3 ranks": 3, "2 x 2 ranks": 4}
 KINDS = [f"{name}: {when}" for name in OTHERWISE for when in ("new", "known")]
 KINDS += [f"{name}: new, {n} ranks" for name in ("kernel", "left out", "attention") for n in ("3", "2 x 2")]
 KINDS += [f"{name}: known, {n} ranks" for name in ("kernel", "groups") for n in ("3", "2 x 2")]
-KINDS += list(PROGRAMS)
+KINDS += [*PROGRAMS, "weights, never read, 2 x 2 ranks"]
 
 
 def rank_of(kind):
@@ -365,7 +364,7 @@ def rank_of(kind):
     here = Here()
     name, _, when = kind.partition(": ")
     if not when:
-        PROGRAMS[name](here)
+        PROGRAMS[name.removesuffix(", 2 x 2 ranks")](here)
     else:
         do, x = OTHERWISE[name], here.image()
         x.sum().item()
