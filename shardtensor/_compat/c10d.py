@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -173,6 +174,12 @@ def device_of(group: Any) -> torch.device | None:
     types = group._device_types
     fake = dist.get_backend(group) == "fake"
     return None if fake else min(types, key=lambda device: device.type != "cpu")
+
+
+def never_destroy_groups() -> None:
+    """Let the process groups live as long as the process."""
+    for group in list(_world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 # What holds the default process group, as ``_default_pg``, which torch's own names for it take two calls to find.

@@ -41,7 +41,7 @@ from ..layout.strides import as_bytes, stride_like
 from .cuda_graphs import is_capturing
 from .debug_mode import check_call, debug_enabled
 from .first_use import note_copies
-from .history import WIDTH, before_new, difference, fingerprint, forget_history, place, record, values_compared
+from .history import WIDTH, before_new, difference, fingerprint, forget_history, record, values_compared
 from .rows import alike, gather_rows, gather_texts
 from .summaries import digest_of_some
 from .waiting import wait_for
@@ -291,15 +291,18 @@ def _check_group(fingerprints: Mapping[int, list[int]], group: dist.ProcessGroup
         raise RanksDiffer(said)
 
 
-def _compare_new(name: str) -> None:
+def _compare_new(name: str, values: bool) -> None:
     """See [Note: first communication] in history.py."""
     group = process_group(name) if dist.is_initialized() else None
     device = None if group is None or debug_enabled() else device_of(group)
     if group is None or device is None or is_capturing(device):
         return
     with without_modes():
-        if device.type != "cpu" or not alike(place(name), group):
-            _check_group(gather_rows(place(name), group, device), group, device)
+        mine = fingerprint(name, values)
+        if device.type != "cpu" or not alike(mine, group):
+            _check_group(gather_rows(mine, group, device), group, device)
+    if values:
+        values_compared(name)
 
 
 before_new.append(_compare_new)

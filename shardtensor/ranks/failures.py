@@ -15,6 +15,11 @@ copy), and so does whether a program has written to it. Who waits also leaves th
 what the next rank of the group has: where the two have not done the same they wait for each other, and so both stop, as
 do all who wait for them.
 
+[Note: sizes] A message that is longer than what a rank waits for makes gloo end the process, by an exception in a
+thread of its own. That thread is stopped instead, so that the rank waits for the message for ever, and finds out why as
+any rank that waits. Its groups are never destroyed: their destructors would wait for the thread. A program that waits
+for something else, such as its own collective, is ended after a while, as gloo would have ended it.
+
 [Note: forks] The threads that communicate do not exist in a forked process, such as a worker of a data loader: what it
 starts never ends. It may hold ShardTensors and compute with its shard, but says nothing to other ranks.
 """
@@ -36,17 +41,20 @@ from typing import Any
 import torch.distributed as dist
 
 from .._compat import STOPS_RECOMPUTATION, backward_pass
-from .._compat.c10d import default_store
+from .._compat.c10d import default_store, never_destroy_groups
+from .._compat.terminate import before_termination, stop_thread
 from ..errors import LostRankError, RanksDiffer, ThreadConflict
 from .callers import called_from, raised_at
 from .history import as_text, at_conflict, at_first, before_each, counts, here, known_difference, last_entry
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
+_HELD = 10.0  # seconds, for a program to wait for a ShardTensor's communication, see [Note: sizes]
 _POLL = 0.05
 BACKWARD = "a backward pass"  # in place of an operator
 
 _log = logging.getLogger("shardtensor")
 _ANY = "shardtensor/raised"
+_THROWN = "gloo has failed in a thread of its own, as it does where a message is longer than what a rank waits for"
 
 
 class _Post:
@@ -85,6 +93,7 @@ def watch() -> None:
         _previous_hook.append(sys.excepthook)
         sys.excepthook = _say_uncaught
         atexit.register(_say_ended)
+        before_termination("gloo", _hold)
     _post, _raised, _store_answers[0] = _Post(), None, True
 
 
@@ -128,7 +137,29 @@ def _is_of_transport(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
+# See [Note: sizes]: when gloo has thrown, whether the program ends by itself, and whether gloo's thread has noticed.
+_thrown: float | None = None
+_ends, _stopped = threading.Event(), threading.Event()
+waiting: set[int] = set()  # the threads that look now and then for what has happened
+
+
+def _hold() -> None:
+    """In gloo's thread, before it would end the process."""
+    global _thrown
+    never_destroy_groups()
+    _thrown = time.monotonic()
+    _log.error("%s. The process ends, with an error where a ShardTensor waits for the message", _THROWN)
+    while not _ends.wait(_POLL):
+        if not waiting and time.monotonic() > _thrown + _HELD:
+            return
+    _stopped.set()
+    stop_thread()
+
+
 def _say_ended() -> None:
+    if _thrown is not None:
+        _ends.set()
+        _stopped.wait(GRACE)
     if _post is not None and not _uncaught and _store_answers[0]:
         with suppress(RuntimeError):  # the store has gone, with all others
             _post.say("has ended")
@@ -179,14 +210,13 @@ def check_raised(group: dist.ProcessGroup) -> None:
         return
     name, post = group.group_name, _post
     if differs := _difference(group, post):
-        _say_raised(RanksDiffer(differs), conflict=name)
-        raise _error(name, differs, None)
+        raise _conflict(group, differs)
     found: dict[int, dict[str, Any]] = {}
     if not _ask(lambda: post.store.check([_ANY]) and _read(post, _others(group, post.rank), found)):
         return  # the transport will say the rest
     for rank, said in found.items():
         if said.get("conflict") == name:
-            raise _error(name, f"rank {rank} {said['what']}", None)
+            raise _conflict(group, f"rank {rank} {said['what']}")
     before = counts().get(name, 0) - 1
     waits_in = {here.operator, BACKWARD if backward_pass() >= 0 else ""} - {""}
     if _raised is not None and _raised[0] in waits_in and _raised[1].get(name, 0) == before:
@@ -194,6 +224,23 @@ def check_raised(group: dist.ProcessGroup) -> None:
     for rank, said in found.items():
         if said.get("operator") in waits_in and said["counts"].get(name, 0) == before:
             raise _error(name, f"rank {rank} {said['what']}", None)
+    if _thrown is not None and time.monotonic() > _thrown + GRACE:
+        raise lost(group, RuntimeError(_THROWN))
+
+
+def _conflict(group: dist.ProcessGroup, why: str) -> LostRankError:
+    """The error that all ranks of the group raise. Waits for them to know it, as the store may go with this rank."""
+    name, end = group.group_name, time.monotonic() + GRACE
+    _say_raised(RanksDiffer(why), conflict=name)
+    if (post := _post) is not None:
+        others = _others(group, post.rank)
+
+        def wait() -> None:
+            while time.monotonic() < end and any((post.said_by(r) or {}).get("conflict") != name for r in others):
+                time.sleep(_POLL)
+
+        _ask(wait)
+    return _error(name, why, None)
 
 
 def _difference(group: dist.ProcessGroup, post: _Post) -> str | None:

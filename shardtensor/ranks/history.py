@@ -9,17 +9,19 @@ on the rank. Count and checksum travel with what ranks compare or read anyway (`
 gather what was last recorded, to show the first difference. That costs half a microsecond for each communication, and
 no message.
 
-[Note: first communication] Messages of another size than a rank expects are lost to Python: gloo ends the process. So
-when something is communicated in a group for the first time, by its text, its ranks compare count and checksum before
-it is sent. Whether it is the first time follows from the history alone, so it is for all ranks or for none, unless they
-have not done the same. Then one compares and another communicates, their messages do not match, and both wait; who
-waits for longer than a second looks what the others wait for, see [Note: failures] in failures.py. What all ranks have
-communicated before is not compared again: a header in front of every message would cost as much as the message.
+[Note: first communication] Messages of another size than a rank expects stop gloo, and other backends may wait for ever
+or take them for what was expected. So when something is communicated in a group for the first time, by its text, its
+ranks compare count and checksum before it is sent. Whether it is the first time follows from the history alone, so it
+is for all ranks or for none, unless they have not done the same. Then one compares and another communicates, their
+messages do not match, and both wait; who waits for longer than a second looks what the others wait for, see [Note:
+failures] in failures.py. What all ranks have communicated before is not compared again: a header in front of every
+message would cost as much as the message.
 
-[Note: values] What plain tensors hold, when they first meet ShardTensors, is compared at the same occasions. It is kept
-next to the history, by the place in it and the lines of code, as ranks may use tensors for themselves, and as what is
-the first time to one rank may not be to another, which has forgotten a plan. So what only one rank has noted is left
-out. Only then are rounding errors told from other differences: usually all values are equal, bit by bit.
+[Note: values] What plain tensors hold, when they first meet ShardTensors, is compared at the same occasions, and where
+an operator communicates for the first time. It is kept next to the history, by the place in it and the lines of code,
+as ranks may use tensors for themselves, and as what is the first time to one rank may not be to another, which has
+forgotten a plan. So what only one rank has noted is left out. Only then are rounding errors told from other
+differences: usually all values are equal, bit by bit.
 
 [Note: one thread] Two threads that communicate in one group do so in an order that differs between ranks, and get each
 other's numbers. No lock in this process could help: it knows nothing of the order on other ranks. So a group belongs to
@@ -138,8 +140,9 @@ forgets(_logs.clear)
 at_first: list[Callable[[], None]] = []
 # before it communicates, each time; it raises where it must not; and
 before_each: list[Callable[[], None]] = []
-# before it communicates in a group, by its name, what it has not before, see [Note: first communication].
-before_new: list[Callable[[str], None]] = []
+# before it communicates in a group, by its name, what it has not before; told whether to compare values, too. See
+# [Note: first communication].
+before_new: list[Callable[[str, bool], None]] = []
 
 
 def forget_history() -> None:
@@ -179,7 +182,7 @@ def record(group: str, kind: str, dtype: Any = None, elements: int = 0, *, compa
         if not compares or (kind, elements) not in log.known:
             log.known[kind, elements] = b""
             for compare in before_new:
-                compare(group)
+                compare(group, not compares)
 
 
 def note_values(group: str, where: str, what: str, shape: Sequence[int], tolerance: float, summary: Tensor) -> None:
@@ -243,18 +246,13 @@ def calling(name: str, *, whoever_calls: bool = False) -> Iterator[None]:
         here.operator = before
 
 
-def fingerprint(group: str) -> tuple[int, int]:
+def fingerprint(group: str, with_values: bool = True) -> tuple[int, int]:
     """How often this rank has communicated in the group, and a checksum over it and the values that were noted."""
     log = _logs.get(group)
     if log is None:
         return 0, 0
-    return log.count, zlib.crc32(repr(_values(log)).encode(), log.checksum) if log.values else log.checksum
-
-
-def place(group: str) -> tuple[int, int]:
-    """The same without the values, for which nothing waits for a device."""
-    log = _logs[group]
-    return log.count, log.checksum
+    noted = with_values and log.values
+    return log.count, zlib.crc32(repr(_values(log)).encode(), log.checksum) if noted else log.checksum
 
 
 def _values(log: _Log) -> list[_Value]:

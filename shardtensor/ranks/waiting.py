@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from threading import get_ident
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import check_raised, lost, stop_telling
+from .failures import check_raised, lost, stop_telling, waiting
 from .history import check_conflict, conflicts
 
 # Seconds. Longer than a kernel that one rank computes and another one does not: beyond that ranks differ in their load.
@@ -86,13 +87,17 @@ def _poll(work: dist.Work, group: dist.ProcessGroup) -> None:
     while now() < end and not is_completed():
         _give_way()
     look = start + LOOKING
-    while not is_completed():
-        with suppress(RuntimeError):  # one that is not complete after this time goes on, and can be waited for again
-            work.wait(_WHILE)
-        check_conflict(group.group_name)
-        if now() > look and not is_completed():
-            check_raised(group)
-            look = now() + min(now() - start, 10 * LOOKING)
+    waiting.add(get_ident())
+    try:
+        while not is_completed():
+            with suppress(RuntimeError):  # a work that is not complete after this time can be waited for again
+                work.wait(_WHILE)
+            check_conflict(group.group_name)
+            if now() > look and not is_completed():
+                check_raised(group)
+                look = now() + min(now() - start, 10 * LOOKING)
+    finally:
+        waiting.discard(get_ident())
     if look > start + LOOKING:
         stop_telling(group)
 
