@@ -249,7 +249,7 @@ NETWORKS = {
     },
 }
 REFUSED = {
-    "CompressiveSpectralImaging": "conv2d",
+    "CompressiveSpectralImaging": "conv2d: the parameter is sharded",
     "Tomography": "grid_sample: dim 2 of operand 0 must be unsharded",
 }
 
