@@ -288,6 +288,12 @@ class ShardTensor(DTensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         return run(func, args, kwargs or {})
 
+    def as_subclass(self, cls: type[Any]) -> Any:  # which torch asks no protocol for
+        if isinstance(self, cls):
+            return super().as_subclass(cls)
+        remedy = "take x.full_tensor(), which gathers, or of a sharded tensor this rank's part, x.to_local()"
+        raise refuse("as_subclass", self, f"a ShardTensor cannot be of class {cls.__name__}, too", remedy)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         where = f"{self._spec}, rank {self._spec.coordinate} holds {chunks.described(self._spec)}"
         return f"{where}\n{self._local_tensor}"

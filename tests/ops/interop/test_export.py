@@ -11,6 +11,11 @@ import shardtensor
 from shardtensor import UnsupportedSharding
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
+
+class Other(torch.Tensor):
+    """Of another package."""
+
+
 OUT = {
     "numpy": (lambda x: x.numpy(), "numpy: no rank holds all values"),
     "array": (lambda x: np.array(x), "__array__: no rank holds all values"),
@@ -20,6 +25,7 @@ OUT = {
     "to_dlpack": (lambda x: torch.utils.dlpack.to_dlpack(x), "to_dlpack: no distributed form"),
     "torch.to_dlpack": (lambda x: torch.to_dlpack(x), "to_dlpack: no distributed form"),
     "apply_": (lambda x: x.apply_(lambda v: v + 1), "apply_: a ShardTensor has no memory"),
+    "as_subclass": (lambda x: x.as_subclass(Other), "as_subclass: a ShardTensor cannot be of class Other, too"),
     "map_": (lambda x: x.map_(x, lambda a, b: a), "map_: a ShardTensor has no memory"),
 }
 
@@ -42,6 +48,17 @@ def test_refused_on_every_rank(name):
     for error in run_expecting_errors(take, 2, name):
         with pytest.raises(UnsupportedSharding, match=OUT[name][1] + r".*\[4, 2\].*Remedy: .*to_local\(\)"):
             raise error
+
+
+def taken_for_a_tensor():
+    x = numbers()
+    y = x.as_subclass(torch.Tensor)
+    y.add_(1)
+    return type(y) is type(x) and torch.equal(x.full_tensor(), torch.arange(6.0) + 1)
+
+
+def test_a_sharded_tensor_is_a_tensor():
+    assert all(run_distributed(taken_for_a_tensor, 2))
 
 
 def formatted():
