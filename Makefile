@@ -34,7 +34,8 @@ test: $(VENV)/.installed-test
 
 # A .venv of its own: torchvision does not load next to a torch without CUDA, and other packages import it where it is
 # installed. The tests of networks can do without what it lacks. torch-harmonics asks for a later torch than it needs, and
-# encodec for torchaudio, egnn-pytorch for numba; ultralytics asks for OpenCV with windows, and the build of sam2 for a torch of its own.
+# encodec for torchaudio, egnn-pytorch for numba; ultralytics asks for OpenCV with windows, and the build of sam2 for a torch
+# of its own.
 networks: $(NETWORKS)/.installed
 	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
 
