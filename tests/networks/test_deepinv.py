@@ -280,7 +280,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", names([name for name in NETWORKS if name not in REFUSED], ["median"]))
+@pytest.mark.parametrize("name", names([name for name in NETWORKS if name not in REFUSED]))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)
 
