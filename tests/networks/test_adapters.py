@@ -75,6 +75,6 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("LoRA",)))
+@pytest.mark.parametrize("name", names(NETWORKS))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)

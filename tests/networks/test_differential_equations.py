@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ def until_an_event(field: nn.Module, x: Tensor) -> Any:
 def stochastic(field: Any, x: Tensor, method: str, solver: str = "sdeint", drawn: bool = True) -> Tensor:
     """With ``drawn``, the noise is a plain tensor, that of one device; else it is the package's own choice."""
     package, options = load("torchsde"), {}
+    numpy.random.seed(1)  # of which the package draws the seed of its noise
     field.sde_type = "ito" if method in ("euler", "milstein", "srk") else "stratonovich"
     if drawn:
         area = "space-time" if method == "srk" else "none"

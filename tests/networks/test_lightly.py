@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from networks.oracle import Network, check, names, text
+from networks.programs import load
 from shardtensor.testing import run_distributed
 
 PACKAGE = "lightly.loss"
@@ -91,6 +92,7 @@ NETWORKS = {
     "FroSSLLoss": loss(lambda p: p.frossl_loss.FroSSLLoss(), of_views),
     "DirectCLRLoss": loss(lambda p: p.directclr_loss.DirectCLRLoss(loss_dim=6), of_pairs),
     "SIGReg": loss(lambda p: p.lejepa_loss.SIGReg(num_vectors=8), lambda loss, embed, x: loss(embed(x)[None])),
+    "HypersphereLoss": loss(lambda _: load("lightly.loss.hypersphere_loss").HypersphereLoss(), of_pairs),
     "MACLLoss": loss(lambda p: p.macl_loss.MACLLoss(), of_pairs),
     "DCLWLoss": loss(lambda p: p.DCLWLoss(), of_pairs),
     "NTXentLoss, memory": loss(lambda p: p.NTXentLoss(memory_bank_size=(7, 12)), of_pairs),

@@ -110,6 +110,25 @@ NETWORKS |= {
     "MaskedAutoEncoderViT": exact(
         lambda m: m.MaskedAutoEncoderViT(1, (32, 32), 8, num_layers=1, **CODER, **DECODER), (2, 1, 32, 32)
     ),
+    "ViTAutoEnc": exact(lambda m: m.ViTAutoEnc(1, (32, 32), 16, num_layers=2, **CODER), (1, 1, 32, 32)),
+    "VQVAE": exact(  # which looks for codes in float32
+        lambda m: m.VQVAE(
+            2,
+            1,
+            1,
+            channels=(8, 8),
+            num_res_layers=1,
+            num_res_channels=(8, 8),
+            downsample_parameters=((2, 4, 1, 1),) * 2,
+            upsample_parameters=((2, 4, 1, 1, 0),) * 2,
+            num_embeddings=8,
+            embedding_dim=4,
+        ),
+        (2, 1, 32, 24),
+        train=True,
+        dtype=torch.float32,
+        tolerance=1e-5,
+    ),
     "ViT, classes": exact(
         lambda m: m.ViT(1, (32, 32), 8, num_layers=2, classification=True, **CODER), (1, 1, 32, 32)
     ),

@@ -12,7 +12,7 @@ import torch
 from seeded import seeded
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, check_refused, integers, names
+from networks.oracle import Network, check, check_refused, integers, names, text
 from networks.programs import load
 from shardtensor.testing import run_distributed
 
@@ -124,6 +124,11 @@ LOSSES = {
     "ContrastiveLoss": loss("ContrastiveLoss", other, POINTS, 0),
     "BarlowTwinsLoss": loss("BarlowTwinsLoss", other, POINTS, 0),
     "MultiScaleLoss": loss("MultiScaleLoss", other, (1, 1, 16, 16, 16), loss=nn.MSELoss(), scales=[0, 1, 2]),
+    "SURELoss": exact(
+        lambda m: m.losses.SURELoss(perturb_noise=text(2, 1, 16, 12)),
+        (2, 1, 16, 12),
+        call=lambda criterion, x: criterion(lambda y: y.tanh() * 2, x, x.detach(), None),
+    ),
     "AUCMLoss": loss("AUCMLoss", lambda x: (other(x) > 0).to(x.dtype), (13, 1), 0, torch.sigmoid),
     "BoxGIoULoss": loss("BoxGIoULoss", unit_boxes, (13, 4), 0, boxes, 1e-6),
     "PatchAdversarialLoss": exact(

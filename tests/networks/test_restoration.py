@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from networks.oracle import Network, check, names, normal, uniform
@@ -39,6 +41,17 @@ def restored(
 
 WINDOWS: dict[str, Any] = {"img_size": 32, "embed_dim": 16, "depths": (2,), "num_heads": (2,), "window_size": 8}
 BLOCKS: dict[str, Any] = {"middle_blk_num": 1, "enc_blk_nums": [1, 1], "dec_blk_nums": [1, 1]}
+
+
+def sorted_stably(network: nn.Module, x: Tensor) -> Any:
+    """Tokens are sorted by category, without ``stable=True``: one device's sort has those of a category in any order,
+    and that of shards in their own."""
+    sort = torch.sort
+    stable = lambda x, *dim, **options: sort(x, *dim, **options) if dim else sort(x, **{**options, "stable": True})  # noqa: E731
+    with patch.object(torch, "sort", stable):
+        return network(x)
+
+
 NETWORKS = {
     "SPAN": restored("SPAN", num_in_ch=3, num_out_ch=3, feature_channels=8, upscale=2),
     "SAFMN": restored("SAFMN", dim=8, n_blocks=2, upscaling_factor=2),
@@ -74,6 +87,9 @@ NETWORKS = {
         window_size=8,
         stripe_size=[8, 8],
         upscale=2,
+    ),
+    "ATD": restored(
+        "ATD", **WINDOWS, call=sorted_stably, category_size=32, num_tokens=8, reducted_dim=4, upscale=2
     ),
     "DITN": restored("DITN", dim=8, ITL_blocks=1, SAL_blocks=1, UFONE_blocks=1, patch_size=8, upscale=2),
     "Uformer": restored("Uformer", img_size=32, embed_dim=8, depths=[1] * 9, win_size=4, num_heads=[1] * 9),

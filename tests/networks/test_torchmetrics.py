@@ -101,12 +101,12 @@ def of_pair(
     module: str = ".functional",
     act: Callable[[Tensor], Tensor] = torch.sigmoid,
     tolerance: float = 1e-10,
+    backward: bool = True,
     **options: Any,
 ) -> Network:
     """The measure ``name`` of an input and another one, which both pass ``act``."""
-    return of(
-        lambda x: measure(name, module)(act(x), act(other(x)), **options), shape, dim, tolerance=tolerance
-    )
+    call = lambda x: measure(name, module)(act(x), act(other(x)), **options)  # noqa: E731
+    return of(call, shape, dim, tolerance=tolerance, backward=backward)
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -187,6 +187,10 @@ NETWORKS = {
     ),
     "spatial_correlation_coefficient": of_images(  # whose filter is in float32
         "spatial_correlation_coefficient", act=as_it_is, tolerance=1e-6
+    ),
+    "visual_information_fidelity": of_images("visual_information_fidelity", shape=(1, 1, 64, 64), backward=False),
+    "peak_signal_noise_ratio_with_blocked_effect": of_images(
+        "peak_signal_noise_ratio_with_blocked_effect", shape=(2, 1, 48, 32), backward=False, data_range=1.0
     ),
     "spatial_distortion_index": of(pansharpened, (1, 2, 64, 64), 2, tolerance=1e-5),
     "StructuralSimilarityIndexMeasure": of(similarity, (2, 3, 48, 32), 2),
