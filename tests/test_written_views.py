@@ -295,6 +295,19 @@ def data_written_twice(x, d):
     return v + x.flatten(1)
 
 
+def detached_reshaped(x, d):
+    v = x.detach().reshape(x.shape[0], -1)
+    x.data.mul_(3)
+    return v + 1
+
+
+def detached_of_data(x, d):
+    data = x.data
+    v = torch.detach(x.transpose(1, 2)).detach().reshape(x.shape[0], -1)
+    data.narrow(d, 2, 3).sub_(2)
+    return v + 1
+
+
 def split_sizes(x, d):
     x.split([3, x.shape[d] - 3], d)[1].zero_()
     return x
@@ -411,6 +424,8 @@ PROGRAMS = [
     reshaped_data_of_view,
     data_reshaped,
     data_written_twice,
+    detached_reshaped,
+    detached_of_data,
     split_sizes,
     out_add,
     foreach,

@@ -8,21 +8,21 @@ date once the viewed tensor has been written to. The version counter shows this 
 read it gets the new values, from the shard or by taking the view again, or reading it is refused.
 
 ``x.data`` has a version counter of its own: graphs that have saved x are to notice nothing of what is written to it. So
-once a program has taken it, what is written to x, to x.data and to views of these is counted as well.
+once a program has taken the data of some tensor, what is written to x, to x.data, to x.detach() and to views of these
+is counted as well.
 
-Two attributes of a ShardTensor hold this. ``_viewed`` is the tensor that it is a view of, with its version at the time,
-or None. ``_copied`` has the copies that this rank made, or, where the view is a copy on all ranks, how it is written
-back and taken again.
+Three attributes of a ShardTensor hold this. ``_viewed`` is the tensor that it is a view of, with its version at the
+time, or None. ``_copied`` has the copies that this rank made, or, where the view is a copy on all ranks, how it is
+written back and taken again. ``_writes``, of one that is no view to autograd, is the count that it shares, or None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._compat import OpOverload, counting_writes, is_traced, not_for_graphs, same_memory, whole_of
 from ..errors import refuse
@@ -46,8 +46,7 @@ class Moved(NamedTuple):
     again: Callable[[Any], Any] | None = None
 
 
-# By a tensor that is no view, and by its ``.data``: how often the values of both were written to.
-_writes = WeakTensorKeyDictionary()
+_counting = False  # whether a program has taken the data of a tensor
 
 _copy = counting_writes(Tensor.copy_)
 _OUT_OF_DATE = Moved()  # once the viewed tensor is written to
@@ -100,16 +99,29 @@ def represents_view(tensor: object) -> bool:
     return getattr(tensor, "_viewed", None) is not None
 
 
-def share_writes(tensor: Tensor, data: Tensor) -> None:
-    """From now on count what is written to a tensor and to its ``.data``, together."""
-    _writes[data] = _writes.setdefault(whole_of(tensor), [0])  # type: ignore[no-untyped-call]
+def share_writes(tensor: Tensor, same: Tensor) -> None:
+    """Count what is written to a tensor and to another one with its memory, its ``.data`` or ``detach()``, together."""
+    whole, other = cast(Any, whole_of(tensor)), cast(Any, same)
+    if whole._writes is None:
+        whole._writes = [0]
+    other._writes = whole._writes
+
+
+def count_writes() -> None:
+    """From now on: before, the version counters that tensors share count all of them."""
+    global _counting
+    _counting = True
 
 
 def _version(tensor: Tensor) -> int:
     if tensor.is_inference():
         return 0  # inference tensors have no version counter
     version: int = tensor._version
-    return version + _writes.get(whole_of(tensor), (0,))[0] if _writes.data else version  # type: ignore[no-untyped-call]
+    return version + _counted(tensor)[0] if _counting else version
+
+
+def _counted(tensor: Tensor) -> list[int]:
+    return getattr(whole_of(tensor), "_writes", None) or [0]
 
 
 def check_current(op: object, tensor: Tensor, *, communicates: bool = True) -> None:
@@ -183,7 +195,7 @@ def note_write(written: Tensor) -> None:
     else:
         for copy, original in reversed(copies):
             _copy(original, copy.view(original.shape))
-    if _writes.data and (count := _writes.get(whole_of(written))):  # type: ignore[no-untyped-call]
-        count[0] += 1
+    if _counting:
+        _counted(written)[0] += 1
     if isinstance(copies, Moved) and not (viewed := recorded._viewed[0]).is_inference():
         recorded._viewed = viewed, _version(viewed) + 1  # which it has when torch is done with the write

@@ -39,7 +39,7 @@ from ..ranks.first_use import forget_operands
 from . import chunks, conversions, levels, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
-from .copies import share_writes
+from .copies import count_writes, share_writes
 from .found import INDICES
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error, writes
@@ -101,6 +101,7 @@ class ShardTensor(DTensor):
     # See copies.py; the last two: open_layouts.py, found.py.
     _copied: Any = ()
     _viewed: Any = None
+    _writes: Any = None
     _open: Any = None
     _found: Any = None
 
@@ -424,7 +425,18 @@ def _data(self: Any, *_: Any) -> Any:
     with DisableTorchFunction():
         data = self.data
     share_writes(self, data)
+    count_writes()
     return data
+
+
+@register(torch.detach, Tensor.detach)
+def _detach_in_program(self: Any) -> Any:
+    if type(self) is not ShardTensor or self.is_inference() or is_traced(self._local_tensor):
+        return NotImplemented
+    with DisableTorchFunction():
+        detached = self.detach()
+    share_writes(self, detached)
+    return detached
 
 
 @register(Tensor.data.__set__)  # type: ignore[attr-defined]
