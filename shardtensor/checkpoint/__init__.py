@@ -4,7 +4,8 @@
 
 [Note: whole or not there] All ranks write into ``NAME.incomplete`` next to the checkpoint's folder ``NAME``. When all
 have written, the coordinator adds the metadata and the manifest, and renames the folder. Everything is on the disk
-before that, so a process, or the machine, may fail at any time: a folder ``NAME`` with all files exists, or none.
+before the folder is renamed. So a process, or the machine, may fail at any time: there is a folder ``NAME`` with all
+files, or none.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class CheckpointWriter(FileSystemWriter):
         CheckpointException: by ``dcp.save``, on all ranks, if one rank fails: the folder holds a checkpoint, a disk is
             full. Earlier checkpoints are unchanged. The next save to the same path removes the incomplete data in
             ``PATH.incomplete``.
-        ValueError: ``use_collectives=False``: no rank would know when all have written.
+        ValueError: ``use_collectives=False``, because no rank would know when all have written.
 
     Example::
 
