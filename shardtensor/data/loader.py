@@ -120,7 +120,7 @@ class ShardLoader(Generic[Batch]):
             float, str and bytes.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch; or a function of
-            the batch that returns either. Only those of the source are used. Default: Replicate.
+            the batch that returns either. Only the placements that the source passes are used. Default: Replicate.
         shard_sizes: ``{mesh_dim: sizes}``, for all tensors; or nested, or a function. Default: torch.chunk's sizes.
         source: position in the mesh (in ``mesh.mesh.flatten()``) of the rank that reads.
         pickled: whether batches may also hold other objects that can be pickled; the same on all ranks. Unpickling
