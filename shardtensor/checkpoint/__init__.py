@@ -46,7 +46,7 @@ class CheckpointWriter(FileSystemWriter):
 
     Args:
         path: the folder of the checkpoint, on a file system that all ranks share. Use a new folder for each save, with
-            the step at the end of its name (``checkpoints/step-1000``). It must not exist, or be empty.
+            the step at the end of its name (``checkpoints/step-1000``). The folder must be new or empty.
         thread_count, per_thread_copy_ahead, single_file_per_rank, cache_staged_state_dict: as in torch's
             ``FileSystemWriter``.
 
@@ -226,8 +226,8 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     that no :class:`CheckpointWriter` has written, or that miss a file or a part of one, are skipped with a warning.
     Changed bytes are detected when they are read.
 
-    If ``torch.distributed`` is initialized, this is collective over ``process_group`` (default: all ranks). The first
-    rank of the group looks for the checkpoint, so all ranks read the same one.
+    If ``torch.distributed`` is initialized, the call is collective over ``process_group`` (default: all ranks). The
+    first rank of the group looks for the checkpoint, so all ranks read the same one.
 
     Raises:
         RuntimeError: the folder cannot be read; on all ranks.

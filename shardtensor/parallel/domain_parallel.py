@@ -86,7 +86,7 @@ class DomainParallel(ParallelStyle):
             "auto" needs one layout for all outputs.
 
     Raises:
-        TypeError, ValueError: invalid layouts; or, when the style is applied, layouts that do not fit the mesh or the
+        TypeError, ValueError: invalid layouts. When the style is applied: layouts that do not fit the mesh or the
             parameters of a method, or a method that the module does not have. In a call, on every rank, before anything
             is sent: no tensor has the dims to be sharded, or shard sizes do not add up to its length.
         RuntimeError: in the first calls with inputs of a layout, or in all calls with ``SHARDTENSOR_DEBUG=1``, on every
